@@ -1,0 +1,36 @@
+# kvkeep: every command sets up what it needs first; a second run skips what is there.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench clean
+
+help:            ## show this list
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
+
+setup: $(STAMP)  ## make .venv and install kvkeep with its extras and the development tools
+
+$(STAMP): pyproject.toml constraints.txt requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvkeep needs Python 3.11 or newer; say make PYTHON=/path/to/python3.11")'
+	@echo "== setting up $(VENV) (first time: a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt -e '.[all]'
+	@touch $@
+
+demo: setup      ## run a real model on the paged cache: cold against warm
+	@$(BIN)/kvkeep demo
+
+check: setup     ## lint, format and strict types
+	@echo "== ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@echo "== mypy --strict"; $(BIN)/mypy
+
+test: check      ## check, then all the tests
+	@echo "== pytest"; $(BIN)/pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+bench: setup     ## measure the core (benchmarks/core.py)
+	@$(BIN)/python benchmarks/core.py
+
+clean:           ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,85 @@
+"""Every error that kvkeep raises on purpose.
+
+    KVKeepError
+    ├── InvalidValueError (ValueError)    an argument is wrong: what was given, what would be right
+    │   └── UnsupportedModelError         a model or a configuration that cannot be served
+    ├── LifecycleError (RuntimeError)     a step that is illegal in the object's present state
+    ├── OutOfPagesError (MemoryError)     the pool cannot give the pages asked for; nothing changed
+    ├── NotCachedError (LookupError)      what was to be pinned or unpinned is not there
+    └── MissingExtraError (ImportError)   an optional package is needed: which extra to install
+
+Each also inherits the built-in that fits, so ``except ValueError`` does what a reader expects.
+An ``AssertionError`` out of kvkeep is a fault of kvkeep.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = [
+    "InvalidValueError",
+    "KVKeepError",
+    "LifecycleError",
+    "MissingExtraError",
+    "NotCachedError",
+    "OutOfPagesError",
+    "UnsupportedModelError",
+    "require",
+]
+
+
+class KVKeepError(Exception):
+    """The root of the tree: everything kvkeep raises on purpose."""
+
+
+class InvalidValueError(KVKeepError, ValueError):
+    """An argument is wrong; the message names what was given and what would be right."""
+
+
+class UnsupportedModelError(InvalidValueError):
+    """A model, a model directory or a configuration that kvkeep cannot serve."""
+
+
+class LifecycleError(KVKeepError, RuntimeError):
+    """A step that is illegal in the present state; the object is unchanged."""
+
+
+class OutOfPagesError(KVKeepError, MemoryError):
+    """The pool cannot give the pages asked for; nothing changed.
+
+    ``needed`` and ``available`` are in pages.
+    """
+
+    def __init__(self, needed: int, available: int, total: int) -> None:
+        self.needed = needed
+        self.available = available
+        self.total = total
+        super().__init__(
+            f"{needed} pages are needed and {available} can be had (free or evictable) "
+            f"of {total}; close sequences, or give the pool more pages"
+        )
+
+
+class NotCachedError(KVKeepError, LookupError):
+    """The prefix that was named is not in the cache."""
+
+
+class MissingExtraError(KVKeepError, ImportError):
+    """An optional package is missing; the message says which extra brings it."""
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import ``module``, or raise `MissingExtraError` naming the ``extra`` that brings it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or module.split(".")[0] != error.name.split(".")[0]:
+            raise  # the package is there and one of its own imports is missing
+        raise MissingExtraError(
+            f"{module.split('.')[0]} is needed here; install it with: pip install 'kvkeep[{extra}]'",
+            name=error.name,
+        ) from error
