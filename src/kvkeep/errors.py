@@ -1,12 +1,12 @@
 """Every error that kvkeep raises on purpose.
 
     KVKeepError
-    ├── InvalidValueError (ValueError)    an argument is wrong: what was given, what would be right
-    │   └── UnsupportedModelError         a model or a configuration that cannot be served
-    ├── LifecycleError (RuntimeError)     a step that is illegal in the object's present state
-    ├── OutOfPagesError (MemoryError)     the pool cannot give the pages asked for; nothing changed
-    ├── NotCachedError (LookupError)      what was to be pinned or unpinned is not there
-    └── MissingExtraError (ImportError)   an optional package is needed: which extra to install
+    ├── InvalidValue (ValueError)   an argument is wrong: what was given, what would be right
+    │   └── UnsupportedModel        a model or a configuration that cannot be served
+    ├── IllegalStep (RuntimeError)  a step that the object's present state does not allow
+    ├── OutOfPages (MemoryError)    the pool cannot give the pages asked for; nothing changed
+    ├── NotCached (LookupError)     what was named is not in the cache
+    └── MissingExtra (ImportError)  an optional package is needed: which extra to install
 
 Each also inherits the built-in that fits, so ``except ValueError`` does what a reader expects.
 An ``AssertionError`` out of kvkeep is a fault of kvkeep.
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
-    "InvalidValueError",
+    "InvalidValue",
     "KVKeepError",
-    "LifecycleError",
-    "MissingExtraError",
-    "NotCachedError",
-    "OutOfPagesError",
-    "UnsupportedModelError",
+    "IllegalStep",
+    "MissingExtra",
+    "NotCached",
+    "OutOfPages",
+    "UnsupportedModel",
     "require",
 ]
 
@@ -36,19 +36,19 @@ class KVKeepError(Exception):
     """The root of the tree: everything kvkeep raises on purpose."""
 
 
-class InvalidValueError(KVKeepError, ValueError):
+class InvalidValue(KVKeepError, ValueError):
     """An argument is wrong; the message names what was given and what would be right."""
 
 
-class UnsupportedModelError(InvalidValueError):
+class UnsupportedModel(InvalidValue):
     """A model, a model directory or a configuration that kvkeep cannot serve."""
 
 
-class LifecycleError(KVKeepError, RuntimeError):
+class IllegalStep(KVKeepError, RuntimeError):
     """A step that is illegal in the present state; the object is unchanged."""
 
 
-class OutOfPagesError(KVKeepError, MemoryError):
+class OutOfPages(KVKeepError, MemoryError):
     """The pool cannot give the pages asked for; nothing changed.
 
     ``needed`` and ``available`` are in pages.
@@ -64,22 +64,23 @@ class OutOfPagesError(KVKeepError, MemoryError):
         )
 
 
-class NotCachedError(KVKeepError, LookupError):
+class NotCached(KVKeepError, LookupError):
     """The prefix that was named is not in the cache."""
 
 
-class MissingExtraError(KVKeepError, ImportError):
+class MissingExtra(KVKeepError, ImportError):
     """An optional package is missing; the message says which extra brings it."""
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import ``module``, or raise `MissingExtraError` naming the ``extra`` that brings it."""
+    """Import ``module``, or raise `MissingExtra` naming the ``extra`` that brings it."""
+    package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is None or module.split(".")[0] != error.name.split(".")[0]:
+        if error.name is None or error.name.partition(".")[0] != package:
             raise  # the package is there and one of its own imports is missing
-        raise MissingExtraError(
-            f"{module.split('.')[0]} is needed here; install it with: pip install 'kvkeep[{extra}]'",
+        raise MissingExtra(
+            f"{package} is needed here; install it with: pip install 'kvkeep[{extra}]'",
             name=error.name,
         ) from error
