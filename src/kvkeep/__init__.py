@@ -1,1 +1,39 @@
-"""kvkeep."""
+"""kvkeep keeps the KV cache of large language models, so that no token is ever prefilled twice.
+
+Importing it needs NumPy and nothing else; what needs PyTorch is imported when it is used.
+"""
+
+from __future__ import annotations
+
+from kvkeep.cache import CachedPrefix, CacheStats, PagedCache, Pin, Sequence
+from kvkeep.errors import (
+    IllegalStep,
+    InvalidValue,
+    KVKeepError,
+    MissingExtra,
+    NotCached,
+    OutOfPages,
+    UnsupportedModel,
+)
+from kvkeep.keys import Namespace
+from kvkeep.pages import PageCopy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheStats",
+    "CachedPrefix",
+    "IllegalStep",
+    "InvalidValue",
+    "KVKeepError",
+    "MissingExtra",
+    "Namespace",
+    "NotCached",
+    "OutOfPages",
+    "PageCopy",
+    "PagedCache",
+    "Pin",
+    "Sequence",
+    "UnsupportedModel",
+    "__version__",
+]

@@ -1,0 +1,10 @@
+"""The cache: the life of a request over pages, a prefix index and an eviction policy."""
+
+from __future__ import annotations
+
+from kvkeep.cache.paged import CachedPrefix, PagedCache
+from kvkeep.cache.pins import Pin
+from kvkeep.cache.sequence import Sequence
+from kvkeep.cache.stats import CacheStats
+
+__all__ = ["CacheStats", "CachedPrefix", "PagedCache", "Pin", "Sequence"]

@@ -1,0 +1,181 @@
+"""`Core`: what the cache and its sequences share: pages, index, claims, lock, events."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.cache.pins import PinBoard
+from kvkeep.cache.stats import Counters
+from kvkeep.errors import OutOfPages
+from kvkeep.events import Evicted, PagesShort
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from kvkeep.cache.sequence import Sequence
+    from kvkeep.events import Event, Hook
+    from kvkeep.pages import PageCopy, PagePool
+    from kvkeep.pages.table import PageArray
+    from kvkeep.prefix import PrefixIndex
+
+__all__ = ["Claim", "Core"]
+
+_log = logging.getLogger("kvkeep.cache")
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """A page that waits to be copied from: one reference, and a hold if the index stores it."""
+
+    copy: PageCopy
+    hold: Any
+
+
+class Core:
+    """State that every operation works on, under one lock.
+
+    ``with core:`` is how an operation begins and ends: it takes the lock, and when the outermost
+    operation is done and everything is consistent again, it hands the events to the hooks, in
+    order, still under the lock.
+    """
+
+    def __init__(
+        self, pool: PagePool, index: PrefixIndex[Any], pins: int, clock: Callable[[], float]
+    ) -> None:
+        self.pool = pool
+        self.index = index
+        self.page_size = index.page_size
+        self.counters = Counters()
+        self.pins = PinBoard(index, pins, clock)
+        self.sequences: dict[int, Sequence] = {}
+        self.opened = 0  # names sequences: 1, 2, 3 …
+        self._claimed: dict[int, list[Claim]] = {}  # by the page to be copied from
+        self.hooks: tuple[Hook, ...] = ()
+        self._events: list[Event] = []
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if self._depth == 1 and self._events:
+                self._deliver()
+        finally:
+            self._depth -= 1
+            self._lock.release()
+
+    # --- events ------------------------------------------------------------------------------
+
+    def emit(self, event: Event) -> None:
+        """Tell the hooks, when this operation is done. Callers look at ``hooks`` first."""
+        self._events.append(event)
+
+    def _deliver(self) -> None:
+        # A hook may use the cache: what that emits is delivered by this same loop, in order.
+        while self._events:
+            events, self._events = self._events, []
+            for event in events:
+                for hook in self.hooks:
+                    try:
+                        hook(event)
+                    except Exception:  # noqa: BLE001 - a hook's fault is not the cache's
+                        self.counters.hook_errors += 1
+                        _log.exception("a cache hook failed on %s", type(event).__name__)
+
+    # --- pages -------------------------------------------------------------------------------
+
+    def available(self) -> int:
+        """Pages that can be had: free or evictable."""
+        return self.pool.num_free + self.index.num_evictable
+
+    def take(self, count: int) -> PageArray:
+        """Allocate ``count`` pages, evicting for them if need be; all or nothing."""
+        short = count - self.pool.num_free
+        if short > 0:
+            self.pins.expire()
+            if short > self.index.num_evictable:
+                raise self.short_of(count, self.available())
+            self.evict(short, "pressure")
+        return self.pool.allocate(count)
+
+    def short_of(self, needed: int, available: int) -> OutOfPages:
+        """The error for pages that cannot be had; counted."""
+        self.counters.out_of_pages += 1
+        if self.hooks:
+            self.emit(PagesShort(needed, available))
+        return OutOfPages(needed, available, self.pool.num_pages)
+
+    def evict(self, count: int, reason: str) -> int:
+        """Evict up to ``count`` pages; returns how many."""
+        pages = self.index.evict(count)
+        self.forget(pages, reason)
+        return len(pages)
+
+    def forget(self, pages: PageArray, reason: str) -> None:
+        """The index gave up ``pages``: so does its reference."""
+        if len(pages):
+            freed = self.pool.release(pages)
+            assert freed == len(pages), "the index evicted a page that a sequence uses"
+            self.counters.evictions += 1
+            self.counters.evicted_pages += len(pages)
+            if self.hooks:
+                self.emit(Evicted(pages.copy(), reason))
+
+    # --- claims ------------------------------------------------------------------------------
+
+    def claim(self, copy: PageCopy, hold: Any) -> Claim:
+        """Keep the source of ``copy`` as it is; the caller's reference and hold go into this."""
+        claim = Claim(copy, hold)
+        self._claimed.setdefault(copy.src, []).append(claim)
+        self.counters.copies += 1
+        return claim
+
+    def claim_again(self, claim: Claim) -> Claim:
+        """A second claim of the same kind, for a fork."""
+        self.pool.retain([claim.copy.src])
+        return self.claim(claim.copy, None if claim.hold is None else self.index.again(claim.hold))
+
+    def unclaim(self, claims: list[Claim]) -> None:
+        """The copies were made, or are not wanted any more."""
+        for claim in claims:
+            readers = self._claimed[claim.copy.src]
+            readers.remove(claim)
+            if not readers:
+                del self._claimed[claim.copy.src]
+            if claim.hold is not None:
+                self.index.release(claim.hold)
+            self.pool.release([claim.copy.src])
+
+    def now_stored(self, pages: PageArray, hold: Any, start: int) -> None:
+        """The index stores ``pages`` now, from place ``start`` on: claims on them need holds."""
+        if self._claimed:
+            for at, page in enumerate(pages.tolist()):
+                for claim in self._claimed.get(page, ()):
+                    assert claim.hold is None
+                    claim.hold = self.index.move(self.index.again(hold), hold, start + at + 1)
+
+    def may_write(self, page: int, offset: int) -> bool:
+        """Nobody else needs what ``page`` holds from ``offset`` on, and the caller holds it.
+
+        A claim on the page reads only its first tokens: writing behind those is no harm to it.
+        """
+        references = int(self.pool.references[page])
+        if references > 1 and page in self._claimed:
+            references -= sum(claim.copy.tokens <= offset for claim in self._claimed[page])
+        return references == 1
+
+    def claims(self) -> list[Claim]:
+        """All claims of all sequences."""
+        return [claim for sequence in self.sequences.values() for claim in sequence.claims()]

@@ -1,0 +1,339 @@
+"""`PagedCache`: the KV pages of one device, shared between requests by prefix."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvkeep.cache.core import Core
+from kvkeep.cache.sequence import Sequence
+from kvkeep.cache.stats import CacheStats
+from kvkeep.errors import InvalidValue, NotCached
+from kvkeep.events import Opened
+from kvkeep.eviction import EvictionPolicy, policy
+from kvkeep.keys import Namespace, as_namespace
+from kvkeep.pages import PageCopy, PagePool
+from kvkeep.prefix import index as make_index
+from kvkeep.prefix.base import EMPTY_PAGES
+from kvkeep.tokens import as_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvkeep.cache.pins import Pin
+    from kvkeep.events import Hook
+    from kvkeep.keys import NamespaceLike
+    from kvkeep.pages.table import PageArray
+    from kvkeep.prefix import PrefixMatch, Run
+    from kvkeep.tokens import TokensLike
+
+__all__ = ["CachedPrefix", "PagedCache"]
+
+_MAX_PAGE_SIZE = 65_536
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedPrefix:
+    """What is cached of a prompt: full ``pages``, then the first tokens of one page more.
+
+    ``partial_page`` is -1 where there is none. The pages may be evicted at any time after.
+    """
+
+    num_tokens: int
+    pages: PageArray
+    partial_page: int = -1
+    partial_tokens: int = 0
+
+
+class PagedCache:
+    """Gives requests the pages that hold their KV, and finds again what others computed.
+
+    It decides; the memory is `kvkeep.pages.tensors.PagedTensors` or the engine's own. Tokens come
+    as a list, a tuple or an integer array. Namespaces (text, or a `Namespace`) share nothing.
+
+    ``num_pages`` and ``page_size`` (tokens) make the pool. ``prefix`` is "radix" (exact to the
+    token) or "chain" (block keys over full pages); ``eviction`` the name of a policy or an
+    `EvictionPolicy`; ``hard_pin_pages`` what hard pins may hold at most (default: half the pool);
+    ``clock`` gives seconds, for pins that end.
+
+    Thread safety: every method takes the cache's one lock. Hooks run under it.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int = 16,
+        *,
+        prefix: str = "radix",
+        eviction: str | EvictionPolicy = "lru",
+        hard_pin_pages: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if isinstance(page_size, bool) or not isinstance(page_size, (int, np.integer)):
+            raise InvalidValue(f"page_size is a whole number of tokens, got {page_size!r}")
+        if not 0 < page_size <= _MAX_PAGE_SIZE:
+            raise InvalidValue(f"a page has 1 … {_MAX_PAGE_SIZE} tokens, got {page_size}")
+        pool = PagePool(num_pages)
+        if hard_pin_pages is None:
+            hard_pin_pages = pool.num_pages // 2
+        if not 0 <= hard_pin_pages < pool.num_pages:
+            raise InvalidValue(
+                f"hard_pin_pages lies in 0 … {pool.num_pages - 1}, got {hard_pin_pages}: "
+                "pins must leave room for requests"
+            )
+        index = make_index(prefix, int(page_size), policy(eviction))
+        self._core = Core(pool, index, hard_pin_pages, clock)
+        self.num_pages = pool.num_pages
+        self.page_size = int(page_size)
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def open(
+        self, tokens: TokensLike, namespace: NamespaceLike = "", *, priority: int = 0
+    ) -> Sequence:
+        """Begin a request: find its longest cached prefix and give it pages for all its tokens.
+
+        ``num_cached`` of the result says how many tokens need no computing; the last prompt token
+        is always left, since its logits are wanted. ``priority`` is for policies that ask.
+        Raises `InvalidValue` for tokens that are none, `OutOfPages` with nothing changed.
+        Cost: O(tokens) at memory speed; see `benchmarks/core.py`.
+        """
+        prompt = as_tokens(tokens)
+        if not len(prompt):
+            raise InvalidValue("a prompt has at least one token, got none")
+        space = as_namespace(namespace)
+        core = self._core
+        with core:
+            encoder = core.index.encoder(space)
+            match = core.index.match(encoder.lookup(prompt[:-1]), space)
+            match, needed = self._affordable(match, -(-len(prompt) // self.page_size))
+            hold, source = core.index.hold(match, space)
+            shared = EMPTY_PAGES if match is None else match.pages
+            fresh = core.take(needed)
+            if len(shared):
+                core.pool.retain(shared)
+            table = np.concatenate((shared, fresh)) if len(shared) else fresh
+            sequence = Sequence(core, space, encoder, prompt, table=table, hold=hold)
+            sequence.priority = priority
+            partial = 0
+            if match is not None and source is not None:
+                partial = match.partial_tokens
+                copy = PageCopy(match.partial_page, int(fresh[0]), partial)
+                core.pool.retain([copy.src])
+                core.counters.partial_hits += 1
+                sequence.adopt(len(shared), copy=copy, source=source)
+            else:
+                sequence.adopt(len(shared))
+            core.counters.opened += 1
+            core.counters.prompt_tokens += len(prompt)
+            core.counters.hit_tokens += sequence.num_cached
+            if core.hooks:
+                core.emit(Opened(sequence.id, space, len(prompt), sequence.num_cached))
+            return sequence
+
+    def _affordable(
+        self, match: PrefixMatch[Any] | None, total: int
+    ) -> tuple[PrefixMatch[Any] | None, int]:
+        """The match to hold and the pages it then needs, or `OutOfPages` before anything changed.
+
+        Holding a match takes its pages out of what can be evicted. A page that matches only in
+        part is given up when the request could not be opened with it.
+        """
+        core = self._core
+        needed = total - (0 if match is None else len(match.pages))
+        if needed <= core.pool.num_free:
+            return match, needed
+        core.pins.expire()
+        available = core.available() - core.index.protects(match)
+        if needed > available and match is not None and match.source is not None:
+            match = match.without_partial()
+            available = core.available() - core.index.protects(match)
+            if needed <= available:
+                core.counters.partial_hits_given_up += 1
+        if needed > available:
+            raise core.short_of(needed, available)
+        return match, needed
+
+    def match(self, tokens: TokensLike, namespace: NamespaceLike = "") -> CachedPrefix:
+        """The longest cached prefix of a prompt. Changes nothing: no recency, no statistics."""
+        prompt = as_tokens(tokens)
+        space = as_namespace(namespace)
+        core = self._core
+        with core:
+            match = core.index.match(core.index.encoder(space).lookup(prompt), space)
+            if match is None:
+                return CachedPrefix(0, EMPTY_PAGES)
+            pages = match.pages.copy()
+            return CachedPrefix(
+                len(pages) * self.page_size + match.partial_tokens,
+                pages,
+                match.partial_page,
+                match.partial_tokens,
+            )
+
+    # --- memory ------------------------------------------------------------------------------
+
+    def evict(self, num_pages: int) -> int:
+        """Free up to ``num_pages`` cached pages that nobody uses; returns how many."""
+        if num_pages < 0:
+            raise InvalidValue(f"cannot evict {num_pages} pages")
+        with self._core:
+            self._core.pins.expire()
+            return self._core.evict(int(num_pages), "asked")
+
+    def clear(self, namespace: NamespaceLike | None = None) -> int:
+        """Forget everything that no running sequence uses, in one namespace or in all.
+
+        Soft pins end, hard pins stay. Returns the pages freed.
+        """
+        with self._core:
+            space = None if namespace is None else as_namespace(namespace)
+            pages = self._core.index.clear(space)
+            self._core.forget(pages, "cleared")
+            self._core.pins.expire()
+            return len(pages)
+
+    def pin(
+        self,
+        tokens: TokensLike,
+        namespace: NamespaceLike = "",
+        *,
+        ttl: float | None = None,
+        hard: bool = False,
+    ) -> Pin:
+        """Keep what is cached of this prefix (full pages), for ``ttl`` seconds or until `unpin`.
+
+        A soft pin keeps it until nothing else is left to evict; it never stands in the way of a
+        request. A hard pin always keeps it, within the cache's budget for hard pins.
+        Raises `NotCached` when not one full page is cached, `InvalidValue` beyond the budget.
+        """
+        prompt = as_tokens(tokens)
+        space = as_namespace(namespace)
+        if ttl is not None and not ttl > 0:
+            raise InvalidValue(f"a pin lasts some seconds, got ttl={ttl}")
+        core = self._core
+        with core:
+            core.pins.expire()
+            match = core.index.match(core.index.encoder(space).lookup(prompt), space)
+            if match is None or not len(match.pages):
+                raise NotCached(
+                    f"not one full page of these {len(prompt)} tokens is cached in {space}; "
+                    "publish them first"
+                )
+            hold, _ = core.index.hold(match.without_partial(), space)
+            try:
+                pin = core.pins.add(hold, ttl, hard=hard)
+            except InvalidValue:
+                core.index.release(hold, used=False)
+                raise
+            if not hard:
+                core.index.release(hold, used=False)
+            return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin; `NotCached` when it is not one of this cache, or has ended already."""
+        with self._core:
+            if pin not in self._core.pins.pins:
+                raise NotCached(f"{pin!r} is not a running pin of this cache")
+            self._core.pins.end(pin)
+
+    # --- looking -----------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """What the cache holds and has done. Cost: one pass over the reference counts."""
+        core = self._core
+        with core:
+            pool, index, board, did = core.pool, core.index, core.pins, core.counters
+            board.expire()
+            references = int(pool.references.sum())
+            tables = [sequence.pages for sequence in core.sequences.values()]
+            users = np.bincount(np.concatenate(tables), minlength=1) if tables else np.zeros(1, int)
+            return CacheStats(
+                sequences=len(core.sequences),
+                pages_total=pool.num_pages,
+                pages_used=pool.num_used,
+                pages_free=pool.num_free,
+                pages_cached=index.num_pages,
+                pages_evictable=index.num_evictable,
+                pages_protected=index.num_pages - index.num_evictable,
+                pages_shared=int((users > 1).sum()),
+                shares=int((users[users > 1] - 1).sum()),
+                references=references,
+                namespaces=index.num_namespaces,
+                pins=len(board.pins),
+                pinned_pages=board.covered(),
+                hard_pinned_pages=board.covered(hard_only=True),
+                pins_broken=index.pins_broken,
+                pins_expired=board.expired,
+                opened=did.opened,
+                forked=did.forked,
+                closed=did.closed,
+                prompt_tokens=did.prompt_tokens,
+                hit_tokens=did.hit_tokens,
+                partial_hits=did.partial_hits,
+                partial_hits_given_up=did.partial_hits_given_up,
+                stored_pages=did.stored_pages,
+                duplicate_pages=did.duplicate_pages,
+                evictions=did.evictions,
+                evicted_pages=did.evicted_pages,
+                copies=did.copies,
+                out_of_pages=did.out_of_pages,
+                hook_errors=did.hook_errors,
+            )
+
+    def runs(self, namespace: NamespaceLike = "") -> Iterator[Run]:
+        """What is stored in a namespace, run by run, depth first; see `kvkeep.prefix.render`."""
+        with self._core:
+            return iter(list(self._core.index.runs(as_namespace(namespace))))
+
+    def namespaces(self) -> dict[Namespace, int]:
+        """The namespaces that hold anything, and how many pages."""
+        with self._core:
+            return self._core.index.namespaces()
+
+    def subscribe(self, hook: Hook) -> Callable[[], None]:
+        """Call ``hook(event)`` for everything that happens from now on; call the result to end it.
+
+        Hooks run in order, under the cache's lock, when the operation they tell of is complete: be
+        quick. A hook may use the cache. One that raises is logged and counted, and stays.
+        """
+        core = self._core
+        with core:
+            core.hooks = (*core.hooks, hook)
+
+        def end() -> None:
+            with core:
+                core.hooks = tuple(other for other in core.hooks if other is not hook)
+
+        return end
+
+    def check(self) -> None:
+        """Recount everything from scratch and assert that it agrees. Cost: all of it."""
+        core = self._core
+        with core:
+            holds = [sequence.hold for sequence in core.sequences.values()]
+            holds += [claim.hold for claim in core.claims() if claim.hold is not None]
+            holds += core.pins.hard_holds()
+            stored = core.index.check(holds)
+            assert len(np.unique(stored)) == len(stored), "the index stores a page twice"
+            expected = np.zeros(self.num_pages, np.int64)
+            expected[stored] += 1
+            for sequence in core.sequences.values():
+                sequence.check(stored)
+                expected[sequence.pages] += 1
+            for claim in core.claims():
+                expected[claim.copy.src] += 1
+            wrong = np.flatnonzero(expected != core.pool.references)
+            assert not len(wrong), f"reference counts of pages {wrong[:8]} are wrong"
+            core.pool.check()
+
+    def __repr__(self) -> str:
+        core = self._core
+        return (
+            f"<PagedCache {self.num_pages} pages of {self.page_size} tokens, {core.index.name}, "
+            f"{core.index.policy.name}: {core.pool.num_free} free, "
+            f"{core.index.num_evictable} evictable>"
+        )

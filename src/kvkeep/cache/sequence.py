@@ -1,0 +1,390 @@
+"""`Sequence`: one running request's hold on the cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvkeep.cache.lifecycle import State, permit
+from kvkeep.errors import InvalidValue
+from kvkeep.events import Closed, Opened, Stored
+from kvkeep.pages import GrowingArray, PageCopy
+from kvkeep.tokens import as_tokens
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from kvkeep.cache.core import Claim, Core
+    from kvkeep.keys import Namespace
+    from kvkeep.pages.table import PageArray
+    from kvkeep.prefix.base import Encoder
+    from kvkeep.tokens import TokenArray, TokensLike
+
+__all__ = ["Sequence"]
+
+
+class Sequence:
+    """The pages of one request, from `PagedCache.open` to `close`.
+
+    An engine computes ``tokens[num_cached:]``, having made the `copies`, and writes their KV at
+    token position ``i`` to page ``pages[i // page_size]``, offset ``i % page_size``. What it has
+    computed it may `publish`, then later prompts reuse it while this sequence still runs.
+
+    Every step takes the cache's lock, so sequences may be used from several threads; one sequence
+    at a time belongs to one thread, since its steps have an order. Arrays that it returns are
+    read-only views, good until its next step. `IllegalStep` says that a step does not fit the
+    state (see `kvkeep.cache.lifecycle`), `OutOfPages` that the pool is full of pages in use; in
+    both cases nothing has changed.
+
+    It is a context manager that closes itself.
+    """
+
+    __slots__ = (
+        "_claims", "_core", "_encoder", "_family", "_hold", "_made", "_opened_pages", "_shared",
+        "_state", "_table", "_tokens", "id", "namespace", "num_cached", "priority",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        core: Core,
+        namespace: Namespace,
+        encoder: Encoder,
+        tokens: TokenArray,
+        *,
+        table: PageArray,
+        hold: Any,
+    ) -> None:
+        """Made by `PagedCache.open` and `fork`; all that is passed in becomes its own."""
+        core.opened += 1
+        self.id = core.opened
+        self.namespace = namespace
+        self.priority = 0
+        self.num_cached = 0
+        """Leading tokens that needed no computing when the sequence was opened or forked."""
+        self._core = core
+        self._encoder = encoder
+        self._tokens = GrowingArray(tokens)
+        self._table = GrowingArray(table)
+        self._hold = hold
+        # Region map of the page table:
+        #   0 … _shared      pages that the index stores too; the hold protects exactly these
+        #   _shared … end    pages of this sequence (and of forks that have not written them)
+        self._shared = 0
+        self._opened_pages = 0  # of the shared ones, those that were there before this sequence
+        self._claims: list[Claim] = []  # copies the engine has not taken yet
+        self._made: list[Claim] = []  # copies it took, and may be making
+        self._family: list[Sequence] | None = None  # the forks that may share unpublished pages
+        self._state = State.READY
+        core.sequences[self.id] = self
+
+    def adopt(self, shared: int, *, copy: PageCopy | None = None, source: Any = None) -> None:
+        """Take over what was found for the prompt: shared pages, and a page to be copied from."""
+        self._shared = self._opened_pages = shared
+        self.num_cached = shared * self._core.page_size
+        if copy is not None:
+            self.num_cached += copy.tokens
+            self._claims.append(self._core.claim(copy, source))
+            self._state = State.COPYING
+
+    # --- looking -----------------------------------------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence: the prompt and what was appended."""
+        return len(self._tokens)
+
+    @property
+    def num_published(self) -> int:
+        """Leading tokens in full pages that later prompts can reuse."""
+        return min(self._shared * self._core.page_size, len(self._tokens))
+
+    @property
+    def pages(self) -> PageArray:
+        """The page table: int32 page ids in order, read-only. `publish` may exchange pages."""
+        return self._table.view()
+
+    @property
+    def tokens(self) -> TokenArray:
+        """The tokens: int32, read-only."""
+        return self._tokens.view()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._state is State.CLOSED
+
+    @property
+    def hold(self) -> Any:
+        """Its hold on the prefix index."""
+        return self._hold
+
+    def claims(self) -> list[Claim]:
+        """Pages it keeps besides its table, to be copied from."""
+        return self._claims + self._made
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def copies(self) -> list[PageCopy]:
+        """Hand over the page copies to make, in this order, before the sequence is computed.
+
+        Each is handed over once. Sources stay as they are until the next `copies`, `publish` or
+        `close` of this sequence: make the copies before that, and before a fork of it publishes.
+        """
+        with self._core:
+            permit(self._state, "copies")
+            self._copies_made()
+            self._made, self._claims = self._claims, []
+            self._state = State.READY
+            return [claim.copy for claim in self._made]
+
+    def append(self, tokens: TokensLike | int) -> None:
+        """Add tokens at the end, with the pages they need; all or nothing.
+
+        When the page they go to is shared, it is replaced by a copy first (see `copies`).
+        Raises `OutOfPages`. Cost: about 1 µs, plus allocation once a page.
+        """
+        if isinstance(tokens, int):
+            tokens = (tokens,)
+        array = as_tokens(tokens)
+        core = self._core
+        with core:
+            permit(self._state, "append")
+            size = core.page_size
+            length = len(self._tokens)
+            needed = -(-(length + len(array)) // size) - len(self._table)
+            offset = length % size
+            copy = bool(
+                offset
+                and len(array)
+                and not core.may_write(int(self._table.values[length // size]), offset)
+            )
+            if needed or copy:
+                fresh = core.take(needed + copy)
+                if copy:
+                    self._copy_on_write(length // size, offset, int(fresh[0]))
+                    fresh = fresh[1:]
+                self._table.extend(fresh)
+            self._tokens.extend(array)
+
+    def _copy_on_write(self, at: int, tokens: int, dst: int) -> None:
+        """Put page ``dst`` in the place of the shared page ``at``: its claim on it goes on."""
+        core = self._core
+        hold = None
+        if at < self._shared:  # the index stores it: what protected it here protects the source
+            hold = self._hold
+            self._hold = core.index.shorten(core.index.again(hold), at)
+            self._shared = at
+        copy = PageCopy(int(self._table.values[at]), dst, tokens)
+        self._claims.append(core.claim(copy, hold))
+        self._table.values[at] = dst
+        self._state = State.COPYING
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` tokens: rejected drafts, or going back to an earlier point.
+
+        What was published beyond stays in the cache. Raises `InvalidValue` outside 0 … num_tokens.
+        """
+        core = self._core
+        with core:
+            permit(self._state, "truncate")
+            if not 0 <= length <= len(self._tokens):
+                raise InvalidValue(
+                    f"a sequence of {len(self._tokens)} tokens cannot be cut to {length}"
+                )
+            size = core.page_size
+            pages = -(-length // size)
+            if pages < self._shared:
+                self._hold = core.index.shorten(self._hold, pages)
+                self._shared = pages
+            gone = self._table.values[pages:].copy()
+            self._table.cut(pages)
+            self._tokens.cut(length)
+            self._encoder.cut(length // size)
+            self._drop_needless_claims()
+            core.pool.release(gone)
+            self.num_cached = min(self.num_cached, length)
+            self._opened_pages = min(self._opened_pages, pages)
+
+    def _drop_needless_claims(self) -> None:
+        """Forget copies to pages that it has no more, or that are published: they are complete."""
+        wanted = set(self._table.values[self._shared :].tolist())
+        kept: list[Claim] = []
+        for claim in reversed(self._claims):
+            if claim.copy.dst in wanted:
+                wanted.add(claim.copy.src)
+                kept.append(claim)
+            else:
+                self._core.unclaim([claim])
+        self._claims = kept[::-1]
+        if not self._claims:
+            self._state = State.READY
+
+    def fork(self) -> Sequence:
+        """A second sequence with the same tokens: pages are shared until either writes to them.
+
+        It inherits copies that were not taken yet. Cost: one pass over the page table.
+        """
+        core = self._core
+        with core:
+            permit(self._state, "fork")
+            hold = core.index.again(self._hold)
+            table = self._table.values
+            core.pool.retain(table)
+            encoder = self._encoder.fork()
+            other = Sequence(
+                core, self.namespace, encoder, self._tokens.values, table=table, hold=hold
+            )
+            other.priority = self.priority
+            other.num_cached = max(self.num_cached, self.num_published)
+            other._shared = self._shared
+            other._opened_pages = self._opened_pages
+            other._claims = [core.claim_again(claim) for claim in self._claims]
+            other._state = self._state
+            if self._family is None:
+                self._family = [self]
+            other._family = self._family
+            self._family.append(other)
+            core.counters.forked += 1
+            if core.hooks:
+                core.emit(
+                    Opened(other.id, self.namespace, other.num_tokens, other.num_cached, self.id)
+                )
+            return other
+
+    def publish(self, computed: int | None = None) -> int:
+        """The first ``computed`` tokens (default: all) are computed: full pages become reusable.
+
+        Where another sequence published the same tokens before, its pages take the place of
+        these, which are freed: the page table changes, its length does not. Forks that share the
+        pages share this too. Returns the tokens published so far. Cost: O(new tokens).
+        """
+        core = self._core
+        with core:
+            permit(self._state, "publish")
+            length = len(self._tokens)
+            if computed is None:
+                computed = length
+            if not 0 <= computed <= length:
+                raise InvalidValue(
+                    f"of {length} tokens, 0 … {length} can be computed, got {computed}"
+                )
+            self._copies_made()
+            stop = computed // core.page_size
+            if stop > self._shared:
+                self._publish(self._shared, stop)
+            return self.num_published
+
+    def _publish(self, start: int, stop: int) -> None:
+        core = self._core
+        own = self._table.values[start:stop].copy()
+        symbols = self._encoder.pages(self._tokens.values, start, stop)
+        inserted = core.index.insert(self._hold, symbols, own, self.priority)
+        existing = inserted.existing
+        family = [(other, other._sharing(start, own)) for other in self._family or ()]
+        self._hold = inserted.hold
+        self._shared = stop
+        new = own[len(existing) :]
+        if len(new):
+            core.pool.retain(new)
+            core.now_stored(new, self._hold, stop - len(new))
+            core.counters.stored_pages += len(new)
+        if len(existing):
+            self._opened_pages = start + len(existing)  # another's work: not ours to forget
+            core.counters.duplicate_pages += len(existing)
+            self._exchange(start, own, existing)
+        for other, sharing in family:
+            if other is not self and sharing:
+                other._hold = core.index.move(other._hold, self._hold, start + sharing)
+                other._shared = start + sharing
+                other._exchange(start, own[:sharing], existing[:sharing])
+                other._drop_needless_claims()
+        if core.hooks and len(new):
+            at = stop - len(new)
+            parent = int(self._table.values[at - 1]) if at else -1
+            size = core.page_size
+            tokens = self._tokens.values[at * size : stop * size].copy()
+            core.emit(Stored(self.id, self.namespace, parent, new, tokens))
+
+    def _sharing(self, start: int, own: PageArray) -> int:
+        """How many of the pages ``own`` this fork has too, at the same place, unpublished."""
+        if self._shared != start:
+            return 0
+        mine = self._table.values[start : start + len(own)]
+        same = mine == own[: len(mine)]
+        return int(same.argmin()) if not same.all() else len(same)
+
+    def _exchange(self, start: int, own: PageArray, existing: PageArray) -> None:
+        """Use ``existing`` pages in the place of ``own`` ones with the same content."""
+        differ = own[: len(existing)] != existing
+        if differ.any():
+            self._table.values[start : start + len(existing)] = existing
+            self._core.pool.retain(existing[differ])
+            self._core.pool.release(own[: len(existing)][differ])
+
+    def close(self, *, keep: bool = True) -> None:
+        """End the sequence. What it published stays in the cache; other pages are freed.
+
+        ``keep=False`` also forgets the pages that it published itself, so far as nobody else
+        uses them.
+        """
+        core = self._core
+        with core:
+            permit(self._state, "close")
+            self._state = State.CLOSED
+            del core.sequences[self.id]
+            if self._family is not None:
+                self._family.remove(self)
+            stored = self._shared
+            pages = self._table.values
+            core.pool.release(pages)
+            if keep:
+                core.index.release(self._hold)
+            else:
+                core.forget(core.index.drop(self._hold, self._opened_pages), "dropped")
+                stored = self._opened_pages
+            core.unclaim(self._claims + self._made)
+            self._claims = self._made = []
+            core.counters.closed += 1
+            if core.hooks:
+                core.emit(Closed(self.id, len(self._tokens), stored))
+            self._table.cut(0)
+
+    def _copies_made(self) -> None:
+        if self._made:
+            self._core.unclaim(self._made)
+            self._made = []
+
+    def check(self, stored: PageArray) -> None:
+        """Assert that the regions of its page table are what they should be."""
+        core = self._core
+        table = self._table.values
+        assert len(table) == -(-len(self._tokens) // core.page_size)
+        assert len(np.unique(table)) == len(table), "a page stands twice in a page table"
+        assert core.index.length(self._hold) == self._shared or not self._shared
+        published = np.isin(table, stored)
+        assert published[: self._shared].all(), "a shared page is not in the index"
+        assert not published[self._shared :].any(), "the index stores a page that is not held"
+        assert (self._state is State.COPYING) == bool(self._claims)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self.closed:
+            self.close()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.id}, {self._state.name.lower()}, {self.num_tokens} tokens, "
+            f"{len(self._table)} pages, {self._shared} of them published>"
+        )

@@ -1,0 +1,45 @@
+"""Eviction policies: which of the pages that may go, goes first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.errors import InvalidValue
+from kvkeep.eviction.base import Entry, EvictionPolicy
+from kvkeep.eviction.fifo import FIFO
+from kvkeep.eviction.lfu import LFU
+from kvkeep.eviction.lru import LRU
+from kvkeep.eviction.priority import Priority
+from kvkeep.eviction.slru import SLRU
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "FIFO",
+    "LFU",
+    "LRU",
+    "POLICIES",
+    "SLRU",
+    "Entry",
+    "EvictionPolicy",
+    "Priority",
+    "policy",
+]
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "lru": LRU,
+    "lfu": LFU,
+    "fifo": FIFO,
+    "slru": SLRU,
+    "priority": Priority,
+}
+
+
+def policy(name: str | EvictionPolicy) -> EvictionPolicy:
+    """The policy of that name, or the policy object itself; `InvalidValue` lists the names."""
+    if isinstance(name, EvictionPolicy):
+        return name
+    if name not in POLICIES:
+        raise InvalidValue(f"no eviction policy {name!r}; there are {', '.join(POLICIES)}")
+    return POLICIES[name]()

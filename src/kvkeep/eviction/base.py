@@ -1,0 +1,109 @@
+"""The contract of eviction: an index says what may go, a policy says what goes first."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+__all__ = ["Entry", "EvictionPolicy"]
+
+
+class Entry:
+    """One run of pages in a prefix index, as a policy sees it.
+
+    The index creates entries and derives its nodes from this class. ``last_used`` and ``stored``
+    count the policy's events (larger is later), ``hits`` the requests that reused it, ``priority``
+    what its caller asked for, ``size`` its pages. A policy that needs to remember more keeps it
+    in ``state``.
+    """
+
+    __slots__ = ("hits", "last_used", "priority", "size", "state", "stored")
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.last_used = 0
+        self.stored = 0
+        self.hits = 0
+        self.priority = 0
+        self.state: object = None
+
+
+class EvictionPolicy(ABC):
+    """Orders the entries that may be evicted.
+
+    An entry may be evicted while nobody holds it and nothing longer hangs from it: the index then
+    `add`s it, and `discard`s it when that ends. `pop` names the next victim. The index takes as
+    many pages as it needs from the victim's tail; if the entry outlives that, it is `put_back`.
+    When a victim is gone, `inherit` hands what was known of it to its parent, so an entry's record
+    counts what happened to everything that ever hung from it, and nothing has to be updated along
+    a whole path at each use.
+
+    A policy may own any queues it likes (2Q, ARC); it must name a victim whenever it has one, since
+    what is added is all the memory that can be had.
+
+    Thread safety: none; called under the cache's lock. Cost asked for: O(log n) a call, and not
+    more with more entries than that.
+    """
+
+    name: str
+
+    def __init__(self) -> None:
+        self._time = 0
+
+    def stored(self, entry: Entry, priority: int) -> None:
+        """``entry`` was just put in the index (it is held by the sequence that published it)."""
+        self._time += 1
+        entry.stored = entry.last_used = self._time
+        entry.priority = priority
+
+    def hit(self, entry: Entry) -> None:
+        """A request reuses ``entry`` and all before it."""
+        self._time += 1
+        entry.last_used = self._time
+        entry.hits += 1
+
+    def used(self, entry: Entry) -> None:
+        """A sequence that held ``entry`` is done with it."""
+        self._time += 1
+        entry.last_used = self._time
+
+    def split(self, upper: Entry, lower: Entry) -> None:
+        """``lower`` was cut in two, its front is now ``upper``; hits stay below until inherited."""
+        upper.stored = lower.stored
+        upper.last_used = lower.last_used
+        upper.priority = lower.priority
+
+    def inherit(self, parent: Entry, child: Entry) -> None:
+        """``child`` is gone; what used it used ``parent`` too."""
+        # Written out: this runs once per victim, and max() would be half its cost.
+        if child.last_used > parent.last_used:  # noqa: PLR1730
+            parent.last_used = child.last_used
+        if child.priority > parent.priority:  # noqa: PLR1730
+            parent.priority = child.priority
+        parent.hits += child.hits
+
+    @abstractmethod
+    def add(self, entry: Entry) -> None:
+        """``entry`` may be evicted from now on."""
+
+    @abstractmethod
+    def discard(self, entry: Entry) -> None:
+        """``entry``, which was added, may not be evicted any more."""
+
+    @abstractmethod
+    def pop(self) -> Entry | None:
+        """Take out the entry that should go next, or None when there is none."""
+
+    @abstractmethod
+    def put_back(self, entry: Entry) -> None:
+        """The entry just popped lost only its tail: it is next again."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Entries that may be evicted."""
+
+    def describe(self, entry: Entry) -> str:
+        """What decides over ``entry``, in a few characters, for people who read the tree."""
+        return f"used {self._time - entry.last_used} ago, {entry.hits} hits"
+
+    def __repr__(self) -> str:
+        return f"<{self.name} eviction, {len(self)} entries may go>"

@@ -1,0 +1,22 @@
+"""First in, first out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.eviction.queues import QueuePolicy
+
+if TYPE_CHECKING:
+    from kvkeep.eviction.base import Entry
+
+__all__ = ["FIFO"]
+
+
+class FIFO(QueuePolicy):
+    """What was stored longest ago goes first, however often it was used since."""
+
+    name = "fifo"
+
+    def age(self, entry: Entry) -> int:
+        """When it was stored."""
+        return entry.stored

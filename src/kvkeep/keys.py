@@ -1,0 +1,101 @@
+"""Namespaces and chained block keys: the names under which KV can be found again.
+
+A block key names a run of tokens, everything before it, and the namespace it was computed in:
+
+    key[-1] = SHA-256( "kvkeep namespace 1\\n" + canonical namespace )
+    key[i]  = SHA-256( key[i-1] + tokens of block i as little-endian int32 )
+
+Keys are 32 bytes and the same in every process and on every machine. `docs/keys.md` has the
+format with test vectors. SHA-256 because a second prompt with the same key would be served
+another's KV: keys must hold against somebody who is looking for one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from kvkeep.errors import InvalidValue
+
+__all__ = ["KEY_BYTES", "Namespace", "NamespaceLike", "as_namespace", "chain_keys", "root_key"]
+
+KEY_BYTES = 32
+_MAGIC = b"kvkeep namespace 1\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What must never be mixed: KV is reused only within one namespace.
+
+    Every field is part of every key. Fields that are left empty are simply equal. ``tenant``
+    separates users who must not learn of each other's prompts, ``lora`` names an adapter with its
+    version, ``rank`` a tensor or pipeline parallel shard ("tp0/2").
+    """
+
+    tenant: str = ""
+    model: str = ""
+    revision: str = ""
+    dtype: str = ""
+    layout: str = ""
+    geometry: str = ""
+    lora: str = ""
+    rank: str = ""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, str):
+                raise InvalidValue(
+                    f"Namespace.{field.name} is text, got {type(value).__name__}: {value!r}"
+                )
+
+    def canonical(self) -> bytes:
+        """The bytes that are hashed: ``name=length:value`` per non-empty field, sorted by name.
+
+        Lengths are in bytes of UTF-8, so no value can pretend to be two fields.
+        """
+        return b"".join(
+            b"%s=%d:%s\n" % (name.encode(), len(value), value)
+            for name in sorted(field.name for field in fields(self))
+            if (value := getattr(self, name).encode("utf-8", "surrogatepass"))
+        )
+
+
+NamespaceLike = str | Namespace
+
+
+def as_namespace(namespace: NamespaceLike) -> Namespace:
+    """A namespace from what callers give; plain text stands for a tenant."""
+    if isinstance(namespace, Namespace):
+        return namespace
+    if isinstance(namespace, str):
+        return _of_tenant(namespace)
+    raise InvalidValue(
+        f"a namespace is a Namespace or text, got {type(namespace).__name__}: {namespace!r}"
+    )
+
+
+@lru_cache(maxsize=1024)
+def _of_tenant(tenant: str) -> Namespace:
+    return Namespace(tenant=tenant)
+
+
+@lru_cache(maxsize=1024)
+def root_key(namespace: Namespace) -> bytes:
+    """The key before the first block of ``namespace``: 32 bytes."""
+    return hashlib.sha256(_MAGIC + namespace.canonical()).digest()
+
+
+def chain_keys(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
+    """Keys of the full blocks of ``tokens`` (int32 little-endian bytes) that follow ``parent``.
+
+    A tail shorter than ``block_bytes`` has no key. Cost: one SHA-256 a block, about 0.45 µs at 16
+    tokens a block (0.95 ms for 32,768 tokens).
+    """
+    sha256 = hashlib.sha256
+    keys: list[bytes] = []
+    for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
+        parent = sha256(parent + tokens[start : start + block_bytes]).digest()
+        keys.append(parent)
+    return keys

@@ -1,0 +1,127 @@
+"""`PagePool`: which pages are free, and how many hold each of the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvkeep.errors import InvalidValue, OutOfPages
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvkeep.pages.table import PageArray
+
+__all__ = ["PagePool"]
+
+
+class PagePool:
+    """The fixed set of pages of one device: reference counts and a queue of free pages.
+
+    A page is free at zero references. Every method takes a batch and either does all of it or
+    raises and changes nothing: `OutOfPages` when too few are free, `InvalidValue` for ids outside
+    the pool, ids that nobody holds, and ids given twice in one batch. Pages are handed out again
+    least recently freed first, so stale data lives as long as it can.
+
+    Cost: O(pages in the batch), vectorised; about 10 ns a page and 5 µs a call.
+    Thread safety: none; the cache that owns the pool holds its lock.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if isinstance(num_pages, bool) or not isinstance(num_pages, (int, np.integer)):
+            raise InvalidValue(f"num_pages is a whole number, got {num_pages!r}")
+        if not 0 < num_pages < 2**31:
+            raise InvalidValue(f"a pool has 1 … 2³¹-1 pages, got {num_pages}")
+        self.num_pages = int(num_pages)
+        self.references = np.zeros(self.num_pages, np.int32)
+        # A ring: the free pages are the num_free entries from _head on, oldest first.
+        self._ring = np.arange(self.num_pages, dtype=np.int32)
+        self._head = 0
+        self.num_free = self.num_pages
+        # Scratch to find an id that stands twice in a batch, without sorting it.
+        self._mark = np.zeros(self.num_pages, np.int32)
+        self._order = np.arange(self.num_pages, dtype=np.int32)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that somebody holds."""
+        return self.num_pages - self.num_free
+
+    def allocate(self, count: int) -> PageArray:
+        """Take ``count`` free pages, each with one reference; all or nothing."""
+        if count < 0:
+            raise InvalidValue(f"cannot allocate {count} pages")
+        if count > self.num_free:
+            raise OutOfPages(count, self.num_free, self.num_pages)
+        first = self._ring[self._head : self._head + count]
+        if len(first) == count:
+            pages = first.copy()
+        else:
+            pages = np.concatenate((first, self._ring[: count - len(first)]))
+        self._head = (self._head + count) % self.num_pages
+        self.num_free -= count
+        self.references[pages] = 1
+        return pages
+
+    def retain(self, pages: npt.ArrayLike) -> None:
+        """Add one reference to each of ``pages``, which somebody must hold already."""
+        index = self._checked(pages)
+        self.references[index] += 1
+
+    def release(self, pages: npt.ArrayLike) -> int:
+        """Take one reference from each of ``pages``; returns how many became free."""
+        index = self._checked(pages)
+        left = self.references[index] - 1
+        self.references[index] = left
+        freed = index[left == 0]
+        if len(freed):
+            self._put_back(freed)
+        return len(freed)
+
+    def _put_back(self, freed: npt.NDArray[np.intp]) -> None:
+        tail = (self._head + self.num_free) % self.num_pages
+        room = self.num_pages - tail
+        self._ring[tail : tail + len(freed)] = freed[:room]
+        if len(freed) > room:
+            self._ring[: len(freed) - room] = freed[room:]
+        self.num_free += len(freed)
+
+    def _checked(self, pages: npt.ArrayLike) -> npt.NDArray[np.intp]:
+        """The batch as an index array, or `InvalidValue`; changes nothing but scratch."""
+        array = np.asarray(pages)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise InvalidValue(
+                f"pages are one row of page ids, got {array.dtype} of shape {array.shape}"
+            )
+        index = array.astype(np.intp)
+        if not len(index):
+            return index
+        if index.min() < 0 or index.max() >= self.num_pages:
+            foreign = index[(index < 0) | (index >= self.num_pages)][0]
+            raise InvalidValue(f"page {foreign} is not one of the pool's 0 … {self.num_pages - 1}")
+        if len(index) > 1:
+            order = self._order[: len(index)]
+            if len(index) > self.num_pages:
+                raise InvalidValue(f"{len(index)} pages given, the pool has {self.num_pages}")
+            self._mark[index] = order
+            twice = self._mark[index] != order
+            if twice.any():
+                raise InvalidValue(f"page {index[twice][0]} stands twice in one batch")
+        held = self.references[index]
+        if held.min() <= 0:
+            raise InvalidValue(
+                f"page {index[held <= 0][0]} is free: released already, or never taken"
+            )
+        return index
+
+    def check(self) -> None:
+        """Assert that the free queue holds each free page once, and nothing else."""
+        at = (self._head + np.arange(self.num_free)) % self.num_pages
+        queued = np.bincount(self._ring[at], minlength=self.num_pages)
+        assert (self.references >= 0).all(), "a reference count fell below zero"
+        assert ((queued == 1) == (self.references == 0)).all(), "free queue and counts disagree"
+        assert queued.max(initial=0) <= 1, "a page is in the free queue twice"
+
+    def __repr__(self) -> str:
+        return f"PagePool({self.num_pages} pages, {self.num_free} free)"

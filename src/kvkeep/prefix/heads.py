@@ -1,0 +1,117 @@
+"""`Heads`: among the runs that branch off one place, which one begins most like a prompt?"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+__all__ = ["Heads", "common_bytes", "common_head"]
+
+_BLOCK = 512
+
+
+def common_head(left: bytes, right: bytes) -> int:
+    """Leading bytes that two short byte strings have in common."""
+    length = min(len(left), len(right))
+    differs = int.from_bytes(left[:length], "little") ^ int.from_bytes(right[:length], "little")
+    if not differs:
+        return length
+    return ((differs & -differs).bit_length() - 1) >> 3
+
+
+def common_bytes(symbols: bytes, offset: int, run: bytes | memoryview) -> int:
+    """Leading bytes that ``run`` and ``symbols[offset:]`` have in common; memcmp, by halves."""
+    low, high = 0, min(len(run), len(symbols) - offset)
+    view = memoryview(run)
+    if symbols.startswith(view[:high], offset):
+        return high
+    while high - low > 256:
+        middle = (low + high) >> 1
+        if symbols.startswith(view[low:middle], offset + low):
+            low = middle
+        else:
+            high = middle
+    return low + common_head(symbols[offset + low : offset + high], bytes(view[low:high]))
+
+
+class Heads:
+    """The keys of a node's children in order, to find the one with the longest common head.
+
+    In lexicographic order that is a neighbour of the key looked for. Keys lie in blocks of some
+    hundreds, so adding one moves little. Removing costs nothing: a key that is no longer among
+    the children is skipped and dropped when met, and all such keys go when they outnumber the rest.
+
+    Cost: O(log n) comparisons to find and to add, whatever has been removed (amortised).
+    """
+
+    __slots__ = ("_blocks", "_count", "_last")
+
+    def __init__(self) -> None:
+        self._blocks: list[list[bytes]] = [[]]
+        self._last: list[bytes] = [b""]  # no key of block i is larger than _last[i]
+        self._count = 0
+
+    def add(self, key: bytes, alive: Collection[bytes]) -> None:
+        """Put in ``key``; ``alive`` are the children's keys, this one among them."""
+        if self._count > 2 * len(alive) + _BLOCK:
+            self._rebuild(alive)
+        at = bisect_left(self._last, key)
+        if at == len(self._blocks):
+            at -= 1
+            self._last[at] = key
+        block = self._blocks[at]
+        place = bisect_left(block, key)
+        if place < len(block) and block[place] == key:
+            return  # it was here, was removed, and nobody had met it since
+        block.insert(place, key)
+        self._count += 1
+        if len(block) > 2 * _BLOCK:
+            half = len(block) >> 1
+            self._blocks[at : at + 1] = [block[:half], block[half:]]
+            self._last.insert(at, block[half - 1])
+
+    def closest(self, key: bytes, alive: Collection[bytes]) -> tuple[bytes, int] | None:
+        """The living key that shares the longest head with ``key``, and how many bytes that is."""
+        best: tuple[bytes, int] | None = None
+        at = min(bisect_left(self._last, key), len(self._blocks) - 1)
+        place = bisect_left(self._blocks[at], key)
+        for neighbour in (self._after(at, place, alive), self._before(at, place, alive)):
+            if neighbour is not None:
+                common = common_head(key, neighbour)
+                if best is None or common > best[1]:
+                    best = neighbour, common
+        return best
+
+    def _after(self, at: int, place: int, alive: Collection[bytes]) -> bytes | None:
+        for block in self._blocks[at:]:
+            while place < len(block):
+                if block[place] in alive:
+                    return block[place]
+                del block[place]
+                self._count -= 1
+            place = 0
+        return None
+
+    def _before(self, at: int, place: int, alive: Collection[bytes]) -> bytes | None:
+        block = self._blocks[at]
+        while True:
+            while place > 0:
+                place -= 1
+                if block[place] in alive:
+                    return block[place]
+                del block[place]
+                self._count -= 1
+            if at == 0:
+                return None
+            at -= 1
+            block = self._blocks[at]
+            place = len(block)
+
+    def _rebuild(self, alive: Collection[bytes]) -> None:
+        keys = [key for block in self._blocks for key in block if key in alive]
+        self._blocks = [keys[i : i + _BLOCK] for i in range(0, len(keys), _BLOCK)] or [[]]
+        self._last = [block[-1] if block else b"" for block in self._blocks]
+        self._count = len(keys)

@@ -1,0 +1,561 @@
+"""`RunTree`: a radix tree whose edges are runs of pages; the body of both prefix indices.
+
+What it compares are *symbols*: a fixed number of bytes per page. `RadixIndex` uses the page's
+tokens, `ChainIndex` its 32-byte block key. A run is kept as one `bytes`, so that following an edge
+is one dictionary probe and one memcmp, however long the edge is.
+
+    root ── "system prompt", 12 pages ─┬─ "first question", 3 pages
+     (one per namespace)               └─ "second question", 4 pages ── "its follow-up", 2 pages
+
+Three decisions make eviction cheap:
+
+- A hold stands on a node and is counted upwards only until the first ancestor that is held
+  already, so a node with ``holders == 0`` is exactly a node that nobody needs.
+- Only leaves that nobody holds are in the eviction policy; taking one makes its parent the next
+  candidate. Tail first comes by itself, and nothing is ever searched.
+- A use is recorded where it ends, and inherited by the parent when a child goes
+  (`EvictionPolicy.inherit`), so using a long path costs no walk along it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from kvkeep.eviction.base import Entry
+from kvkeep.eviction.queues import AgeQueue
+from kvkeep.prefix.base import EMPTY_PAGES, Inserted, PrefixIndex, PrefixMatch, Run
+from kvkeep.prefix.heads import Heads, common_bytes
+from kvkeep.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvkeep.eviction import EvictionPolicy
+    from kvkeep.keys import Namespace
+    from kvkeep.pages.table import PageArray
+
+__all__ = ["Node", "RunTree"]
+
+_GROW_PAGES = 128
+"""A leaf shorter than this grows in place when its only holder publishes more: a conversation or
+a long decode becomes a few long runs, not one per publish, and no publish copies more than this."""
+
+
+class Node(Entry):
+    """A run of pages and the symbols they stand for. The root of a namespace has no pages."""
+
+    __slots__ = ("children", "end", "heads", "holders", "key", "pages", "parent", "pins", "run")
+
+    def __init__(
+        self, parent: Node | None, run: bytes | memoryview, pages: PageArray, unit: int
+    ) -> None:
+        super().__init__()
+        self.parent = parent
+        self.run = run
+        self.key = bytes(run[:unit])
+        self.pages = pages
+        self.size = len(pages)
+        self.end: int = self.size if parent is None else parent.end + self.size
+        self.children: dict[bytes, Node] = {}
+        self.heads: Heads | None = None
+        self.holders = 0  # holds on this very node, and children that are held
+        self.pins = 0
+
+    def __repr__(self) -> str:
+        return f"<Node …{self.end} pages, {self.size} of its own, {self.holders} holders>"
+
+
+class _Root(Node):
+    """Where the paths of one namespace begin: no pages, never evicted, gone when it is empty."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Namespace) -> None:
+        super().__init__(None, b"", EMPTY_PAGES, 0)
+        self.namespace = namespace
+
+
+class RunTree(PrefixIndex[Node]):
+    """See the module; subclasses say what the symbols are."""
+
+    unit: int
+    """Bytes of symbols per page."""
+    exact = False
+    """Symbols are tokens, so pages that match only in part are found too."""
+
+    def __init__(self, page_size: int, policy: EvictionPolicy) -> None:
+        self.page_size = page_size
+        self.policy = policy
+        self.num_pages = 0
+        self.num_evictable = 0
+        self.pins_broken = 0
+        self._roots: dict[Namespace, _Root] = {}
+        self._pinned = AgeQueue()  # leaves that could go, but for their pins
+
+    # --- finding -----------------------------------------------------------------------------
+
+    def match(self, symbols: bytes, namespace: Namespace) -> PrefixMatch[Node] | None:
+        """The longest cached prefix, or None when the namespace is empty. Changes nothing.
+
+        Cost: one dict probe and one memcmp per run on the path, about 0.3 µs and 20 ps a byte.
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            return None
+        node: Node = root
+        unit = self.unit
+        startswith = symbols.startswith
+        offset = 0
+        pages: list[PageArray] = []
+        while child := node.children.get(symbols[offset : offset + unit]):
+            run = child.run
+            if not startswith(run, offset):
+                return self._match_inside(symbols, offset, child, pages)
+            offset += len(run)
+            pages.append(child.pages)
+            node = child
+        match = PrefixMatch(_joined(pages), node, node.size)
+        if self.exact and node.children and offset < len(symbols):
+            self._match_head(symbols[offset : offset + unit], match)
+        return match
+
+    def _match_inside(
+        self, symbols: bytes, offset: int, child: Node, pages: list[PageArray]
+    ) -> PrefixMatch[Node]:
+        """The prompt leaves, or ends, inside the run of ``child``, after its first page."""
+        common = common_bytes(symbols, offset, child.run)
+        taken = common // self.unit
+        pages.append(child.pages[:taken])
+        match = PrefixMatch(_joined(pages), child, taken)
+        tokens = (common - taken * self.unit) // TOKEN_BYTES
+        if self.exact and tokens:
+            match.partial_page = int(child.pages[taken])
+            match.partial_tokens = tokens
+            match.source = child
+        return match
+
+    def _match_head(self, head: bytes, match: PrefixMatch[Node]) -> None:
+        """The prompt leaves between two runs: look for the child that begins most like it."""
+        node = match.end
+        if node.heads is None:
+            (key,) = node.children
+            found: tuple[bytes, int] | None = key, common_bytes(head, 0, key)
+        else:
+            found = node.heads.closest(head, node.children)
+        if found is not None and found[1] >= TOKEN_BYTES:
+            match.source = node.children[found[0]]
+            match.partial_page = int(match.source.pages[0])
+            match.partial_tokens = found[1] // TOKEN_BYTES
+
+    # --- holding -----------------------------------------------------------------------------
+
+    def protects(self, match: PrefixMatch[Node] | None) -> int:
+        """How many evictable pages `hold` would protect. Cost: up to the first held ancestor."""
+        if match is None:
+            return 0
+        count = 0
+        node: Node | None = match.end
+        if match.source is not None and not match.source.holders:
+            count = match.source.size
+            if match.source is node:
+                node = node.parent
+        elif node is not None and not node.holders:
+            count = match.taken
+            node = node.parent
+        while node is not None and not node.holders:
+            count += node.size
+            node = node.parent
+        return count
+
+    def hold(
+        self, match: PrefixMatch[Node] | None, namespace: Namespace
+    ) -> tuple[Node, Node | None]:
+        """Protect a match: a hold on its full pages, and one on its partial page if it has one."""
+        if match is None:
+            root = self._roots.get(namespace)
+            if root is None:
+                root = self._roots[namespace] = _Root(namespace)
+            self._hold(root)
+            return root, None
+        end = match.end
+        if match.taken < end.size:
+            end = self._split(end, match.taken)
+        self._hold(end)
+        self.policy.hit(end)
+        if match.source is not None:
+            self._hold(match.source)
+        return end, match.source
+
+    def again(self, hold: Node) -> Node:
+        """A second hold on the same path."""
+        hold.holders += 1
+        return hold
+
+    def _hold(self, node: Node) -> None:
+        while True:
+            node.holders += 1
+            if node.holders > 1 or node.parent is None:
+                return
+            self.num_evictable -= node.size
+            if not node.children:
+                self._leave(node)
+            node = node.parent
+
+    def release(self, hold: Node, *, used: bool = True) -> None:
+        """End a hold. Cost: up to the first ancestor that is held by others."""
+        if used:
+            self.policy.used(hold)
+        node = hold
+        while True:
+            assert node.holders > 0, "released more often than held"
+            node.holders -= 1
+            if node.holders:
+                return
+            if node.parent is None:
+                self._forget_if_empty(node)
+                return
+            self.num_evictable += node.size
+            if not node.children:
+                self._enter(node)
+            node = node.parent
+
+    def shorten(self, hold: Node, pages: int) -> Node:
+        """Move a hold back so that it covers the first ``pages`` pages."""
+        return self.move(hold, hold, pages)
+
+    def move(self, hold: Node, path: Node, pages: int) -> Node:
+        """Move a hold to the first ``pages`` pages of another's path, which begins with its own."""
+        node = path
+        while node.parent is not None and node.parent.end >= pages:
+            node = node.parent
+        if node.end > pages:
+            node = self._split(node, pages - (node.end - node.size))
+        if node is not hold:
+            self._hold(node)
+            self.release(hold, used=False)
+        return node
+
+    def _enter(self, leaf: Node) -> None:
+        if leaf.pins:
+            self._pinned.push(leaf, leaf.last_used)
+        else:
+            self.policy.add(leaf)
+
+    def _leave(self, leaf: Node) -> None:
+        if leaf.pins:
+            self._pinned.remove(leaf)
+        else:
+            self.policy.discard(leaf)
+
+    # --- storing -----------------------------------------------------------------------------
+
+    def insert(self, hold: Node, symbols: bytes, pages: PageArray, priority: int) -> Inserted[Node]:
+        """Store ``pages`` after the path of ``hold`` and move the hold to their end."""
+        assert len(symbols) == len(pages) * self.unit
+        unit = self.unit
+        node = hold
+        offset = 0
+        existing: list[PageArray] = []
+        while child := node.children.get(symbols[offset : offset + unit]):
+            if not symbols.startswith(child.run, offset):
+                child = self._split(child, common_bytes(symbols, offset, child.run) // unit)
+            offset += len(child.run)
+            existing.append(child.pages)
+            node = child
+        if offset < len(symbols):
+            node = self._append(node, hold, symbols[offset:], pages[offset // unit :], priority)
+        if node is not hold:
+            self._hold(node)
+            self.release(hold, used=False)
+        return Inserted(node, _joined(existing))
+
+    def _append(
+        self, node: Node, hold: Node, symbols: bytes, pages: PageArray, priority: int
+    ) -> Node:
+        self.num_pages += len(pages)
+        if (
+            node is hold
+            and node.holders == 1  # the publisher alone
+            and not node.children
+            and not node.pins
+            and node.parent is not None
+            and node.size < _GROW_PAGES
+        ):
+            node.run = b"".join((node.run, symbols))
+            node.pages = np.concatenate((node.pages, pages))
+            node.size += len(pages)
+            node.end += len(pages)
+            node.priority = max(node.priority, priority)
+            self.policy.used(node)
+            return node
+        if not node.children and not node.holders and node.parent is not None:
+            self._leave(node)
+        leaf = Node(node, symbols, pages.copy(), self.unit)
+        self._attach(node, leaf)
+        self.policy.stored(leaf, priority)
+        self.num_evictable += leaf.size
+        self._enter(leaf)
+        return leaf
+
+    def _attach(self, node: Node, child: Node) -> None:
+        node.children[child.key] = child
+        if not self.exact or len(node.children) < 2:
+            return
+        if node.heads is None:
+            node.heads = Heads()
+            for key in node.children:
+                node.heads.add(key, node.children)
+        else:
+            node.heads.add(child.key, node.children)
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut a run before its page ``at``; the new front is returned, ``node`` stays the end."""
+        assert 0 < at < node.size
+        parent = node.parent
+        assert parent is not None
+        queued = not node.children and not node.holders
+        if queued:
+            self._leave(node)
+        cut = at * self.unit
+        upper = Node(parent, bytes(node.run[:cut]), node.pages[:at].copy(), self.unit)
+        self.policy.split(upper, node)
+        upper.holders = 1 if node.holders else 0
+        parent.children[upper.key] = upper  # in the place of node
+        node.run = bytes(node.run[cut:])
+        node.key = node.run[: self.unit]
+        node.pages = node.pages[at:].copy()
+        node.size -= at
+        node.parent = upper
+        upper.children[node.key] = node
+        if queued:
+            self._enter(node)
+        return upper
+
+    # --- forgetting --------------------------------------------------------------------------
+
+    def evict(self, count: int) -> PageArray:
+        """Forget ``count`` pages and return them: tail pages of what the policy names.
+
+        Soft pins give way when nothing else is left. Cost: about 1.5 µs a run, whatever is stored.
+        """
+        count = min(count, self.num_evictable)
+        freed: list[PageArray] = []
+        pop = self.policy.pop
+        left = count
+        while left:
+            leaf = cast("Node | None", pop())
+            if leaf is None:
+                leaf = cast("Node | None", self._pinned.pop())
+                assert leaf is not None, "evictable pages that no queue knows"
+            if leaf.size > left:
+                freed.append(self._trim(leaf, left))
+                if leaf.pins:
+                    self._enter(leaf)
+                else:
+                    self.policy.put_back(leaf)
+                break
+            left -= leaf.size
+            freed.append(leaf.pages)
+            self._unlink(leaf)
+        self.num_pages -= count
+        self.num_evictable -= count
+        return _joined(freed)
+
+    def _trim(self, leaf: Node, count: int) -> PageArray:
+        """Take ``count`` pages off the tail; bytes are copied only when half of them are gone."""
+        keep = leaf.size - count
+        gone = leaf.pages[keep:]
+        leaf.pages = leaf.pages[:keep]
+        leaf.size = keep
+        leaf.end -= count
+        view = memoryview(leaf.run)
+        leaf.run = view[: keep * self.unit]
+        if isinstance(view.obj, bytes) and len(view.obj) > 2 * len(leaf.run):
+            leaf.run = bytes(leaf.run)
+            leaf.pages = leaf.pages.copy()
+        return gone
+
+    def _unlink(self, leaf: Node) -> None:
+        """Take a leaf out of the tree; its parent may be the next to go."""
+        parent = leaf.parent
+        assert parent is not None
+        leaf.parent = None
+        self.pins_broken += leaf.pins
+        del parent.children[leaf.key]
+        self.policy.inherit(parent, leaf)
+        if parent.children:
+            return
+        parent.heads = None
+        if parent.parent is None:
+            self._forget_if_empty(parent)
+        elif not parent.holders:
+            self._enter(parent)
+
+    def _forget_if_empty(self, root: Node) -> None:
+        assert isinstance(root, _Root)
+        if not root.children and not root.holders:
+            del self._roots[root.namespace]
+
+    def drop(self, hold: Node, keep: int) -> PageArray:
+        """End a hold and forget its path beyond ``keep`` pages, so far as nobody else needs it."""
+        self.release(hold)
+        freed: list[PageArray] = []
+        node = hold
+        while node.end > keep and not node.holders and not node.children and not node.pins:
+            parent = node.parent
+            assert parent is not None
+            self._leave(node)
+            count = min(node.size, node.end - keep)
+            self.num_pages -= count
+            self.num_evictable -= count
+            if count < node.size:
+                freed.append(self._trim(node, count))
+                self._enter(node)
+                break
+            freed.append(node.pages)
+            self._unlink(node)
+            node = parent
+        return _joined(freed)
+
+    def clear(self, namespace: Namespace | None = None) -> PageArray:
+        """Forget all that nobody holds, pinned or not, in one namespace or in all."""
+        if namespace is None:
+            return self.evict(self.num_evictable)
+        root = self._roots.get(namespace)
+        if root is None:
+            return EMPTY_PAGES
+        freed: list[PageArray] = []
+        for node in [n for n, _ in _descend(root)][:0:-1]:  # children before parents, no root
+            if node.holders:
+                continue
+            self._leave(node)
+            self.num_pages -= node.size
+            self.num_evictable -= node.size
+            freed.append(node.pages)
+            self._unlink(node)
+        return _joined(freed)
+
+    # --- pins --------------------------------------------------------------------------------
+
+    def pin(self, hold: Node) -> None:
+        """Keep the end of this path until nothing else is left to evict; one pin more."""
+        assert hold.holders, "a pin is set while its path is held"
+        hold.pins += 1
+
+    def unpin(self, hold: Node) -> None:
+        """One pin less; nothing happens when the node is gone."""
+        if hold.parent is None:
+            return
+        assert hold.pins > 0
+        queued = not hold.children and not hold.holders
+        if queued:
+            self._leave(hold)
+        hold.pins -= 1
+        if queued:
+            self._enter(hold)
+
+    def length(self, hold: Node) -> int:
+        """Pages on the path of ``hold``; 0 when it was evicted."""
+        return hold.end if hold.parent is not None else 0
+
+    def covered(self, holds: list[Node]) -> int:
+        """Pages on the paths of ``holds``, each counted once."""
+        seen: set[Node] = set()
+        for hold in holds:
+            node: Node | None = hold
+            while node is not None and node not in seen:
+                seen.add(node)
+                node = node.parent
+        return sum(node.size for node in seen)
+
+    # --- looking -----------------------------------------------------------------------------
+
+    @property
+    def num_namespaces(self) -> int:
+        """Namespaces in which anything is stored or held."""
+        return len(self._roots)
+
+    def namespaces(self) -> dict[Namespace, int]:
+        """Pages stored per namespace. Cost: all nodes."""
+        return {
+            namespace: sum(node.size for node, _ in _descend(root))
+            for namespace, root in self._roots.items()
+        }
+
+    def runs(self, namespace: Namespace) -> Iterator[Run]:
+        """What is stored, depth first, most recently used branches first."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return
+        for node, depth in _descend(root):
+            if node.parent is not None:
+                yield Run(
+                    depth=depth - 1,
+                    start=node.end - node.size,
+                    pages=node.pages,
+                    symbols=bytes(node.run),
+                    children=len(node.children),
+                    holders=node.holders,
+                    pins=node.pins,
+                    state=self.policy.describe(node),
+                )
+
+    def check(self, holds: list[Node]) -> PageArray:
+        """Recount everything given all holds there are; returns the pages stored."""
+        direct: dict[Node, int] = {}
+        for hold in holds:
+            direct[hold] = direct.get(hold, 0) + 1
+        stored: list[PageArray] = []
+        evictable = queued = pinned = 0
+        for namespace, root in self._roots.items():
+            assert root.holders or root.children, f"nothing is left in {namespace}"
+            assert root.parent is None
+            assert root.size == root.end == 0
+            for node, _ in _descend(root):
+                held = sum(1 for child in node.children.values() if child.holders)
+                assert node.holders == held + direct.pop(node, 0), f"wrong holders: {node}"
+                for key, child in node.children.items():
+                    assert child.parent is node
+                    assert child.key == key == bytes(child.run[: self.unit])
+                if self.exact and len(node.children) > 1:
+                    assert node.heads is not None
+                if node is root:
+                    continue
+                assert node.size == len(node.pages) > 0
+                assert len(node.run) == node.size * self.unit
+                assert node.parent is not None
+                assert node.end == node.parent.end + node.size
+                stored.append(node.pages)
+                if not node.holders:
+                    evictable += node.size
+                    if not node.children:
+                        queued += not node.pins
+                        pinned += bool(node.pins)
+        assert not direct, f"holds on nodes that are not in the tree: {list(direct)}"
+        pages = _joined(stored)
+        assert len(pages) == self.num_pages, (len(pages), self.num_pages)
+        assert evictable == self.num_evictable, (evictable, self.num_evictable)
+        assert queued == len(self.policy), (queued, len(self.policy))
+        assert pinned == len(self._pinned), (pinned, len(self._pinned))
+        return pages
+
+    def __repr__(self) -> str:
+        return f"<{self.name} index, {self.num_pages} pages, {self.num_evictable} evictable>"
+
+
+def _joined(parts: list[PageArray]) -> PageArray:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else EMPTY_PAGES
+
+
+def _descend(root: Node) -> Iterator[tuple[Node, int]]:
+    """Every node below and with ``root``, parents first, with its depth; no recursion."""
+    stack = [(root, 0)]
+    while stack:
+        node, depth = stack.pop()
+        yield node, depth
+        children = sorted(node.children.values(), key=lambda child: child.last_used)
+        stack.extend((child, depth + 1) for child in children)

@@ -1,0 +1,63 @@
+"""Tokens as they come from callers, made into one form: a 1-D little-endian int32 array."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvkeep.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    TokenArray = npt.NDArray[np.int32]
+    TokensLike = Sequence[int] | npt.ArrayLike
+
+__all__ = ["TOKEN_BYTES", "TOKEN_DTYPE", "as_tokens"]
+
+TOKEN_DTYPE = np.dtype("<i4")
+TOKEN_BYTES = TOKEN_DTYPE.itemsize
+_TOKEN_MAX = np.iinfo(TOKEN_DTYPE).max
+
+
+def as_tokens(tokens: TokensLike) -> TokenArray:
+    """Return ``tokens`` as a 1-D int32 array, without a copy where it is one already.
+
+    Takes a list, a tuple, a NumPy array, or anything NumPy reads as an array of integers (a CPU
+    tensor). Raises `InvalidValue` for other shapes, for what is not an integer, and for ids
+    outside 0 … 2³¹-1. Cost: one pass over the tokens.
+    """
+    array: npt.NDArray[Any] = tokens if isinstance(tokens, np.ndarray) else _from_objects(tokens)
+    if array.ndim != 1:
+        raise InvalidValue(
+            f"tokens are one row of ids, got an array of shape {array.shape}; pass one prompt"
+        )
+    if array.dtype != TOKEN_DTYPE:
+        if array.size == 0:
+            return np.empty(0, TOKEN_DTYPE)
+        if array.dtype.kind not in "iu":
+            raise InvalidValue(f"tokens are integer ids, got values of type {array.dtype}")
+        if array.max() > _TOKEN_MAX or array.min() < 0:  # before narrowing, which would wrap
+            _refuse_range(array)
+        return array.astype(TOKEN_DTYPE, copy=False)
+    if array.size and array.min() < 0:
+        _refuse_range(array)
+    return array
+
+
+def _from_objects(tokens: TokensLike) -> npt.NDArray[np.generic]:
+    if isinstance(tokens, (str, bytes, bytearray, dict, set)):
+        raise InvalidValue(f"tokens are a list or an array of ids, got {type(tokens).__name__}")
+    try:
+        return np.asarray(tokens)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidValue(f"tokens cannot be read as one row of ids: {error}") from error
+
+
+def _refuse_range(array: npt.NDArray[np.generic]) -> None:
+    wide = array.astype(object)
+    at = next(i for i, value in enumerate(wide) if not 0 <= value <= _TOKEN_MAX)
+    raise InvalidValue(f"token ids lie in 0 … {_TOKEN_MAX}, got {wide[at]} at position {at}")
