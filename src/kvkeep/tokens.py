@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     TokenArray = npt.NDArray[np.int32]
     TokensLike = Sequence[int] | npt.ArrayLike
 
-__all__ = ["TOKEN_BYTES", "TOKEN_DTYPE", "as_tokens"]
+__all__ = ["TOKEN_BYTES", "TOKEN_DTYPE", "as_tokens", "single_token"]
 
 TOKEN_DTYPE = np.dtype("<i4")
 TOKEN_BYTES = TOKEN_DTYPE.itemsize
@@ -43,9 +43,23 @@ def as_tokens(tokens: TokensLike) -> TokenArray:
         if array.max() > _TOKEN_MAX or array.min() < 0:  # before narrowing, which would wrap
             _refuse_range(array)
         return array.astype(TOKEN_DTYPE, copy=False)
-    if array.size and array.min() < 0:
+    if array.size and np.minimum.reduce(array) < 0:
         _refuse_range(array)
     return array
+
+
+def single_token(tokens: TokensLike | int) -> int | None:
+    """The token, where ``tokens`` is plainly one valid token; None leaves it to `as_tokens`.
+
+    Engines append one token at a time, and making an array of it would cost more than the rest.
+    """
+    if isinstance(tokens, list) and len(tokens) == 1:
+        tokens = tokens[0]
+    elif isinstance(tokens, np.ndarray) and tokens.dtype == TOKEN_DTYPE and tokens.shape == (1,):
+        tokens = tokens.item()
+    if type(tokens) is int and 0 <= tokens <= _TOKEN_MAX:
+        return tokens
+    return None
 
 
 def _from_objects(tokens: TokensLike) -> npt.NDArray[np.generic]:

@@ -10,7 +10,7 @@ from kvkeep.cache.lifecycle import State, permit
 from kvkeep.errors import InvalidValue
 from kvkeep.events import Closed, Opened, Stored
 from kvkeep.pages import GrowingArray, PageCopy
-from kvkeep.tokens import as_tokens
+from kvkeep.tokens import as_tokens, single_token
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -145,28 +145,28 @@ class Sequence:
         When the page they go to is shared, it is replaced by a copy first (see `copies`).
         Raises `OutOfPages`. Cost: about 1 µs, plus allocation once a page.
         """
-        if isinstance(tokens, int):
-            tokens = (tokens,)
-        array = as_tokens(tokens)
+        one = single_token(tokens)
+        if one is None:
+            array = as_tokens((tokens,) if isinstance(tokens, int) else tokens)
+            count = len(array)
+        else:
+            count = 1
         core = self._core
         with core:
             permit(self._state, "append")
-            size = core.page_size
-            length = len(self._tokens)
-            needed = -(-(length + len(array)) // size) - len(self._table)
-            offset = length % size
-            copy = bool(
-                offset
-                and len(array)
-                and not core.may_write(int(self._table.values[length // size]), offset)
-            )
+            at, offset = divmod(len(self._tokens), core.page_size)
+            needed = at - (-(offset + count) // core.page_size) - len(self._table)
+            copy = offset and count and not core.may_write(self._table[at], offset)
             if needed or copy:
-                fresh = core.take(needed + copy)
+                fresh = core.take(needed + 1 if copy else needed)
                 if copy:
-                    self._copy_on_write(length // size, offset, int(fresh[0]))
+                    self._copy_on_write(at, offset, int(fresh[0]))
                     fresh = fresh[1:]
                 self._table.extend(fresh)
-            self._tokens.extend(array)
+            if one is None:
+                self._tokens.extend(array)
+            else:
+                self._tokens.append(one)
 
     def _copy_on_write(self, at: int, tokens: int, dst: int) -> None:
         """Put page ``dst`` in the place of the shared page ``at``: its claim on it goes on."""

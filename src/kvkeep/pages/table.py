@@ -34,6 +34,9 @@ class GrowingArray:
     def __len__(self) -> int:
         return self._length
 
+    def __getitem__(self, at: int) -> int:
+        return int(self._array[at])
+
     @property
     def values(self) -> npt.NDArray[np.int32]:
         """What it holds: a view for the owner, good until the next change."""
