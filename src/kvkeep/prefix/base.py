@@ -86,6 +86,8 @@ class Run(NamedTuple):
     pages: PageArray
     symbols: bytes
     """What the index keeps for it: int32 tokens, or 32-byte keys."""
+    tokens: TokenArray | None
+    """Its tokens, when the index keeps them."""
     children: int
     holders: int
     pins: int

@@ -27,7 +27,7 @@ from kvkeep.eviction.base import Entry
 from kvkeep.eviction.queues import AgeQueue
 from kvkeep.prefix.base import EMPTY_PAGES, Inserted, PrefixIndex, PrefixMatch, Run
 from kvkeep.prefix.heads import Heads, common_bytes
-from kvkeep.tokens import TOKEN_BYTES
+from kvkeep.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -491,11 +491,13 @@ class RunTree(PrefixIndex[Node]):
             return
         for node, depth in _descend(root):
             if node.parent is not None:
+                symbols = bytes(node.run)
                 yield Run(
                     depth=depth - 1,
                     start=node.end - node.size,
                     pages=node.pages,
-                    symbols=bytes(node.run),
+                    symbols=symbols,
+                    tokens=np.frombuffer(symbols, TOKEN_DTYPE) if self.exact else None,
                     children=len(node.children),
                     holders=node.holders,
                     pins=node.pins,
