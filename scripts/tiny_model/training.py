@@ -1,0 +1,190 @@
+"""The training loop: packed rows, growing lengths, Muon for the matrices, AdamW for the rest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tiny_model.dialogues import epoch
+from tiny_model.tokens import encode_dialogue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from transformers import PreTrainedTokenizerFast
+
+    from tiny_model.corpus import Entry
+
+__all__ = ["PHASES", "Phase", "Progress", "Recipe", "build_model", "evaluate", "train"]
+
+
+class Phase(NamedTuple):
+    """Until this share of the run, rows of ``row_tokens`` tokens, ``rows`` of them a step."""
+
+    until: float
+    row_tokens: int
+    rows: int
+
+
+# Short rows teach words and facts cheaply; the long ones at the end teach distance.
+PHASES = (Phase(0.78, 512, 8), Phase(0.92, 1024, 4), Phase(1.0, 4096, 1))
+CHARACTERS_PER_TOKEN = 3.2
+WARMUP_STEPS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What decides the run; the run ends at ``steps`` or after ``minutes``, what comes first."""
+
+    seed: int
+    steps: int
+    minutes: float
+    phases: tuple[Phase, ...] = PHASES
+    muon_rate: float = 5e-3
+    adamw_rate: float = 4e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One step done: its loss in nats a token, and how far the run is (share of the whole)."""
+
+    step: int
+    share: float
+    loss: float
+    tokens: int
+    seconds: float
+    row_tokens: int
+
+
+def build_model(
+    vocabulary: int, *, hidden: int, layers: int, inner: int, longest: int
+) -> LlamaForCausalLM:
+    """A Llama with grouped-query attention (heads of 32, three to a KV head), tied embeddings."""
+    heads = hidden // 32
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 3,
+        head_dim=32,
+        max_position_embeddings=longest,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=4,
+        pad_token_id=4,
+    )
+    return LlamaForCausalLM(config)
+
+
+def train(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    entries: Sequence[Entry],
+    recipe: Recipe,
+    report: Callable[[Progress], None],
+) -> None:
+    """Train ``model`` in place; ``report`` is called after every step.
+
+    With the run bounded by ``steps`` alone the result depends on the seed only (and on the
+    arithmetic of the machine); bounded by ``minutes`` it depends on the machine's speed too.
+    """
+    random = Random(recipe.seed)
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    known = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in known]
+    muon = torch.optim.Muon(
+        matrices, lr=recipe.muon_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
+    )
+    adamw = torch.optim.AdamW(others, lr=recipe.adamw_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    started = time.perf_counter()
+    share, tokens = 0.0, 0
+    rows: dict[int, Iterator[torch.Tensor]] = {}
+    model.train()
+    for step in range(recipe.steps):
+        phase = next(p for p in recipe.phases if share < p.until)
+        stream = rows.setdefault(
+            phase.row_tokens, _rows(tokenizer, entries, random, phase.row_tokens)
+        )
+        batch = torch.stack(list(itertools.islice(stream, phase.rows)))
+        rate = _rate(step, share)
+        for optimizer, peak in ((muon, recipe.muon_rate), (adamw, recipe.adamw_rate)):
+            optimizer.param_groups[0]["lr"] = peak * rate
+        loss = _loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        tokens += batch.numel() - len(batch)
+        seconds = time.perf_counter() - started
+        share = max((step + 1) / recipe.steps, seconds / (60 * recipe.minutes))
+        report(Progress(step + 1, share, float(loss.detach()), tokens, seconds, phase.row_tokens))
+        if share >= 1:
+            break
+    model.eval()
+
+
+@torch.no_grad()
+def evaluate(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    entries: Sequence[Entry],
+    seed: int,
+) -> float:
+    """The mean loss in nats a token over one epoch of ``entries``, in rows of 512 tokens."""
+    dialogues = epoch(entries, Random(seed), int(500 * CHARACTERS_PER_TOKEN))
+    losses, counts = [], []
+    for messages in dialogues:
+        tokens = encode_dialogue(tokenizer, messages)[:513]
+        losses.append(float(_loss(model, torch.tensor([tokens]))) * len(tokens))
+        counts.append(len(tokens))
+    return math.fsum(losses) / sum(counts)
+
+
+def _loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+    """Next-token cross entropy over rows of ``row_tokens + 1`` tokens."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), batch[:, 1:].reshape(-1)
+    )
+
+
+def _rate(step: int, share: float) -> float:
+    """The learning rate's factor: a short warm-up, a plateau, then a straight line to zero."""
+    warm = min(1.0, (step + 1) / WARMUP_STEPS)
+    return warm * min(1.0, max(0.0, (1 - share) / 0.6))
+
+
+def _rows(
+    tokenizer: PreTrainedTokenizerFast, entries: Sequence[Entry], random: Random, row_tokens: int
+) -> Iterator[torch.Tensor]:
+    """Endless rows of ``row_tokens + 1`` tokens; each starts where a dialogue starts.
+
+    A dialogue that does not fit waits for the next row, so that few questions are cut off from
+    their documents; when several wait, the row is filled with the head of one.
+    """
+    length = row_tokens + 1
+    waiting: list[list[int]] = []
+    row: list[int] = []
+    while True:
+        for messages in epoch(entries, random, int(0.9 * row_tokens * CHARACTERS_PER_TOKEN)):
+            tokens = encode_dialogue(tokenizer, messages)
+            if len(row) + len(tokens) <= length:
+                row += tokens
+            else:
+                waiting.append(tokens)
+            while len(row) == length or len(waiting) > 6:
+                row += waiting.pop()[: length - len(row)] if len(row) < length else []
+                yield torch.tensor(row)
+                row = waiting.pop(0)[:length] if waiting else []
