@@ -1,0 +1,137 @@
+"""``kvkeep tree``: see what prompts share: the prefix tree that they make, as text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvkeep.cache import PagedCache
+from kvkeep.errors import InvalidValue, require
+from kvkeep.eviction import POLICIES
+from kvkeep.prefix import INDICES
+from kvkeep.prefix.render import draw
+from kvkeep.tokens import as_tokens
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator
+
+    from kvkeep.cli.model import Commands
+    from kvkeep.tokens import TokenArray
+
+__all__ = ["add_parser", "run"]
+
+_EXAMPLE = (
+    "You are a helpful assistant. Answer in one sentence. What does textwrap.dedent do?",
+    "You are a helpful assistant. Answer in one sentence. What does textwrap.wrap do?",
+    "You are a helpful assistant. Answer in one sentence. What is a generator?",
+    "You are a helpful assistant. Answer in one sentence. What is a generator? And an iterator?",
+    "Translate to French: good morning",
+)
+
+
+def add_parser(commands: Commands) -> None:
+    """Name the arguments."""
+    parser = commands.add_parser(
+        "tree",
+        help="draw the prefix tree that prompts make",
+        description="Put prompts into a cache of page ids alone (nothing is computed) and draw the "
+        "prefix tree: what they share, in which pages, and what would be evicted first.",
+    )
+    parser.add_argument(
+        "file",
+        nargs="?",
+        type=Path,
+        help="one prompt a line: text, or a JSON array of token ids (default: a few examples)",
+    )
+    parser.add_argument("--prompt", metavar="TEXT", action="append", default=[])
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        type=Path,
+        help="a model directory, for its tokenizer (default: the tiny model that kvkeep ships)",
+    )
+    cache = parser.add_argument_group("cache")
+    cache.add_argument("--pages", metavar="N", type=int, default=16_384, help="default: 16384")
+    cache.add_argument("--page-size", metavar="TOKENS", type=int, default=4, help="default: 4")
+    cache.add_argument("--prefix", choices=INDICES, default="radix")
+    cache.add_argument("--eviction", choices=POLICIES, default="lru")
+    shown = parser.add_argument_group("drawing")
+    shown.add_argument("--depth", metavar="N", type=int, default=8, help="runs deep (default: 8)")
+    shown.add_argument(
+        "--branches", metavar="N", type=int, default=12, help="branches of a run (default: 12)"
+    )
+    shown.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, store, draw."""
+    lines = [*args.prompt, *(_lines(args.file) if args.file else ())] or list(_EXAMPLE)
+    cache = PagedCache(args.pages, args.page_size, prefix=args.prefix, eviction=args.eviction)
+    encode, decode = _tokenizer(args.model, lines)
+    for line in lines:
+        # The pages belong to no memory: copies that would complete them need not be made.
+        sequence = cache.open(encode(line))
+        sequence.copies()
+        sequence.publish()
+        sequence.close()
+    stats = cache.stats()
+    if args.json:
+        runs = [
+            {
+                "depth": run.depth,
+                "tokens": None if run.tokens is None else run.tokens.tolist(),
+                "pages": run.pages.tolist(),
+                "references": run.holders,
+                "pins": run.pins,
+                "policy": run.state,
+            }
+            for run in cache.runs()
+        ]
+        print(json.dumps({"runs": runs, "stats": stats.as_dict()}))
+        return 0
+    title = (
+        f"{len(lines)} prompts, {stats.prompt_tokens} tokens, {stats.hit_tokens} reused "
+        f"({stats.hit_rate:.0%}): {stats.pages_cached} pages of {cache.page_size}, "
+        f"{args.prefix}, {args.eviction}"
+    )
+    console = require("rich.console", "cli").Console(highlight=False)
+    console.print(
+        draw(title, cache.runs(), depth=args.depth, branches=args.branches, decode=decode)
+    )
+    return 0
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValue(f"{path} cannot be read as text: {error}") from error
+    for line in text.splitlines():
+        if line.strip():
+            yield line
+
+
+def _tokenizer(
+    model: Path | None, lines: list[str]
+) -> tuple[Callable[[str], TokenArray], Callable[[TokenArray], str] | None]:
+    """How to read a line, and how to show tokens; no tokenizer is loaded for token ids."""
+    if all(line.lstrip().startswith("[") for line in lines):
+        return _token_ids, None
+    from kvkeep.engine.text import Tokenizer  # noqa: PLC0415 - seconds, for torch
+    from kvkeep.models import bundled_model  # noqa: PLC0415
+
+    tokenizer = Tokenizer.load(bundled_model() if model is None else model)
+    return (
+        lambda line: _token_ids(line) if line.lstrip().startswith("[") else tokenizer.encode(line),
+        lambda tokens: tokenizer.decode(tokens.tolist()),
+    )
+
+
+def _token_ids(line: str) -> TokenArray:
+    try:
+        return as_tokens(json.loads(line))
+    except ValueError as error:
+        raise InvalidValue(f"not a JSON array of token ids: {line[:60]!r} ({error})") from error
