@@ -72,7 +72,7 @@ class Sequence:
         #   0 … _shared      pages that the index stores too; the hold protects exactly these
         #   _shared … end    pages of this sequence (and of forks that have not written them)
         self._shared = 0
-        self._opened_pages = 0  # of the shared ones, those that were there before this sequence
+        self._opened_pages = 0  # up to here the shared ones are not of its own making
         self._claims: list[Claim] = []  # copies the engine has not taken yet
         self._made: list[Claim] = []  # copies it took, and may be making
         self._family: list[Sequence] | None = None  # the forks that may share unpublished pages
@@ -147,7 +147,7 @@ class Sequence:
         """
         one = single_token(tokens)
         if one is None:
-            array = as_tokens((tokens,) if isinstance(tokens, int) else tokens)
+            array = as_tokens((tokens,) if isinstance(tokens, (int, np.integer)) else tokens)
             count = len(array)
         else:
             count = 1
@@ -238,8 +238,7 @@ class Sequence:
             )
             other.priority = self.priority
             other.num_cached = max(self.num_cached, self.num_published)
-            other._shared = self._shared
-            other._opened_pages = self._opened_pages
+            other._shared = other._opened_pages = self._shared
             other._claims = [core.claim_again(claim) for claim in self._claims]
             other._state = self._state
             if self._family is None:
@@ -297,7 +296,7 @@ class Sequence:
         for other, sharing in family:
             if other is not self and sharing:
                 other._hold = core.index.move(other._hold, self._hold, start + sharing)
-                other._shared = start + sharing
+                other._shared = other._opened_pages = start + sharing
                 other._exchange(start, own[:sharing], existing[:sharing])
                 other._drop_needless_claims()
         if core.hooks and len(new):
