@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep.cache.lifecycle import State, permit
-from kvkeep.errors import InvalidValue
+from kvkeep.errors import whole
 from kvkeep.events import Closed, Opened, Stored
 from kvkeep.pages import GrowingArray, PageCopy
 from kvkeep.tokens import as_tokens, single_token
@@ -147,7 +147,7 @@ class Sequence:
         """
         one = single_token(tokens)
         if one is None:
-            array = as_tokens((tokens,) if isinstance(tokens, (int, np.integer)) else tokens)
+            array = as_tokens(np.array([tokens]) if np.isscalar(tokens) else tokens)
             count = len(array)
         else:
             count = 1
@@ -189,10 +189,7 @@ class Sequence:
         core = self._core
         with core:
             permit(self._state, "truncate")
-            if not 0 <= length <= len(self._tokens):
-                raise InvalidValue(
-                    f"a sequence of {len(self._tokens)} tokens cannot be cut to {length}"
-                )
+            length = whole("the length to keep, in tokens,", length, 0, len(self._tokens))
             size = core.page_size
             pages = -(-length // size)
             if pages < self._shared:
@@ -209,6 +206,8 @@ class Sequence:
 
     def _drop_needless_claims(self) -> None:
         """Forget copies to pages that it has no more, or that are published: they are complete."""
+        if not self._claims:
+            return
         wanted = set(self._table.values[self._shared :].tolist())
         kept: list[Claim] = []
         for claim in reversed(self._claims):
@@ -262,13 +261,9 @@ class Sequence:
         core = self._core
         with core:
             permit(self._state, "publish")
-            length = len(self._tokens)
             if computed is None:
-                computed = length
-            if not 0 <= computed <= length:
-                raise InvalidValue(
-                    f"of {length} tokens, 0 … {length} can be computed, got {computed}"
-                )
+                computed = len(self._tokens)
+            computed = whole("the number of computed tokens", computed, 0, len(self._tokens))
             self._copies_made()
             stop = computed // core.page_size
             if stop > self._shared:
