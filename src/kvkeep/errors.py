@@ -15,20 +15,22 @@ An ``AssertionError`` out of kvkeep is a fault of kvkeep.
 from __future__ import annotations
 
 import importlib
+import operator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
+    "IllegalStep",
     "InvalidValue",
     "KVKeepError",
-    "IllegalStep",
     "MissingExtra",
     "NotCached",
     "OutOfPages",
     "UnsupportedModel",
     "require",
+    "whole",
 ]
 
 
@@ -63,6 +65,9 @@ class OutOfPages(KVKeepError, MemoryError):
             f"of {total}; close sequences, or give the pool more pages"
         )
 
+    def __reduce__(self) -> tuple[type[OutOfPages], tuple[int, int, int]]:
+        return type(self), (self.needed, self.available, self.total)  # it crosses processes
+
 
 class NotCached(KVKeepError, LookupError):
     """The prefix that was named is not in the cache."""
@@ -84,3 +89,20 @@ def require(module: str, extra: str) -> ModuleType:
             f"{package} is needed here; install it with: pip install 'kvkeep[{extra}]'",
             name=error.name,
         ) from error
+
+
+def whole(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
+    """Return ``value`` as an int in ``low`` … ``high``, or raise `InvalidValue` naming ``name``.
+
+    Takes NumPy integers; refuses bools and floats, which would be rounded behind the caller's back.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidValue(f"{name} is a whole number, got {value!r}") from None
+    if (low is not None and number < low) or (high is not None and number > high):
+        bounds = f"at least {low}" if high is None else f"in {low} … {high}"
+        raise InvalidValue(f"{name} is {bounds}, got {number}")
+    return number

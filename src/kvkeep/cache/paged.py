@@ -11,7 +11,7 @@ import numpy as np
 from kvkeep.cache.core import Core
 from kvkeep.cache.sequence import Sequence
 from kvkeep.cache.stats import CacheStats
-from kvkeep.errors import InvalidValue, NotCached
+from kvkeep.errors import InvalidValue, NotCached, whole
 from kvkeep.events import Opened
 from kvkeep.eviction import EvictionPolicy, policy
 from kvkeep.keys import Namespace, as_namespace
@@ -72,22 +72,15 @@ class PagedCache:
         hard_pin_pages: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if isinstance(page_size, bool) or not isinstance(page_size, (int, np.integer)):
-            raise InvalidValue(f"page_size is a whole number of tokens, got {page_size!r}")
-        if not 0 < page_size <= _MAX_PAGE_SIZE:
-            raise InvalidValue(f"a page has 1 … {_MAX_PAGE_SIZE} tokens, got {page_size}")
+        self.page_size = whole("page_size", page_size, 1, _MAX_PAGE_SIZE)
         pool = PagePool(num_pages)
+        self.num_pages = pool.num_pages
         if hard_pin_pages is None:
             hard_pin_pages = pool.num_pages // 2
-        if not 0 <= hard_pin_pages < pool.num_pages:
-            raise InvalidValue(
-                f"hard_pin_pages lies in 0 … {pool.num_pages - 1}, got {hard_pin_pages}: "
-                "pins must leave room for requests"
-            )
-        index = make_index(prefix, int(page_size), policy(eviction))
+        # Never all of them: pins must leave room for requests.
+        hard_pin_pages = whole("hard_pin_pages", hard_pin_pages, 0, pool.num_pages - 1)
+        index = make_index(prefix, self.page_size, policy(eviction))
         self._core = Core(pool, index, hard_pin_pages, clock)
-        self.num_pages = pool.num_pages
-        self.page_size = int(page_size)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -105,6 +98,7 @@ class PagedCache:
         if not len(prompt):
             raise InvalidValue("a prompt has at least one token, got none")
         space = as_namespace(namespace)
+        priority = whole("priority", priority)
         core = self._core
         with core:
             encoder = core.index.encoder(space)
@@ -178,11 +172,10 @@ class PagedCache:
 
     def evict(self, num_pages: int) -> int:
         """Free up to ``num_pages`` cached pages that nobody uses; returns how many."""
-        if num_pages < 0:
-            raise InvalidValue(f"cannot evict {num_pages} pages")
+        num_pages = whole("num_pages", num_pages, 0)
         with self._core:
             self._core.pins.expire()
-            return self._core.evict(int(num_pages), "asked")
+            return self._core.evict(num_pages, "asked")
 
     def clear(self, namespace: NamespaceLike | None = None) -> int:
         """Forget everything that no running sequence uses, in one namespace or in all.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.errors import InvalidValue, OutOfPages
+from kvkeep.errors import InvalidValue, OutOfPages, whole
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,11 +31,7 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int) -> None:
-        if isinstance(num_pages, bool) or not isinstance(num_pages, (int, np.integer)):
-            raise InvalidValue(f"num_pages is a whole number, got {num_pages!r}")
-        if not 0 < num_pages < 2**31:
-            raise InvalidValue(f"a pool has 1 … 2³¹-1 pages, got {num_pages}")
-        self.num_pages = int(num_pages)
+        self.num_pages = whole("num_pages", num_pages, 1, 2**31 - 1)
         self.references = np.zeros(self.num_pages, np.int32)
         # A ring: the free pages are the num_free entries from _head on, oldest first.
         self._ring = np.arange(self.num_pages, dtype=np.int32)
