@@ -156,14 +156,11 @@ class RunTree(PrefixIndex[Node]):
         if match is None:
             return 0
         count = 0
-        node: Node | None = match.end
         if match.source is not None and not match.source.holders:
-            count = match.source.size
-            if match.source is node:
-                node = node.parent
-        elif node is not None and not node.holders:
-            count = match.taken
-            node = node.parent
+            count = 1  # the page that matches in part
+        node: Node | None = match.end
+        if not match.end.holders:
+            count += match.taken - match.end.size
         while node is not None and not node.holders:
             count += node.size
             node = node.parent
@@ -184,9 +181,12 @@ class RunTree(PrefixIndex[Node]):
             end = self._split(end, match.taken)
         self._hold(end)
         self.policy.hit(end)
-        if match.source is not None:
-            self._hold(match.source)
-        return end, match.source
+        source = match.source
+        if source is not None:
+            if source.size > 1:  # one page is wanted: the rest of a long run may go meanwhile
+                source = self._split(source, 1)
+            self._hold(source)
+        return end, source
 
     def again(self, hold: Node) -> Node:
         """A second hold on the same path."""
