@@ -495,7 +495,7 @@ class RunTree(PrefixIndex[Node]):
                 yield Run(
                     depth=depth - 1,
                     start=node.end - node.size,
-                    pages=node.pages,
+                    pages=node.pages.copy(),
                     symbols=symbols,
                     tokens=np.frombuffer(symbols, TOKEN_DTYPE) if self.exact else None,
                     children=len(node.children),
