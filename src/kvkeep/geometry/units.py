@@ -1,0 +1,81 @@
+"""Amounts of memory as people write them, and whole numbers that may not be anything else."""
+
+from __future__ import annotations
+
+import operator
+import re
+from fractions import Fraction
+from typing import Final, SupportsIndex
+
+from kvkeep.errors import InvalidValue
+
+__all__ = ["format_bytes", "parse_bytes", "whole_number"]
+
+_BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_BYTES: Final[dict[str, int]] = {
+    "": 1,
+    "b": 1,
+    **{unit.lower(): 1024**power for power, unit in enumerate(_BINARY[1:], start=1)},
+    **{unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb", "pb", "eb"), 1)},
+}
+# Thirty digits are more bytes than there are, and few enough for int() to take at once.
+_AMOUNT: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([A-Za-z]*)")
+
+
+def whole_number(name: str, value: SupportsIndex, *, least: int = 1) -> int:
+    """Give ``value`` as an ``int`` that is at least ``least``; ``name`` is for the message.
+
+    NumPy integers are welcome; ``bool`` and ``float`` are refused, because ``True`` pages or
+    ``2.5`` layers are a mistake that should not be rounded away.
+
+    Raises:
+        InvalidValue: it is something else, or too small.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < least:
+        raise InvalidValue(f"{name} is {value!r}; a whole number of at least {least} is needed")
+    return number
+
+
+def parse_bytes(amount: str | SupportsIndex) -> int:
+    """Give an amount of memory in bytes: ``4096``, ``"24GiB"``, ``"24 GB"``, ``"1.5 TiB"``.
+
+    KiB, MiB, GiB, TiB, PiB, EiB are powers of 1024 and kB, MB, GB, TB, PB, EB powers of 1000, in
+    upper or lower case; a bare number is bytes. A fraction of a byte is dropped. "24G" is refused:
+    tools disagree on which of the two it means.
+
+    Raises:
+        InvalidValue: the text is no such amount, or the number is negative, a float or a bool.
+    """
+    if not isinstance(amount, str):
+        return whole_number("an amount of bytes", amount, least=0)
+    match = _AMOUNT.fullmatch(amount.strip())
+    unit = _BYTES.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise InvalidValue(
+            f"{amount!r} is no amount of memory; write a number and a unit: '24GiB' (powers of "
+            "1024), '24GB' (powers of 1000), or plain bytes"
+        )
+    return int(Fraction(match[1]) * unit)
+
+
+def format_bytes(amount: SupportsIndex) -> str:
+    """Write bytes for people: ``"128 KiB"``, ``"68.6 KiB"``, ``"24 GiB"``.
+
+    In powers of 1024, to one decimal, which is left out when it is zero; at most 0.05 of the unit
+    away from the amount, so that `parse_bytes` reads it back to within that.
+
+    Raises:
+        InvalidValue: the amount is negative or no whole number.
+    """
+    number = whole_number("an amount of bytes", amount, least=0)
+    for power, unit in enumerate(_BINARY):
+        tenths = round(Fraction(10 * number, 1024**power))
+        # Asked after rounding: 1023.96 KiB is 1 MiB, never "1024 KiB".
+        if tenths < 10 * 1024 or unit == _BINARY[-1]:
+            break
+    whole, tenth = divmod(tenths, 10)
+    return f"{whole}.{tenth} {unit}" if tenth else f"{whole} {unit}"

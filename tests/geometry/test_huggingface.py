@@ -1,0 +1,360 @@
+"""Configurations as they lie on the hub, and the caches that Transformers fills."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep.errors import InvalidValue, KVKeepError, UnsupportedModel
+from kvkeep.geometry import KVGeometry
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# As published, cut to what concerns KV.
+LLAMA_31_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+QWEN_25_7B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "sliding_window": 131072,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "kv_lora_rank": 512,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+}
+QWEN_3_06B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+GPT2: dict[str, Any] = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12}
+GEMMA_2: dict[str, Any] = {
+    "model_type": "gemma2",
+    "head_dim": 256,
+    "hidden_size": 2304,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+}
+PIXTRAL: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "mistral",
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "sliding_window": None,
+    },
+    "vision_config": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        (LLAMA_31_8B, 131072),
+        (QWEN_25_7B, 57344),
+        (DEEPSEEK_V3, 70272),
+        (QWEN_3_06B, 28 * 8 * 256 * 2),  # a head_dim that is not hidden / heads
+        (GPT2, 12 * 768 * 2 * 4),  # multi-head, and float32 where no dtype is named
+        (GEMMA_2 | {"dtype": "bfloat16"}, 26 * 4 * 512 * 2),
+        (PIXTRAL, 40 * 8 * 256 * 2),
+    ],
+)
+def test_bytes_a_token(config: dict[str, Any], wanted: int) -> None:
+    assert KVGeometry.from_config(config).bytes_per_token == wanted
+
+
+def test_dtype_and_tp_are_for_the_caller_to_choose() -> None:
+    geometry = KVGeometry.from_config(LLAMA_31_8B, dtype="fp8", tp=4)
+    assert geometry == KVGeometry(32, 8, 128, "float8_e4m3fn", tp=4)
+    with pytest.raises(InvalidValue, match="dtype is 'fp7'"):
+        KVGeometry.from_config(LLAMA_31_8B, dtype="fp7")
+    with pytest.raises(InvalidValue, match="tp is 3"):
+        KVGeometry.from_config(LLAMA_31_8B, tp=3)
+
+
+def test_a_latent_is_read_as_one() -> None:
+    geometry = KVGeometry.from_config(DEEPSEEK_V3)
+    assert geometry == KVGeometry.mla(61, latent_dim=512, rope_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        # Falcon-7B, Falcon-40B, Falcon-RW, StarCoder, ChatGLM, MPT with grouped queries
+        ({"multi_query": True, "num_kv_heads": 71, "num_attention_heads": 71}, 1),
+        ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 8}, 8),
+        ({"multi_query": False, "n_head": 32}, 32),
+        ({"multi_query": True, "n_head": 48}, 1),
+        ({"multi_query_attention": True, "multi_query_group_num": 2, "num_attention_heads": 32}, 2),
+        ({"n_heads": 16, "attn_config": {"kv_n_heads": 4}}, 4),
+        ({"n_heads": 16, "attn_config": {}}, 16),
+        ({"num_attention_heads": 16, "num_key_value_heads": None}, 16),
+    ],
+)
+def test_key_value_heads(config: dict[str, Any], heads: int) -> None:
+    geometry = KVGeometry.from_config({"n_layers": 2, "head_dim": 64, **config})
+    assert geometry.kv_heads == heads
+
+
+SIX: dict[str, Any] = {"num_hidden_layers": 6, "num_attention_heads": 2, "hidden_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        ({}, [None] * 6),
+        ({"sliding_window": None}, [None] * 6),
+        ({"sliding_window": 4}, [4] * 6),  # Mistral
+        ({"sliding_window": 4, "use_sliding_window": False}, [None] * 6),
+        (
+            {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 4},
+            [None] * 4 + [4] * 2,
+        ),
+        ({"sliding_window": 4, "max_window_layers": 9}, [None] * 6),
+        ({"sliding_window": 4, "model_type": "gemma2"}, [4, None] * 3),
+        ({"sliding_window": 4, "model_type": "gemma3_text"}, [4] * 5 + [None]),
+        ({"sliding_window": 4, "sliding_window_pattern": 3}, [4, 4, None] * 2),
+        ({"sliding_window": 4, "sliding_window_pattern": "LLG"}, [4, 4, None] * 2),
+        ({"sliding_window": 4, "sliding_window_pattern": 1}, [None] * 6),
+        (
+            {
+                "sliding_window": 4,
+                "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 4,
+            },
+            [None] * 2 + [4] * 4,
+        ),
+        (
+            {
+                "attention_chunk_size": 8,
+                "layer_types": ["chunked_attention", "full_attention"] * 3,
+            },
+            [8, None] * 3,
+        ),
+        (
+            {
+                "model_type": "gpt_neo",
+                "window_size": 256,
+                "attention_types": [[["global", "local"], 3]],
+            },
+            [None, 256] * 3,
+        ),
+        # Gemma 3n: the last layers attend over the KV of earlier ones.
+        (
+            {"sliding_window": 4, "sliding_window_pattern": 3, "num_kv_shared_layers": 2},
+            [4, 4, None, 4],
+        ),
+    ],
+)
+def test_windows(config: dict[str, Any], windows: list[int | None]) -> None:
+    geometry = KVGeometry.from_config(SIX | config)
+    assert geometry.windows == tuple(windows)
+    assert geometry.layers == len(windows)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"is_encoder_decoder": True, "model_type": "t5"}, "t5 is an encoder-decoder"),
+        ({"model_type": "bert"}, "bert is an encoder"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "does not generate"),
+        ({"model_type": "rwkv"}, "rwkv keeps a recurrent state"),
+        ({"model_type": "mamba", "state_size": 16}, "mamba keeps a recurrent state"),
+        ({"layer_types": ["linear_attention"] * 6}, "layers of type linear_attention"),
+        ({"index_head_dim": 128}, "an index key beside K and V"),
+        ({"head_dim": 256, "global_head_dim": 512}, "layers of different shapes: global_head_dim"),
+        ({"per_layer_config": {"05": {"head_dim": 512}}}, "layers of different shapes"),
+        ({"num_key_value_heads": [2, 4]}, r"num_key_value_heads is \[2, 4\]"),
+        ({"num_hidden_layers": None}, "names no num_hidden_layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 6.0}, "num_hidden_layers is 6.0"),
+        ({"num_attention_heads": True}, "num_attention_heads is True"),
+        ({"num_attention_heads": 3}, "3 attention heads do not divide a hidden size of 8"),
+        ({"hidden_size": None}, "names no hidden_size"),
+        ({"kv_lora_rank": 4}, "names no qk_rope_head_dim"),
+        ({"num_kv_shared_layers": 6}, "leaves no layer"),
+        ({"layer_types": ["full_attention"] * 5}, "5 layer types for 6 layers"),
+        ({"layer_types": ["sliding_attention"] * 6}, "names no sliding_window"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
+        ({"sliding_window": "4k"}, "sliding_window is '4k'"),
+        ({"sliding_window": 4, "sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        ({"model_type": "gpt_neo", "attention_types": [3]}, "attention_types is"),
+        ({"model_type": 3}, "model_type is 3"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        KVGeometry.from_config(SIX | config)
+
+
+def test_an_encoder_set_up_as_a_decoder_is_one() -> None:
+    assert KVGeometry.from_config(SIX | {"model_type": "bert", "is_decoder": True}).layers == 6
+
+
+def test_the_whole_is_asked_before_its_text_part() -> None:
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        KVGeometry.from_config({"is_encoder_decoder": True, "text_config": SIX})
+
+
+FIELDS = [*SIX, "layer_types", "architectures", "model_type", "text_config", "attn_config"]
+FIELDS += ["sliding_window", "max_window_layers", "head_dim", "dtype", "kv_lora_rank", "v_head_dim"]
+FIELDS += ["multi_query", "attention_types", "sliding_window_pattern", "num_kv_shared_layers"]
+rubbish = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 300)
+    | st.floats()
+    | st.sampled_from(["", "full_attention", "LG", "gpt_neo"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(st.sampled_from(FIELDS), rubbish, max_size=4))
+def test_rubbish_is_refused_with_our_own_error(rubbish: dict[str, Any]) -> None:
+    try:
+        geometry = KVGeometry.from_config(SIX | rubbish)
+    except KVKeepError as error:
+        assert str(error)  # noqa: PT017 - what is not refused has to be a geometry
+    else:
+        assert geometry.bytes_per_token > 0
+
+
+def test_a_path_is_a_directory_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_31_8B))
+    wanted = KVGeometry(32, 8, 128)
+    for path in (file, str(file), tmp_path, str(tmp_path)):
+        assert KVGeometry.from_config(path) == wanted
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff\xfe{}", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "holds list, not a configuration"),
+        (b"{}", "names no num_hidden_layers"),
+    ],
+)
+def test_a_file_that_holds_no_configuration(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(UnsupportedModel, match=message):
+        KVGeometry.from_config(tmp_path)
+
+
+def test_a_path_with_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"cannot read .*config.json: No such file"):
+        KVGeometry.from_config(tmp_path)
+    with pytest.raises(UnsupportedModel, match="a local model directory"):
+        KVGeometry.from_config("meta-llama/Llama-3.1-8B")
+    with pytest.raises(UnsupportedModel, match="cannot read"):
+        KVGeometry.from_config("\0")
+
+
+@pytest.mark.parametrize("wrong", [None, 3, [LLAMA_31_8B], object()])
+def test_what_is_no_configuration(wrong: Any) -> None:
+    with pytest.raises(InvalidValue, match=r"config is \w+; a Hugging Face configuration"):
+        KVGeometry.from_config(wrong)
+
+
+# Small experts only: on the meta device size costs nothing, but building modules does.
+FAMILIES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "cohere2",
+    "phi3",
+    "olmo3",
+    "smollm3",
+    "starcoder2",
+    "exaone4",
+    "falcon",
+    "gpt_bigcode",
+    "gpt2",
+    "gptj",
+    "gpt_neox",
+    "opt",
+    "bloom",
+    "mpt",
+    "minicpm3",
+    "gpt_oss",
+]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cache_that_transformers_fills_has_this_shape(family: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(family)
+    layers = 8 if family != "bloom" else config.num_hidden_layers
+    config = transformers.AutoConfig.for_model(family, num_hidden_layers=layers)
+    geometry = KVGeometry.from_config(config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="eager"
+        )
+        cache = model(torch.zeros(1, 3, dtype=torch.long), use_cache=True).past_key_values
+    assert geometry.layers == len(cache.layers)
+    for layer, filled in enumerate(cache.layers):
+        elements = sum(tensor[:, :, 0].numel() for tensor in (filled.keys, filled.values))
+        assert 4 * elements == geometry.bytes_per_token_per_layer  # float32: no dtype is named
+        assert filled.keys.shape[1] == geometry.kv_heads
+        assert geometry.window(layer) == getattr(filled, "sliding_window", None)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2", "mistral", "deepseek_v3"])
+def test_a_saved_configuration_reads_as_the_object(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(family)
+    config.save_pretrained(tmp_path)
+    wanted = KVGeometry.from_config(config)
+    assert KVGeometry.from_config(tmp_path) == wanted
+    assert KVGeometry.from_config(config.to_dict()) == wanted

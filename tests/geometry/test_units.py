@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkeep.errors import InvalidValue
+from kvkeep.geometry import format_bytes, parse_bytes
+from kvkeep.geometry.units import whole_number
+
+BINARY = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
+DECIMAL = ["kB", "MB", "GB", "TB", "PB", "EB"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("4GiB", 4 * 2**30),
+        ("24 GB", 24 * 10**9),
+        ("512MiB", 512 * 2**20),
+        ("  24gib ", 24 * 2**30),
+        ("24Gb", 24 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("0.1 KiB", 102),
+        ("4096", 4096),
+        ("4096 B", 4096),
+        ("0", 0),
+        (4096, 4096),
+        (np.int64(4096), 4096),
+    ],
+)
+def test_amounts_are_read(text: str | int, wanted: int) -> None:
+    assert parse_bytes(text) == wanted
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "",
+        "GiB",
+        "4XB",
+        "24G",
+        "24 K",
+        "-1GiB",
+        "- 1",
+        "nan",
+        "NaN GiB",
+        "inf",
+        "1e9",
+        "1,5GiB",
+        "1_000",
+        "4  GiB",
+        "4GiB 2MiB",
+        ".5GiB",
+        "5.GiB",
+        "٤GiB",
+        "9" * 5000,
+        -1,
+        4.0,
+        float("nan"),
+        True,
+        None,
+        b"4GiB",
+        np.float64(4),
+        np.bool_(True),
+    ],
+)
+def test_what_is_no_amount_is_refused(wrong: object) -> None:
+    with pytest.raises(InvalidValue, match="amount"):
+        parse_bytes(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("amount", "wanted"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (128 * 1024, "128 KiB"),
+        (70272, "68.6 KiB"),
+        (24 * 2**30, "24 GiB"),
+        (2**20 - 1, "1 MiB"),  # 1023.999 KiB would round to "1024 KiB"
+        (2**80, f"{2**20} EiB"),
+    ],
+)
+def test_amounts_are_written_for_people(amount: int, wanted: str) -> None:
+    assert format_bytes(amount) == wanted
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.0, True, "4GiB", None])
+def test_only_whole_amounts_are_written(wrong: object) -> None:
+    with pytest.raises(InvalidValue, match="amount"):
+        format_bytes(wrong)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 2**70))
+def test_a_written_amount_reads_back_to_within_its_rounding(amount: int) -> None:
+    text = format_bytes(amount)
+    unit = text.split()[1]
+    size = 1024 ** (["B", *BINARY].index(unit))
+    assert abs(parse_bytes(text) - amount) <= size / 20
+    assert float(text.split()[0]) < 1024 or unit == "EiB"
+
+
+@given(st.integers(0, 1023), st.sampled_from(BINARY))
+def test_whole_units_survive_the_round_trip_exactly(number: int, unit: str) -> None:
+    amount = parse_bytes(f"{number}{unit}")
+    assert amount == number * 1024 ** (1 + BINARY.index(unit))
+    assert parse_bytes(format_bytes(amount)) == amount
+
+
+@given(st.integers(0, 10**9), st.sampled_from(DECIMAL))
+def test_decimal_units_are_powers_of_a_thousand(number: int, unit: str) -> None:
+    assert parse_bytes(f"{number} {unit}") == number * 1000 ** (1 + DECIMAL.index(unit))
+
+
+@pytest.mark.parametrize("wrong", [0, -3, 2.0, True, np.True_, "3", None, float("nan")])
+def test_a_whole_number_is_nothing_else(wrong: object) -> None:
+    with pytest.raises(InvalidValue, match=r"pages is .*; a whole number of at least 1 is needed"):
+        whole_number("pages", wrong)  # type: ignore[arg-type]
+
+
+def test_a_numpy_number_becomes_plain() -> None:
+    number = whole_number("pages", np.int32(7))
+    assert number == 7
+    assert type(number) is int
