@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
     from kvkeep.tokens import TokenArray
 
-__all__ = ["Closed", "Event", "Evicted", "Hook", "Opened", "PagesShort", "Stored"]
+__all__ = ["Closed", "Event", "Evicted", "Hook", "Opened", "PagesShort", "Stored", "frozen"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +71,13 @@ class PagesShort:
 
     needed: int
     available: int
+
+
+def frozen(array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """A copy that one hook cannot change under another."""
+    array = array.copy()
+    array.flags.writeable = False
+    return array
 
 
 Event = Opened | Stored | Evicted | Closed | PagesShort

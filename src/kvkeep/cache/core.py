@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.cache.pins import PinBoard
 from kvkeep.cache.stats import Counters
 from kvkeep.errors import OutOfPages
-from kvkeep.events import Evicted, PagesShort
+from kvkeep.events import Evicted, PagesShort, frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +131,7 @@ class Core:
             self.counters.evictions += 1
             self.counters.evicted_pages += len(pages)
             if self.hooks:
-                self.emit(Evicted(pages.copy(), reason))
+                self.emit(Evicted(frozen(pages), reason))
 
     # --- claims ------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvkeep.cache.lifecycle import State, permit
 from kvkeep.errors import whole
-from kvkeep.events import Closed, Opened, Stored
+from kvkeep.events import Closed, Opened, Stored, frozen
 from kvkeep.pages import GrowingArray, PageCopy
 from kvkeep.tokens import as_tokens, single_token
 
@@ -298,8 +298,8 @@ class Sequence:
             at = stop - len(new)
             parent = int(self._table.values[at - 1]) if at else -1
             size = core.page_size
-            tokens = self._tokens.values[at * size : stop * size].copy()
-            core.emit(Stored(self.id, self.namespace, parent, new, tokens))
+            tokens = frozen(self._tokens.values[at * size : stop * size])
+            core.emit(Stored(self.id, self.namespace, parent, frozen(new), tokens))
 
     def _sharing(self, start: int, own: PageArray) -> int:
         """How many of the pages ``own`` this fork has too, at the same place, unpublished."""

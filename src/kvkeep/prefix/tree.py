@@ -160,7 +160,7 @@ class RunTree(PrefixIndex[Node]):
             count = 1  # the page that matches in part
         node: Node | None = match.end
         if not match.end.holders:
-            count += match.taken - match.end.size
+            count += match.taken - match.end.size  # hold() splits, and leaves the rest to go
         while node is not None and not node.holders:
             count += node.size
             node = node.parent
