@@ -182,11 +182,12 @@ class PagedCache:
 
         Soft pins end, hard pins stay. Returns the pages freed.
         """
+        space = None if namespace is None else as_namespace(namespace)
         with self._core:
-            space = None if namespace is None else as_namespace(namespace)
+            self._core.pins.expire()
             pages = self._core.index.clear(space)
             self._core.forget(pages, "cleared")
-            self._core.pins.expire()
+            self._core.pins.expire()  # soft pins of what has gone
             return len(pages)
 
     def pin(
