@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -294,13 +295,16 @@ class PagedCache:
         Hooks run in order, under the cache's lock, when the operation they tell of is complete: be
         quick. A hook may use the cache. One that raises is logged and counted, and stays.
         """
+        if not callable(hook):
+            raise InvalidValue(f"a hook is called with each event, got {hook!r}")
         core = self._core
+        own = partial(hook)  # told apart from the same hook subscribed elsewhere
         with core:
-            core.hooks = (*core.hooks, hook)
+            core.hooks = (*core.hooks, own)
 
         def end() -> None:
             with core:
-                core.hooks = tuple(other for other in core.hooks if other is not hook)
+                core.hooks = tuple(other for other in core.hooks if other is not own)
 
         return end
 
