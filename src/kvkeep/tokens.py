@@ -63,12 +63,13 @@ def single_token(tokens: TokensLike | int) -> int | None:
 
 
 def _from_objects(tokens: TokensLike) -> npt.NDArray[np.generic]:
-    if isinstance(tokens, (str, bytes, bytearray, dict, set)):
-        raise InvalidValue(f"tokens are a list or an array of ids, got {type(tokens).__name__}")
     try:
-        return np.asarray(tokens)
-    except (ValueError, TypeError, OverflowError) as error:
+        array = np.asarray(tokens)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InvalidValue(f"tokens cannot be read as one row of ids: {error}") from error
+    if array.ndim == 0 or isinstance(tokens, (bytearray, memoryview)):  # text, sets, generators …
+        raise InvalidValue(f"tokens are a list or an array of ids, got {type(tokens).__name__}")
+    return array
 
 
 def _refuse_range(array: npt.NDArray[np.generic]) -> None:
