@@ -45,6 +45,8 @@ class EvictionPolicy(ABC):
     """
 
     name: str
+    taken = False
+    """An index uses it: a policy orders the entries of one index, not of two."""
 
     def __init__(self) -> None:
         self._time = 0

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from kvkeep.errors import InvalidValue
 from kvkeep.eviction.base import Entry
 from kvkeep.eviction.queues import AgeQueue
 from kvkeep.prefix.base import EMPTY_PAGES, Inserted, PrefixIndex, PrefixMatch, Run
@@ -86,6 +87,9 @@ class RunTree(PrefixIndex[Node]):
     """Symbols are tokens, so pages that match only in part are found too."""
 
     def __init__(self, page_size: int, policy: EvictionPolicy) -> None:
+        if policy.taken:
+            raise InvalidValue(f"{policy!r} serves another cache; make a policy for each")
+        policy.taken = True
         self.page_size = page_size
         self.policy = policy
         self.num_pages = 0
