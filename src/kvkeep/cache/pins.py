@@ -83,6 +83,9 @@ class PinBoard:
         """End a pin that has not ended."""
         del self.pins[pin]
         pin.active = False
+        if len(self._expiry) > 2 * len(self.pins) + 64:  # mostly pins that ended before their time
+            self._expiry = [item for item in self._expiry if item[2].active]
+            heapq.heapify(self._expiry)
         if pin.hard:
             self._index.release(pin._hold)
         else:
