@@ -67,7 +67,7 @@ def _from_objects(tokens: TokensLike) -> npt.NDArray[np.generic]:
         array = np.asarray(tokens)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InvalidValue(f"tokens cannot be read as one row of ids: {error}") from error
-    if array.ndim == 0 or isinstance(tokens, (bytearray, memoryview)):  # text, sets, generators …
+    if array.ndim == 0 or isinstance(tokens, bytearray):  # text, sets, generators …
         raise InvalidValue(f"tokens are a list or an array of ids, got {type(tokens).__name__}")
     return array
 
