@@ -1,0 +1,198 @@
+"""Tokens in every form that callers have them in."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkeep import InvalidValue
+from kvkeep.tokens import TOKEN_BYTES, TOKEN_DTYPE, as_tokens, single_token
+
+LARGEST = 2**31 - 1
+INTEGERS = [np.dtype(order + kind + str(size))
+            for order in "<>" for kind in "iu" for size in (1, 2, 4, 8)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [3, 1, 2],
+        (3, 1, 2),
+        deque([3, 1, 2]),
+        array("l", [3, 1, 2]),
+        [np.int64(3), np.uint8(1), 2],
+        np.array([3, 1, 2]),
+        np.array([3.0, 1.0, 2.0]).astype(np.int16),
+        memoryview(array("i", [3, 1, 2])),
+    ],
+    ids=lambda tokens: type(tokens).__name__,
+)
+def test_forms_that_are_tokens(tokens: Any) -> None:
+    assert as_tokens(tokens).tolist() == [3, 1, 2]
+    assert as_tokens(tokens).dtype == TOKEN_DTYPE
+
+
+def test_a_range_is_tokens() -> None:
+    assert as_tokens(range(5, 8)).tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda dtype: dtype.str)
+def test_every_integer_dtype(dtype: np.dtype[Any]) -> None:
+    largest = min(int(np.iinfo(dtype).max), LARGEST)
+    tokens = as_tokens(np.array([0, 1, largest], dtype))
+    assert tokens.tolist() == [0, 1, largest]
+    assert tokens.dtype.str == "<i4"
+    # The bytes are what is hashed and compared: they must not depend on how the tokens came.
+    assert tokens.tobytes() == np.array([0, 1, largest], "<i4").tobytes()
+    assert len(tokens.tobytes()) == 3 * TOKEN_BYTES
+
+
+@pytest.mark.parametrize(
+    "dtype", [d for d in INTEGERS if np.iinfo(d).max > LARGEST], ids=lambda dtype: dtype.str
+)
+@pytest.mark.parametrize("beyond", [LARGEST + 1, 2**32 - 1])
+def test_ids_that_narrowing_would_wrap_are_refused(dtype: np.dtype[Any], beyond: int) -> None:
+    with pytest.raises(InvalidValue, match=f"got {beyond} at position 2"):
+        as_tokens(np.array([0, 1, beyond, 2], dtype))
+
+
+def test_the_largest_uint64_is_refused_and_named() -> None:
+    with pytest.raises(InvalidValue, match=f"got {2**64 - 1} at position 0"):
+        as_tokens(np.array([2**64 - 1], np.uint64))
+
+
+@pytest.mark.parametrize(
+    "dtype", [d for d in INTEGERS if d.kind == "i"], ids=lambda dtype: dtype.str
+)
+def test_negative_ids_are_refused(dtype: np.dtype[Any]) -> None:
+    with pytest.raises(InvalidValue, match="token ids lie in 0 … 2147483647, got -1 at position 1"):
+        as_tokens(np.array([0, -1, 5], dtype))
+
+
+@pytest.mark.parametrize("tokens", [[-1], [1, -(2**40)], [2**31], [1, 2**63], [1, 2**70]])
+def test_lists_out_of_range_are_refused(tokens: list[int]) -> None:
+    with pytest.raises(InvalidValue):
+        as_tokens(tokens)
+
+
+def test_int32_comes_back_without_a_copy() -> None:
+    tokens = np.arange(4, dtype=np.int32)
+    assert as_tokens(tokens) is tokens
+
+
+def test_views_are_read_in_their_order() -> None:
+    tokens = np.arange(12, dtype=np.int32)
+    assert as_tokens(tokens[::3]).tobytes() == np.array([0, 3, 6, 9], "<i4").tobytes()
+    assert as_tokens(tokens[::-4]).tolist() == [11, 7, 3]
+    assert as_tokens(tokens.reshape(3, 4)[:, 1]).tolist() == [1, 5, 9]
+    read_only = tokens[:2]
+    read_only.flags.writeable = False
+    assert as_tokens(read_only).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("nothing", [[], (), range(0), np.empty(0), np.empty(0, np.int8)], ids=repr)
+def test_no_tokens_are_an_empty_row(nothing: Any) -> None:
+    assert as_tokens(nothing).shape == (0,)
+    assert as_tokens(nothing).dtype == TOKEN_DTYPE
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ("1 2 3", "got str"),
+        (b"123", "got bytes"),
+        (bytearray(b"123"), "got bytearray"),
+        ({1: 2}, "got dict"),
+        ({1, 2}, "got set"),
+        (frozenset({1}), "got frozenset"),
+        (None, "got NoneType"),
+        (5, "got int"),
+        (np.int64(5), "got int64"),
+        ((token for token in [1]), "got generator"),
+        (iter([1]), "got list_iterator"),
+        (map(int, "12"), "got map"),
+        (object(), "got object"),
+        (np.array(5), r"shape \(\)"),
+        (np.zeros((1, 3), np.int32), r"shape \(1, 3\)"),
+        (np.zeros((0, 3), np.int32), r"shape \(0, 3\)"),
+        ([[1, 2], [3, 4]], r"shape \(2, 2\)"),
+        ([[1, 2], [3]], "cannot be read as one row"),
+        ([1, None], "object"),
+        ([1, "2"], "integer ids"),
+        (["1", "2"], "integer ids"),
+        ([1.0, 2.0], "float64"),
+        ([1, 2.5], "float64"),
+        ([True, False], "bool"),
+        (np.array([True, False]), "bool"),
+        (np.array([1.0, 2.0], np.float32), "float32"),
+        (np.array([1, 2], object), "object"),
+        (np.array([1], "m8[s]"), "timedelta64"),
+        (np.array([1], "M8[s]"), "datetime64"),
+        (np.array([1 + 0j]), "complex128"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_what_is_no_row_of_tokens_is_refused_and_named(wrong: Any, named: str) -> None:
+    with pytest.raises(InvalidValue, match=named):
+        as_tokens(wrong)
+
+
+def test_a_generator_is_refused_before_it_is_read() -> None:
+    tokens = iter([1, 2, 3])
+    with pytest.raises(InvalidValue):
+        as_tokens(tokens)  # type: ignore[arg-type]
+    assert list(tokens) == [1, 2, 3]
+
+
+def test_tensors() -> None:
+    torch = pytest.importorskip("torch", reason="the extra 'torch' is not installed")
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        assert as_tokens(torch.tensor([3, 1, 2], dtype=dtype)).tolist() == [3, 1, 2]
+    assert as_tokens(torch.arange(9).view(3, 3)[:, 0]).tolist() == [0, 3, 6]
+    assert as_tokens([torch.tensor(3), torch.tensor(1)]).tolist() == [3, 1]
+    with pytest.raises(InvalidValue, match=r"shape \(1, 3\)"):
+        as_tokens(torch.ones(1, 3, dtype=torch.int64))
+    for wrong in (
+        torch.tensor([1.0]),
+        torch.tensor([True]),
+        torch.tensor([1.0], requires_grad=True),
+        torch.tensor([1.0], dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.int64, device="meta"),  # what another device answers like
+    ):
+        with pytest.raises(InvalidValue):
+            as_tokens(wrong)
+
+
+@given(st.lists(st.integers(-3, LARGEST + 3), max_size=20))
+def test_a_row_is_kept_or_refused_never_changed(tokens: list[int]) -> None:
+    if all(0 <= token <= LARGEST for token in tokens):
+        assert as_tokens(tokens).tolist() == tokens
+    else:
+        with pytest.raises(InvalidValue):
+            as_tokens(tokens)
+
+
+# --- one token -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one", [7, [7], np.array([7], np.int32)], ids=repr)
+def test_one_token_is_taken_by_the_short_way(one: Any) -> None:
+    token = single_token(one)
+    assert token == 7
+    assert type(token) is int
+
+
+@pytest.mark.parametrize(
+    "other",
+    [-1, LARGEST + 1, True, [True], 7.0, [7.0], [[7]], "7", ["7"], None, [None], [], [1, 2],
+     np.array([-1], np.int32), np.array([[7]], np.int32), np.array([7.0]), np.array([], np.int32)],
+    ids=repr,
+)  # fmt: skip
+def test_all_else_is_left_to_the_long_way(other: Any) -> None:
+    assert single_token(other) is None
