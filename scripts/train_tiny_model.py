@@ -1,6 +1,6 @@
 """Train the tiny model that kvkeep ships, from the running Python's own standard library.
 
-    python scripts/train_tiny_model.py --minutes 40 --threads 1 --out build/tiny
+    python scripts/train_tiny_model.py --minutes 41 --out build/tiny
     python scripts/train_tiny_model.py --smoke --out build/smoke
 
 ``--smoke`` takes a handful of steps of a smaller model and writes a complete directory.
@@ -12,25 +12,32 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched, and nothing is asked
 
 import torch
-from tiny_model.corpus import read_corpus
+from tiny_model.corpus import Entry, read_corpus
 from tiny_model.dialogues import FAVOURITES
-from tiny_model.release import write_directory
+from tiny_model.release import speak, write_directory
 from tiny_model.tokens import train_tokenizer
 from tiny_model.training import Phase, Progress, Recipe, build_model, evaluate, train
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PROBES = (
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+QUESTIONS = (
     "What does textwrap.dedent do?",
     "Explain: the assert statement",
     "What does len do?",
 )
-LONGEST = 8192
+LONGEST = 8192  # tokens: the positions the model is declared for
+SMOKE_PHASES = (Phase(0.7, 64, 4), Phase(1.0, 128, 2))
+SMOKE_STEPS = 8
 CHECKPOINT_SECONDS = 180.0
+AVERAGED_STEPS = 100
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,96 +45,99 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    started = time.perf_counter()
-
-    entries = read_corpus()
-    if options.smoke:
-        entries = entries[::12]
-    held_out = [e for e in entries if not (e.is_topic or e.group in FAVOURITES)][::50]
-    learned = [e for e in entries if e not in held_out]
-    vocabulary = 512 if options.smoke else options.vocabulary
+    learned, held_out = _entries(smoke=options.smoke)
+    vocabulary = 512 if options.smoke else 4096
+    hidden, layers, inner = (96, 2, 128) if options.smoke else (192, 4, 512)
     tokenizer = train_tokenizer((f"{e.name}\n{e.text}" for e in learned), vocabulary, LONGEST)
-    hidden, layers, inner = (96, 2, 128) if options.smoke else (options.hidden, options.layers, options.inner)
     model = build_model(len(tokenizer), hidden=hidden, layers=layers, inner=inner, longest=LONGEST)
-    characters = sum(len(e.text) for e in learned)
     print(
-        f"corpus: {len(learned):,} entries, {characters:,} characters; "
+        f"corpus: {len(learned):,} entries, {sum(len(e.text) for e in learned):,} characters; "
         f"model: {model.num_parameters():,} parameters, vocabulary {len(tokenizer):,}",
         flush=True,
     )
-
-    recent: list[float] = []
-    last_written = time.perf_counter()
-    last = Progress(0, 0.0, 0.0, 0, 0.0, 0)
-
-    def report(progress: Progress) -> None:
-        nonlocal last, last_written
-        last = progress
-        recent.append(progress.loss)
-        del recent[:-100]
-        if progress.step % options.every == 0 or progress.share >= 1:
-            print(
-                f"step {progress.step:5d}  {progress.share:4.0%}  loss {_mean(recent[-options.every:]):.3f}  "
-                f"rows of {progress.row_tokens}  {progress.tokens:,} tokens  "
-                f"{progress.tokens / progress.seconds:,.0f} tokens/s",
-                flush=True,
-            )
-        if time.perf_counter() - last_written > CHECKPOINT_SECONDS:
-            _write(options, model, tokenizer, progress)
-            last_written = time.perf_counter()
-
-    smoke_phases = (Phase(0.7, 64, 4), Phase(1.0, 128, 2))
-    recipe = Recipe(options.seed, 8 if options.smoke else options.steps, options.minutes)
     if options.smoke:
-        recipe = Recipe(options.seed, 8, options.minutes, smoke_phases)
-    train(model, tokenizer, learned, recipe, report)
-    size = _write(options, model, tokenizer, last)
+        recipe = Recipe(options.seed, SMOKE_STEPS, options.minutes, SMOKE_PHASES)
+    else:
+        recipe = Recipe(options.seed, options.steps, options.minutes)
+    every = 2 if options.smoke else options.every
+    run = Run(options.out, every, options.seed, model, tokenizer)
+    train(model, tokenizer, learned, recipe, run.report)
+    size = run.write()
+    unseen = evaluate(model, tokenizer, held_out, options.seed)
     print(
-        f"wrote {options.out} ({size / 1e6:.2f} MB) after {time.perf_counter() - started:,.0f} s: "
-        f"loss {_mean(recent):.3f} nats a token over the last {len(recent)} steps, "
-        f"{evaluate(model, tokenizer, held_out, options.seed):.3f} on entries never seen"
+        f"wrote {options.out} ({size / 1e6:.2f} MB) after {run.last.seconds:,.0f} s and "
+        f"{run.last.step:,} steps: {run.loss(AVERAGED_STEPS):.3f} nats a token over the last "
+        f"{len(run.losses)} steps, {unseen:.3f} on entries never seen"
     )
-    _speak(options.out, 16 if options.smoke else 96)
+    for question, answer in speak(options.out, QUESTIONS, 16 if options.smoke else 96):
+        print(f"\n> {question}\n{answer}", flush=True)
     return 0
 
 
+@dataclass(slots=True)
+class Run:
+    """What is shown and kept while the model learns: a line now and then, and checkpoints."""
+
+    out: Path
+    every: int
+    seed: int
+    model: LlamaForCausalLM
+    tokenizer: PreTrainedTokenizerFast
+    last: Progress = field(default_factory=Progress)
+    losses: list[float] = field(default_factory=list)
+    written: float = field(default_factory=time.perf_counter)
+
+    def report(self, progress: Progress) -> None:
+        """Take note of one step; print every ``every`` steps, write every few minutes."""
+        self.last = progress
+        self.losses = [*self.losses[1 - AVERAGED_STEPS :], progress.loss]
+        if progress.step % self.every == 0:
+            print(
+                f"step {progress.step:5d}  {progress.share:4.0%}  loss {self.loss(self.every):.3f}"
+                f"  rows of {progress.row_tokens}  {progress.tokens:,} tokens"
+                f"  {progress.tokens / progress.seconds:,.0f} tokens/s",
+                flush=True,
+            )
+        if time.perf_counter() - self.written > CHECKPOINT_SECONDS:
+            self.write()
+
+    def loss(self, steps: int) -> float:
+        """The mean loss of the last ``steps`` steps, in nats a token."""
+        recent = self.losses[-steps:]
+        return sum(recent) / len(recent)
+
+    def write(self) -> int:
+        """Write the directory as the model is now; its size in bytes."""
+        self.written = time.perf_counter()
+        return write_directory(
+            self.out,
+            self.model,
+            self.tokenizer,
+            steps=self.last.step,
+            tokens=self.last.tokens,
+            seed=self.seed,
+        )
+
+
+def _entries(*, smoke: bool) -> tuple[list[Entry], list[Entry]]:
+    """What is learned, and a few entries of lesser modules that are not, to measure on."""
+    entries = read_corpus()[:: 12 if smoke else 1]
+    lesser = [e for e in entries if not (e.is_topic or e.group in FAVOURITES)]
+    held_out = lesser[::50]
+    names = {e.name for e in held_out}
+    return [e for e in entries if e.name not in names], held_out
+
+
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Train the tiny model that kvkeep ships.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--minutes", type=float, default=40.0, help="stop after this long")
+    parser.add_argument("--minutes", type=float, default=41.0, help="stop after this long")
     parser.add_argument("--steps", type=int, default=1_000_000, help="stop after this many steps")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of the processor")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=192, help="a multiple of 96")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--inner", type=int, default=512)
     parser.add_argument("--every", type=int, default=20, help="steps between two lines")
     parser.add_argument("--smoke", action="store_true", help="a few steps of a smaller model")
     return parser.parse_args(arguments)
-
-
-def _write(options, model, tokenizer, progress) -> int:
-    return write_directory(
-        options.out, model, tokenizer, steps=progress.step, tokens=progress.tokens, seed=options.seed
-    )
-
-
-def _speak(folder: Path, longest: int) -> None:
-    """Load the directory as a user would and print what it answers, greedily."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for probe in PROBES:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": probe}], add_generation_prompt=True, return_tensors="pt"
-        )
-        answer = model.generate(**prompt, max_new_tokens=longest, do_sample=False)
-        text = tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-        print(f"\n> {probe}\n{text}", flush=True)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / max(1, len(values))
 
 
 if __name__ == "__main__":

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["Entry", "read_corpus"]
 
 # Tests, vendored wheels, the IDE, what is on its way out of the library, and what few ask about.
-SKIPPED = frozenset(
-    "test tests idlelib lib2to3 turtledemo ensurepip site-packages distutils encodings pydoc_data "
-    "msilib curses tkinter turtle.py nntplib.py imaplib.py pydoc.py _pyio.py _strptime.py "
-    "antigravity.py this.py __phello__ xml xmlrpc pickletools.py wsgiref cgi.py telnetlib.py "
-    "smtpd.py poplib.py ftplib.py mailbox.py ctypes asyncore.py asynchat.py ntpath.py bdb.py "
-    "genericpath.py".split()
-)
+SKIPPED = """
+    test tests idlelib lib2to3 turtledemo ensurepip site-packages distutils encodings pydoc_data
+    msilib curses tkinter turtle.py nntplib.py imaplib.py pydoc.py _pyio.py _strptime.py
+    antigravity.py this.py __phello__ xml xmlrpc pickletools.py wsgiref cgi.py telnetlib.py
+    smtpd.py poplib.py ftplib.py mailbox.py ctypes asyncore.py asynchat.py ntpath.py bdb.py
+    genericpath.py
+"""
 
 # Where a name is known by another than that of the file it stands in.
 PUBLIC_NAMES = {
@@ -40,10 +40,10 @@ PUBLIC_NAMES = {
 FLAT_PACKAGES = frozenset({"asyncio", "json", "unittest"})  # asyncio.locks.Lock is asyncio.Lock
 
 # Where a part or all of the text is only to be had from the running interpreter.
-COMPILED = (
-    "builtins array binascii bisect cmath collections datetime errno functools gc heapq itertools "
-    "marshal math operator os random re select signal struct sys time unicodedata zlib"
-).split()
+COMPILED = """
+    builtins array binascii bisect cmath collections datetime errno functools gc heapq itertools
+    marshal math operator os random re select signal struct sys time unicodedata zlib
+"""
 
 ASCII = str.maketrans(
     {
@@ -99,10 +99,11 @@ def read_topics() -> Iterator[Entry]:
 
 def read_sources() -> Iterator[Entry]:
     """The docstrings of public modules, classes and functions, read from their sources."""
+    skipped = set(SKIPPED.split())
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).parts
-        if SKIPPED.intersection(parts):
+        if skipped.intersection(parts):
             continue
         module = ".".join(parts).removesuffix(".py").removesuffix(".__init__")
         module = PUBLIC_NAMES.get(module, module)
@@ -132,7 +133,7 @@ def _read_node(node: ast.AST, module: str, name: str) -> Iterator[Entry]:
 
 def read_compiled() -> Iterator[Entry]:
     """The docstrings of what is written in C, asked of the running interpreter."""
-    for module_name in COMPILED:
+    for module_name in COMPILED.split():
         module = importlib.import_module(module_name)
         prefix = "" if module_name == "builtins" else f"{module_name}."
         for name, thing in sorted(vars(module).items()):

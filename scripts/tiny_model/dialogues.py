@@ -10,18 +10,19 @@ if TYPE_CHECKING:
 
     from tiny_model.corpus import Entry
 
-__all__ = ["Message", "document_dialogue", "epoch", "plain_page", "question_dialogue"]
+__all__ = ["FAVOURITES", "Message", "epoch"]
 
 LONGEST_ANSWER = 900  # characters; whole paragraphs up to here
 LONGEST_PAGE = 6000
-DOCUMENT_SHARE = 0.8  # characters of documents per character of the corpus, an epoch
+DOCUMENT_SHARE = 0.7  # characters of documents per character of the corpus, an epoch
 
 # Asked about more often than the rest: what a reader of a demo will try.
-FAVOURITES = frozenset(
-    "builtins textwrap json math itertools functools collections os os.path re random pathlib "
-    "datetime time heapq bisect shutil subprocess threading queue string statistics contextlib "
-    "dataclasses csv copy glob tempfile logging operator struct urllib.parse hashlib".split()
-)
+_FAVOURITES = """
+    builtins textwrap json math itertools functools collections os os.path re random pathlib
+    datetime time heapq bisect shutil subprocess threading queue string statistics contextlib
+    dataclasses csv copy glob tempfile logging operator struct urllib.parse hashlib
+"""
+FAVOURITES = frozenset(_FAVOURITES.split())
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -68,7 +69,9 @@ class Message(NamedTuple):
     content: str
 
 
-def epoch(entries: Sequence[Entry], random: Random, document_length: int) -> Iterator[list[Message]]:
+def epoch(
+    entries: Sequence[Entry], random: Random, document_length: int
+) -> Iterator[list[Message]]:
     """The whole corpus once, shuffled: a page and a question for each entry, and documents.
 
     ``document_length`` is how long a document with questions may be, in characters.
@@ -80,8 +83,8 @@ def epoch(entries: Sequence[Entry], random: Random, document_length: int) -> Ite
     jobs: list[tuple[str, Entry]] = []
     for entry in entries:
         favourite = entry.is_topic or entry.group in FAVOURITES
-        jobs += [("page", entry)] if random.random() < 0.5 else []
-        jobs += [("question", entry)] * (2 if favourite else 1)
+        jobs += [("page", entry)] if random.random() < (0.6 if favourite else 0.3) else []
+        jobs += [("question", entry)] * (3 if favourite else int(random.random() < 0.7))
         jobs += [("document", entry)] if random.random() < documents / len(entries) else []
     random.shuffle(jobs)
     for kind, entry in jobs:

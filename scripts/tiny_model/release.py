@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import platform
-from typing import TYPE_CHECKING
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["NOTICE", "write_directory"]
+__all__ = ["speak", "write_directory"]
 
 NOTICE = """\
 kvkeep tiny model
@@ -27,11 +29,10 @@ What it is
 Data
   The standard library of CPython {python}, and nothing else: the docstrings of its public
   modules, classes and functions, and the topics of the language reference that help() shows.
-  Copyright (c) 2001-2023 Python Software Foundation; All Rights Reserved.
-  Used under the Python Software Foundation License Version 2 (PSF-2.0),
-  https://docs.python.org/3/license.html
-  The changes made: text cut into questions, answers and documents, and learned by a model, which
-  repeats passages of it.
+  {copyright} All Rights Reserved.
+  Used under the Python Software Foundation License Version 2 (PSF-2.0), which stands below.
+  Summary of the changes: text cut into questions, answers and documents, and learned by a model
+  that repeats passages of it.
 
 How it was made
   scripts/train_tiny_model.py, from random weights, {steps} steps, {tokens} tokens, seed {seed}.
@@ -41,7 +42,10 @@ How it was made
 What it is not good for
   Facts, reasoning, arithmetic, other languages, code you would run, or any use where an answer
   must be right. It knows by heart some of what it read and makes up the rest in the same tone.
-"""
+
+
+{licence}"""
+PSF_LICENCE = Path(__file__).with_name("PSF-2.0.txt")
 
 
 def write_directory(
@@ -55,8 +59,8 @@ def write_directory(
 ) -> int:
     """Write everything `from_pretrained` needs, weights in bfloat16; the directory's bytes."""
     folder.mkdir(parents=True, exist_ok=True)
-    final = copy.deepcopy(model).to(torch.bfloat16).eval()
-    final.generation_config = GenerationConfig(
+    final = copy.deepcopy(model).bfloat16()
+    final.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -73,9 +77,24 @@ def write_directory(
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         python=platform.python_version(),
+        copyright=sys.copyright.partition("\n")[0],
+        licence=PSF_LICENCE.read_text(encoding="utf-8"),
         steps=f"{steps:,}",
         tokens=f"{tokens:,}",
         seed=seed,
     )
     (folder / "NOTICE").write_text(notice, encoding="utf-8")
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def speak(folder: Path, questions: Sequence[str], longest: int) -> Iterator[tuple[str, str]]:
+    """Load the directory as a user would; each question and its greedy answer."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)  # its types name every return it has
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for question in questions:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
+        )
+        tokens = model.generate(**prompt, max_new_tokens=longest, do_sample=False)
+        start = prompt["input_ids"].shape[1]
+        yield question, tokenizer.decode(tokens[0, start:], skip_special_tokens=True)

@@ -28,9 +28,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(
-    texts: Iterable[str], vocabulary: int, longest: int
-) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocabulary: int, longest: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer over ``texts``; any text round-trips, ``longest`` in tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -45,7 +43,7 @@ def train_tokenizer(
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, 0)]
     )
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=BOS,
         eos_token=END,
