@@ -1,0 +1,120 @@
+"""`Runner`: a model and the memory of its pages; it computes, and decides nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvkeep.engine import loading, probe
+from kvkeep.engine.batch import PagedBatch
+from kvkeep.errors import InvalidValue
+from kvkeep.geometry import KVGeometry
+from kvkeep.pages.tensors import PagedTensors
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Sequence
+
+    from transformers import PreTrainedModel
+
+    from kvkeep.engine.batch import Piece
+    from kvkeep.pages import PageCopy
+    from kvkeep.pages.tensors import Layout
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Runs a Transformers causal model over pages.
+
+    ``geometry`` is the model's KV, ``tensors`` the memory, ``num_pages`` and ``page_size`` its
+    measures (give a `PagedCache` the same), ``vocabulary`` the number of token ids it knows,
+    ``end_tokens`` those that end a text, ``context_tokens`` the longest sequence the model is made
+    for (None: any). Which pages belong to whom is not its business.
+
+    Thread safety: none; one thread computes at a time.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        geometry: KVGeometry,
+        *,
+        num_pages: int,
+        page_size: int,
+        layout: Layout = "NHD",
+    ) -> None:
+        """Take over ``model``: its attention is replaced, and proved equal to its own first."""
+        self.model = model
+        self.geometry = geometry
+        self.device = model.device
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.vocabulary = loading.vocabulary(model)
+        self.end_tokens = loading.end_tokens(model)
+        self.context_tokens = loading.context_tokens(model.config)
+        probe.prove(model, geometry)
+        # Page ids come from the cache: looking at them again on a GPU would wait for it each time.
+        self.tensors = PagedTensors(
+            geometry,
+            num_pages,
+            page_size,
+            device=self.device,
+            layout=layout,
+            check_ids=False,
+        )
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        memory: int | str | None = None,
+        num_pages: int | None = None,
+        page_size: int = 16,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype | None = None,
+    ) -> Runner:
+        """Load a local Hugging Face model directory, with pages for ``memory`` bytes ("4GiB").
+
+        ``num_pages`` sets the number of pages instead; one of the two is given. ``device`` "auto"
+        is the GPU where there is one. ``dtype`` None is the one the weights were saved in, and
+        float32 on a CPU.
+        Raises `InvalidValue` (no model there, no page fits) and `UnsupportedModel` (not a causal
+        model, a cache that is not K and V, weights that do not load).
+        """
+        if (memory is None) == (num_pages is None):
+            raise InvalidValue(
+                f"give memory or num_pages, one of the two; got {memory=}, {num_pages=}"
+            )
+        config = loading.load_config(path)
+        on = loading.pick_device(device)
+        compute = loading.pick_dtype(dtype, config, on)
+        geometry = KVGeometry.from_config(config, dtype=str(compute).removeprefix("torch."))
+        if num_pages is None:
+            assert memory is not None
+            num_pages = geometry.pages_in(memory, page_size)
+        model = loading.load_model(path, config, on, compute)
+        return cls(model, geometry, num_pages=num_pages, page_size=page_size)
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that can be run, in tokens: what the pages and the model allow."""
+        pool = self.num_pages * self.page_size
+        return pool if self.context_tokens is None else min(pool, self.context_tokens)
+
+    def copy(self, copies: Iterable[PageCopy]) -> None:
+        """Make page copies, in order."""
+        self.tensors.copy(list(copies))
+
+    def forward(self, pieces: Sequence[Piece], *, every_token: bool = False) -> torch.Tensor:
+        """Compute ``pieces``: their KV goes to their pages, their logits are returned.
+
+        Returns the logits of each piece's last token [pieces, vocabulary], or with ``every_token``
+        those of all tokens, piece after piece [tokens, vocabulary]. Pieces of one call must not
+        depend on each other. Cost: one forward pass of the model over all tokens of the pieces.
+        """
+        batch = PagedBatch(pieces, self.tensors)
+        rows = torch.arange(len(batch.slots), device=self.device) if every_token else batch.last
+        return batch.run(self.model, rows)

@@ -1,0 +1,154 @@
+"""What can be served is loaded; what cannot is refused by name, before its weights are read."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+import transformers
+
+from kvkeep.engine import Runner, loading
+from kvkeep.errors import InvalidValue, UnsupportedModel
+
+pytestmark = pytest.mark.model
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(*_):
+        pytest.fail("something tried to reach a network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def write(folder, config, architecture):
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+
+
+def test_no_such_directory(tmp_path):
+    with pytest.raises(InvalidValue, match=r"no model at .*nowhere: no such directory"):
+        loading.load_config(tmp_path / "nowhere")
+
+
+def test_the_name_of_a_hub_is_no_directory(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidValue, match="no such directory"):
+        loading.load_config("org/some-model")
+
+
+def test_a_file(tmp_path):
+    (tmp_path / "weights").touch()
+    with pytest.raises(InvalidValue, match="not a directory"):
+        loading.load_config(tmp_path / "weights")
+
+
+def test_an_empty_directory(tmp_path):
+    with pytest.raises(InvalidValue, match=r"no config\.json"):
+        loading.load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"model_type": "no such type"}', '{"model_type": 3}', '"llama"'],
+)
+def test_a_configuration_that_is_none(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UnsupportedModel, match=r"config\.json"):
+        loading.load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "says"),
+    [
+        ("BertConfig", "BertForMaskedLM", "BertForMaskedLM, which is not a causal"),
+        ("T5Config", "T5ForConditionalGeneration", "not a causal"),
+        ("ViTConfig", "ViTForImageClassification", "not a causal"),
+        ("LlamaConfig", "LlamaForSequenceClassification", "not a causal"),
+        ("MambaConfig", "MambaForCausalLM", "recurrent state"),
+        ("FalconConfig", "FalconForCausalLM", "attention interface"),
+        ("DeepseekV3Config", "DeepseekV3ForCausalLM", "compressed latent"),
+        ("Llama4TextConfig", "Llama4ForCausalLM", "chunked_attention layers"),
+    ],
+)
+def test_models_of_other_kinds(tmp_path, name, architecture, says):
+    write(tmp_path, getattr(transformers, name)(), architecture)
+    with pytest.raises(UnsupportedModel, match=says):
+        loading.load_config(tmp_path)
+
+
+def test_both_directions(tmp_path):
+    write(tmp_path, transformers.Gemma2Config(), "Gemma2ForCausalLM")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "is_causal": False}))
+    with pytest.raises(UnsupportedModel, match="both directions"):
+        loading.load_config(tmp_path)
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path):
+    config = {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "theirs.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(UnsupportedModel):
+        loading.load_config(tmp_path)
+
+
+@pytest.mark.parametrize("weights", [None, b"", b"\0" * 64, b"\xff" * 64])
+def test_weights_that_are_missing_or_broken(tmp_path, weights, make_model):
+    make_model("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    if weights is None:
+        file.unlink()
+    else:
+        file.write_bytes(weights)
+    with pytest.raises(UnsupportedModel, match="cannot load the weights"):
+        Runner.load(tmp_path, num_pages=4, device="cpu")
+
+
+def test_weights_of_another_shape(tmp_path, make_model):
+    make_model("llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 32}))
+    with pytest.raises(UnsupportedModel, match="cannot load the weights"):
+        Runner.load(tmp_path, num_pages=4, device="cpu")
+
+
+def test_devices_and_dtypes_that_are_none(tmp_path, make_model):
+    make_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(InvalidValue, match="no torch device is named 'abacus'"):
+        Runner.load(tmp_path, num_pages=4, device="abacus")
+    with pytest.raises(InvalidValue, match=r"dtype is one of .*, got int8"):
+        Runner.load(tmp_path, num_pages=4, device="cpu", dtype="int8")
+
+
+@pytest.mark.parametrize("settings", [None, 7, [7, 9]])
+def test_end_tokens(settings, make_model):
+    model = make_model("llama", eos_token_id=5)
+    model.generation_config.eos_token_id = settings
+    expected = {5} if settings is None else {7, *([9] if settings == [7, 9] else [])}
+    assert loading.end_tokens(model) == expected
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        (None, 512),
+        ({"rope_type": "default", "rope_theta": 1e4}, 512),
+        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, 512),
+        (
+            {
+                "rope_type": "dynamic",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 128,
+            },
+            128,
+        ),
+    ],
+)
+def test_rotary_embeddings_that_depend_on_length_stay_on_one_side(rope, longest):
+    config = transformers.LlamaConfig(max_position_embeddings=512, rope_parameters=rope)
+    assert loading.context_tokens(config) == longest

@@ -1,0 +1,120 @@
+"""Text that grows token by token: whole characters, stop texts, and nothing lost."""
+
+from __future__ import annotations
+
+import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from kvkeep.engine.text import GrowingText, Tokenizer
+from kvkeep.errors import InvalidValue, UnsupportedModel
+
+BYTES = {
+    symbol: index
+    for index, symbol in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+}
+TEXTS = ["plain", "naïve café", "日本語のテキスト", "🙂👩‍👩‍👧 mixed ✓", "a\n\n  b\tc", " leading"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token a byte, so that every character of several bytes arrives in halves."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=BYTES, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=made))
+
+
+@pytest.fixture(scope="module")
+def words():
+    """Tokens are words with their space in front, written without it at a text's beginning."""
+    vocabulary = {"▁the": 0, "▁cat": 1, "▁sat": 2, "ting": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="▁the"))
+    made.decoder = tokenizers.decoders.Metaspace()
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=made))
+
+
+def grown(tokenizer, tokens, stop=()):
+    """The text, what was shown along the way, and how many tokens it took."""
+    text = GrowingText(tokenizer, stop)
+    shown = []
+    for token in tokens:
+        shown.append(text.add(int(token)))
+        if text.stopped:
+            break
+    shown.append(text.finish())
+    assert "".join(shown) == text.text
+    return text.text, shown
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_comes_in_whole_characters(tokenizer, text):
+    whole, shown = grown(tokenizer, tokenizer.encode(text))
+    assert whole == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in shown)
+    assert len(shown) == len(text.encode()) + 1
+
+
+def test_spaces_between_words_stay(words):
+    assert grown(words, [0, 1, 2, 3])[0] == words.decode([0, 1, 2, 3]) == "the cat satting"
+    assert grown(words, [0, 1, 2, 3])[1][:2] == ["the", " cat"]
+
+
+def test_half_a_character_at_the_end_is_shown_as_such(tokenizer):
+    whole, shown = grown(tokenizer, tokenizer.encode("é")[:1])
+    assert whole == "\N{REPLACEMENT CHARACTER}"
+    assert shown == ["", "\N{REPLACEMENT CHARACTER}"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "kept"),
+    [
+        (("END",), "one "),
+        (("zwei", "END"), "one "),
+        (("END", "ne"), "o"),
+        (("one END two",), ""),
+        (("o",), ""),
+        (("Ending",), "one END two END"),
+        (("two END!",), "one END two END"),
+    ],
+)
+def test_text_ends_before_the_first_stop_text(tokenizer, stop, kept):
+    whole, shown = grown(tokenizer, tokenizer.encode("one END two END"), stop)
+    assert whole == kept
+    assert "".join(shown) == kept  # not a letter of a stop text was shown and taken back
+
+
+def test_what_may_begin_a_stop_text_is_held_back(tokenizer):
+    _, shown = grown(tokenizer, tokenizer.encode("EENx"), ("END",))
+    assert shown == ["", "E", "", "ENx", ""]
+
+
+@pytest.mark.parametrize("stop", ["é", "日本"])
+def test_stop_texts_of_many_bytes(tokenizer, stop):
+    assert grown(tokenizer, tokenizer.encode(f"x{stop}y"), (stop,))[0] == "x"
+
+
+def test_a_long_text_costs_a_few_tokens_each(tokenizer, monkeypatch):
+    sizes = []
+    decode = Tokenizer.decode
+    monkeypatch.setattr(
+        Tokenizer, "decode", lambda self, tokens: sizes.append(len(tokens)) or decode(self, tokens)
+    )
+    grown(tokenizer, tokenizer.encode("naïve café " * 40))
+    assert max(sizes) <= 8
+
+
+def test_chat_needs_a_template(tokenizer):
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidValue, match="no chat template"):
+        tokenizer.chat([{"role": "user", "content": "hello"}])
+
+
+def test_what_is_no_text_is_refused(tokenizer):
+    with pytest.raises(InvalidValue, match="not valid Unicode"):
+        tokenizer.encode("\udcff")
+
+
+def test_a_directory_without_a_tokenizer(tmp_path):
+    with pytest.raises(UnsupportedModel, match="no tokenizer can be loaded"):
+        Tokenizer.load(tmp_path)
