@@ -97,6 +97,7 @@ def _without(module: str, program: str) -> str:
 @pytest.mark.parametrize(
     ("module", "program", "extra"),
     [
+        ("torch", "import kvkeep.pages.tensors", "torch"),
         ("torch", "import kvkeep.engine", "transformers"),
         ("transformers", "from kvkeep.engine import loading; loading.load_config({path!r})",
          "transformers"),

@@ -6,12 +6,14 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import numpy as np
-import torch
 
-from kvkeep.errors import InvalidValue
+from kvkeep.errors import InvalidValue, require
 from kvkeep.geometry import DTYPES, format_bytes
 from kvkeep.geometry.units import whole_number
 from kvkeep.pages.copying import checked_copies, independent, runs
+
+require("torch", "torch")
+import torch  # noqa: E402 - where it is missing, the line above says what to install
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
