@@ -1,0 +1,167 @@
+"""``kvkeep size``: what a model's KV costs, and how much of it a memory holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvkeep.errors import MissingExtra, require
+from kvkeep.geometry import KVGeometry, format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    import argparse
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_parser", "run"]
+
+_PROMPTS = (8 * 1024, 32 * 1024, 128 * 1024)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What fits: all counts are of one tensor-parallel rank."""
+
+    model: str
+    geometry: KVGeometry
+    page_size: int
+    memory: int
+
+    @property
+    def pages(self) -> int:
+        return self.geometry.pages_in(self.memory, self.page_size)
+
+    @property
+    def tokens(self) -> int:
+        return self.pages * self.page_size
+
+    def prompts(self, length: int) -> int:
+        """How many prompts of that many tokens fit, each in pages of its own."""
+        return self.pages // -(-length // self.page_size)
+
+
+def add_parser(commands: Commands) -> None:
+    """Name the arguments."""
+    parser = commands.add_parser(
+        "size",
+        help="what a model's KV costs, and how much a memory holds",
+        description="Read a model's configuration and say what a token and a page of its KV cost, "
+        "and how many pages, tokens and prompts a memory holds. No weights are loaded.",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        type=Path,
+        help="a local Hugging Face model directory or its config.json "
+        "(default: the tiny model that kvkeep ships)",
+    )
+    parser.add_argument(
+        "--memory", metavar="SIZE", required=True, help="memory for KV, such as 24GiB, of each GPU"
+    )
+    parser.add_argument(
+        "--page-size", metavar="TOKENS", type=int, default=16, help="tokens a page (default: 16)"
+    )
+    parser.add_argument(
+        "--tp", metavar="RANKS", type=int, default=1, help="tensor-parallel ranks (default: 1)"
+    )
+    parser.add_argument(
+        "--dtype", help="of the KV cache, such as fp8 (default: what the configuration says)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what the model's KV costs."""
+    sizes = _Sizes(
+        model=str(args.model or "the tiny model that kvkeep ships"),
+        geometry=KVGeometry.from_config(args.model or _bundled(), dtype=args.dtype, tp=args.tp),
+        page_size=args.page_size,
+        memory=parse_bytes(args.memory),
+    )
+    if args.json:
+        print(json.dumps(_as_json(sizes)))
+        return 0
+    _print_table(f"KV of {sizes.model}: {_described(sizes.geometry)}", _rows(sizes))
+    return 0
+
+
+def _bundled() -> Path:
+    from kvkeep.models import bundled_model  # noqa: PLC0415 - only where no model is named
+
+    return bundled_model()
+
+
+def _as_json(sizes: _Sizes) -> dict[str, object]:
+    geometry = sizes.geometry
+    return {
+        "model": sizes.model,
+        "layers": geometry.layers,
+        "kv_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim,
+        "value_dim": geometry.value_dim,
+        "latent_dim": geometry.latent_dim,
+        "windows": geometry.windows,
+        "dtype": geometry.dtype,
+        "tp": geometry.tp,
+        "page_size": sizes.page_size,
+        "memory": sizes.memory,
+        "bytes_per_token": geometry.bytes_per_token,
+        "bytes_per_page": geometry.bytes_per_page(sizes.page_size),
+        "pages": sizes.pages,
+        "tokens": sizes.tokens,
+        "prompts": {str(length): sizes.prompts(length) for length in _PROMPTS},
+    }
+
+
+def _described(geometry: KVGeometry) -> str:
+    if geometry.latent_dim is not None:
+        stored = f"a latent of {geometry.latent_dim} + {geometry.rope_dim}"
+    else:
+        width = str(geometry.head_dim)
+        if geometry.value_dim != geometry.head_dim:
+            width += f"/{geometry.value_dim}"
+        stored = f"{geometry.kv_heads} KV heads × {width}"
+    parts = [f"{geometry.layers} layers × {stored}", geometry.dtype]
+    if sliding := sum(window is not None for window in geometry.windows):
+        parts.append(f"{sliding} layers slide (their pages hold all tokens)")
+    if geometry.tp > 1:
+        parts.append(f"one of {geometry.tp} ranks")
+    return ", ".join(parts)
+
+
+def _rows(sizes: _Sizes) -> list[tuple[str, str]]:
+    geometry = sizes.geometry
+    page = format_bytes(geometry.bytes_per_page(sizes.page_size))
+    return [
+        ("a token", format_bytes(geometry.bytes_per_token)),
+        (f"a page of {sizes.page_size} tokens", page),
+        (f"pages in {format_bytes(sizes.memory)}", f"{sizes.pages:,}"),
+        ("tokens in them", f"{sizes.tokens:,}"),
+        *((f"prompts of {length // 1024}k", f"{sizes.prompts(length):,}") for length in _PROMPTS),
+    ]
+
+
+def _print_table(title: str, rows: list[tuple[str, str]]) -> None:
+    """A table with rich where it is installed, and the same lines as plain text where not."""
+    try:
+        require("rich.table", "cli")
+    except MissingExtra:
+        names, values = zip(*rows, strict=True)
+        print(title)
+        for name, value in rows:
+            print(f"  {name:<{max(map(len, names))}}  {value:>{max(map(len, values))}}")
+        return
+    from rich.console import Console  # noqa: PLC0415 - optional
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False)
+    console.print(title, markup=False, soft_wrap=True)
+    console.print(table)
