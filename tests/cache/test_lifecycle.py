@@ -1,0 +1,171 @@
+"""Every step in every state: legal ones lead where the table says, others change nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvkeep import IllegalStep, OutOfPages, PagedCache
+from kvkeep.cache.lifecycle import STEPS, State, permit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvkeep import Sequence
+
+STEP: dict[str, Callable[[Sequence], Any]] = {
+    "copies": lambda sequence: sequence.copies(),
+    "append": lambda sequence: sequence.append([1, 2, 3]),
+    "fork": lambda sequence: sequence.fork(),
+    "truncate": lambda sequence: sequence.truncate(5),
+    "publish": lambda sequence: sequence.publish(),
+    "close": lambda sequence: sequence.close(),
+}
+PAIRS = [(state, step) for state in State for step in STEP]
+
+
+def cache_with(state: State) -> tuple[PagedCache, Sequence]:
+    """A cache, and a sequence of six tokens in ``state``, its second page a copy or its own."""
+    cache = PagedCache(num_pages=16, page_size=4)
+    with cache.open([0, 1, 2, 3, 4, 5, 6, 7]) as first:
+        first.publish()
+    sequence = cache.open([0, 1, 2, 3, 4, 99])
+    if state is not State.COPYING:
+        assert len(sequence.copies()) == 1
+    if state is State.CLOSED:
+        sequence.close()
+    assert sequence._state is state
+    return cache, sequence
+
+
+def all_of(cache: PagedCache, sequence: Sequence) -> tuple[Any, ...]:
+    """All that can be seen of a cache and a sequence."""
+    cache.check()
+    return (
+        cache.stats(), repr(cache), list(map(str, cache.runs())), cache.namespaces(),
+        repr(sequence), sequence.pages.tolist(), sequence.tokens.tolist(), sequence.num_cached,
+        sequence.num_published, len(sequence.claims()), sequence.closed,
+    )  # fmt: skip
+
+
+def test_the_table_speaks_of_all_states_and_steps() -> None:
+    assert set(STEPS) == set(State)
+    assert {step for steps in STEPS.values() for step in steps} == set(STEP)
+    for steps in STEPS.values():
+        for targets in steps.values():
+            assert targets
+            assert targets <= set(State)
+
+
+@pytest.mark.parametrize(("state", "step"), PAIRS, ids=lambda value: getattr(value, "name", value))
+def test_a_step(state: State, step: str) -> None:
+    cache, sequence = cache_with(state)
+    if step in STEPS[state]:
+        STEP[step](sequence)
+        assert sequence._state in STEPS[state][step]
+        cache.check()
+        return
+    before = all_of(cache, sequence)
+    with pytest.raises(IllegalStep, match=f"cannot {step} this sequence"):
+        STEP[step](sequence)
+    assert all_of(cache, sequence) == before
+
+
+REACHED: list[tuple[State, str, State, Callable[[PagedCache, Sequence], object]]] = [
+    (State.COPYING, "truncate", State.COPYING, lambda _, s: s.truncate(5)),
+    (State.COPYING, "truncate", State.READY, lambda _, s: s.truncate(4)),  # the copy's page is gone
+    (State.READY, "append", State.READY, lambda _, s: s.append([1])),
+    (State.READY, "append", State.COPYING, lambda _, s: (s.fork(), s.append([1]))),
+    (State.COPYING, "fork", State.COPYING, lambda _, s: s.fork()),
+    (State.COPYING, "append", State.COPYING, lambda _, s: s.append([1])),
+    (State.READY, "fork", State.READY, lambda _, s: s.fork()),
+    (State.READY, "publish", State.READY, lambda _, s: s.publish(0)),
+    (State.READY, "truncate", State.READY, lambda _, s: s.truncate(0)),
+    (State.READY, "copies", State.READY, lambda _, s: s.copies()),
+    (State.COPYING, "copies", State.READY, lambda _, s: s.copies()),
+    (State.COPYING, "close", State.CLOSED, lambda _, s: s.close()),
+    (State.READY, "close", State.CLOSED, lambda _, s: s.close(keep=False)),
+]
+
+
+def test_every_way_of_the_table_is_gone() -> None:
+    ways = {(state, step, target) for state, steps in STEPS.items()
+            for step, targets in steps.items() for target in targets}  # fmt: skip
+    assert {(state, step, target) for state, step, target, _ in REACHED} == ways
+
+
+@pytest.mark.parametrize(
+    ("state", "step", "target", "go"), REACHED, ids=lambda v: getattr(v, "name", None)
+)
+def test_a_way(state: State, step: str, target: State, go: Callable[..., Any]) -> None:
+    cache, sequence = cache_with(state)
+    go(cache, sequence)
+    assert sequence._state is target, step
+    cache.check()
+
+
+def test_publishing_before_the_copies_says_what_to_do() -> None:
+    _, sequence = cache_with(State.COPYING)
+    with pytest.raises(IllegalStep, match=r"call copies\(\), make them, then publish"):
+        sequence.publish()
+
+
+def test_a_closed_sequence_says_so() -> None:
+    _, sequence = cache_with(State.CLOSED)
+    with pytest.raises(IllegalStep, match="cannot append this sequence: it is closed"):
+        sequence.append([1])
+
+
+def test_a_closed_sequence_can_still_be_looked_at() -> None:
+    _, sequence = cache_with(State.CLOSED)
+    assert sequence.closed
+    assert sequence.pages.tolist() == []
+    assert sequence.tokens.tolist() == [0, 1, 2, 3, 4, 99]
+    assert sequence.num_tokens == len(sequence) == 6
+    assert "closed" in repr(sequence)
+
+
+def test_the_state_is_looked_at_before_the_arguments_have_an_effect() -> None:
+    cache, sequence = cache_with(State.CLOSED)
+    before = all_of(cache, sequence)
+    with pytest.raises(IllegalStep):
+        sequence.append(range(10_000))
+    with pytest.raises(IllegalStep):
+        sequence.truncate(-1)
+    assert all_of(cache, sequence) == before
+
+
+@pytest.mark.parametrize("state", [State.COPYING, State.READY], ids=lambda state: state.name)
+def test_running_out_of_pages_changes_nothing(state: State) -> None:
+    cache, sequence = cache_with(state)
+    for length in (1_000, 16 * 4 + 1 - 6):
+        before, refused = all_of(cache, sequence)[1:], cache.stats().out_of_pages
+        with pytest.raises(OutOfPages):
+            sequence.append(range(length))
+        assert all_of(cache, sequence)[1:] == before
+        assert cache.stats().out_of_pages == refused + 1
+    sequence.append([7])
+    assert sequence.tokens.tolist() == [0, 1, 2, 3, 4, 99, 7]
+
+
+def test_permit_is_the_table() -> None:
+    for state, step in PAIRS:
+        if step in STEPS[state]:
+            permit(state, step)
+        else:
+            with pytest.raises(IllegalStep):
+                permit(state, step)
+    with pytest.raises(IllegalStep):
+        permit(State.READY, "no such step")
+
+
+def test_leaving_the_block_closes_once() -> None:
+    cache = PagedCache(4, 4)
+    with cache.open([1]) as sequence:
+        sequence.close()
+    with pytest.raises(KeyError), cache.open([1]) as interrupted:
+        raise KeyError
+    assert interrupted.closed
+    assert cache.stats().sequences == 0
+    assert cache.stats().closed == 2

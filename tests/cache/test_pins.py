@@ -1,0 +1,417 @@
+"""Pins: what they keep, when they give way, and that they never stand in the way of a request."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep import InvalidValue, NotCached, OutOfPages, PagedCache, Pin
+from kvkeep.prefix import INDICES
+
+SIZE = 4
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=INDICES)
+def cache(request: pytest.FixtureRequest, clock: Clock) -> PagedCache:
+    return PagedCache(16, SIZE, prefix=request.param, clock=clock)
+
+
+def store(cache: PagedCache, first: int, pages: int = 2, namespace: str = "") -> list[int]:
+    """Cache a prompt of its own: ``pages`` pages of tokens that begin with ``first``."""
+    tokens = list(range(first, first + pages * SIZE))
+    with cache.open(tokens, namespace) as sequence:
+        sequence.copies()
+        sequence.publish()
+    return tokens
+
+
+def fill(cache: PagedCache, pages: int, first: int = 10_000) -> None:
+    """Ask for so many pages, and give them back unpublished."""
+    cache.open(range(first, first + pages * SIZE)).close()
+
+
+# --- soft ------------------------------------------------------------------------------------
+
+
+def test_a_pinned_prefix_outlives_newer_ones(cache: PagedCache) -> None:
+    pinned = store(cache, 0)
+    pin = cache.pin(pinned)
+    newer = [store(cache, 1000 * n) for n in range(1, 8)]
+    assert cache.stats().pages_free == 0
+    fill(cache, 14)  # all but the pinned pages
+    assert cache.match(pinned).num_tokens == 8
+    assert [cache.match(tokens).num_tokens for tokens in newer] == [0] * 7
+    assert pin.num_tokens == 8
+    cache.check()
+
+
+def test_a_soft_pin_gives_way_tail_first_when_nothing_else_is_left(cache: PagedCache) -> None:
+    pinned = store(cache, 0, pages=3)
+    pin = cache.pin(pinned)
+    store(cache, 1000)
+    fill(cache, 14)
+    assert pin.num_tokens == 8
+    assert pin.active
+    assert cache.match(pinned).num_tokens == 8
+    assert cache.stats().pins_broken == 0
+    fill(cache, 16)
+    assert pin.num_tokens == 0
+    stats = cache.stats()
+    assert (stats.pins, stats.pinned_pages, stats.pins_broken) == (0, 0, 1)
+    assert not pin.active
+    cache.check()
+
+
+def test_a_pin_covers_all_before_it_and_nothing_behind_it(cache: PagedCache) -> None:
+    prompt = store(cache, 0, pages=4)
+    cache.pin(prompt[:8])
+    fill(cache, 14)
+    assert cache.match(prompt).num_tokens == 8
+    fill(cache, 15)
+    assert cache.match(prompt).num_tokens == 4
+
+
+def test_a_pin_made_inside_a_run_survives_its_cuts(cache: PagedCache) -> None:
+    prompt = store(cache, 0, pages=6)
+    pin = cache.pin(prompt[:16])
+    for at in (4, 8, 12, 20):  # others leave the run in places before and behind the pin
+        with cache.open([*prompt[:at], *[9999] * 4]) as other:
+            other.copies()
+            other.publish()
+    fill(cache, 12)
+    assert pin.num_tokens == 16
+    assert cache.match(prompt).num_tokens == 16
+    cache.check()
+
+
+def test_only_full_pages_are_pinned(cache: PagedCache) -> None:
+    prompt = store(cache, 0, pages=2)
+    assert cache.pin(prompt[:7]).num_tokens == 4
+    assert cache.pin([*prompt, 1, 2, 3]).num_tokens == 8
+
+
+def test_pins_count(cache: PagedCache) -> None:
+    prompt = store(cache, 0)
+    first, second = cache.pin(prompt), cache.pin(prompt)
+    assert cache.stats().pins == 2
+    assert cache.stats().pinned_pages == 2, "the same pages, counted once"
+    cache.unpin(first)
+    store(cache, 1000)
+    fill(cache, 14)
+    assert cache.match(prompt).num_tokens == 8, "one pin is left"
+    cache.unpin(second)
+    store(cache, 2000)
+    fill(cache, 14)
+    assert cache.match(prompt).num_tokens == 0
+    cache.check()
+
+
+def test_a_pin_protects_a_prefix_of_its_namespace_alone(cache: PagedCache) -> None:
+    for tenant in ("a", "b"):
+        store(cache, 0, namespace=tenant)
+    cache.pin(range(8), "a")
+    fill(cache, 14)
+    assert cache.match(range(8), "a").num_tokens == 8
+    assert cache.match(range(8), "b").num_tokens == 0
+
+
+def test_pinning_what_a_request_uses(cache: PagedCache) -> None:
+    """The pin holds when the request has closed, and the request when the pin has ended."""
+    with cache.open(range(8)) as sequence:
+        sequence.publish()
+        pin = cache.pin(range(8))
+    fill(cache, 14)
+    assert pin.num_tokens == 8
+    sequence = cache.open(range(9))
+    cache.unpin(pin)
+    fill(cache, 13)
+    assert sequence.pages.tolist()[:2] == cache.match(range(8)).pages.tolist()
+    sequence.close()
+    cache.check()
+
+
+def test_forgetting_ones_own_pages_spares_pinned_ones(cache: PagedCache) -> None:
+    sequence = cache.open(range(16))
+    sequence.publish()
+    cache.pin(range(8))
+    sequence.close(keep=False)
+    assert cache.match(range(16)).num_tokens == 8
+    cache.check()
+
+
+# --- hard ------------------------------------------------------------------------------------
+
+
+def test_a_hard_pin_never_gives_way(cache: PagedCache) -> None:
+    prompt = store(cache, 0)
+    pin = cache.pin(prompt, hard=True)
+    assert cache.stats().pages_evictable == 0
+    with pytest.raises(OutOfPages):
+        cache.open(range(1000, 1000 + 15 * SIZE))
+    fill(cache, 14)
+    assert cache.evict(16) == 0
+    assert cache.clear() == 0
+    assert pin.num_tokens == 8
+    cache.unpin(pin)
+    assert cache.clear() == 2
+    cache.check()
+
+
+def test_hard_pins_have_a_budget_which_counts_each_page_once(clock: Clock) -> None:
+    cache = PagedCache(16, SIZE, hard_pin_pages=4, clock=clock)
+    prompt = store(cache, 0, pages=4)
+    other = store(cache, 1000, pages=1)
+    cache.pin(prompt[:8], hard=True)
+    cache.pin(prompt, hard=True)
+    cache.pin(prompt[:4], hard=True)
+    stats = cache.stats()
+    assert (stats.pins, stats.hard_pinned_pages, stats.pinned_pages) == (3, 4, 4)
+    with pytest.raises(InvalidValue, match="hard pins would hold 5 pages, their budget is 4"):
+        cache.pin(other, hard=True)
+    assert cache.stats() == stats, "a refusal changes nothing"
+    cache.check()
+    cache.pin(other)  # softly it may
+    assert cache.stats().pinned_pages == 5
+    assert cache.stats().hard_pinned_pages == 4
+    cache.check()
+
+
+def test_the_default_budget_is_half_the_pool(cache: PagedCache) -> None:
+    prompt = store(cache, 0, pages=12)
+    cache.pin(prompt[: 8 * SIZE], hard=True)
+    with pytest.raises(InvalidValue, match="budget is 8"):
+        cache.pin(prompt[: 9 * SIZE], hard=True)
+
+
+def test_no_budget_no_hard_pins(clock: Clock) -> None:
+    cache = PagedCache(16, SIZE, hard_pin_pages=0, clock=clock)
+    prompt = store(cache, 0)
+    with pytest.raises(InvalidValue):
+        cache.pin(prompt, hard=True)
+    assert cache.pin(prompt).num_tokens == 8
+
+
+def test_an_ended_hard_pin_gives_its_budget_back(clock: Clock) -> None:
+    cache = PagedCache(16, SIZE, hard_pin_pages=2, clock=clock)
+    first, second = store(cache, 0), store(cache, 1000)
+    cache.unpin(cache.pin(first, hard=True))
+    pin = cache.pin(second, hard=True, ttl=5)
+    clock.now += 5
+    assert pin.num_tokens == 0
+    assert cache.pin(first, hard=True).num_tokens == 8
+
+
+# --- time ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_pin_ends_when_its_time_is_over(cache: PagedCache, clock: Clock, hard: bool) -> None:
+    prompt = store(cache, 0)
+    pin = cache.pin(prompt, ttl=10, hard=hard)
+    assert pin.expires == 110
+    clock.now += 9.999
+    assert pin.num_tokens == 8
+    assert cache.stats().pins == 1
+    clock.now += 0.001
+    assert pin.num_tokens == 0
+    stats = cache.stats()
+    assert (stats.pins, stats.pinned_pages, stats.pins_expired) == (0, 0, 1)
+    assert stats.pages_evictable == 2
+    assert not pin.active
+    assert cache.match(prompt).num_tokens == 8, "it may go now, it has not gone"
+    cache.check()
+
+
+def test_time_runs_out_in_its_own_order(cache: PagedCache, clock: Clock) -> None:
+    prompt = store(cache, 0)
+    for ttl in (30, 10, 20, None, 10):
+        cache.pin(prompt, ttl=ttl)
+    left = []
+    for _ in range(4):
+        left.append(cache.stats().pins)
+        clock.now += 10
+    assert left == [5, 3, 2, 1]
+    assert cache.stats().pins_expired == 4
+
+
+def test_memory_pressure_ends_expired_hard_pins_by_itself(cache: PagedCache, clock: Clock) -> None:
+    cache.pin(store(cache, 0), ttl=1, hard=True)
+    clock.now += 1
+    fill(cache, 16)  # nobody asked for statistics in between
+    sequence = cache.open(range(5000, 5000 + 15 * SIZE))
+    sequence.append(range(SIZE))
+    assert cache.stats().pins_expired == 1
+
+
+def test_clear_and_evict_take_what_an_expired_hard_pin_kept(
+    cache: PagedCache, clock: Clock
+) -> None:
+    for free in (cache.clear, lambda: cache.evict(99)):
+        cache.pin(store(cache, 0), ttl=1, hard=True)
+        clock.now += 1
+        assert free() == 2
+        assert cache.stats().pages_free == 16
+
+
+def test_an_append_ends_expired_hard_pins_too(cache: PagedCache, clock: Clock) -> None:
+    cache.pin(store(cache, 0, pages=8), ttl=1, hard=True)
+    sequence = cache.open(range(5000, 5000 + 8 * SIZE))
+    with pytest.raises(OutOfPages):
+        sequence.append(0)
+    clock.now += 1
+    sequence.append(0)
+    cache.check()
+
+
+def test_pins_that_ended_early_are_not_kept_until_their_time(
+    cache: PagedCache, clock: Clock
+) -> None:
+    prompt = store(cache, 0)
+    cache.pin(prompt, ttl=1)
+    for _ in range(1000):
+        cache.unpin(cache.pin(prompt, ttl=1_000_000))
+    assert len(cache._core.pins._expiry) < 100
+    clock.now += 1
+    assert cache.stats().pins_expired == 1
+
+
+@pytest.mark.parametrize("ttl", [0, -1, math.nan])
+def test_a_time_to_live_is_some_seconds(cache: PagedCache, ttl: float) -> None:
+    prompt = store(cache, 0)
+    with pytest.raises(InvalidValue, match="a pin lasts some seconds"):
+        cache.pin(prompt, ttl=ttl)
+    assert cache.pin(prompt, ttl=math.inf).num_tokens == 8
+
+
+# --- mistakes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("tokens", [[], [5, 6, 7, 8], [0, 1, 2], [0, 1, 2, 99]])
+def test_a_pin_of_what_is_not_cached_says_so(
+    cache: PagedCache, tokens: list[int], hard: bool
+) -> None:
+    for _ in range(2):  # with an empty cache, and with another prompt in it
+        before = cache.stats(), list(map(str, cache.runs()))
+        with pytest.raises(NotCached, match=f"not one full page of these {len(tokens)} tokens"):
+            cache.pin(tokens, hard=hard)
+        assert (cache.stats(), list(map(str, cache.runs()))) == before
+        store(cache, 0)
+    with pytest.raises(NotCached):
+        cache.pin(range(8), "another tenant")
+
+
+def test_a_pin_ends_once(cache: PagedCache, clock: Clock) -> None:
+    prompt = store(cache, 0)
+    pin = cache.pin(prompt)
+    cache.unpin(pin)
+    with pytest.raises(NotCached, match=r"<soft pin, 0 tokens, ended> is not a running pin"):
+        cache.unpin(pin)
+    late = cache.pin(prompt, ttl=1)
+    clock.now += 1
+    cache.stats()
+    with pytest.raises(NotCached):
+        cache.unpin(late)
+    cache.check()
+
+
+def test_a_pin_of_another_cache_is_refused(cache: PagedCache) -> None:
+    other = PagedCache(16, SIZE)
+    pin = other.pin(store(other, 0))
+    cache.pin(store(cache, 0))
+    with pytest.raises(NotCached):
+        cache.unpin(pin)
+    assert pin.active
+
+
+def test_clear_ends_soft_pins_and_unpinning_them_then_is_told(cache: PagedCache) -> None:
+    pin = cache.pin(store(cache, 0))
+    assert cache.clear() == 2
+    assert not pin.active
+    assert pin.num_tokens == 0
+    with pytest.raises(NotCached):
+        cache.unpin(pin)
+    # The same tokens, cached again, are not what was pinned.
+    store(cache, 0)
+    assert cache.stats().pinned_pages == 0
+
+
+def test_a_pin_in_words(cache: PagedCache) -> None:
+    prompt = store(cache, 0)
+    assert repr(cache.pin(prompt)) == "<soft pin, 8 tokens>"
+    pin = cache.pin(prompt, hard=True)
+    assert repr(pin) == "<hard pin, 8 tokens>"
+    cache.unpin(pin)
+    assert repr(pin) == "<hard pin, 0 tokens, ended>"
+    assert isinstance(pin, Pin)
+
+
+# --- never in the way ------------------------------------------------------------------------
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=24)
+scripts = st.lists(
+    st.tuples(st.sampled_from(["run", "open", "close", "pin", "append", "take"]), prompts),
+    max_size=30,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(script=scripts, prefix=st.sampled_from(sorted(INDICES)))
+def test_soft_pins_never_make_a_request_fail(script: list[Any], prefix: str) -> None:
+    """Whatever is pinned: what can be had is what nobody uses, and all of it can be had."""
+    cache = PagedCache(8, SIZE, prefix=prefix)
+    running: list[Any] = []
+    for step, prompt in script:
+        try:
+            if step == "run":
+                with cache.open(prompt) as sequence:
+                    sequence.copies()
+                    sequence.publish()
+            elif step == "open":
+                running.append(cache.open(prompt))
+            elif step == "close" and running:
+                running.pop().close()
+            elif step == "pin":
+                cache.pin(prompt)
+            elif step == "append" and running:
+                running[0].append(prompt)
+            elif step == "take" and running:
+                running[0].copies()
+                running[0].publish()
+        except (OutOfPages, NotCached):
+            pass
+        cache.check()
+    stats = cache.stats()
+    used = {int(page) for sequence in running for page in sequence.pages}
+    sources = {claim.copy.src for claim in cache._core.claims()}
+    protected = stats.pages_total - stats.pages_free - stats.pages_evictable
+    # A claim on a stored page protects all pages before it; without claims the count is exact.
+    assert protected >= len(used | sources)
+    if not sources:
+        assert protected == len(used)
+    # And the promise is kept: so many pages can be had now.
+    room = stats.pages_free + stats.pages_evictable
+    if room:
+        unheard = cache.open([5] * (room * SIZE))
+        assert unheard.num_cached == 0
+        assert cache.stats().pages_evictable == 0
+        cache.check()
