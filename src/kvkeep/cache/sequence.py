@@ -336,8 +336,9 @@ class Sequence:
             if keep:
                 core.index.release(self._hold)
             else:
-                core.forget(core.index.drop(self._hold, self._opened_pages), "dropped")
-                stored = self._opened_pages
+                dropped = core.index.drop(self._hold, self._opened_pages)
+                core.forget(dropped, "dropped")
+                stored -= len(dropped)
             core.unclaim(self._claims + self._made)
             self._claims = self._made = []
             core.counters.closed += 1
