@@ -284,14 +284,15 @@ def test_a_block_from_a_byte_buffer_at_any_offset() -> None:
     memory = PagedTensors(KVGeometry(1, 1, 8, "bf16"), 4, 4)
     fill(memory)
     wanted = contents(memory)
-    for offset in (0, 1, 4, 8):
-        buffer = bytearray(offset) + bytearray(wanted[:2].numpy().tobytes())
-        block = torch.frombuffer(buffer, dtype=torch.uint8, offset=offset).view(2, -1)
+    size = 2 * memory.page_bytes
+    for base, offset in ((0, 0), (0, 1), (0, 8), (1, 0), (1, 7), (4, 8)):
+        buffer = torch.frombuffer(bytearray(16 + size), dtype=torch.uint8, offset=base)
+        block = buffer[offset : offset + size].view(2, -1)
+        block.copy_(wanted[:2])
         memory.write([2, 3], block)
         assert torch.equal(contents(memory)[2:], wanted[:2])
-        out = torch.frombuffer(buffer, dtype=torch.uint8, offset=offset).view(2, -1)
-        assert memory.read([1, 0], out=out) is out
-        assert torch.equal(out, wanted[[1, 0]])
+        assert memory.read([1, 0], out=block) is block
+        assert torch.equal(block, wanted[[1, 0]])
 
 
 @pytest.mark.parametrize("device", DEVICES)
