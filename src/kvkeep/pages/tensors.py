@@ -290,7 +290,8 @@ class PagedTensors:
 
     def _is_aligned(self, block: Tensor) -> bool:
         """Whether bytes can be seen as words: where they lie, and where their storage begins."""
-        return not (block.data_ptr() | block.storage_offset()) % self._rows.itemsize
+        word = self._rows.itemsize
+        return block.data_ptr() % word == 0 and block.storage_offset() % word == 0
 
     def _layer(self, layer: int) -> int:
         if whole_number("layer", layer, least=0) >= self.geometry.layers:
