@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvkeep.errors import InvalidValue
@@ -94,11 +94,12 @@ def test_only_whole_amounts_are_written(wrong: object) -> None:
 
 
 @given(st.integers(0, 2**70))
+@example(1280)
 def test_a_written_amount_reads_back_to_within_its_rounding(amount: int) -> None:
     text = format_bytes(amount)
     unit = text.split()[1]
     size = 1024 ** (["B", *BINARY].index(unit))
-    assert abs(parse_bytes(text) - amount) <= size / 20
+    assert abs(parse_bytes(text) - amount) < size / 20 + 1  # reading drops a fraction of a byte
     assert float(text.split()[0]) < 1024 or unit == "EiB"
 
 

@@ -65,8 +65,8 @@ def parse_bytes(amount: str | SupportsIndex) -> int:
 def format_bytes(amount: SupportsIndex) -> str:
     """Write bytes for people: ``"128 KiB"``, ``"68.6 KiB"``, ``"24 GiB"``.
 
-    In powers of 1024, to one decimal, which is left out when it is zero; at most 0.05 of the unit
-    away from the amount, so that `parse_bytes` reads it back to within that.
+    In powers of 1024, to one decimal, which is left out when it is zero: at most 0.05 of the unit
+    away from the amount.
 
     Raises:
         InvalidValue: the amount is negative or no whole number.
