@@ -18,3 +18,36 @@ def test_closed_counts_the_pages_that_another_keeps_from_being_forgotten() -> No
     assert closed[0].stored_pages == 1
     assert cache.match([1, 2]).num_tokens == 2
     second.close()
+
+
+def test_a_copy_that_forks_wait_for_is_handed_over_once() -> None:
+    """Made again later, it would bring back what was on the page before one of them computed it."""
+    cache = PagedCache(8, 3)
+    first = cache.open([0])  # not computed yet
+    second = first.fork()
+    second.append(1)
+    third = second.fork()
+    second.append(2)
+    third.append(3)
+    source, shared, own = (s.pages.tolist()[0] for s in (first, third, second))
+    assert third.copies() == [(source, shared, 1)]
+    third.publish()  # it computed all three tokens of the page, the first one too
+    assert second.copies() == [(shared, own, 2)]
+    assert cache.stats().copies == 2
+    cache.check()
+
+
+def test_a_fork_that_waits_for_copies_keeps_them_when_another_closes() -> None:
+    cache = PagedCache(8, 2)
+    first = cache.open([0])
+    second = first.fork()
+    second.append(1)
+    third = second.fork()
+    second.close()
+    cache.check()
+    assert len(third.copies()) == 1
+    third.truncate(0)
+    third.close()
+    first.close()
+    cache.check()
+    assert cache.stats().pages_free == 8

@@ -29,10 +29,14 @@ _log = logging.getLogger("kvkeep.cache")
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """A page that waits to be copied from: one reference, and a hold if the index stores it."""
+    """A page that waits to be copied from: one reference, and a hold if the index stores it.
+
+    Forks share the claims that they were made with; ``sharers`` of them still want the copy.
+    """
 
     copy: PageCopy
     hold: Any
+    sharers: int = 1
 
 
 class Core:
@@ -142,14 +146,12 @@ class Core:
         self.counters.copies += 1
         return claim
 
-    def claim_again(self, claim: Claim) -> Claim:
-        """A second claim of the same kind, for a fork."""
-        self.pool.retain([claim.copy.src])
-        return self.claim(claim.copy, None if claim.hold is None else self.index.again(claim.hold))
-
     def unclaim(self, claims: list[Claim]) -> None:
-        """The copies were made, or are not wanted any more."""
+        """The copies were made, or one of their sharers does not want them any more."""
         for claim in claims:
+            claim.sharers -= 1
+            if claim.sharers:
+                continue
             readers = self._claimed[claim.copy.src]
             readers.remove(claim)
             if not readers:
@@ -177,5 +179,6 @@ class Core:
         return references == 1
 
     def claims(self) -> list[Claim]:
-        """All claims of all sequences."""
-        return [claim for sequence in self.sequences.values() for claim in sequence.claims()]
+        """All claims of all sequences, each once."""
+        claims = [claim for sequence in self.sequences.values() for claim in sequence.claims()]
+        return list(dict.fromkeys(claims))

@@ -129,15 +129,31 @@ class Sequence:
     def copies(self) -> list[PageCopy]:
         """Hand over the page copies to make, in this order, before the sequence is computed.
 
-        Each is handed over once. Sources stay as they are until the next `copies`, `publish` or
-        `close` of this sequence: make the copies before that, and before a fork of it publishes.
+        Each is handed over once: of forks that wait for the same copy, to the one that asks first.
+        Make them in the order in which they are handed over, before this sequence or a fork of it
+        is computed, and before the next `copies`, `publish`, `truncate` or `close` of this one:
+        their sources stay as they are for so long.
         """
         with self._core:
             permit(self._state, "copies")
             self._copies_made()
             self._made, self._claims = self._claims, []
             self._state = State.READY
+            if any(claim.sharers > 1 for claim in self._made):
+                self._taken_for_all()
             return [claim.copy for claim in self._made]
+
+    def _taken_for_all(self) -> None:
+        """Forks that wait for what this one took wait no more.
+
+        Making a copy twice could undo what was computed on the page in between.
+        """
+        for claim in self._made:
+            claim.sharers = 1
+        for other in self._family or ():
+            other._claims = [claim for claim in other._claims if claim not in self._made]
+            if not other._claims:
+                other._state = State.READY
 
     def append(self, tokens: TokensLike | int) -> None:
         """Add tokens at the end, with the pages they need; all or nothing.
@@ -223,7 +239,7 @@ class Sequence:
     def fork(self) -> Sequence:
         """A second sequence with the same tokens: pages are shared until either writes to them.
 
-        It inherits copies that were not taken yet. Cost: one pass over the page table.
+        Copies that were not taken yet are wanted by both. Cost: one pass over the page table.
         """
         core = self._core
         with core:
@@ -238,7 +254,9 @@ class Sequence:
             other.priority = self.priority
             other.num_cached = max(self.num_cached, self.num_published)
             other._shared = other._opened_pages = self._shared
-            other._claims = [core.claim_again(claim) for claim in self._claims]
+            other._claims = self._claims.copy()
+            for claim in self._claims:
+                claim.sharers += 1
             other._state = self._state
             if self._family is None:
                 self._family = [self]
