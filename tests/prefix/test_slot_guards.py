@@ -118,6 +118,18 @@ def test_a_pinned_prompt_is_copied_when_it_is_asked_for_exactly() -> None:
     assert cache.match([1, 2, 3]) == 3
 
 
+def test_the_longest_of_several_pins_counts() -> None:
+    cache = SlotCache(2, 8)
+    fill(cache, [1, 2, 3, 4])
+    fill(cache, [5, 5])
+    pins = [cache.pin([1]), cache.pin([1, 2, 3]), cache.pin([1, 2])]
+    assert cache.acquire([1, 2, 7]).slot == 1  # the older one would lose what the second guards
+    assert all(pin.held for pin in pins)
+    assert cache.acquire([1, 2, 8]).slot == 0
+    assert [pin.held for pin in pins] == [True, False, True]
+    cache.check()
+
+
 def test_pins_on_a_running_slot_hold_after_it() -> None:
     cache = SlotCache(2, 8)
     lease = cache.acquire([1, 2, 3, 4])

@@ -234,6 +234,19 @@ def test_the_source_may_be_taken_by_who_writes_behind_what_is_copied() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("order", [[4, 2], [2, 4]])
+def test_the_longest_of_several_copies_guards_the_source(order: list[int]) -> None:
+    cache = SlotCache(3, 8)
+    source = fill(cache, [1, 2, 3, 4, 5])
+    leases = {n: cache.acquire([*range(1, n + 1), 9]) for n in order}
+    assert all(lease.copy for lease in leases.values())
+    with pytest.raises(OutOfSlots):
+        cache.acquire([1, 2, 3, 7])
+    leases[4].copied()
+    assert cache.acquire([1, 2, 3, 7]).slot == source
+    cache.check()
+
+
 def test_publishing_beyond_the_copy_says_that_it_was_made() -> None:
     cache = SlotCache(2, 8)
     fill(cache, [1, 2, 3, 4])
