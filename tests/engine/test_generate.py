@@ -151,6 +151,16 @@ def test_the_youngest_gives_way_and_comes_back(make_bench, prompt, reuse):
     assert_nothing_is_held(bench)
 
 
+def test_who_gave_way_goes_before_who_has_not_begun(make_bench, prompt):
+    bench = make_bench("llama", page_size=PAGE, num_pages=18)
+    engine = Engine(bench.runner, bench.cache, max_batch=3)
+    deltas = list(engine.stream([prompt(20, seed) for seed in range(5)], few(30)))
+    assert bench.cache.stats().out_of_pages > 0
+    begun = list(dict.fromkeys(delta.index for delta in deltas))
+    ended = [delta.index for delta in deltas if delta.completion is not None]
+    assert begun == ended == [0, 1, 2, 3, 4]
+
+
 def test_seeds_reproduce_through_preemption(make_bench, prompt):
     prompts = [prompt(20, seed) for seed in range(3)]
     params = [few(30, temperature=1.0, seed=seed) for seed in range(3)]

@@ -1,0 +1,58 @@
+"""The command line: one file a command, imported when the command line is used.
+
+Each has ``add_parser(commands)``, which names its arguments, and ``run(args)``, which does it and
+returns the exit code. Neither imports torch before `run`: ``kvkeep --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from kvkeep.errors import KVKeepError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+COMMANDS = ("generate", "demo", "size", "tree")
+WRONG_INPUT = 2  # argparse uses it too
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``kvkeep`` with these arguments (default: the process's own); returns the exit code.
+
+    What the caller got wrong is one line on stderr and exit code 2.
+    """
+    args = _parser().parse_args(arguments)
+    try:
+        code: int = args.run(args)
+    except KVKeepError as error:
+        line = " ".join(str(error).split())
+        print(f"kvkeep: error: {line}", file=sys.stderr)
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); what is buffered has nowhere to go either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvkeep",
+        description="Keeps the KV cache of language models: no token is ever prefilled twice.",
+    )
+    parser.add_argument("--version", action="version", version=f"kvkeep {version('kvkeep')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"kvkeep.cli.{name}").add_parser(commands)
+    return parser

@@ -1,0 +1,73 @@
+"""What the commands that run a model share: its arguments, and loading it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvkeep.errors import require
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator
+
+    from kvkeep.engine import Runner, Tokenizer
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_model_arguments", "load", "progress"]
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *, memory: str) -> None:
+    """The model and the memory of its pages; ``memory`` is the default."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        metavar="PATH",
+        type=Path,
+        help="a local Hugging Face model directory (default: the tiny model that kvkeep ships)",
+    )
+    model.add_argument(
+        "--memory", metavar="SIZE", default=memory, help=f"for KV pages (default: {memory})"
+    )
+    model.add_argument(
+        "--page-size", metavar="TOKENS", type=int, default=16, help="tokens a page (default: 16)"
+    )
+    model.add_argument(
+        "--device", default="auto", help="torch device (default: the GPU where there is one)"
+    )
+
+
+def load(args: argparse.Namespace, *, dtype: str | None) -> tuple[Runner, Tokenizer]:
+    """The model that `add_model_arguments` chose, with its tokenizer, ready to run."""
+    with progress("loading the model"):
+        from kvkeep.engine import Runner, Tokenizer  # noqa: PLC0415 - seconds, for torch
+        from kvkeep.models import bundled_model  # noqa: PLC0415
+
+        # It has one of its own, which would write over ours.
+        require("transformers", "transformers").utils.logging.disable_progress_bar()
+        path = bundled_model() if args.model is None else args.model
+        runner = Runner.load(
+            path, memory=args.memory, page_size=args.page_size, device=args.device, dtype=dtype
+        )
+        return runner, Tokenizer.load(path)
+
+
+@contextmanager
+def progress(doing: str, *, of: int | None = None) -> Iterator[Callable[[], object]]:
+    """Show on stderr, where that is a terminal, what is being done and how far it is.
+
+    Call what it gives after each of the ``of`` steps; without a number of steps it only moves.
+    """
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    rich = require("rich.progress", "cli")
+    console = require("rich.console", "cli").Console(stderr=True)
+    columns = [rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TimeElapsedColumn()]
+    with rich.Progress(*columns, console=console, transient=True) as shown:
+        task = shown.add_task(doing, total=of)
+        yield partial(shown.advance, task)
