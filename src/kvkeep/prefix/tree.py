@@ -273,6 +273,7 @@ class RunTree(PrefixIndex[Node]):
         if node is not hold:
             self._hold(node)
             self.release(hold, used=False)
+        node.priority = max(node.priority, priority)  # it is held now, so no queue minds
         return Inserted(node, _joined(existing))
 
     def _append(
@@ -291,7 +292,6 @@ class RunTree(PrefixIndex[Node]):
             node.pages = np.concatenate((node.pages, pages))
             node.size += len(pages)
             node.end += len(pages)
-            node.priority = max(node.priority, priority)
             self.policy.used(node)
             return node
         if not node.children and not node.holders and node.parent is not None:
