@@ -10,7 +10,7 @@ from kvkeep.prefix.slot_guards import SlotGuards
 from kvkeep.prefix.slot_rows import TokenRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
@@ -67,10 +67,14 @@ class SlotTable:
         packed = np.frombuffer(self.idle.to_bytes((self.num_slots + 7) // 8, "little"), np.uint8)
         return np.unpackbits(packed, count=self.num_slots, bitorder="little").view(np.bool_)
 
-    def idle_by_age(self) -> list[int]:
-        """The idle slots, least recently used first. O(n log n) in NumPy."""
+    def idle_by_age(self) -> Iterator[int]:
+        """The idle slots, least recently used first. They are sorted if the first will not do."""
         idle = np.flatnonzero(self.idle_mask())
-        return [int(slot) for slot in idle[np.argsort(self._last_used[idle])]]
+        if not len(idle):
+            return
+        used = self._last_used[idle]
+        yield int(idle[used.argmin()])
+        yield from idle[used.argsort()][1:].tolist()
 
     # -- steps --------------------------------------------------------------------------------
 
