@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvkeep import PagedCache
+import pytest
+
+from kvkeep import NotCached, PagedCache
 from kvkeep.events import Closed
 
 
@@ -51,3 +53,17 @@ def test_a_fork_that_waits_for_copies_keeps_them_when_another_closes() -> None:
     first.close()
     cache.check()
     assert cache.stats().pages_free == 8
+
+
+def test_a_pin_whose_time_is_over_has_ended_whether_noticed_or_not() -> None:
+    now = [0.0]
+    cache = PagedCache(4, 1, clock=lambda: now[0])
+    with cache.open([1, 2]) as sequence:
+        sequence.publish()
+    for noticed in (False, True):
+        pin = cache.pin([1], ttl=5)
+        now[0] += 5
+        if noticed:
+            cache.stats()
+        with pytest.raises(NotCached, match="not a running pin"):
+            cache.unpin(pin)

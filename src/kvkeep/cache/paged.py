@@ -231,6 +231,7 @@ class PagedCache:
     def unpin(self, pin: Pin) -> None:
         """End a pin; `NotCached` when it is not one of this cache, or has ended already."""
         with self._core:
+            self._core.pins.expire()
             if pin not in self._core.pins.pins:
                 raise NotCached(f"{pin!r} is not a running pin of this cache")
             self._core.pins.end(pin)
