@@ -21,8 +21,9 @@ BASE = {"errors", "tokens", "geometry", "keys", "events"}
 # Which rooms a room may use, besides the base. Rooms that are still to be built stand here already:
 # their place is decided. "" is `kvkeep/__init__.py`, the public names.
 ROOMS: dict[str, set[str]] = {
-    "": {"cache", "pages"},
+    "": {"cache", "pages", "slots"},
     "pages": set(),  # does not know that prefixes exist
+    "slots": set(),  # contiguous caches: nothing of theirs is a page
     "eviction": set(),
     "prefix": {"eviction"},  # its nodes are what a policy orders
     "cache": {"pages", "prefix", "eviction"},
@@ -48,7 +49,7 @@ BASE_OF = {"telemetry": {"events"}, "backends": {"errors", "keys", "events"}}
 EXTERNAL: dict[str, set[str]] = {
     "numpy": {""},  # everybody
     "torch": {
-        "pages.tensors", "pages.slot_tensors", "engine", "integrations", "store", "codecs",
+        "pages.tensors", "slots.tensors", "engine", "integrations", "store", "codecs",
     },
     "transformers": {
         "engine", "integrations",
@@ -60,9 +61,9 @@ EXTERNAL: dict[str, set[str]] = {
     "hypothesis": {"testing"},
 }  # fmt: skip
 
-# Who imports what a variable names, which cannot be read here: `require`, and the demo, whose
-# prompts are documentation of the standard library.
-COMPUTED = {"kvkeep.errors", "kvkeep.cli.demo"}
+# Who imports what a variable names, which cannot be read here: `require`; the demo, whose prompts
+# are documentation of the standard library; the suites, each imported when it is asked for.
+COMPUTED = {"kvkeep.errors", "kvkeep.cli.demo", "kvkeep.testing"}
 
 Sources = dict[str, str]
 """Module name → its source text."""

@@ -22,6 +22,7 @@ from kvkeep.errors import (
     MissingExtra,
     NotCached,
     OutOfPages,
+    OutOfSlots,
     UnsupportedModel,
     require,
     whole,
@@ -32,6 +33,7 @@ TREE = {
     UnsupportedModel: ValueError,
     IllegalStep: RuntimeError,
     OutOfPages: MemoryError,
+    OutOfSlots: MemoryError,
     NotCached: LookupError,
     MissingExtra: ImportError,
 }
@@ -131,15 +133,21 @@ def test_whole_numbers(number: Any) -> None:
     assert type(whole("n", number)) is int
 
 
-@pytest.mark.parametrize("other", [True, 3.0, "3", None, [3], np.float32(3), np.array([3, 4])])
+@pytest.mark.parametrize(
+    "other", [True, np.True_, 3.0, "3", None, [3], np.float32(3), np.array([3, 4])]
+)
 def test_what_is_no_whole_number_is_refused(other: Any) -> None:
-    with pytest.raises(InvalidValue, match=r"the count is a whole number, got "):
+    with pytest.raises(InvalidValue, match=r"^the count is .*; a whole number is needed"):
         whole("the count", other)
 
 
 @pytest.mark.parametrize(
     ("value", "low", "high", "said"),
-    [(0, 1, None, "at least 1, got 0"), (-1, 0, 5, "in 0 … 5, got -1"), (6, 0, 5, "got 6")],
+    [
+        (0, 1, None, "n is 0; a whole number of at least 1"),
+        (-1, 0, 5, "n is -1; a whole number in 0 … 5"),
+        (6, 0, 5, "n is 6;"),
+    ],
 )
 def test_bounds(value: int, low: int, high: int | None, said: str) -> None:
     with pytest.raises(InvalidValue, match=said):

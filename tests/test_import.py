@@ -39,7 +39,17 @@ def test_it_imports_nothing_heavy_and_no_room_that_needs_an_extra() -> None:
     assert "numpy" in loaded
     assert not loaded.intersection(HEAVY)
     rooms = {name.split(".")[1] for name in loaded if name.startswith("kvkeep.")}
-    assert rooms <= {"cache", "errors", "events", "eviction", "keys", "pages", "prefix", "tokens"}
+    assert rooms <= {
+        "cache",
+        "errors",
+        "events",
+        "eviction",
+        "keys",
+        "pages",
+        "prefix",
+        "slots",
+        "tokens",
+    }
 
 
 def test_it_starts_no_thread_and_changes_no_setting() -> None:

@@ -13,10 +13,12 @@ from kvkeep.errors import (
     MissingExtra,
     NotCached,
     OutOfPages,
+    OutOfSlots,
     UnsupportedModel,
 )
 from kvkeep.keys import Namespace
 from kvkeep.pages import PageCopy
+from kvkeep.slots import SlotCache, SlotCopy, SlotLease
 
 __version__ = "0.1.0"
 
@@ -30,10 +32,14 @@ __all__ = [
     "Namespace",
     "NotCached",
     "OutOfPages",
+    "OutOfSlots",
     "PageCopy",
     "PagedCache",
     "Pin",
     "Sequence",
+    "SlotCache",
+    "SlotCopy",
+    "SlotLease",
     "UnsupportedModel",
     "__version__",
 ]

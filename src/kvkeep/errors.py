@@ -5,6 +5,7 @@
     │   └── UnsupportedModel        a model or a configuration that cannot be served
     ├── IllegalStep (RuntimeError)  a step that the object's present state does not allow
     ├── OutOfPages (MemoryError)    the pool cannot give the pages asked for; nothing changed
+    ├── OutOfSlots (MemoryError)    no slot can be had; nothing changed
     ├── NotCached (LookupError)     what was named is not in the cache
     └── MissingExtra (ImportError)  an optional package is needed: which extra to install
 
@@ -28,6 +29,7 @@ __all__ = [
     "MissingExtra",
     "NotCached",
     "OutOfPages",
+    "OutOfSlots",
     "UnsupportedModel",
     "require",
     "whole",
@@ -69,6 +71,21 @@ class OutOfPages(KVKeepError, MemoryError):
         return type(self), (self.needed, self.available, self.total)  # it crosses processes
 
 
+class OutOfSlots(KVKeepError, MemoryError):
+    """Every slot is running, hard-pinned or being copied from; nothing changed."""
+
+    def __init__(self, running: int, total: int) -> None:
+        self.running = running
+        self.total = total
+        super().__init__(
+            f"no slot can be had: of {total}, {running} are running and {total - running} are "
+            f"hard-pinned or being copied from; release leases, unpin, or have more slots"
+        )
+
+    def __reduce__(self) -> tuple[type[OutOfSlots], tuple[int, int]]:
+        return type(self), (self.running, self.total)  # it crosses processes
+
+
 class NotCached(KVKeepError, LookupError):
     """The prefix that was named is not in the cache."""
 
@@ -97,12 +114,12 @@ def whole(name: str, value: object, low: int | None = None, high: int | None = N
     Takes NumPy integers; refuses bools and floats, which would be rounded behind the caller's back.
     """
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise InvalidValue(f"{name} is a whole number, got {value!r}") from None
-    if (low is not None and number < low) or (high is not None and number > high):
-        bounds = f"at least {low}" if high is None else f"in {low} … {high}"
-        raise InvalidValue(f"{name} is {bounds}, got {number}")
+        number = None
+    if number is None or (low is not None and number < low) or (high is not None and number > high):
+        bounds = (
+            f" in {low} … {high}" if high is not None else f" of at least {low}" * (low is not None)
+        )
+        raise InvalidValue(f"{name} is {value!r}; a whole number{bounds} is needed")
     return number

@@ -68,7 +68,7 @@ def test_sizes_that_are_possible() -> None:
     assert PagedCache(1, 1).open([5]).pages.tolist() == [0]
     assert PagedCache(np.int64(4), np.uint8(2)).page_size == 2  # type: ignore[arg-type]
     assert PagedCache(1, 65_536).open(range(65_536)).num_tokens == 65_536
-    with pytest.raises(InvalidValue, match="page_size is in 1 … 65536, got 65537"):
+    with pytest.raises(InvalidValue, match="page_size is 65537; a whole number in 1 … 65536"):
         PagedCache(1, 65_537)
 
 
@@ -161,7 +161,7 @@ def test_the_callers_array_is_not_the_caches() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [[], [-1], [2**31], [[1, 2]], "text", [1.5], [True], None, iter([1])], ids=repr
+    "wrong", [[], [-1], [2**31], [[1, 2]], "text", [1.5], [True], None, {1: 2}], ids=repr
 )
 def test_what_is_no_prompt_is_refused(cache: PagedCache, wrong: Any) -> None:
     run(cache, range(9))
@@ -190,7 +190,7 @@ def test_what_is_no_namespace_is_refused(cache: PagedCache, wrong: Any) -> None:
 @pytest.mark.parametrize("eviction", ["lru", "priority"])
 def test_a_priority_is_a_whole_number(eviction: str, wrong: Any) -> None:
     cache = PagedCache(4, SIZE, eviction=eviction)
-    with pytest.raises(InvalidValue, match="priority is a whole number"):
+    with pytest.raises(InvalidValue, match="priority is .*a whole number"):
         cache.open([1], priority=wrong)
     assert cache.stats() == PagedCache(4, SIZE).stats()
 

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from kvkeep.errors import InvalidValue
 from kvkeep.geometry import format_bytes, parse_bytes
-from kvkeep.geometry.units import whole_number
 
 BINARY = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
 DECIMAL = ["kB", "MB", "GB", "TB", "PB", "EB"]
@@ -113,15 +112,3 @@ def test_whole_units_survive_the_round_trip_exactly(number: int, unit: str) -> N
 @given(st.integers(0, 10**9), st.sampled_from(DECIMAL))
 def test_decimal_units_are_powers_of_a_thousand(number: int, unit: str) -> None:
     assert parse_bytes(f"{number} {unit}") == number * 1000 ** (1 + DECIMAL.index(unit))
-
-
-@pytest.mark.parametrize("wrong", [0, -3, 2.0, True, np.True_, "3", None, float("nan")])
-def test_a_whole_number_is_nothing_else(wrong: object) -> None:
-    with pytest.raises(InvalidValue, match=r"pages is .*; a whole number of at least 1 is needed"):
-        whole_number("pages", wrong)  # type: ignore[arg-type]
-
-
-def test_a_numpy_number_becomes_plain() -> None:
-    number = whole_number("pages", np.int32(7))
-    assert number == 7
-    assert type(number) is int

@@ -77,5 +77,5 @@ def test_chain_shows_keys() -> None:
 def test_empty_and_wrong() -> None:
     cache = PagedCache(8, 2)
     assert shown(cache) == ["top"]
-    with pytest.raises(InvalidValue, match="depth is at least 1, got 0"):
+    with pytest.raises(InvalidValue, match="depth is 0; a whole number of at least 1"):
         shown(cache, depth=0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, SupportsIndex
 
-from kvkeep.errors import InvalidValue
+from kvkeep.errors import InvalidValue, whole
 from kvkeep.geometry.dtypes import DTYPES, normalise_dtype
-from kvkeep.geometry.units import format_bytes, parse_bytes, whole_number
+from kvkeep.geometry.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,16 +68,16 @@ class KVGeometry:
         tp: int = 1,
     ) -> None:
         values = {
-            "layers": whole_number("layers", layers),
-            "kv_heads": whole_number("kv_heads", kv_heads),
-            "head_dim": whole_number("head_dim", head_dim),
+            "layers": whole("layers", layers, 1),
+            "kv_heads": whole("kv_heads", kv_heads, 1),
+            "head_dim": whole("head_dim", head_dim, 1),
             "dtype": normalise_dtype(dtype),
-            "latent_dim": None if latent_dim is None else whole_number("latent_dim", latent_dim),
-            "tp": whole_number("tp", tp),
+            "latent_dim": None if latent_dim is None else whole("latent_dim", latent_dim, 1),
+            "tp": whole("tp", tp, 1),
         }
         if value_dim is None:
             value_dim = head_dim if latent_dim is None else latent_dim
-        values["value_dim"] = whole_number("value_dim", value_dim)
+        values["value_dim"] = whole("value_dim", value_dim, 1)
         values["windows"] = _windows(windows, layers)
         for name, value in values.items():
             object.__setattr__(self, name, value)  # frozen for everyone else
@@ -100,8 +100,8 @@ class KVGeometry:
         ``latent_dim`` is called kv_lora_rank in configurations, ``rope_dim`` qk_rope_head_dim.
         Every tensor-parallel rank holds the whole vector.
         """
-        whole_number("rope_dim", rope_dim)
-        width = whole_number("latent_dim", latent_dim) + rope_dim
+        whole("rope_dim", rope_dim, 1)
+        width = whole("latent_dim", latent_dim, 1) + rope_dim
         return cls(layers, 1, width, dtype, latent_dim=latent_dim, windows=windows, tp=tp)
 
     @classmethod
@@ -154,7 +154,7 @@ class KVGeometry:
 
     def bytes_per_page(self, page_size: SupportsIndex) -> int:
         """Bytes of a page of ``page_size`` tokens in all layers of one rank."""
-        return whole_number("page_size", page_size) * self.bytes_per_token
+        return whole("page_size", page_size, 1) * self.bytes_per_token
 
     def pages_in(self, budget: str | SupportsIndex, page_size: SupportsIndex) -> int:
         """Count the pages that fit into ``budget``: bytes, or text such as ``"24GiB"``.
@@ -214,7 +214,7 @@ def _windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | N
     if windows is None:
         return (None,) * layers
     checked = tuple(
-        None if window is None else whole_number(f"the window of layer {layer}", window)
+        None if window is None else whole(f"the window of layer {layer}", window, 1)
         for layer, window in enumerate(windows)
     )
     if len(checked) != layers:

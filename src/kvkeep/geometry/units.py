@@ -1,15 +1,14 @@
-"""Amounts of memory as people write them, and whole numbers that may not be anything else."""
+"""Amounts of memory as people write them."""
 
 from __future__ import annotations
 
-import operator
 import re
 from fractions import Fraction
 from typing import Final, SupportsIndex
 
-from kvkeep.errors import InvalidValue
+from kvkeep.errors import InvalidValue, whole
 
-__all__ = ["format_bytes", "parse_bytes", "whole_number"]
+__all__ = ["format_bytes", "parse_bytes"]
 
 _BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _BYTES: Final[dict[str, int]] = {
@@ -20,24 +19,6 @@ _BYTES: Final[dict[str, int]] = {
 }
 # Thirty digits are more bytes than there are, and few enough for int() to take at once.
 _AMOUNT: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([A-Za-z]*)")
-
-
-def whole_number(name: str, value: SupportsIndex, *, least: int = 1) -> int:
-    """Give ``value`` as an ``int`` that is at least ``least``; ``name`` is for the message.
-
-    NumPy integers are welcome; ``bool`` and ``float`` are refused, because ``True`` pages or
-    ``2.5`` layers are a mistake that should not be rounded away.
-
-    Raises:
-        InvalidValue: it is something else, or too small.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or number < least:
-        raise InvalidValue(f"{name} is {value!r}; a whole number of at least {least} is needed")
-    return number
 
 
 def parse_bytes(amount: str | SupportsIndex) -> int:
@@ -51,7 +32,7 @@ def parse_bytes(amount: str | SupportsIndex) -> int:
         InvalidValue: the text is no such amount, or the number is negative, a float or a bool.
     """
     if not isinstance(amount, str):
-        return whole_number("an amount of bytes", amount, least=0)
+        return whole("an amount of bytes", amount, 0)
     match = _AMOUNT.fullmatch(amount.strip())
     unit = _BYTES.get(match[2].lower()) if match else None
     if match is None or unit is None:
@@ -71,11 +52,11 @@ def format_bytes(amount: SupportsIndex) -> str:
     Raises:
         InvalidValue: the amount is negative or no whole number.
     """
-    number = whole_number("an amount of bytes", amount, least=0)
+    number = whole("an amount of bytes", amount, 0)
     for power, unit in enumerate(_BINARY):
         tenths = round(Fraction(10 * number, 1024**power))
         # Asked after rounding: 1023.96 KiB is 1 MiB, never "1024 KiB".
         if tenths < 10 * 1024 or unit == _BINARY[-1]:
             break
-    whole, tenth = divmod(tenths, 10)
-    return f"{whole}.{tenth} {unit}" if tenth else f"{whole} {unit}"
+    ones, tenth = divmod(tenths, 10)
+    return f"{ones}.{tenth} {unit}" if tenth else f"{ones} {unit}"

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import numpy as np
 
-from kvkeep.errors import InvalidValue, require
+from kvkeep.errors import InvalidValue, require, whole
 from kvkeep.geometry import DTYPES, format_bytes
-from kvkeep.geometry.units import whole_number
 from kvkeep.pages.copying import checked_copies, independent, runs
 
 require("torch", "torch")
@@ -86,8 +85,8 @@ class PagedTensors:
         if layout not in get_args(Layout):
             raise InvalidValue(f"layout is {layout!r}; 'NHD' and 'HND' are known")
         self.geometry = geometry
-        self.num_pages = whole_number("num_pages", num_pages)
-        self.page_size = whole_number("page_size", page_size)
+        self.num_pages = whole("num_pages", num_pages, 1)
+        self.page_size = whole("page_size", page_size, 1)
         self.layout = layout
         self.dtype = _element_type(geometry, dtype)
         self.page_bytes = geometry.bytes_per_page(self.page_size)
@@ -131,8 +130,8 @@ class PagedTensors:
 
         A slot is ``page * page_size + offset``. O(stop - start).
         """
-        start = whole_number("start", start, least=0)
-        stop = whole_number("stop", stop, least=start)
+        start = whole("start", start, 0)
+        stop = whole("stop", stop, start)
         if stop > len(page_table) * self.page_size:
             raise InvalidValue(
                 f"tokens {start} … {stop} are not within a table of {len(page_table)} pages of "
@@ -172,7 +171,7 @@ class PagedTensors:
         the tokens are looked at. Cost: the bytes that come out, at the speed of scattered reads;
         "HND" is turned on the way, which takes up to 1.5 times as long on a CPU.
         """
-        length = whole_number("length", length, least=0)
+        length = whole("length", length, 0)
         if length > len(pages) * self.page_size:
             raise InvalidValue(
                 f"length is {length}; a table of {len(pages)} pages of {self.page_size} tokens "
@@ -294,7 +293,7 @@ class PagedTensors:
         return block.data_ptr() % word == 0 and block.storage_offset() % word == 0
 
     def _layer(self, layer: int) -> int:
-        if whole_number("layer", layer, least=0) >= self.geometry.layers:
+        if whole("layer", layer, 0) >= self.geometry.layers:
             raise InvalidValue(f"layer is {layer}; there are 0 … {self.geometry.layers - 1}")
         return layer
 

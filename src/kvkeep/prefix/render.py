@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import InvalidValue, require
+from kvkeep.errors import require, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -37,8 +37,7 @@ def draw(
     no text can reach the terminal as anything but text.
     """
     for name, value in (("depth", depth), ("branches", branches), ("width", width)):
-        if value < 1:
-            raise InvalidValue(f"{name} is at least 1, got {value}")
+        whole(name, value, 1)
     require("rich", "cli")
     from rich.text import Text  # noqa: PLC0415 - rich comes with an extra
     from rich.tree import Tree  # noqa: PLC0415

@@ -22,10 +22,10 @@ from hypothesis.stateful import (
 )
 
 from kvkeep.errors import IllegalStep, NotCached
-from kvkeep.prefix.slots import OutOfSlots, SlotCache
+from kvkeep.slots import OutOfSlots, SlotCache
 
 if TYPE_CHECKING:
-    from kvkeep.prefix.slots import SlotLease, SlotPin
+    from kvkeep.slots import SlotLease, SlotPin
 
 MAX_TOKENS = 12
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=MAX_TOKENS)

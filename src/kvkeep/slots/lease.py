@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvkeep.keys import Namespace
-    from kvkeep.prefix.slot_guards import SlotCopy
-    from kvkeep.prefix.slot_rows import TokenRows
-    from kvkeep.prefix.slot_table import SlotTable
+    from kvkeep.slots.guards import SlotCopy
+    from kvkeep.slots.rows import TokenRows
+    from kvkeep.slots.table import SlotTable
     from kvkeep.tokens import TokenArray, TokensLike
 
 __all__ = ["SlotLease"]

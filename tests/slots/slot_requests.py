@@ -11,7 +11,7 @@ from kvkeep.errors import IllegalStep
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvkeep.prefix.slots import SlotCache, SlotLease, SlotStats
+    from kvkeep.slots import SlotCache, SlotLease, SlotStats
 
 
 class Clock:

@@ -7,7 +7,7 @@ import pytest
 from slot_requests import fill, seen
 
 from kvkeep.errors import InvalidValue
-from kvkeep.prefix.slots import SlotCache
+from kvkeep.slots import SlotCache
 
 
 def test_generated_tokens_are_reused_after_the_request() -> None:

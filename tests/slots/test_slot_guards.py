@@ -6,7 +6,7 @@ import pytest
 from slot_requests import Clock, fill, seen
 
 from kvkeep.errors import IllegalStep, InvalidValue
-from kvkeep.prefix.slots import OutOfSlots, SlotCache, SlotCopy
+from kvkeep.slots import OutOfSlots, SlotCache, SlotCopy
 
 
 def test_eviction_spares_pinned_slots() -> None:

@@ -30,12 +30,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.errors import IllegalStep, InvalidValue, KVKeepError, NotCached, whole
+from kvkeep.errors import IllegalStep, InvalidValue, NotCached, OutOfSlots, whole
 from kvkeep.keys import as_namespace
-from kvkeep.prefix.slot_guards import SlotCopy, SlotPin
-from kvkeep.prefix.slot_lease import SlotLease
-from kvkeep.prefix.slot_rows import NOWHERE
-from kvkeep.prefix.slot_table import SlotTable
+from kvkeep.slots.guards import SlotCopy, SlotPin
+from kvkeep.slots.lease import SlotLease
+from kvkeep.slots.rows import NOWHERE
+from kvkeep.slots.table import SlotTable
 from kvkeep.tokens import as_tokens
 
 if TYPE_CHECKING:
@@ -44,22 +44,7 @@ if TYPE_CHECKING:
     from kvkeep.keys import Namespace, NamespaceLike
     from kvkeep.tokens import TokenArray, TokensLike
 
-__all__ = ["OutOfSlots", "SlotCache", "SlotCopy", "SlotLease", "SlotPin", "SlotStats"]
-
-
-class OutOfSlots(KVKeepError, MemoryError):
-    """Every slot is running, hard-pinned or being copied from; nothing changed."""
-
-    def __init__(self, running: int, total: int) -> None:
-        self.running = running
-        self.total = total
-        super().__init__(
-            f"no slot can be had: of {total}, {running} are running and {total - running} are "
-            f"hard-pinned or being copied from; release leases, unpin, or have more slots"
-        )
-
-    def __reduce__(self) -> tuple[type[OutOfSlots], tuple[int, int]]:
-        return type(self), (self.running, self.total)  # it crosses processes
+__all__ = ["SlotCache", "SlotStats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +99,7 @@ class SlotCache:
 
     ``num_slots`` slots of ``max_tokens`` tokens each. A pure index: it holds slot numbers and
     tokens (at most 4 bytes each, `TokenRows`), never tensors. The engine makes the copies it names
-    (`kvkeep.pages.slot_tensors.copy_slot`) and computes ``tokens[lease.num_cached:]``.
+    (`kvkeep.slots.tensors.copy_slot`) and computes ``tokens[lease.num_cached:]``.
 
     ``clock``: seconds, for the time to live of pins; anything that does not run backwards.
 

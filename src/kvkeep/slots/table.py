@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.prefix.slot_guards import SlotGuards
-from kvkeep.prefix.slot_rows import TokenRows
+from kvkeep.slots.guards import SlotGuards
+from kvkeep.slots.rows import TokenRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
-    from kvkeep.prefix.slot_guards import SlotCopy
+    from kvkeep.slots.guards import SlotCopy
 
 __all__ = ["SlotTable"]
 

@@ -11,8 +11,8 @@ import pytest
 from slot_requests import all_over, fill, seen
 
 from kvkeep.errors import NotCached
-from kvkeep.prefix.slot_table import SlotTable
-from kvkeep.prefix.slots import OutOfSlots, SlotCache
+from kvkeep.slots import OutOfSlots, SlotCache
+from kvkeep.slots.table import SlotTable
 
 
 def test_fault_a_node_per_token() -> None:

@@ -11,7 +11,7 @@ from slot_requests import all_over, fill, seen
 
 from kvkeep.errors import IllegalStep, InvalidValue, KVKeepError, NotCached
 from kvkeep.keys import Namespace
-from kvkeep.prefix.slots import OutOfSlots, SlotCache, SlotCopy
+from kvkeep.slots import OutOfSlots, SlotCache, SlotCopy
 
 # -- giving slots out --------------------------------------------------------------------------
 

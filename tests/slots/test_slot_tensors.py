@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 
 from kvkeep.errors import InvalidValue
-from kvkeep.pages.slot_tensors import copy_slot
-from kvkeep.prefix.slots import SlotCache, SlotCopy
+from kvkeep.slots import SlotCache, SlotCopy
+from kvkeep.slots.tensors import copy_slot
 
 torch = pytest.importorskip("torch")
 

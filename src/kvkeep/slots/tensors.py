@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from kvkeep.errors import InvalidValue
 
@@ -11,25 +11,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["PrefixCopy", "copy_slot"]
+    from kvkeep.slots.guards import SlotCopy
 
-
-class PrefixCopy(Protocol):
-    """Positions ``start`` … ``tokens - 1`` of slot ``src`` are to be copied to slot ``dst``."""
-
-    @property
-    def src(self) -> int: ...  # noqa: D102
-    @property
-    def dst(self) -> int: ...  # noqa: D102
-    @property
-    def tokens(self) -> int: ...  # noqa: D102
-    @property
-    def start(self) -> int: ...  # noqa: D102
+__all__ = ["copy_slot"]
 
 
 def copy_slot(
     kv: Sequence[tuple[Tensor, Tensor]],
-    copy: PrefixCopy,
+    copy: SlotCopy,
     *,
     layout: Literal["HND", "NHD"] = "HND",
 ) -> None:
