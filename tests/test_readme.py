@@ -38,6 +38,20 @@ def test_python_blocks_run_as_pasted(where: str, code: str, tmp_path: Path) -> N
     assert done.stdout.splitlines() == shown, f"{where} does not print what it says"
 
 
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_examples_run(example: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(example)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
 def test_there_are_blocks_to_run() -> None:
     assert any(where.startswith("README") for where, _ in blocks("python"))
 

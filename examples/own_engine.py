@@ -1,0 +1,67 @@
+"""The cache inside an engine of your own: what to do at each step, with NumPy for the memory.
+
+    python examples/own_engine.py
+
+The "model" here is a running sum, so that its KV can be checked: the KV of a token is the sum of
+all tokens up to it. A wrong page would show at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvkeep import PagedCache, Sequence
+
+PAGE_SIZE = 4
+cache = PagedCache(num_pages=64, page_size=PAGE_SIZE)
+memory = np.zeros((cache.num_pages, PAGE_SIZE), np.int64)  # your KV tensors
+
+
+def compute(sequence: Sequence, start: int) -> int:
+    """Compute the KV of ``tokens[start:]`` on what the pages hold; returns the next token."""
+    for copy in sequence.copies():  # first the copies, in order
+        memory[copy.dst, : copy.tokens] = memory[copy.src, : copy.tokens]
+    pages = sequence.pages
+    kv = memory[pages[(start - 1) // PAGE_SIZE], (start - 1) % PAGE_SIZE] if start else 0
+    for position in range(start, sequence.num_tokens):
+        kv += sequence.tokens[position]
+        memory[pages[position // PAGE_SIZE], position % PAGE_SIZE] = kv
+    sequence.publish()  # full pages can be reused from now on, while this one goes on
+    return int(kv) % 100
+
+
+def generate(prompt: list[int], count: int) -> list[int]:
+    """Prefill what is not cached, then one token after another."""
+    with cache.open(prompt) as sequence:  # closes itself, whatever happens
+        print(f"prompt of {len(prompt)} tokens, {sequence.num_cached} cached")
+        token = compute(sequence, sequence.num_cached)
+        answer = [token]
+        while len(answer) < count:
+            sequence.append(token)
+            token = compute(sequence, sequence.num_tokens - 1)
+            answer.append(token)
+    return answer
+
+
+def best_of_two(prompt: list[int]) -> None:
+    """Two continuations of one prefill: pages are shared until one of them writes."""
+    with cache.open(prompt) as first:
+        compute(first, first.num_cached)
+        with first.fork() as second:
+            for sequence, token in ((first, 1), (second, 2)):
+                sequence.append(token)
+                compute(sequence, sequence.num_tokens - 1)
+            shared = np.intersect1d(first.pages, second.pages)
+            print(f"two continuations share {len(shared)} of {len(first.pages)} pages")
+            first.truncate(len(prompt))  # a draft that was rejected
+
+
+document = list(range(1, 31))
+cold = generate([*document, 7, 8], 6)
+warm = generate([*document, 7, 8], 6)
+assert cold == warm
+generate([*document, 5], 6)
+best_of_two([*document, 9])
+cache.check()
+stats = cache.stats()
+print(f"{stats.hit_rate:.0%} of all prompt tokens reused, {stats.pages_cached} pages cached")
