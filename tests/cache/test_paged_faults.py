@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvkeep import NotCached, PagedCache
+from kvkeep import InvalidValue, NotCached, PagedCache
 from kvkeep.events import Closed
 
 
@@ -67,3 +67,15 @@ def test_a_pin_whose_time_is_over_has_ended_whether_noticed_or_not() -> None:
             cache.stats()
         with pytest.raises(NotCached, match="not a running pin"):
             cache.unpin(pin)
+
+
+def test_a_pin_that_is_refused_leaves_the_order_of_eviction() -> None:
+    cache = PagedCache(4, 1, hard_pin_pages=0)
+    for token in (1, 2):
+        with cache.open([token]) as sequence:
+            sequence.publish()
+    with pytest.raises(InvalidValue, match="budget"):
+        cache.pin([1], hard=True)
+    cache.evict(1)
+    assert cache.match([1]).num_tokens == 0
+    assert cache.match([2]).num_tokens == 1

@@ -218,7 +218,7 @@ class PagedCache:
                     f"not one full page of these {len(prompt)} tokens is cached in {space}; "
                     "publish them first"
                 )
-            hold, _ = core.index.hold(match.without_partial(), space)
+            hold, _ = core.index.hold(match.without_partial(), space, used=False)
             try:
                 pin = core.pins.add(hold, ttl, hard=hard)
             except InvalidValue:

@@ -135,9 +135,12 @@ class PrefixIndex(ABC, Generic[Hold]):
 
     @abstractmethod
     def hold(
-        self, match: PrefixMatch[Hold] | None, namespace: Namespace
+        self, match: PrefixMatch[Hold] | None, namespace: Namespace, *, used: bool = True
     ) -> tuple[Hold, Hold | None]:
-        """Protect a match: a hold on its full pages, and one on its partial page if it has one."""
+        """Protect a match: a hold on its full pages, and one on its partial page if it has one.
+
+        ``used`` counts as a hit on its full pages.
+        """
 
     @abstractmethod
     def again(self, hold: Hold) -> Hold:

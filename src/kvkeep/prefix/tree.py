@@ -171,7 +171,7 @@ class RunTree(PrefixIndex[Node]):
         return count
 
     def hold(
-        self, match: PrefixMatch[Node] | None, namespace: Namespace
+        self, match: PrefixMatch[Node] | None, namespace: Namespace, *, used: bool = True
     ) -> tuple[Node, Node | None]:
         """Protect a match: a hold on its full pages, and one on its partial page if it has one."""
         if match is None:
@@ -184,7 +184,8 @@ class RunTree(PrefixIndex[Node]):
         if match.taken < end.size:
             end = self._split(end, match.taken)
         self._hold(end)
-        self.policy.hit(end)
+        if used:
+            self.policy.hit(end)
         source = match.source
         if source is not None:
             if source.size > 1:  # one page is wanted: the rest of a long run may go meanwhile
