@@ -20,10 +20,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched, and nothing 
 
 import torch
 from tiny_model.corpus import Entry, read_corpus
-from tiny_model.dialogues import FAVOURITES
-from tiny_model.release import speak, write_directory
+from tiny_model.dialogues import is_favourite
+from tiny_model.release import read_directory, speak, write_directory
 from tiny_model.tokens import train_tokenizer
-from tiny_model.training import Phase, Progress, Recipe, build_model, evaluate, train
+from tiny_model.training import PHASES, Phase, Progress, Recipe, build_model, evaluate, train
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -46,19 +46,22 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     learned, held_out = _entries(smoke=options.smoke)
-    vocabulary = 512 if options.smoke else 4096
-    hidden, layers, inner = (96, 2, 128) if options.smoke else (192, 4, 512)
-    tokenizer = train_tokenizer((f"{e.name}\n{e.text}" for e in learned), vocabulary, LONGEST)
-    model = build_model(len(tokenizer), hidden=hidden, layers=layers, inner=inner, longest=LONGEST)
+    if options.resume is None:
+        texts = (f"{e.name}\n{e.text}" for e in learned)
+        tokenizer = train_tokenizer(texts, 512 if options.smoke else 4096, LONGEST)
+        hidden, layers, inner = (96, 2, 128) if options.smoke else (192, 4, 512)
+        model = build_model(
+            len(tokenizer), hidden=hidden, layers=layers, inner=inner, longest=LONGEST
+        )
+    else:
+        tokenizer, model = read_directory(options.resume)
     print(
         f"corpus: {len(learned):,} entries, {sum(len(e.text) for e in learned):,} characters; "
         f"model: {model.num_parameters():,} parameters, vocabulary {len(tokenizer):,}",
         flush=True,
     )
-    if options.smoke:
-        recipe = Recipe(options.seed, SMOKE_STEPS, options.minutes, SMOKE_PHASES)
-    else:
-        recipe = Recipe(options.seed, options.steps, options.minutes)
+    steps, phases = (SMOKE_STEPS, SMOKE_PHASES) if options.smoke else (options.steps, PHASES)
+    recipe = Recipe(options.seed, steps, options.minutes, options.share, phases)
     every = 2 if options.smoke else options.every
     run = Run(options.out, every, options.seed, model, tokenizer)
     train(model, tokenizer, learned, recipe, run.report)
@@ -122,7 +125,7 @@ class Run:
 def _entries(*, smoke: bool) -> tuple[list[Entry], list[Entry]]:
     """What is learned, and a few entries of lesser modules that are not, to measure on."""
     entries = read_corpus()[:: 12 if smoke else 1]
-    lesser = [e for e in entries if not (e.is_topic or e.group in FAVOURITES)]
+    lesser = [e for e in entries if not is_favourite(e)]
     held_out = lesser[::50]
     names = {e.name for e in held_out}
     return [e for e in entries if e.name not in names], held_out
@@ -131,6 +134,10 @@ def _entries(*, smoke: bool) -> tuple[list[Entry], list[Entry]]:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the tiny model that kvkeep ships.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--resume", type=Path, help="go on from a directory written before")
+    parser.add_argument(
+        "--share", type=float, default=0.0, help="how far that one has come, 0 to 1"
+    )
     parser.add_argument("--minutes", type=float, default=41.0, help="stop after this long")
     parser.add_argument("--steps", type=int, default=1_000_000, help="stop after this many steps")
     parser.add_argument("--threads", type=int, default=1, help="of the processor")

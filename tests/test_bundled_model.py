@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import os
 import re
 import string
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -32,9 +35,12 @@ def model():
     return transformers.AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32)
 
 
-def answer(model, tokenizer, question: str, longest: int = 64) -> str:
+def answer(model, tokenizer, question: str, document: str = "", longest: int = 64) -> str:
+    messages = [{"role": "system", "content": document}] if document else []
     prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
+        [*messages, {"role": "user", "content": question}],
+        add_generation_prompt=True,
+        return_tensors="pt",
     )
     tokens = model.generate(**prompt, max_new_tokens=longest, do_sample=False)
     return tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -143,6 +149,23 @@ def test_chat_template_extends_a_dialogue_token_for_token(tokenizer):
 def test_answers_are_readable(model, tokenizer, question):
     text = answer(model, tokenizer, question)
     assert readable(text), text
+
+
+@pytest.mark.model
+def test_a_question_about_a_known_function_gets_its_docstring(model, tokenizer):
+    text = answer(model, tokenizer, "What does textwrap.dedent do?")
+    assert text.startswith(inspect.getdoc(textwrap.dedent)[:60])
+
+
+@pytest.mark.model
+def test_answers_after_a_long_document_are_readable(model, tokenizer):
+    named = [(f"{m.__name__}.{n}", t) for m in (textwrap, itertools) for n, t in vars(m).items()]
+    parts = [f"# {n}\n\n{inspect.getdoc(t)}" for n, t in named if callable(t) and "._" not in n]
+    document = "Answer from this document.\n\n" + "\n\n".join(parts)
+    assert 1500 < len(tokenizer.encode(document)) < 4096
+    for question in ("What does textwrap.indent do?", "What is itertools.chain?"):
+        text = answer(model, tokenizer, question, document)
+        assert readable(text), text
 
 
 @pytest.mark.model

@@ -10,17 +10,16 @@ if TYPE_CHECKING:
 
     from tiny_model.corpus import Entry
 
-__all__ = ["FAVOURITES", "Message", "epoch"]
+__all__ = ["Message", "epoch", "is_favourite"]
 
 LONGEST_ANSWER = 900  # characters; whole paragraphs up to here
 LONGEST_PAGE = 6000
 DOCUMENT_SHARE = 0.7  # characters of documents per character of the corpus, an epoch
 
-# Asked about more often than the rest: what a reader of a demo will try.
+# What a reader of a demo will ask about: learned by heart, where the rest is learned in passing.
 _FAVOURITES = """
-    builtins textwrap json math itertools functools collections os os.path re random pathlib
-    datetime time heapq bisect shutil subprocess threading queue string statistics contextlib
-    dataclasses csv copy glob tempfile logging operator struct urllib.parse hashlib
+    builtins textwrap json math itertools functools collections os.path re random pathlib time
+    heapq bisect shutil queue string statistics contextlib dataclasses copy glob tempfile
 """
 FAVOURITES = frozenset(_FAVOURITES.split())
 
@@ -69,6 +68,12 @@ class Message(NamedTuple):
     content: str
 
 
+def is_favourite(entry: Entry) -> bool:
+    """Whether the entry is one of those learned by heart."""
+    twin = entry.name.startswith(("bytearray.", "memoryview."))  # says what str and bytes say
+    return entry.is_topic or (entry.group in FAVOURITES and not twin)
+
+
 def epoch(
     entries: Sequence[Entry], random: Random, document_length: int
 ) -> Iterator[list[Message]]:
@@ -82,7 +87,7 @@ def epoch(
     documents = DOCUMENT_SHARE * sum(len(entry.text) for entry in entries) / document_length
     jobs: list[tuple[str, Entry]] = []
     for entry in entries:
-        favourite = entry.is_topic or entry.group in FAVOURITES
+        favourite = is_favourite(entry)
         jobs += [("page", entry)] if random.random() < (0.6 if favourite else 0.3) else []
         jobs += [("question", entry)] * (3 if favourite else int(random.random() < 0.7))
         jobs += [("document", entry)] if random.random() < documents / len(entries) else []

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["speak", "write_directory"]
+__all__ = ["read_directory", "speak", "write_directory"]
 
 NOTICE = """\
 kvkeep tiny model
@@ -87,10 +87,15 @@ def write_directory(
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+def read_directory(folder: Path) -> tuple[Any, Any]:
+    """The tokenizer and the model (in float32) of a directory, loaded as a user would."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 def speak(folder: Path, questions: Sequence[str], longest: int) -> Iterator[tuple[str, str]]:
-    """Load the directory as a user would; each question and its greedy answer."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)  # its types name every return it has
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    """Each question and the greedy answer of the model in ``folder``."""
+    tokenizer, model = read_directory(folder)
     for question in questions:
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
