@@ -22,6 +22,20 @@ def test_closed_counts_the_pages_that_another_keeps_from_being_forgotten() -> No
     second.close()
 
 
+def test_what_was_written_in_the_place_of_a_shared_page_is_forgotten_too() -> None:
+    cache = PagedCache(8, 2)
+    with cache.open([1, 2, 3]) as first:
+        first.publish()
+    second = cache.open([1, 2, 3])
+    second.truncate(1)
+    second.append([9, 9])
+    second.copies()
+    second.publish()
+    second.close(keep=False)
+    assert cache.match([1, 2]).num_tokens == 2
+    assert cache.match([1, 9]).num_tokens == 1
+
+
 def test_a_copy_that_forks_wait_for_is_handed_over_once() -> None:
     """Made again later, it would bring back what was on the page before one of them computed it."""
     cache = PagedCache(8, 3)

@@ -192,6 +192,7 @@ class Sequence:
             hold = self._hold
             self._hold = core.index.shorten(core.index.again(hold), at)
             self._shared = at
+            self._opened_pages = min(self._opened_pages, at)
         copy = PageCopy(int(self._table.values[at]), dst, tokens)
         self._claims.append(core.claim(copy, hold))
         self._table.values[at] = dst
