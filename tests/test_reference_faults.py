@@ -1,6 +1,6 @@
 """The faults of the systems that kvkeep unites: one test each, which fails where the fault is.
 
-Those of slot caches are in `tests/prefix/test_slots_faults.py`.
+Those of slot caches are in `tests/slots/test_slots_faults.py`.
 
     paged    a paged cache that shares by a hash of the prompt's beginning
     chain    hashed blocks with a free queue
