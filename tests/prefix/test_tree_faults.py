@@ -17,3 +17,21 @@ def test_publishing_what_is_stored_raises_its_priority(prefix: str) -> None:
     cache.evict(1)
     assert cache.match([1]).num_tokens == 1
     assert cache.match([2]).num_tokens == 0
+
+
+@pytest.mark.parametrize("prefix", ["radix", "chain"])
+def test_a_pin_whose_last_run_went_keeps_what_is_left(prefix: str) -> None:
+    cache = PagedCache(8, 1, prefix=prefix)
+    for prompt in ([1, 2], [1, 2, 3, 4], [7, 7], [9]):
+        with cache.open(prompt) as sequence:
+            sequence.publish()
+    pin = cache.pin([1, 2, 3, 4])
+    cache.evict(5)  # all that is not pinned, and the run [3, 4]
+    assert pin.num_tokens == 2
+    with cache.open([9, 9]) as sequence:
+        sequence.publish()
+    cache.evict(2)
+    assert pin.num_tokens == 2
+    assert cache.stats().pins == 1
+    cache.evict(2)
+    assert (pin.num_tokens, cache.stats().pins_broken, cache.stats().pins) == (0, 1, 0)

@@ -176,11 +176,14 @@ class PrefixIndex(ABC, Generic[Hold]):
 
     @abstractmethod
     def pin(self, hold: Hold) -> None:
-        """Keep the end of this path until nothing else is left to evict; one pin more."""
+        """Keep this path until nothing else is left to evict, its beginning longest; one pin more.
+
+        The pin is named by ``hold`` as it is now, wherever the hold is moved later.
+        """
 
     @abstractmethod
     def unpin(self, hold: Hold) -> None:
-        """One pin less."""
+        """One pin less; nothing happens when all of its path was evicted."""
 
     @abstractmethod
     def length(self, hold: Hold) -> int:

@@ -47,7 +47,9 @@ a long decode becomes a few long runs, not one per publish, and no publish copie
 class Node(Entry):
     """A run of pages and the symbols they stand for. The root of a namespace has no pages."""
 
-    __slots__ = ("children", "end", "heads", "holders", "key", "pages", "parent", "pins", "run")
+    __slots__ = (
+        "children", "end", "heads", "heir", "holders", "key", "pages", "parent", "pins", "run",
+    )  # fmt: skip
 
     def __init__(
         self, parent: Node | None, run: bytes | memoryview, pages: PageArray, unit: int
@@ -63,6 +65,7 @@ class Node(Entry):
         self.heads: Heads | None = None
         self.holders = 0  # holds on this very node, and children that are held
         self.pins = 0
+        self.heir: Node | None = None  # when it is gone: the node that has its pins now
 
     def __repr__(self) -> str:
         return f"<Node …{self.end} pages, {self.size} of its own, {self.holders} holders>"
@@ -387,7 +390,8 @@ class RunTree(PrefixIndex[Node]):
         parent = leaf.parent
         assert parent is not None
         leaf.parent = None
-        self.pins_broken += leaf.pins
+        if leaf.pins:
+            self._pass_on_pins(leaf, parent)
         del parent.children[leaf.key]
         self.policy.inherit(parent, leaf)
         if parent.children:
@@ -397,6 +401,14 @@ class RunTree(PrefixIndex[Node]):
             self._forget_if_empty(parent)
         elif not parent.holders:
             self._enter(parent)
+
+    def _pass_on_pins(self, leaf: Node, parent: Node) -> None:
+        """A pinned path lost its last run: the pins stay on what is left of it."""
+        if parent.parent is None:
+            self.pins_broken += leaf.pins
+        else:
+            parent.pins += leaf.pins  # it still has this child, so it is in no queue yet
+            leaf.heir = parent
 
     def _forget_if_empty(self, root: Node) -> None:
         assert isinstance(root, _Root)
@@ -450,7 +462,8 @@ class RunTree(PrefixIndex[Node]):
         hold.pins += 1
 
     def unpin(self, hold: Node) -> None:
-        """One pin less; nothing happens when the node is gone."""
+        """One pin less; nothing happens when the path is gone."""
+        hold = _living(hold)
         if hold.parent is None:
             return
         assert hold.pins > 0
@@ -463,13 +476,14 @@ class RunTree(PrefixIndex[Node]):
 
     def length(self, hold: Node) -> int:
         """Pages on the path of ``hold``; 0 when it was evicted."""
+        hold = _living(hold)
         return hold.end if hold.parent is not None else 0
 
     def covered(self, holds: list[Node]) -> int:
         """Pages on the paths of ``holds``, each counted once."""
         seen: set[Node] = set()
         for hold in holds:
-            node: Node | None = hold
+            node: Node | None = _living(hold)
             while node is not None and node not in seen:
                 seen.add(node)
                 node = node.parent
@@ -550,6 +564,13 @@ class RunTree(PrefixIndex[Node]):
 
     def __repr__(self) -> str:
         return f"<{self.name} index, {self.num_pages} pages, {self.num_evictable} evictable>"
+
+
+def _living(hold: Node) -> Node:
+    """Where the pins of ``hold`` are now: on itself, while it is there."""
+    while hold.heir is not None:
+        hold = hold.heir
+    return hold
 
 
 def _joined(parts: list[PageArray]) -> PageArray:
