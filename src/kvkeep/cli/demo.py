@@ -27,15 +27,12 @@ __all__ = ["add_parser", "run"]
 # The document: what the running Python says about these (PSF-2.0), which is also what the model
 # that kvkeep ships has read.
 SECTIONS = (
-    "textwrap.dedent", "textwrap.shorten", "textwrap.wrap", "functools.lru_cache",
-    "functools.partial", "functools.reduce", "heapq.merge", "heapq.nlargest", "bisect.bisect_left",
-    "collections.Counter", "collections.deque", "itertools.chain", "itertools.groupby",
-    "json.dumps", "json.loads", "os.walk", "os.makedirs", "os.path.join", "random.sample",
-    "random.shuffle", "shutil.copytree", "shutil.rmtree", "statistics.median",
-    "statistics.quantiles", "contextlib.suppress", "copy.deepcopy", "glob.glob",
+    "textwrap.dedent", "textwrap.shorten", "textwrap.wrap", "json.dumps", "heapq.merge",
+    "heapq.nlargest", "shutil.copytree", "shutil.rmtree", "os.makedirs", "random.shuffle",
+    "random.sample", "functools.partial", "statistics.median", "itertools.groupby",
 )  # fmt: skip
 SECTION_CHARACTERS = 700
-ASKED = ("textwrap.dedent", "heapq.merge", "os.walk", "statistics.median")
+ASKED = ("textwrap.dedent", "heapq.merge", "shutil.copytree", "random.shuffle")
 FOLLOW_UP = "textwrap.shorten"
 DIFFERENT = 1
 
@@ -175,7 +172,7 @@ def _section(name: str) -> str:
 
 
 def _question(name: str) -> str:
-    return f"What does the document say about {name}?"
+    return f"What does {name} do?"
 
 
 def _totals(rows: list[Row]) -> dict[str, float]:

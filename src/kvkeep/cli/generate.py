@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.model import add_model_arguments, load, progress
+from kvkeep.cli.model import add_model_arguments, choose_threads, load, progress
 
 if TYPE_CHECKING:
     import argparse
@@ -59,6 +59,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print."""
+    choose_threads(args)
     with progress("starting"):
         from kvkeep.cache import PagedCache  # noqa: PLC0415
         from kvkeep.engine import Engine, SamplingParams  # noqa: PLC0415 - seconds, for torch

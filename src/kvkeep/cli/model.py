@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +44,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, memory: str) -> None
 
 def load(args: argparse.Namespace, *, dtype: str | None) -> tuple[Runner, Tokenizer]:
     """The model that `add_model_arguments` chose, with its tokenizer, ready to run."""
+    choose_threads(args)
     with progress("loading the model"):
         from kvkeep.engine import Runner, Tokenizer  # noqa: PLC0415 - seconds, for torch
         from kvkeep.models import bundled_model  # noqa: PLC0415
@@ -54,6 +56,15 @@ def load(args: argparse.Namespace, *, dtype: str | None) -> tuple[Runner, Tokeni
             path, memory=args.memory, page_size=args.page_size, device=args.device, dtype=dtype
         )
         return runner, Tokenizer.load(path)
+
+
+def choose_threads(args: argparse.Namespace) -> None:
+    """One thread for the tiny model: several would wait for each other longer than they compute.
+
+    Torch reads this when it is imported. Who has set it already knows better.
+    """
+    if args.model is None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @contextmanager
