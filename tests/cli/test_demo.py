@@ -21,8 +21,8 @@ def test_the_demo_reuses_and_generates_the_same(capsys):
     assert all(row["identical"] for row in shown["requests"])
     assert first["reused_tokens"] == 0
     for row in others:
-        # All but the question itself, in thousands of tokens.
-        assert row["prompt_tokens"] > 2000
+        # All but the question itself, of a long document.
+        assert row["prompt_tokens"] > 1500
         assert row["reused_tokens"] > 0.95 * row["prompt_tokens"]
         assert row["ttft_warm_s"] < row["ttft_cold_s"]  # a hundredth of the work
         assert row["text"].strip()
@@ -92,5 +92,5 @@ def test_the_document_is_readable_text():
     document = demo.read_document()
     for name in demo.SECTIONS:
         assert f"# {name}\n\n" in document
-    assert 6000 < len(document) < 20000
+    assert 4000 < len(document) < 20000
     assert document.replace("\n", " ").isprintable()

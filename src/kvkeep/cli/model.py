@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_model_arguments", "load", "progress"]
+__all__ = ["add_model_arguments", "choose_threads", "load", "progress"]
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, memory: str) -> None:
