@@ -93,3 +93,15 @@ def test_a_pin_that_is_refused_leaves_the_order_of_eviction() -> None:
     cache.evict(1)
     assert cache.match([1]).num_tokens == 0
     assert cache.match([2]).num_tokens == 1
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_pin_whose_time_is_over_keeps_nothing_from_being_forgotten(hard: bool) -> None:
+    now = [0.0]
+    cache = PagedCache(4, 1, clock=lambda: now[0])
+    sequence = cache.open([1, 2])
+    sequence.publish()
+    cache.pin([1], ttl=5, hard=hard)
+    now[0] = 5
+    sequence.close(keep=False)
+    assert cache.match([1]).num_tokens == 0

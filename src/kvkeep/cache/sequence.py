@@ -355,6 +355,7 @@ class Sequence:
             if keep:
                 core.index.release(self._hold)
             else:
+                core.pins.expire()
                 dropped = core.index.drop(self._hold, self._opened_pages)
                 core.forget(dropped, "dropped")
                 stored -= len(dropped)
