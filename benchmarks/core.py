@@ -197,7 +197,9 @@ def living(bench: Bench, rng: np.random.Generator) -> None:
         open_cold()
 
     end_cold()
-    bench.time("publish + close, 2,048 new pages", publish_close, before=next_cold, runs=500, goal=120)
+    bench.time(
+        "publish + close, 2,048 new pages", publish_close, before=next_cold, runs=500, goal=120
+    )
     open_cold()
     bench.time("open, cold, evicting 2,048 pages for it", open_cold, before=publish_close, runs=300)
     publish_close()
@@ -223,7 +225,9 @@ def living(bench: Bench, rng: np.random.Generator) -> None:
             append(many)
 
     bench.time("append, a token", append_array, before=begin, runs=20, per=appended, goal=3)
-    bench.time("append, a token in a list", append_list, before=begin, runs=20, per=appended, goal=3)
+    bench.time(
+        "append, a token in a list", append_list, before=begin, runs=20, per=appended, goal=3
+    )
 
 
 def evicting(bench: Bench, rng: np.random.Generator) -> None:

@@ -190,7 +190,7 @@ def test_what_is_no_namespace_is_refused(cache: PagedCache, wrong: Any) -> None:
 @pytest.mark.parametrize("eviction", ["lru", "priority"])
 def test_a_priority_is_a_whole_number(eviction: str, wrong: Any) -> None:
     cache = PagedCache(4, SIZE, eviction=eviction)
-    with pytest.raises(InvalidValue, match="priority is .*a whole number"):
+    with pytest.raises(InvalidValue, match=r"priority is .*a whole number"):
         cache.open([1], priority=wrong)
     assert cache.stats() == PagedCache(4, SIZE).stats()
 
