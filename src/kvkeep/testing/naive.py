@@ -1,0 +1,124 @@
+"""`NaiveCache`: what a cache stores, kept as whole token lists; slow, and obviously right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvkeep.events import Evicted, Stored
+from kvkeep.keys import as_namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvkeep.events import Event
+    from kvkeep.keys import Namespace, NamespaceLike
+
+__all__ = ["NaiveCache", "NaiveMatch", "NaivePage"]
+
+
+@dataclass(frozen=True, slots=True)
+class NaivePage:
+    """A stored page: its tokens are the last of ``prefix``, which has all before them too."""
+
+    page: int
+    parent: int
+    namespace: Namespace
+    prefix: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NaiveMatch:
+    """The answer that a cache must give: see `NaiveCache.match`."""
+
+    pages: list[int]
+    partial_tokens: int
+    partial_pages: set[int]
+    """Pages that begin with those tokens: a cache may name any one of them."""
+
+
+class NaiveCache:
+    """A mirror of a cache, fed by its events: ``cache.subscribe(naive)``.
+
+    It refuses events that no cache may send: a page stored twice, a page without the page before
+    it, the same prefix under two ids, the eviction of what is not stored. ``exact`` says whether
+    the cache finds pages that match only in part. Cost: everything is a scan of everything.
+    """
+
+    def __init__(self, page_size: int, *, exact: bool = True) -> None:
+        self.page_size = page_size
+        self.exact = exact
+        self.pages: dict[int, NaivePage] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Take an event; those that store and evict count, others are ignored."""
+        if isinstance(event, Stored):
+            self.store(event.namespace, event.parent, event.pages.tolist(), event.tokens.tolist())
+        elif isinstance(event, Evicted):
+            self.forget(event.pages.tolist())
+
+    def store(
+        self, namespace: NamespaceLike, parent: int, pages: list[int], tokens: list[int]
+    ) -> None:
+        """Store ``pages`` with these ``tokens`` after the page ``parent`` (-1: at the start)."""
+        space = as_namespace(namespace)
+        size = self.page_size
+        assert pages, "nothing was stored"
+        assert len(tokens) == len(pages) * size, (len(tokens), pages)
+        for at, page in enumerate(pages):
+            assert page not in self.pages, f"page {page} is stored already"
+            before: tuple[int, ...] = ()
+            if parent >= 0:
+                assert parent in self.pages, f"page {page} comes after {parent}: not stored"
+                assert self.pages[parent].namespace == space
+                before = self.pages[parent].prefix
+            prefix = (*before, *tokens[at * size : (at + 1) * size])
+            twin = [p.page for p in self.of(space) if p.prefix == prefix]
+            assert not twin, f"page {page} has the tokens of {twin[0]}: one copy is kept"
+            self.pages[page] = NaivePage(page, parent, space, prefix)
+            parent = page
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Forget ``pages``; what stays must stay reachable."""
+        for page in pages:
+            assert page in self.pages, f"page {page} is not stored"
+            del self.pages[page]
+        for left in self.pages.values():
+            assert left.parent < 0 or left.parent in self.pages, f"{left.parent} went too early"
+
+    def of(self, namespace: NamespaceLike) -> list[NaivePage]:
+        """The pages of one namespace."""
+        space = as_namespace(namespace)
+        return [page for page in self.pages.values() if page.namespace == space]
+
+    def path(self, page: int) -> list[int]:
+        """The page ids from the beginning of the prompt up to ``page``; [] for -1."""
+        path: list[int] = []
+        while page >= 0:
+            path.append(page)
+            page = self.pages[page].parent
+        return path[::-1]
+
+    def match(self, tokens: Iterable[int], namespace: NamespaceLike = "") -> NaiveMatch:
+        """The longest prefix of ``tokens`` that is stored: full pages, then tokens of one more."""
+        wanted = tuple(tokens)
+        common = {page.page: _common(page.prefix, wanted) for page in self.of(namespace)}
+        whole = [p for p, n in common.items() if n == len(self.pages[p].prefix)]
+        last = max(whole, key=lambda page: common[page], default=-1)
+        pages = self.path(last)
+        full = len(pages) * self.page_size
+        longest = max(common.values(), default=0) if self.exact else full
+        partial = {p for p, n in common.items() if n == longest and self.pages[p].parent == last}
+        return NaiveMatch(pages, longest - full, partial if longest > full else set())
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+
+def _common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    count = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

@@ -1,0 +1,173 @@
+"""`IndexDriver`: uses a bare prefix index the way a cache does, with the naive model beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvkeep.keys import as_namespace
+from kvkeep.testing.naive import NaiveCache
+from kvkeep.tokens import as_tokens
+
+if TYPE_CHECKING:
+    from kvkeep.keys import Namespace
+    from kvkeep.pages.table import PageArray
+    from kvkeep.prefix import PrefixIndex, PrefixMatch
+    from kvkeep.prefix.base import Encoder
+
+__all__ = ["Held", "IndexDriver"]
+
+
+@dataclass(eq=False)
+class Held:
+    """A hold on ``pages``, the pages of a path; with ``source``, on a page to be copied from."""
+
+    namespace: Namespace
+    encoder: Encoder
+    hold: Any
+    pages: list[int]
+    source: Any = None
+    source_pages: list[int] = field(default_factory=list)
+
+
+class IndexDriver:
+    """Gives out page ids 0, 1, 2 …, remembers all holds, and tells the model what was stored."""
+
+    def __init__(self, index: PrefixIndex[Any], *, exact: bool) -> None:
+        self.index = index
+        self.naive = NaiveCache(index.page_size, exact=exact)
+        self.held: list[Held] = []
+        self._pages = 0
+
+    def match(self, tokens: list[int], namespace: str = "") -> PrefixMatch[Any] | None:
+        """Look up a prompt."""
+        space = as_namespace(namespace)
+        symbols = self.index.encoder(space).lookup(as_tokens(tokens))
+        return self.index.match(symbols, space)
+
+    def found(self, tokens: list[int], namespace: str = "") -> list[int]:
+        """The full pages of a match, [] where there is none."""
+        match = self.match(tokens, namespace)
+        return [] if match is None else match.pages.tolist()
+
+    def open(self, tokens: list[int], namespace: str = "", *, used: bool = True) -> Held:
+        """Hold what is stored of a prompt, its partial page too."""
+        space = as_namespace(namespace)
+        encoder = self.index.encoder(space)
+        match = self.index.match(encoder.lookup(as_tokens(tokens)), space)
+        hold, source = self.index.hold(match, space, used=used)
+        held = Held(space, encoder, hold, [] if match is None else match.pages.tolist(), source)
+        if source is not None:
+            assert match is not None
+            held.source_pages = self.naive.path(match.partial_page)
+        self.held.append(held)
+        return held
+
+    def publish(self, held: Held, tokens: list[int], priority: int = 0) -> list[int]:
+        """Store the full pages of ``tokens``, which begin with the path; pages that were there."""
+        size = self.index.page_size
+        start, stop = len(held.pages), len(tokens) // size
+        assert stop > start, "nothing to publish"
+        fresh = np.arange(self._pages, self._pages + stop - start, dtype=np.int32)
+        self._pages += len(fresh)
+        new = fresh.tolist()
+        symbols = held.encoder.pages(as_tokens(tokens), start, stop)
+        inserted = self.index.insert(held.hold, symbols, fresh, priority)
+        fresh[:] = -1  # the array is the caller's: it may do what it likes
+        existing: list[int] = inserted.existing.tolist()
+        new = new[len(existing) :]
+        held.hold = inserted.hold
+        held.pages += existing
+        if new:
+            parent = held.pages[-1] if held.pages else -1
+            first = (stop - len(new)) * size
+            self.naive.store(held.namespace, parent, new, tokens[first : stop * size])
+        held.pages += new
+        return existing
+
+    def store(self, tokens: list[int], namespace: str = "", priority: int = 0) -> list[int]:
+        """Publish a prompt as a request would that ends at once; the page ids of its path."""
+        held = self.keep(tokens, namespace, priority)
+        pages = held.pages
+        self.close(held)
+        return pages
+
+    def keep(self, tokens: list[int], namespace: str = "", priority: int = 0) -> Held:
+        """Publish a prompt and hold it."""
+        held = self.open(tokens, namespace)
+        if held.source is not None:
+            self.index.release(held.source)
+            held.source = None
+        if len(tokens) // self.index.page_size > len(held.pages):
+            self.publish(held, tokens, priority)
+        return held
+
+    def fork(self, held: Held) -> Held:
+        """A second hold on the same path."""
+        again = self.index.again(held.hold)
+        other = Held(held.namespace, held.encoder.fork(), again, held.pages.copy())
+        self.held.append(other)
+        return other
+
+    def shorten(self, held: Held, pages: int) -> None:
+        """Hold only the first ``pages`` pages."""
+        held.hold = self.index.shorten(held.hold, pages)
+        held.encoder.cut(pages)
+        held.pages = held.pages[:pages]
+
+    def close(self, held: Held, *, used: bool = True) -> None:
+        """End a hold, and that on a partial page."""
+        self.held.remove(held)
+        self.index.release(held.hold, used=used)
+        if held.source is not None:
+            self.index.release(held.source, used=used)
+
+    def drop(self, held: Held, keep: int) -> list[int]:
+        """End a hold and forget what is behind ``keep`` pages, so far as nobody needs it."""
+        self.held.remove(held)
+        gone = self._forgotten(self.index.drop(held.hold, keep))
+        if held.source is not None:
+            self.index.release(held.source)
+        return gone
+
+    def evict(self, count: int) -> list[int]:
+        """Evict; the page ids that went."""
+        return self._forgotten(self.index.evict(count))
+
+    def clear(self, namespace: str | None = None) -> list[int]:
+        """Clear; the page ids that went."""
+        space = None if namespace is None else as_namespace(namespace)
+        return self._forgotten(self.index.clear(space))
+
+    def _forgotten(self, pages: PageArray) -> list[int]:
+        gone: list[int] = pages.tolist()
+        kept = self.kept()
+        assert not kept & set(gone), f"held pages {kept & set(gone)} were forgotten"
+        self.naive.forget(gone)
+        return gone
+
+    def kept(self) -> set[int]:
+        """All pages that are held."""
+        return {page for held in self.held for page in self.protected(held)}
+
+    def protected(self, held: Held) -> list[int]:
+        """The pages that one hold keeps."""
+        return held.pages if held.source is None else held.pages + held.source_pages
+
+    def check(self) -> None:
+        """Let the index recount everything, and compare its counts with the model's."""
+        holds = [held.hold for held in self.held]
+        holds += [held.source for held in self.held if held.source is not None]
+        stored = self.index.check(holds)
+        assert sorted(stored.tolist()) == sorted(self.naive.pages)
+        assert self.index.num_pages == len(self.naive)
+        assert self.index.num_evictable == len(self.naive) - len(self.kept())
+        spaces = {page.namespace for page in self.naive.pages.values()}
+        assert {s for s, count in self.index.namespaces().items() if count} == spaces
+        assert self.index.num_namespaces == len(spaces | {held.namespace for held in self.held})
+        for held in self.held:
+            assert self.index.length(held.hold) == len(held.pages)
+        covered = {page for held in self.held for page in held.pages}
+        assert self.index.covered([held.hold for held in self.held]) == len(covered)

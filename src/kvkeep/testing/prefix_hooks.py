@@ -1,0 +1,43 @@
+"""What a prefix index must say of itself to be tested."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvkeep.eviction import LRU
+from kvkeep.testing.prefix_driver import IndexDriver
+
+if TYPE_CHECKING:
+    from kvkeep.eviction import EvictionPolicy
+    from kvkeep.prefix import PrefixIndex
+
+__all__ = ["PrefixHooks", "pages_of"]
+
+
+class PrefixHooks:
+    """The hooks that a subclass of the suite fills in, and what the tests get by them."""
+
+    exact = False
+    """The index finds pages that match only in part."""
+
+    def make_index(self, page_size: int, policy: EvictionPolicy) -> PrefixIndex[Any]:
+        """A new, empty index."""
+        raise NotImplementedError("say how to make the index that is to be tested")
+
+    def make_driver(self, page_size: int, policy: EvictionPolicy | None = None) -> IndexDriver:
+        """A new index in the hands of a user; what was used least recently goes first."""
+        index = self.make_index(page_size, LRU() if policy is None else policy)
+        return IndexDriver(index, exact=self.exact)
+
+    @pytest.fixture(params=[1, 2, 3, 16], ids="pages of {}".format)
+    def driver(self, request: pytest.FixtureRequest) -> IndexDriver:
+        """An empty index, at several page sizes."""
+        return self.make_driver(request.param)
+
+
+def pages_of(driver: IndexDriver, *pages: int) -> list[int]:
+    """Tokens of full pages: each number given stands for one page of its own."""
+    size = driver.index.page_size
+    return [token for page in pages for token in (*[7] * (size - 1), page)]
