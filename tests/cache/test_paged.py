@@ -440,6 +440,16 @@ def test_it_forgets_nothing_that_others_use(cache: PagedCache) -> None:
     cache.check()
 
 
+def test_what_another_computed_first_is_not_its_own_to_forget(cache: PagedCache) -> None:
+    first, second = cache.open(range(8)), cache.open(range(16))
+    first.publish()
+    second.publish()
+    first.close()
+    second.close(keep=False)
+    assert cache.match(range(16)).num_tokens == 8
+    cache.check()
+
+
 def test_a_fork_forgets_only_what_it_published_itself(cache: PagedCache) -> None:
     before, after = cache.open(range(8)), None
     early = before.fork()
@@ -558,6 +568,23 @@ def test_a_source_of_a_copy_stays_until_the_copy_is_made(radix: PagedCache) -> N
     radix.open(range(1000, 1000 + 14 * SIZE))
     assert radix.match(range(8)).pages.tolist() == [0]
     radix.check()
+
+
+def test_what_a_copy_has_to_read_is_not_written_over(cache: PagedCache) -> None:
+    """Behind it may be written in place; the tokens themselves stay until the copy is made."""
+    parent = cache.open(range(7))
+    fork = parent.fork()
+    fork.append([50])  # its copy reads tokens 4, 5 and 6 of the parent's page
+    page = int(parent.pages[1])
+    parent.append([60])
+    assert parent.copies() == []
+    assert parent.pages[1] == page
+    parent.truncate(5)
+    parent.append([70])
+    assert fork.copies() == [PageCopy(page, int(fork.pages[1]), 3)]
+    assert parent.copies() == [PageCopy(page, int(parent.pages[1]), 1)]
+    assert len({page, int(fork.pages[1]), int(parent.pages[1])}) == 3
+    cache.check()
 
 
 def test_a_lone_request_can_have_the_whole_pool(radix: PagedCache) -> None:
