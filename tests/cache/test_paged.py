@@ -473,7 +473,7 @@ def test_one_token_at_a_time(cache: PagedCache, one: Any) -> None:
     sequence = cache.open(range(3))
     for length in range(4, 12):
         sequence.append(one)
-        assert len(sequence) == length
+        assert sequence.num_tokens == length
         assert len(sequence.pages) == -(-length // SIZE)
     assert sequence.tokens.tolist() == [0, 1, 2] + [7] * 8
     cache.check()
@@ -647,7 +647,7 @@ def test_rejected_drafts(cache: PagedCache) -> None:
         drafts = [100 + step, 200, 300, 400, 500]
         sequence.append(drafts)
         accepted = step % 5
-        sequence.truncate(len(sequence) - len(drafts) + accepted)
+        sequence.truncate(sequence.num_tokens - len(drafts) + accepted)
         expected += drafts[:accepted]
         assert sequence.tokens.tolist() == expected
         assert sequence.copies() == []

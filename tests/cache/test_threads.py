@@ -75,7 +75,7 @@ class Worker(threading.Thread):
                     fork.copies()
                     fork.publish()
             if rng.random() < 0.3:
-                sequence.truncate(int(rng.integers(len(sequence) + 1)))
+                sequence.truncate(int(rng.integers(sequence.num_tokens + 1)))
             sequence.copies()
             sequence.publish()
             if rng.random() < 0.2:

@@ -395,9 +395,6 @@ class Sequence:
         if not self.closed:
             self.close()
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     def __repr__(self) -> str:
         return (
             f"<Sequence {self.id}, {self._state.name.lower()}, {self.num_tokens} tokens, "
