@@ -16,7 +16,8 @@ A new index is tested by this, and a new policy likewise:
         def make_index(self, page_size, policy):
             return MyIndex(page_size, policy)
 
-The suites need pytest and hypothesis, which are imported when a suite is asked for.
+The suites need pytest and hypothesis (``pip install 'kvkeep[testing]'``), which are imported when a
+suite is asked for.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from __future__ import annotations
 import importlib
 import sys
 from typing import TYPE_CHECKING
+
+from kvkeep.errors import require
 
 if TYPE_CHECKING:
     from kvkeep.testing import strategies
@@ -48,12 +51,13 @@ _ASSERTING = (
 
 def __getattr__(name: str) -> object:
     if name == "strategies":
+        require("hypothesis", "testing")
         return importlib.import_module("kvkeep.testing.strategies")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name.endswith("Tests"):
-        import pytest  # noqa: PLC0415 - only those who run a suite need it
-
+        pytest = require("pytest", "testing")
+        require("hypothesis", "testing")
         # Suites are not test files: without this a failing assert would not show its values.
         new = [f"{__name__}.{module}" for module in _ASSERTING]
         pytest.register_assert_rewrite(*(module for module in new if module not in sys.modules))
