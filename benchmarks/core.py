@@ -7,6 +7,7 @@ collection is off while the clock runs, as in `timeit`.
     python benchmarks/core.py            # the table
     python benchmarks/core.py --json     # for machines
     python benchmarks/core.py --quick    # fewer runs
+    python benchmarks/core.py --markdown # the table of the README
 """
 
 from __future__ import annotations
@@ -335,9 +336,10 @@ def chain(bench: Bench, rng: np.random.Generator) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it all; exit 1 when a goal is missed and --strict is given."""
+    """Run it all and print what was measured."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--markdown", action="store_true", help="the table in Markdown")
     parser.add_argument("--quick", action="store_true", help="a tenth of the runs")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -348,6 +350,13 @@ def main(arguments: list[str] | None = None) -> int:
         part(bench, np.random.default_rng(options.seed))
     if options.json:
         print(json.dumps({"unit": "us", "figures": [asdict(f) for f in bench.figures]}, indent=1))
+        return 0
+    if options.markdown:
+        print("| µs | median | 10 % … 90 % | others, for scale |\n|---|--:|--:|---|")
+        for f in bench.figures:
+            digits = 1 if f.median < 1000 else 0
+            low, high = f"{f.low:,.{digits}f}", f"{f.high:,.{digits}f}"
+            print(f"| {f.name} | {f.median:,.{digits}f} | {low} … {high} | {f.others} |")
         return 0
     width = max(len(figure.name) for figure in bench.figures)
     print(f"{'µs':{width}}  {'median':>10}  {'10 % … 90 %':>21}  {'goal':>9}  others, for scale")
