@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Sequence"]
 
+_SCALARS = (int, np.generic)
+
 
 class Sequence:
     """The pages of one request, from `PagedCache.open` to `close`.
@@ -163,7 +165,7 @@ class Sequence:
         """
         one = single_token(tokens)
         if one is None:
-            array = as_tokens(np.array([tokens]) if np.isscalar(tokens) else tokens)
+            array = as_tokens(np.array([tokens]) if isinstance(tokens, _SCALARS) else tokens)
             count = len(array)
         else:
             count = 1
