@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     TokenArray = npt.NDArray[np.int32]
     TokensLike = Sequence[int] | npt.ArrayLike
 
-__all__ = ["TOKEN_BYTES", "TOKEN_DTYPE", "as_tokens", "single_token"]
+__all__ = ["TOKEN_BYTES", "TOKEN_DTYPE", "as_row", "as_tokens", "check_range", "single_token"]
 
 TOKEN_DTYPE = np.dtype("<i4")
 TOKEN_BYTES = TOKEN_DTYPE.itemsize
@@ -29,6 +29,17 @@ def as_tokens(tokens: TokensLike) -> TokenArray:
     Takes a list, a tuple, a NumPy array, or anything NumPy reads as an array of integers (a CPU
     tensor). Raises `InvalidValue` for other shapes, for what is not an integer, and for ids
     outside 0 … 2³¹-1. Cost: one pass over the tokens.
+    """
+    array = as_row(tokens)
+    check_range(array)
+    return array
+
+
+def as_row(tokens: TokensLike) -> TokenArray:
+    """`as_tokens`, but who takes an int32 array has to `check_range` of it.
+
+    Tokens that equal stored ones are in range, since those were: a prompt that is cached needs
+    no pass over all of it.
     """
     array: npt.NDArray[Any] = tokens if isinstance(tokens, np.ndarray) else _from_objects(tokens)
     if array.ndim != 1:
@@ -43,9 +54,13 @@ def as_tokens(tokens: TokensLike) -> TokenArray:
         if array.max() > _TOKEN_MAX or array.min() < 0:  # before narrowing, which would wrap
             _refuse_range(array)
         return array.astype(TOKEN_DTYPE, copy=False)
-    if array.size and np.minimum.reduce(array) < 0:
-        _refuse_range(array)
     return array
+
+
+def check_range(array: TokenArray, start: int = 0) -> None:
+    """Refuse negative ids from position ``start`` on; larger than int32 they cannot be."""
+    if len(array) > start and np.minimum.reduce(array[start:]) < 0:
+        _refuse_range(array)
 
 
 def single_token(tokens: TokensLike | int) -> int | None:

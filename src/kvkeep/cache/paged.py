@@ -19,7 +19,7 @@ from kvkeep.keys import Namespace, as_namespace
 from kvkeep.pages import PageCopy, PagePool
 from kvkeep.prefix import index as make_index
 from kvkeep.prefix.base import EMPTY_PAGES
-from kvkeep.tokens import as_tokens
+from kvkeep.tokens import as_row, as_tokens, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,7 +95,7 @@ class PagedCache:
         Raises `InvalidValue` for tokens that are none, `OutOfPages` with nothing changed.
         Cost: O(tokens) at memory speed; see `benchmarks/core.py`.
         """
-        prompt = as_tokens(tokens)
+        prompt = as_row(tokens)
         if not len(prompt):
             raise InvalidValue("a prompt has at least one token, got none")
         space = as_namespace(namespace)
@@ -104,6 +104,7 @@ class PagedCache:
         with core:
             encoder = core.index.encoder(space)
             match = core.index.match(encoder.lookup(prompt[:-1]), space)
+            check_range(prompt, self._matched(match))
             match, needed = self._affordable(match, -(-len(prompt) // self.page_size))
             hold, source = core.index.hold(match, space)
             shared = EMPTY_PAGES if match is None else match.pages
@@ -154,20 +155,20 @@ class PagedCache:
 
     def match(self, tokens: TokensLike, namespace: NamespaceLike = "") -> CachedPrefix:
         """The longest cached prefix of a prompt. Changes nothing: no recency, no statistics."""
-        prompt = as_tokens(tokens)
+        prompt = as_row(tokens)
         space = as_namespace(namespace)
         core = self._core
         with core:
             match = core.index.match(core.index.encoder(space).lookup(prompt), space)
+            found = self._matched(match)
+            check_range(prompt, found)
             if match is None:
                 return CachedPrefix(0, EMPTY_PAGES)
-            pages = match.pages.copy()
-            return CachedPrefix(
-                len(pages) * self.page_size + match.partial_tokens,
-                pages,
-                match.partial_page,
-                match.partial_tokens,
-            )
+            return CachedPrefix(found, match.pages.copy(), match.partial_page, match.partial_tokens)
+
+    def _matched(self, match: PrefixMatch[Any] | None) -> int:
+        """Tokens that a match covers."""
+        return 0 if match is None else len(match.pages) * self.page_size + match.partial_tokens
 
     # --- memory ------------------------------------------------------------------------------
 
