@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.testing.prefix_hooks import PrefixHooks, pages_of
-from kvkeep.testing.strategies import prompts, related_prompts
+from kvkeep.testing.strategies import Recipe, recipes
 
 if TYPE_CHECKING:
     from kvkeep.testing.prefix_driver import IndexDriver
@@ -44,16 +44,21 @@ class FindingTests(PrefixHooks):
     def test_match_finds_the_longest_prefix(self) -> None:
         """Whatever was stored, the answer is the longest prefix, token by token if ``exact``."""
 
-        @settings(max_examples=150, deadline=None)
-        @given(st.data(), st.sampled_from([1, 2, 3, 4, 16]))
-        def run(data: st.DataObject, page_size: int) -> None:
+        @settings(max_examples=300, deadline=None)
+        @given(
+            st.lists(recipes(), min_size=1, max_size=5),
+            st.lists(recipes(), max_size=3),
+            st.sampled_from([1, 2, 3, 4, 16]),
+        )
+        def run(stores: list[Recipe], looks: list[Recipe], page_size: int) -> None:
             driver = self.make_driver(page_size)
             stored: list[list[int]] = []
-            for _ in range(data.draw(st.integers(1, 5))):
-                stored.append(data.draw(related_prompts(stored, page_size)))
+            for recipe in stores:
+                stored.append(recipe.build(stored, page_size))
                 driver.store(stored[-1])
             driver.check()
-            for tokens in [*stored, *data.draw(st.lists(prompts(page_size), max_size=3))]:
+            others = [recipe.build(stored, page_size) for recipe in looks]
+            for tokens in stored + others:
                 for cut in range(len(tokens) + 1):
                     agree(driver, tokens[:cut])
                 agree(driver, [*tokens, 0])

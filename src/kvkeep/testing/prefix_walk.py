@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.eviction import POLICIES
 from kvkeep.testing.prefix_hooks import PrefixHooks
-from kvkeep.testing.strategies import related_prompts
+from kvkeep.testing.strategies import Recipe, recipes
 
 if TYPE_CHECKING:
     from typing import Any
@@ -18,81 +18,82 @@ if TYPE_CHECKING:
 
 __all__ = ["WalkTests"]
 
-_STEPS = [
+_NAMES = [
     "open", "publish", "publish", "store", "fork", "shorten", "close", "drop", "evict", "clear",
     "pin", "unpin",
 ]  # fmt: skip
 
 
-class Walk:
-    """One walk: prompts it may ask for again, and the pins it has set."""
+class Step(NamedTuple):
+    """What to do; numbers are taken modulo what there is."""
 
-    def __init__(self, driver: IndexDriver, data: st.DataObject) -> None:
+    name: str
+    recipe: Recipe
+    which: int
+    number: int
+    space: str
+
+
+STEPS = st.lists(
+    st.builds(
+        Step,
+        name=st.sampled_from(_NAMES),
+        recipe=recipes(),
+        which=st.integers(0, 7),
+        number=st.integers(0, 9),
+        space=st.sampled_from(["", "", "tenant"]),
+    ),
+    max_size=40,
+)
+
+
+class Walk:
+    """One walk: the prompts so far, and the pins it has set."""
+
+    def __init__(self, driver: IndexDriver) -> None:
         self.driver = driver
-        self.data = data
         self.prompts: list[list[int]] = []
         self.pins: list[Any] = []
 
-    def prompt(self) -> list[int]:
-        """A new prompt, or one more like the earlier ones."""
-        size = self.driver.index.page_size
-        tokens = self.data.draw(related_prompts(self.prompts, size))
+    def take(self, step: Step) -> None:
+        """Do what can be done now, and look at everything."""
+        driver, index = self.driver, self.driver.index
+        tokens = step.recipe.build(self.prompts, index.page_size)
         self.prompts.append(tokens)
-        return tokens
-
-    def space(self) -> str:
-        """One of two namespaces."""
-        return self.data.draw(st.sampled_from(["", "tenant"]))
-
-    def number(self, most: int) -> int:
-        """From 0 to ``most``."""
-        return self.data.draw(st.integers(0, most))
-
-    def held(self) -> Held:
-        """One of the holds."""
-        return self.data.draw(st.sampled_from(self.driver.held))
-
-    def step(self) -> None:
-        """Do something that can be done now, and look at everything."""
-        driver = self.driver
-        name = self.data.draw(st.sampled_from(_STEPS))
-        if name in {"open", "store"}:
-            getattr(driver, name)(self.prompt(), self.space())
-        elif name == "evict":
-            count = self.number(9)
-            expected = min(count, driver.index.num_evictable)
-            assert len(driver.evict(count)) == expected
-        elif name == "clear":
-            driver.clear(self.data.draw(st.sampled_from([None, "", "tenant"])))
-        elif name == "unpin" and self.pins:
-            driver.index.unpin(self.pins.pop(self.number(len(self.pins) - 1)))
+        if step.name in {"open", "store"}:
+            getattr(driver, step.name)(tokens, step.space)
+        elif step.name == "evict":
+            expected = min(step.number, index.num_evictable)
+            assert len(driver.evict(step.number)) == expected
+        elif step.name == "clear":
+            driver.clear(step.space if step.number % 2 else None)
+        elif step.name == "unpin" and self.pins:
+            index.unpin(self.pins.pop(step.which % len(self.pins)))
         elif driver.held:
-            self.use(self.held(), name)
+            self.use(driver.held[step.which % len(driver.held)], step, tokens)
         driver.check()
-        tokens, space = self.prompt(), self.space()
-        assert driver.found(tokens, space) == driver.naive.match(tokens, space).pages
+        assert driver.found(tokens, step.space) == driver.naive.match(tokens, step.space).pages
 
-    def use(self, held: Held, name: str) -> None:
+    def use(self, held: Held, step: Step, tokens: list[int]) -> None:
         """One of the steps that need a hold."""
         driver = self.driver
         pages = len(held.pages)
-        if name == "publish":
+        if step.name == "publish":
             path = driver.naive.pages[held.pages[-1]].prefix if pages else ()
-            tokens = [*path, *self.prompt()]
             held.encoder.cut(pages)  # what it was opened for may go on differently
-            if len(tokens) // driver.index.page_size > pages:
-                driver.publish(held, tokens, priority=self.number(2))
-        elif name == "fork":
+            if len(tokens) >= driver.index.page_size:
+                driver.publish(held, [*path, *tokens], priority=step.number % 3)
+        elif step.name == "fork":
             driver.fork(held)
-        elif name == "shorten":
-            driver.shorten(held, self.number(pages))
-        elif name == "drop":
-            driver.drop(held, self.number(pages))
-        elif name == "pin" and pages:
+        elif step.name == "shorten":
+            driver.shorten(held, step.number % (pages + 1))
+        elif step.name == "drop":
+            driver.drop(held, step.number % (pages + 1))
+        elif step.name == "pin" and pages:
             driver.index.pin(held.hold)
             self.pins.append(held.hold)
-        elif name == "close":
-            driver.close(held, used=bool(self.number(1)))
+        elif step.name == "close":
+            driver.close(held, used=bool(step.number % 2))
 
 
 class WalkTests(PrefixHooks):
@@ -101,13 +102,13 @@ class WalkTests(PrefixHooks):
     def test_any_walk_agrees_with_the_model(self) -> None:
         """Counts, matches, and what is evicted, after any steps in any order."""
 
-        @settings(max_examples=150, deadline=None)
-        @given(st.data(), st.sampled_from([1, 2, 4]), st.sampled_from(sorted(POLICIES)))
-        def run(data: st.DataObject, page_size: int, policy: str) -> None:
+        @settings(max_examples=600, deadline=None)
+        @given(STEPS, st.sampled_from([1, 2, 4]), st.sampled_from(sorted(POLICIES)))
+        def run(steps: list[Step], page_size: int, policy: str) -> None:
             driver = self.make_driver(page_size, POLICIES[policy]())
-            walk = Walk(driver, data)
-            for _ in range(data.draw(st.integers(1, 25))):
-                walk.step()
+            walk = Walk(driver)
+            for step in steps:
+                walk.take(step)
             for held in driver.held.copy():
                 driver.close(held)
             driver.check()

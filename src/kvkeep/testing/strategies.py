@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,63 +12,86 @@ from hypothesis import strategies as st
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["prompts", "related_prompts", "tails", "token_forms"]
+__all__ = ["FORMS", "Recipe", "prompts", "recipes", "related_prompts", "token_forms"]
 
-_FORMS: list[Callable[[list[int]], Any]] = [
-    list,
-    tuple,
-    lambda tokens: np.array(tokens, np.int32),
-    lambda tokens: np.array(tokens, np.int64),
-    lambda tokens: np.array(tokens, np.uint16),
-    lambda tokens: np.array(tokens, ">i4"),
-    lambda tokens: np.repeat(np.array(tokens, np.int32), 2)[::2],  # not contiguous
-    lambda tokens: [np.int64(token) for token in tokens],
-]
+FORMS: dict[str, Callable[[list[int]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "int32": lambda tokens: np.array(tokens, np.int32),
+    "int64": lambda tokens: np.array(tokens, np.int64),
+    "uint16": lambda tokens: np.array(tokens, np.uint16),
+    "big-endian": lambda tokens: np.array(tokens, ">i4"),
+    "every other": lambda tokens: np.repeat(np.array(tokens, np.int32), 2)[::2],
+    "list of int64": lambda tokens: [np.int64(token) for token in tokens],
+    "memoryview": lambda tokens: memoryview(array("i", tokens)),
+}
+"""Ways to give the same tokens, all of which a cache accepts; ids below 2¹⁶."""
 
 
-def tails(page_size: int, *, alphabet: int = 3, max_pages: int = 3) -> st.SearchStrategy[list[int]]:
-    """Token lists with few different tokens, in runs, and lengths around page edges.
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to make a prompt from earlier ones, whatever they are by then.
 
-    Runs make whole pages equal by chance at any page size; single tokens at the end make them
-    differ late.
+    A state machine draws recipes, which cost little and shrink well, and builds prompts when it
+    needs them. Runs of one token make whole pages equal by chance at any page size, lengths lie
+    around page edges, and single tokens at the end make prompts differ late.
     """
+
+    kind: str
+    base: int
+    keep: int
+    fill: int
+    pages: int
+    more: int
+    end: tuple[int, ...]
+
+    def build(
+        self, earlier: Sequence[Sequence[int]], page_size: int, max_pages: int = 4
+    ) -> list[int]:
+        """1 … ``max_pages`` pages and a token: an ``earlier`` prompt again, a part of one, more
+        than one, or a new one.
+        """
+        base: list[int] = []
+        if earlier and self.kind != "new":
+            base = list(earlier[self.base % len(earlier)])
+        if self.kind == "part":
+            base = base[: self.keep % (len(base) + 1)]
+        if self.kind != "again":
+            run = 0 if self.kind == "part" else self.pages * page_size + self.more
+            base += [self.fill] * run + list(self.end)
+        return base[: max_pages * page_size + 1] or [self.fill]
+
+
+def recipes(*, alphabet: int = 3, new: bool = False) -> st.SearchStrategy[Recipe]:
+    """Recipes for prompts of few different tokens; ``new``: that look at no earlier prompt."""
     token = st.integers(0, alphabet - 1)
-    edge = st.integers(0, max_pages).map(lambda pages: pages * page_size)
-    length = st.builds(lambda at, by: max(1, at + by), edge, st.integers(-2, 2))
-    ends = st.lists(token, max_size=min(3, page_size))
-
-    def build(fill: int, size: int, end: list[int]) -> list[int]:
-        return ([fill] * size)[: max(0, size - len(end))] + end
-
-    return st.builds(build, token, length, ends).filter(bool)
+    kinds = ["new"] if new else ["again", "part", "part", "extend", "new"]
+    return st.builds(
+        Recipe,
+        kind=st.sampled_from(kinds),
+        base=st.integers(0, 15),
+        keep=st.integers(0, 63),
+        fill=token,
+        pages=st.integers(0, 3),
+        more=st.integers(-2, 2),
+        end=st.lists(token, max_size=4).map(tuple),
+    )
 
 
 def prompts(
     page_size: int, *, alphabet: int = 3, max_pages: int = 4
 ) -> st.SearchStrategy[list[int]]:
-    """Prompts of 1 … about ``max_pages`` pages that often begin alike."""
-    tail = tails(page_size, alphabet=alphabet, max_pages=max_pages)
-    short = st.lists(st.integers(0, alphabet - 1), min_size=1, max_size=2 * page_size)
-    return st.one_of(tail, short)
+    """Prompts of up to ``max_pages`` pages that often begin alike."""
+    return recipes(alphabet=alphabet, new=True).map(lambda r: r.build([], page_size, max_pages))
 
 
 def related_prompts(
     earlier: Sequence[Sequence[int]], page_size: int, *, alphabet: int = 3, max_pages: int = 4
 ) -> st.SearchStrategy[list[int]]:
     """A prompt that repeats, shortens, extends or leaves one of the ``earlier`` ones."""
-    new = prompts(page_size, alphabet=alphabet, max_pages=max_pages)
-    if not earlier:
-        return new
-    tail = st.lists(st.integers(0, alphabet - 1), max_size=page_size + 1)
-    cut = st.integers(0, max_pages * page_size)
-
-    def build(base: Sequence[int], keep: int, end: list[int]) -> list[int]:
-        return (list(base[:keep]) + end)[: max_pages * page_size + 1] or [0]
-
-    whole = st.sampled_from(earlier).map(list)
-    return st.one_of(whole, st.builds(build, st.sampled_from(earlier), cut, tail), new)
+    return recipes(alphabet=alphabet).map(lambda r: r.build(earlier, page_size, max_pages))
 
 
 def token_forms(tokens: Sequence[int]) -> st.SearchStrategy[Any]:
-    """The same tokens in every form that the cache accepts; ids below 2¹⁶."""
-    return st.sampled_from(_FORMS).map(lambda form: form(list(tokens)))
+    """The same tokens in every form that a cache accepts."""
+    return st.sampled_from(sorted(FORMS)).map(lambda form: FORMS[form](list(tokens)))

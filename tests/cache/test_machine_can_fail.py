@@ -1,0 +1,258 @@
+"""Faults put into the cache on purpose: the state machine must find each of them.
+
+`PagedCache.check` is switched off, so it is the model that finds them: by contents, by events, or
+by an answer that is not the right one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+from paged_machine import ChainMachine, RadixMachine
+
+from kvkeep import PagedCache
+from kvkeep.cache import sequence as sequence_module
+from kvkeep.cache.core import Core
+from kvkeep.cache.sequence import Sequence
+from kvkeep.errors import IllegalStep
+from kvkeep.events import Stored
+from kvkeep.eviction import LRU
+from kvkeep.keys import as_namespace
+from kvkeep.pages import PagePool
+from kvkeep.prefix.chain import ChainIndex, _KeyEncoder
+from kvkeep.prefix.radix import RadixIndex
+from kvkeep.prefix.tree import RunTree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SEARCH = settings(
+    max_examples=2000,
+    stateful_step_count=50,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],  # it is enough to know that there is one
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+)
+
+Patch = pytest.MonkeyPatch
+
+
+def writes_to_shared_pages(patch: Patch) -> None:
+    patch.setattr(Core, "may_write", lambda *_: True)
+
+
+def copies_what_need_not_be_copied(patch: Patch) -> None:
+    def may_write(self: Core, page: int, offset: int) -> bool:
+        return int(self.pool.references[page]) == 1
+
+    patch.setattr(Core, "may_write", may_write)
+
+
+def writes_over_what_is_to_be_copied(patch: Patch) -> None:
+    def may_write(self: Core, page: int, offset: int) -> bool:
+        return int(self.pool.references[page]) - len(self._claimed.get(page, ())) == 1
+
+    patch.setattr(Core, "may_write", may_write)
+
+
+def publishes_before_copies_are_made(patch: Patch) -> None:
+    permit = sequence_module.permit
+
+    def lax(state: object, step: str) -> None:
+        try:
+            permit(state, step)
+        except IllegalStep:
+            if step != "publish" or state is sequence_module.State.CLOSED:
+                raise
+
+    patch.setattr(sequence_module, "permit", lax)
+
+
+def publishes_the_page_that_is_not_full(patch: Patch) -> None:
+    publish = Sequence._publish
+
+    def more(self: Sequence, start: int, stop: int) -> None:
+        publish(self, start, min(stop + 1, len(self.tokens) // self._core.page_size))
+
+    patch.setattr(Sequence, "_publish", more)
+
+
+def forks_do_not_follow_a_publish(patch: Patch) -> None:
+    patch.setattr(Sequence, "_sharing", lambda *_: 0)
+
+
+def claims_on_published_pages_hold_nothing(patch: Patch) -> None:
+    patch.setattr(Core, "now_stored", lambda *_: None)
+
+
+def sources_of_copies_are_let_go(patch: Patch) -> None:
+    copies = Sequence.copies
+
+    def hasty(self: Sequence) -> object:
+        made = copies(self)
+        self._copies_made()
+        return made
+
+    patch.setattr(Sequence, "copies", hasty)
+
+
+def copies_are_handed_to_every_fork(patch: Patch) -> None:
+    copies, fork = Sequence.copies, Sequence.fork
+    inherited: dict[Sequence, list[object]] = {}
+
+    def fork_with_copies(self: Sequence) -> Sequence:
+        other = fork(self)
+        inherited[other] = [claim.copy for claim in other._claims]
+        return other
+
+    def handed_again(self: Sequence) -> object:
+        again = inherited.pop(self, [])
+        made = copies(self)
+        return [copy for copy in again if copy not in made] + made
+
+    patch.setattr(Sequence, "fork", fork_with_copies)
+    patch.setattr(Sequence, "copies", handed_again)
+
+
+def evicts_what_is_held(patch: Patch) -> None:
+    patch.setattr(RunTree, "_leave", lambda self, leaf: None)
+    patch.setattr(RunTree, "_enter", lambda self, leaf: self.policy.add(leaf))
+
+
+def a_fork_holds_nothing(patch: Patch) -> None:
+    patch.setattr(RunTree, "again", lambda self, hold: hold)
+
+
+def a_match_is_not_held(patch: Patch) -> None:
+    hold = RunTree.hold
+
+    def careless(self: RunTree, match: object, namespace: object, *, used: bool = True) -> object:
+        end, source = hold(self, match, namespace, used=used)
+        if source is not None:
+            self.release(source, used=False)
+            source = self.again(end)
+        return end, source
+
+    patch.setattr(RunTree, "hold", careless)
+
+
+def evicts_one_page_too_many(patch: Patch) -> None:
+    evict = RunTree.evict
+    patch.setattr(RunTree, "evict", lambda self, count: evict(self, count + (count == 2)))
+
+
+def partial_matches_are_a_token_too_long(patch: Patch) -> None:
+    match_head = RadixIndex._match_head
+
+    def longer(self: RadixIndex, head: bytes, match: object) -> None:
+        match_head(self, head, match)
+        if match.source is not None and match.partial_tokens * 4 < len(head):
+            match.partial_tokens += 1
+
+    patch.setattr(RadixIndex, "_match_head", longer)
+
+
+def partial_matches_are_a_token_too_short(patch: Patch) -> None:
+    match_inside = RadixIndex._match_inside
+
+    def shorter(self: RadixIndex, *args: object) -> object:
+        match = match_inside(self, *args)
+        if match.partial_tokens > 1:
+            match.partial_tokens -= 1
+        return match
+
+    patch.setattr(RadixIndex, "_match_inside", shorter)
+
+
+def namespaces_are_one(patch: Patch) -> None:
+    match, hold = RunTree.match, RunTree.hold
+    one = as_namespace("")
+    patch.setattr(RunTree, "match", lambda self, symbols, _: match(self, symbols, one))
+    patch.setattr(RunTree, "hold", lambda self, found, _, **how: hold(self, found, one, **how))
+
+
+def keys_of_rejected_tokens_stay(patch: Patch) -> None:
+    patch.setattr(_KeyEncoder, "cut", lambda self, pages: None)
+
+
+def keys_know_no_namespace(patch: Patch) -> None:
+    encoder = ChainIndex.encoder
+    patch.setattr(ChainIndex, "encoder", lambda self, _: encoder(self, as_namespace("")))
+
+
+def evicts_before_it_is_known_to_be_enough(patch: Patch) -> None:
+    take = Core.take
+
+    def eager(self: Core, count: int) -> object:
+        if count > self.pool.num_free:
+            self.evict(1, "pressure")
+        return take(self, count)
+
+    patch.setattr(Core, "take", eager)
+
+
+def a_use_is_forgotten(patch: Patch) -> None:
+    patch.setattr(LRU, "hit", lambda self, entry: None)
+    patch.setattr(LRU, "used", lambda self, entry: None)
+
+
+def pins_are_forgotten(patch: Patch) -> None:
+    patch.setattr(RunTree, "_enter", lambda self, leaf: self.policy.add(leaf))
+    patch.setattr(RunTree, "_leave", lambda self, leaf: self.policy.discard(leaf))
+
+
+def events_name_the_wrong_parent(patch: Patch) -> None:
+    def wrong(
+        sequence: int, namespace: object, parent: int, pages: object, tokens: object
+    ) -> object:
+        return Stored(sequence, namespace, -1, pages, tokens)
+
+    patch.setattr(sequence_module, "Stored", wrong)
+
+
+def duplicates_are_not_freed(patch: Patch) -> None:
+    def keeping(self: Sequence, start: int, own: object, existing: object) -> None:
+        differ = own[: len(existing)] != existing
+        self._table.values[start : start + len(existing)] = existing
+        self._core.pool.retain(existing[differ])
+
+    patch.setattr(Sequence, "_exchange", keeping)
+
+
+def pages_are_free_while_they_are_used(patch: Patch) -> None:
+    retain = PagePool.retain
+
+    def forgetful(self: PagePool, pages: object) -> None:
+        if len(pages) != 2:
+            retain(self, pages)
+
+    patch.setattr(PagePool, "retain", forgetful)
+
+
+RADIX_ONLY = {partial_matches_are_a_token_too_long, partial_matches_are_a_token_too_short,
+              a_match_is_not_held}  # fmt: skip
+CHAIN_ONLY = {keys_of_rejected_tokens_stay, keys_know_no_namespace}
+FAULTS: list[Callable[[Patch], None]] = [
+    value for value in list(globals().values())
+    if callable(value) and getattr(value, "__annotations__", {}).get("patch") == "Patch"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_machine_finds(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    monkeypatch.setattr(PagedCache, "check", lambda self: None)
+    fault(monkeypatch)
+    machine = ChainMachine if fault in CHAIN_ONLY else RadixMachine
+    with pytest.raises((Exception, pytest.fail.Exception)):  # it may show in any way
+        run_state_machine_as_test(seed(1)(machine), settings=SEARCH)
+
+
+def test_the_machine_finds_nothing_where_nothing_is_wrong(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(PagedCache, "check", lambda self: None)
+    few = settings(SEARCH, max_examples=5)
+    run_state_machine_as_test(seed(1)(RadixMachine), settings=few)
