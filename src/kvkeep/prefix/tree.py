@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from kvkeep.errors import InvalidValue
-from kvkeep.eviction.base import Entry
 from kvkeep.eviction.queues import AgeQueue
 from kvkeep.prefix.base import EMPTY_PAGES, Inserted, PrefixIndex, PrefixMatch, Run
 from kvkeep.prefix.heads import Heads, common_bytes
+from kvkeep.prefix.node import Node, Root, descend, living
 from kvkeep.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
@@ -37,48 +37,11 @@ if TYPE_CHECKING:
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
 
-__all__ = ["Node", "RunTree"]
+__all__ = ["RunTree"]
 
 _GROW_PAGES = 128
 """A leaf shorter than this grows in place when its only holder publishes more: a conversation or
 a long decode becomes a few long runs, not one per publish, and no publish copies more than this."""
-
-
-class Node(Entry):
-    """A run of pages and the symbols they stand for. The root of a namespace has no pages."""
-
-    __slots__ = (
-        "children", "end", "heads", "heir", "holders", "key", "pages", "parent", "pins", "run",
-    )  # fmt: skip
-
-    def __init__(
-        self, parent: Node | None, run: bytes | memoryview, pages: PageArray, unit: int
-    ) -> None:
-        super().__init__()
-        self.parent = parent
-        self.run = run
-        self.key = bytes(run[:unit])
-        self.pages = pages
-        self.size = len(pages)
-        self.end: int = self.size if parent is None else parent.end + self.size
-        self.children: dict[bytes, Node] = {}
-        self.heads: Heads | None = None
-        self.holders = 0  # holds on this very node, and children that are held
-        self.pins = 0
-        self.heir: Node | None = None  # when it is gone: the node that has its pins now
-
-    def __repr__(self) -> str:
-        return f"<Node …{self.end} pages, {self.size} of its own, {self.holders} holders>"
-
-
-class _Root(Node):
-    """Where the paths of one namespace begin: no pages, never evicted, gone when it is empty."""
-
-    __slots__ = ("namespace",)
-
-    def __init__(self, namespace: Namespace) -> None:
-        super().__init__(None, b"", EMPTY_PAGES, 0)
-        self.namespace = namespace
 
 
 class RunTree(PrefixIndex[Node]):
@@ -98,7 +61,7 @@ class RunTree(PrefixIndex[Node]):
         self.num_pages = 0
         self.num_evictable = 0
         self.pins_broken = 0
-        self._roots: dict[Namespace, _Root] = {}
+        self._roots: dict[Namespace, Root] = {}
         self._pinned = AgeQueue()  # leaves that could go, but for their pins
 
     # --- finding -----------------------------------------------------------------------------
@@ -180,7 +143,7 @@ class RunTree(PrefixIndex[Node]):
         if match is None:
             root = self._roots.get(namespace)
             if root is None:
-                root = self._roots[namespace] = _Root(namespace)
+                root = self._roots[namespace] = Root(namespace)
             self._hold(root)
             return root, None
         end = match.end
@@ -411,7 +374,7 @@ class RunTree(PrefixIndex[Node]):
             leaf.heir = parent
 
     def _forget_if_empty(self, root: Node) -> None:
-        assert isinstance(root, _Root)
+        assert isinstance(root, Root)
         if not root.children and not root.holders:
             del self._roots[root.namespace]
 
@@ -444,7 +407,7 @@ class RunTree(PrefixIndex[Node]):
         if root is None:
             return EMPTY_PAGES
         freed: list[PageArray] = []
-        for node in [n for n, _ in _descend(root)][:0:-1]:  # children before parents, no root
+        for node in [n for n, _ in descend(root)][:0:-1]:  # children before parents, no root
             if node.holders:
                 continue
             self._leave(node)
@@ -463,7 +426,7 @@ class RunTree(PrefixIndex[Node]):
 
     def unpin(self, hold: Node) -> None:
         """One pin less; nothing happens when the path is gone."""
-        hold = _living(hold)
+        hold = living(hold)
         if hold.parent is None:
             return
         assert hold.pins > 0
@@ -476,14 +439,14 @@ class RunTree(PrefixIndex[Node]):
 
     def length(self, hold: Node) -> int:
         """Pages on the path of ``hold``; 0 when it was evicted."""
-        hold = _living(hold)
+        hold = living(hold)
         return hold.end if hold.parent is not None else 0
 
     def covered(self, holds: list[Node]) -> int:
         """Pages on the paths of ``holds``, each counted once."""
         seen: set[Node] = set()
         for hold in holds:
-            node: Node | None = _living(hold)
+            node: Node | None = living(hold)
             while node is not None and node not in seen:
                 seen.add(node)
                 node = node.parent
@@ -499,7 +462,7 @@ class RunTree(PrefixIndex[Node]):
     def namespaces(self) -> dict[Namespace, int]:
         """Pages stored per namespace. Cost: all nodes."""
         return {
-            namespace: sum(node.size for node, _ in _descend(root))
+            namespace: sum(node.size for node, _ in descend(root))
             for namespace, root in self._roots.items()
         }
 
@@ -508,7 +471,7 @@ class RunTree(PrefixIndex[Node]):
         root = self._roots.get(namespace)
         if root is None:
             return
-        for node, depth in _descend(root):
+        for node, depth in descend(root):
             if node.parent is not None:
                 symbols = bytes(node.run)
                 yield Run(
@@ -534,7 +497,7 @@ class RunTree(PrefixIndex[Node]):
             assert root.holders or root.children, f"nothing is left in {namespace}"
             assert root.parent is None
             assert root.size == root.end == 0
-            for node, _ in _descend(root):
+            for node, _ in descend(root):
                 held = sum(1 for child in node.children.values() if child.holders)
                 assert node.holders == held + direct.pop(node, 0), f"wrong holders: {node}"
                 for key, child in node.children.items():
@@ -566,24 +529,7 @@ class RunTree(PrefixIndex[Node]):
         return f"<{self.name} index, {self.num_pages} pages, {self.num_evictable} evictable>"
 
 
-def _living(hold: Node) -> Node:
-    """Where the pins of ``hold`` are now: on itself, while it is there."""
-    while hold.heir is not None:
-        hold = hold.heir
-    return hold
-
-
 def _joined(parts: list[PageArray]) -> PageArray:
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts else EMPTY_PAGES
-
-
-def _descend(root: Node) -> Iterator[tuple[Node, int]]:
-    """Every node below and with ``root``, parents first, with its depth; no recursion."""
-    stack = [(root, 0)]
-    while stack:
-        node, depth = stack.pop()
-        yield node, depth
-        children = sorted(node.children.values(), key=lambda child: child.last_used)
-        stack.extend((child, depth + 1) for child in children)

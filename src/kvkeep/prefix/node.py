@@ -1,0 +1,71 @@
+"""`Node`: one run of pages in the tree, and ways to walk from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.eviction.base import Entry
+from kvkeep.prefix.base import EMPTY_PAGES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvkeep.keys import Namespace
+    from kvkeep.pages.table import PageArray
+    from kvkeep.prefix.heads import Heads
+
+__all__ = ["Node", "Root", "descend", "living"]
+
+
+class Node(Entry):
+    """A run of pages and the symbols they stand for. The root of a namespace has no pages."""
+
+    __slots__ = (
+        "children", "end", "heads", "heir", "holders", "key", "pages", "parent", "pins", "run",
+    )  # fmt: skip
+
+    def __init__(
+        self, parent: Node | None, run: bytes | memoryview, pages: PageArray, unit: int
+    ) -> None:
+        super().__init__()
+        self.parent = parent
+        self.run = run
+        self.key = bytes(run[:unit])
+        self.pages = pages
+        self.size = len(pages)
+        self.end: int = self.size if parent is None else parent.end + self.size
+        self.children: dict[bytes, Node] = {}
+        self.heads: Heads | None = None
+        self.holders = 0  # holds on this very node, and children that are held
+        self.pins = 0
+        self.heir: Node | None = None  # when it is gone: the node that has its pins now
+
+    def __repr__(self) -> str:
+        return f"<Node …{self.end} pages, {self.size} of its own, {self.holders} holders>"
+
+
+class Root(Node):
+    """Where the paths of one namespace begin: no pages, never evicted, gone when it is empty."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Namespace) -> None:
+        super().__init__(None, b"", EMPTY_PAGES, 0)
+        self.namespace = namespace
+
+
+def living(hold: Node) -> Node:
+    """Where the pins of ``hold`` are now: on itself, while it is there."""
+    while hold.heir is not None:
+        hold = hold.heir
+    return hold
+
+
+def descend(root: Node) -> Iterator[tuple[Node, int]]:
+    """Every node below and with ``root``, parents first, with its depth; no recursion."""
+    stack = [(root, 0)]
+    while stack:
+        node, depth = stack.pop()
+        yield node, depth
+        children = sorted(node.children.values(), key=lambda child: child.last_used)
+        stack.extend((child, depth + 1) for child in children)
