@@ -182,7 +182,7 @@ class PagedCache:
     def clear(self, namespace: NamespaceLike | None = None) -> int:
         """Forget everything that no running sequence uses, in one namespace or in all.
 
-        Soft pins end, hard pins stay. Returns the pages freed.
+        Soft pins of what goes end, hard pins stay. Returns the pages freed.
         """
         space = None if namespace is None else as_namespace(namespace)
         with self._core:

@@ -119,7 +119,7 @@ class PrefixIndex(ABC, Generic[Hold]):
     num_evictable: int
     """Pages that nobody holds; soft pins count as evictable."""
     pins_broken: int
-    """Soft pins that gave way to memory pressure."""
+    """Soft pins that gave way to memory pressure, or to `clear`."""
 
     @abstractmethod
     def encoder(self, namespace: Namespace) -> Encoder:
