@@ -90,9 +90,10 @@ class Bench:
         return tokens[-count:]
 
     def piece(self, sequence: Sequence, start: int) -> Piece:
-        """The tokens of ``sequence`` from ``start`` on, with its copies made."""
+        """The tokens of ``sequence`` from ``start`` on, all logits wanted, its copies made."""
         self.runner.copy(sequence.copies())
-        return Piece(sequence.tokens[start:].copy(), start, sequence.pages.copy())
+        tokens = sequence.tokens[start:].copy()
+        return Piece(tokens, start, sequence.pages.copy(), len(tokens))
 
     def compute(self, sequence: Sequence, start: int | None = None) -> torch.Tensor:
         """Compute ``sequence`` from ``start`` (default: what is not cached) and publish it.
@@ -100,7 +101,7 @@ class Bench:
         Returns the logits of all computed tokens.
         """
         start = sequence.num_cached if start is None else start
-        logits = self.runner.forward([self.piece(sequence, start)], every_token=True)
+        logits = self.runner.forward([self.piece(sequence, start)])
         sequence.publish()
         return logits
 

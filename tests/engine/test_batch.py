@@ -114,12 +114,19 @@ def test_new_keys_and_values_are_in_their_pages_afterwards():
 def test_the_row_of_tokens():
     pages = np.array([5, 2], np.int32)
     pieces = [
-        Piece(np.array([7, 8, 9], np.int32), 3, pages),
+        Piece(np.array([7, 8, 9], np.int32), 3, pages, outputs=2),
+        Piece(np.array([5], np.int32), 0, np.array([3], np.int32), outputs=0),
         Piece(np.array([4], np.int32), 0, np.array([1], np.int32)),
     ]
     tensors = PagedTensors(KVGeometry(1, 1, 2, "float32"), 6, 4, device="cpu")
     batch = PagedBatch(pieces, tensors)
-    assert batch.input_ids.tolist() == [[7, 8, 9, 4]]
-    assert batch.positions.tolist() == [[3, 4, 5, 0]]
-    assert batch.slots.tolist() == [5 * 4 + 3, 2 * 4, 2 * 4 + 1, 1 * 4]
-    assert batch.last.tolist() == [2, 3]
+    assert batch.input_ids.tolist() == [[7, 8, 9, 5, 4]]
+    assert batch.positions.tolist() == [[3, 4, 5, 0, 0]]
+    assert batch.slots.tolist() == [5 * 4 + 3, 2 * 4, 2 * 4 + 1, 3 * 4, 1 * 4]
+    assert batch.outputs.tolist() == [1, 2, 4]
+
+
+@pytest.mark.parametrize("outputs", [-1, 3])
+def test_a_piece_has_no_more_outputs_than_tokens(outputs):
+    with pytest.raises(AssertionError):
+        Piece(np.zeros(2, np.int32), 0, np.zeros(1, np.int32), outputs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -71,9 +73,7 @@ def test_after_fork(bench, prompt):
         for seed, sequence in enumerate((one, two)):
             sequence.append(prompt(3, 10 * turn + seed))
         start = one.num_tokens - 3
-        logits = bench.runner.forward(
-            [bench.piece(one, start), bench.piece(two, start)], every_token=True
-        )
+        logits = bench.runner.forward([bench.piece(one, start), bench.piece(two, start)])
         bench.assert_right(one, logits[:3])
         bench.assert_right(two, logits[3:])
 
@@ -115,8 +115,8 @@ def test_batch_of_mixed_hits(bench, prompt):
         bench.piece(decoding[1], 17),
     ]
     sequences = [decoding[0], *opened, decoding[1]]
-    lasts = bench.runner.forward(pieces)
-    every = bench.runner.forward(pieces, every_token=True)
+    lasts = bench.runner.forward([replace(piece, outputs=1) for piece in pieces])
+    every = bench.runner.forward(pieces)
     ends = np.cumsum([len(piece.tokens) for piece in pieces])
     assert len(every) == ends[-1]
     for sequence, piece, end, last in zip(sequences, pieces, ends, lasts, strict=True):
@@ -126,13 +126,40 @@ def test_batch_of_mixed_hits(bench, prompt):
 
 def test_prefill_in_parts(bench, prompt):
     sequence = bench.cache.open(prompt(45, 1))
-    parts = [
-        bench.runner.forward(
-            [Piece(sequence.tokens[start : start + 13], start, sequence.pages)], every_token=True
+    parts = []
+    for start in range(0, 45, 13):
+        tokens = sequence.tokens[start : start + 13]
+        parts.append(
+            bench.runner.forward([Piece(tokens, start, sequence.pages, outputs=len(tokens))])
         )
-        for start in range(0, 45, 13)
-    ]
     bench.assert_right(sequence, torch.cat(parts))
+
+
+def test_logits_of_the_tokens_that_are_asked_for(bench, prompt):
+    sequences = [bench.cache.open(prompt(length, length)) for length in (12, 9, 20)]
+    pieces = [
+        replace(bench.piece(sequence, 0), outputs=outputs)
+        for sequence, outputs in zip(sequences, (0, 4, 1), strict=True)
+    ]
+    logits = bench.runner.forward(pieces)
+    assert logits.shape == (5, bench.runner.vocabulary)
+    bench.assert_right(sequences[1], logits[:4])
+    bench.assert_right(sequences[2], logits[4:])
+
+
+def test_no_logits_at_all(bench, prompt):
+    """The middle of a prompt: the head is not run, and what was computed is in the pages."""
+    tokens = prompt(24, 1)
+    sequence = bench.cache.open(tokens)
+    seen = []
+    handle = bench.runner.model.lm_head.register_forward_hook(
+        lambda _, given, __: seen.append(given[0].numel())
+    )
+    logits = bench.runner.forward([replace(bench.piece(sequence, 0), outputs=0)])
+    handle.remove()
+    assert logits.shape == (0, bench.runner.vocabulary)
+    assert sum(seen) == 0
+    bench.assert_right(sequence, bench.runner.forward([bench.piece(sequence, 23)]))
 
 
 @pytest.mark.parametrize("part", ["k", "v"])

@@ -42,16 +42,19 @@ class Piece:
 
     ``tokens`` are the new ids, ``start`` the position of the first in its sequence, ``pages`` the
     sequence's page table: it covers ``start + len(tokens)`` tokens, and the first ``start`` of
-    them are computed already.
+    them are computed already. ``outputs`` is of how many of its last tokens logits are wanted:
+    none in the middle of a prompt, one to decode, each token's to verify drafts.
     """
 
     tokens: IntArray
     start: int
     pages: IntArray
+    outputs: int = 1
 
     def __post_init__(self) -> None:
         assert len(self.tokens) > 0, "a piece has at least one token"
         assert self.start >= 0
+        assert 0 <= self.outputs <= len(self.tokens), "logits are those of tokens of the piece"
 
     @property
     def stop(self) -> int:
@@ -98,8 +101,8 @@ class PagedBatch:
     """The pieces of one forward pass, laid out as one row of T tokens.
 
     ``input_ids`` and ``positions`` are int64 [1, T], ``slots`` int64 [T] (where each token's K and
-    V go), ``last`` int64 [pieces] (the row of each piece's last token). Made for one forward pass,
-    and thrown away after it. Thread safety: none.
+    V go), ``outputs`` int64 [n] (the rows whose logits are wanted, piece after piece). Made for one
+    forward pass, and thrown away after it. Thread safety: none.
     """
 
     def __init__(self, pieces: Sequence[Piece], tensors: PagedTensors) -> None:
@@ -116,21 +119,25 @@ class PagedBatch:
         self.slots = torch.cat(
             [tensors.slots(piece.pages, piece.start, piece.stop) for piece in self.pieces]
         )
-        self.last = torch.from_numpy(ends - 1).to(self.device)
+        wanted = [
+            np.arange(end - piece.outputs, end)
+            for end, piece in zip(ends.tolist(), self.pieces, strict=True)
+        ]
+        self.outputs = torch.from_numpy(np.concatenate(wanted)).to(self.device)
         # One plan per window: layers of the same window share masks and padded tables.
         self._plans: dict[int | None, _Plan] = {}
 
     def _row(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64))[None].to(self.device)
 
-    def run(self, model: PreTrainedModel, rows: torch.Tensor) -> torch.Tensor:
-        """The forward pass; returns the logits of ``rows`` (int64 [n]): [n, vocabulary]."""
+    def run(self, model: PreTrainedModel) -> torch.Tensor:
+        """The forward pass; returns the logits of ``outputs``: [n, vocabulary], n may be 0."""
         with torch.inference_mode():
             logits: torch.Tensor = model(
                 input_ids=self.input_ids,
                 position_ids=self.positions,
                 use_cache=False,
-                logits_to_keep=rows,
+                logits_to_keep=self.outputs,
                 paged_batch=self,
             ).logits
         return logits[0]

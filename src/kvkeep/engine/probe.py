@@ -76,10 +76,13 @@ def _over_pages(
     first, rest = _FIRST, _TOKENS - _FIRST
     tensors = PagedTensors(geometry, 4, 2, device=model.device)
     table, other = np.array([[2, 0], [3, 1]], np.int32)
-    begun = _Recorder([Piece(one[:first], 0, table), Piece(two[:rest], 0, other)], tensors)
-    ended = _Recorder([Piece(one[first:], first, table), Piece(two[rest:], rest, other)], tensors)
-    everything = torch.arange(_TOKENS, device=model.device)
-    begin, end = (batch.run(model, everything).float() for batch in (begun, ended))
+    begun = _Recorder(
+        [Piece(one[:first], 0, table, first), Piece(two[:rest], 0, other, rest)], tensors
+    )
+    ended = _Recorder(
+        [Piece(one[first:], first, table, rest), Piece(two[rest:], rest, other, first)], tensors
+    )
+    begin, end = (batch.run(model).float() for batch in (begun, ended))
     for batch in (begun, ended):
         if batch.windows != list(geometry.windows):
             raise UnsupportedModel(

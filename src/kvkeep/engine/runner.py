@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvkeep.engine import loading, probe
 from kvkeep.engine.batch import PagedBatch
 from kvkeep.errors import InvalidValue
@@ -16,6 +14,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
+    import torch
     from transformers import PreTrainedModel
 
     from kvkeep.engine.batch import Piece
@@ -108,13 +107,11 @@ class Runner:
         """Make page copies, in order."""
         self.tensors.copy(list(copies))
 
-    def forward(self, pieces: Sequence[Piece], *, every_token: bool = False) -> torch.Tensor:
+    def forward(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Compute ``pieces``: their KV goes to their pages, their logits are returned.
 
-        Returns the logits of each piece's last token [pieces, vocabulary], or with ``every_token``
-        those of all tokens, piece after piece [tokens, vocabulary]. Pieces of one call must not
-        depend on each other. Cost: one forward pass of the model over all tokens of the pieces.
+        Returns [sum of ``outputs``, vocabulary]: the logits of the last ``outputs`` tokens of each
+        piece, piece after piece. Pieces of one call must not depend on each other. Cost: one
+        forward pass of the model over all tokens of the pieces, and its head over the outputs.
         """
-        batch = PagedBatch(pieces, self.tensors)
-        rows = torch.arange(len(batch.slots), device=self.device) if every_token else batch.last
-        return batch.run(self.model, rows)
+        return PagedBatch(pieces, self.tensors).run(self.model)
