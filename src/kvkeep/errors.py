@@ -6,6 +6,7 @@
     ├── IllegalStep (RuntimeError)  a step that the object's present state does not allow
     ├── OutOfPages (MemoryError)    the pool cannot give the pages asked for; nothing changed
     ├── OutOfSlots (MemoryError)    no slot can be had; nothing changed
+    ├── QueueFull (RuntimeError)    as many requests wait as may; this one was not taken
     ├── NotCached (LookupError)     what was named is not in the cache
     └── MissingExtra (ImportError)  an optional package is needed: which extra to install
 
@@ -30,6 +31,7 @@ __all__ = [
     "NotCached",
     "OutOfPages",
     "OutOfSlots",
+    "QueueFull",
     "UnsupportedModel",
     "require",
     "whole",
@@ -84,6 +86,10 @@ class OutOfSlots(KVKeepError, MemoryError):
 
     def __reduce__(self) -> tuple[type[OutOfSlots], tuple[int, int]]:
         return type(self), (self.running, self.total)  # it crosses processes
+
+
+class QueueFull(KVKeepError, RuntimeError):
+    """As many requests wait as may; this one was not taken. Later there may be room."""
 
 
 class NotCached(KVKeepError, LookupError):

@@ -86,12 +86,18 @@ class PagedCache:
     # --- requests ----------------------------------------------------------------------------
 
     def open(
-        self, tokens: TokensLike, namespace: NamespaceLike = "", *, priority: int = 0
+        self,
+        tokens: TokensLike,
+        namespace: NamespaceLike = "",
+        *,
+        priority: int = 0,
+        reserve: int = 0,
     ) -> Sequence:
         """Begin a request: find its longest cached prefix and give it pages for all its tokens.
 
         ``num_cached`` of the result says how many tokens need no computing; the last prompt token
         is always left, since its logits are wanted. ``priority`` is for policies that ask.
+        ``reserve`` pages have to remain that others can get: room for running sequences to grow.
         Raises `InvalidValue` for tokens that are none, `OutOfPages` with nothing changed.
         Cost: O(tokens) at memory speed; see `benchmarks/core.py`.
         """
@@ -100,12 +106,13 @@ class PagedCache:
             raise InvalidValue("a prompt has at least one token, got none")
         space = as_namespace(namespace)
         priority = whole("priority", priority)
+        reserve = whole("reserve", reserve, 0)
         core = self._core
         with core:
             encoder = core.index.encoder(space)
             match = core.index.match(encoder.lookup(prompt[:-1]), space)
             check_range(prompt, self._matched(match))
-            match, needed = self._affordable(match, -(-len(prompt) // self.page_size))
+            match, needed = self._affordable(match, -(-len(prompt) // self.page_size), reserve)
             hold, source = core.index.hold(match, space)
             shared = EMPTY_PAGES if match is None else match.pages
             fresh = core.take(needed)
@@ -131,7 +138,7 @@ class PagedCache:
             return sequence
 
     def _affordable(
-        self, match: PrefixMatch[Any] | None, total: int
+        self, match: PrefixMatch[Any] | None, total: int, reserve: int
     ) -> tuple[PrefixMatch[Any] | None, int]:
         """The match to hold and the pages it then needs, or `OutOfPages` before anything changed.
 
@@ -140,17 +147,17 @@ class PagedCache:
         """
         core = self._core
         needed = total - (0 if match is None else len(match.pages))
-        if needed <= core.pool.num_free:
+        if needed + reserve <= core.pool.num_free:
             return match, needed
         core.pins.expire()
         available = core.available() - core.index.protects(match)
-        if needed > available and match is not None and match.source is not None:
+        if needed + reserve > available and match is not None and match.source is not None:
             match = match.without_partial()
             available = core.available() - core.index.protects(match)
-            if needed <= available:
+            if needed + reserve <= available:
                 core.counters.partial_hits_given_up += 1
-        if needed > available:
-            raise core.short_of(needed, available)
+        if needed + reserve > available:
+            raise core.short_of(needed + reserve, available)
         return match, needed
 
     def match(self, tokens: TokensLike, namespace: NamespaceLike = "") -> CachedPrefix:
@@ -238,6 +245,12 @@ class PagedCache:
             self._core.pins.end(pin)
 
     # --- looking -----------------------------------------------------------------------------
+
+    @property
+    def num_available(self) -> int:
+        """Pages that a request could get now: free, or cached and evictable. Cost: two adds."""
+        with self._core:
+            return self._core.available()
 
     def stats(self) -> CacheStats:
         """What the cache holds and has done. Cost: one pass over the reference counts."""
