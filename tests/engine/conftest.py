@@ -121,19 +121,19 @@ def random_tokens(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCABULARY, count, dtype=np.int32)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def prompt():
     """``prompt(count, seed)``: random tokens."""
     return random_tokens
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_model():
     """``make_model(family, **changes of its configuration)``."""
     return build
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_bench():
     """``make_bench(family, page_size=…, num_pages=…, **of the cache)``."""
     return Bench
