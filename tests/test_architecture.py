@@ -49,7 +49,8 @@ BASE_OF = {"telemetry": {"events"}, "backends": {"errors", "keys", "events"}}
 EXTERNAL: dict[str, set[str]] = {
     "numpy": {""},  # everybody
     "torch": {
-        "pages.tensors", "slots.tensors", "engine", "integrations", "store", "codecs",
+        "pages.tensors", "pages.prepared", "slots.tensors",
+        "engine", "integrations", "store", "codecs",
     },
     "transformers": {
         "engine", "integrations",

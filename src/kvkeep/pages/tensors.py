@@ -14,6 +14,8 @@ from kvkeep.pages.copying import checked_copies, independent, runs
 require("torch", "torch")
 import torch  # noqa: E402 - where it is missing, the line above says what to install
 
+from kvkeep.pages.prepared import Gather, Places, Scratch  # noqa: E402 - it needs torch as well
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import SupportsIndex
@@ -98,6 +100,10 @@ class PagedTensors:
             wide = self.page_bytes % 8 == 0
             self._rows = self._elements.view(torch.int64) if wide else self._elements
             self._keys, self._values = self._views()
+        self._layers = (
+            self._keys.unbind(1),
+            None if geometry.latent_dim is not None else self._values.unbind(1),
+        )
         self.device = self._elements.device
         self._check_ids = check_ids or self.device.type == "cpu"
         # Many small copies are one kernel on a GPU; a CPU is quickest with one memcpy a page.
@@ -142,13 +148,16 @@ class PagedTensors:
         tokens = torch.arange(start, stop, device=self.device) - first * self.page_size
         return pages[tokens // self.page_size] * self.page_size + tokens % self.page_size
 
-    def store(self, layer: int, slots: Integers, k: Tensor, v: Tensor | None = None) -> None:
+    def store(
+        self, layer: int, slots: Integers | Places, k: Tensor, v: Tensor | None = None
+    ) -> None:
         """Write tokens: ``k`` [tokens, heads, dim] and ``v`` at ``slots`` of one layer.
 
+        Slots that go into many layers are best looked at once, by `prepare_store`.
         ``v`` is left out with a latent geometry. Dtype and device have to be the memory's own:
         rounding is for the caller to decide. Where a slot is given twice, either token may stay.
         """
-        index = self._integers("slots", slots, self.num_pages * self.page_size)
+        places = slots if isinstance(slots, Places) else self.prepare_store(slots)
         latent = self.geometry.latent_dim is not None
         if (v is None) != latent:
             raise InvalidValue(
@@ -159,10 +168,15 @@ class PagedTensors:
             [("k", k, self._keys)] if v is None else [("k", k, self._keys), ("v", v, self._values)]
         )
         for name, tensor, memory in parts:
-            self._check_tokens(name, tensor, (len(index), *memory.shape[-2:]))
-        where = (index // self.page_size, index % self.page_size)
+            self._check_tokens(name, tensor, (len(places), *memory.shape[-2:]))
+        where = (places.pages, places.offsets)
         for _, tensor, memory in parts:
             memory[:, layer].index_put_(where, tensor.detach().view(self._carrier))
+
+    def prepare_store(self, slots: Integers) -> Places:
+        """``slots`` in the form that `store` takes at any layer without looking at them again."""
+        index = self._integers("slots", slots, self.num_pages * self.page_size)
+        return Places(index, self.page_size)
 
     def gather(self, layer: int, pages: Integers, length: int) -> tuple[Tensor, Tensor]:
         """K and V of a sequence's first ``length`` tokens: [length, heads, dim], copies.
@@ -183,6 +197,18 @@ class PagedTensors:
         if self.geometry.latent_dim is not None:
             return k, k[..., : self.geometry.latent_dim]
         return k, self._gathered(self._values, layer, index)[:length]
+
+    def scratch(self) -> Scratch:
+        """Memory for gathers to share; empty at first."""
+        return Scratch(self._carrier, self.device)
+
+    def prepare_gather(self, pages: Integers, scratch: Scratch) -> Gather:
+        """A gather of all tokens of ``pages``, to be filled at any layer, in ``scratch``'s memory.
+
+        The same as `gather`, which checks the ids and makes new memory each time.
+        """
+        value_dim = self._values.shape[-1]
+        return Gather(self._layers, self._pages(pages), scratch, self.dtype, value_dim)
 
     def copy(self, copies: Iterable[Copy]) -> None:
         """Make copies (src, dst, tokens): the first ``tokens`` of a page, in every layer.
