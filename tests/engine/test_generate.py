@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvkeep.cache import PagedCache
-from kvkeep.engine import Engine, SamplingParams
+from kvkeep.engine import Engine, Limits, SamplingParams
 from kvkeep.errors import InvalidValue, OutOfPages
 
 pytestmark = pytest.mark.model
@@ -83,13 +83,13 @@ def test_greedy_tokens_are_those_without_a_cache(make_bench, prompt, family, pag
 
 def test_only_uncached_tokens_are_computed(bench, prompt):
     runner = CountingRunner(bench.runner)
-    engine = Engine(runner, bench.cache, prefill_tokens=16)
+    engine = Engine(runner, bench.cache, limits=Limits(step_tokens=16, max_running=8))
     tokens = prompt(40, 1)
     first = engine.generate([tokens], few(3))
     assert runner.computed == [[16], [16], [8], [1], [1]]
     runner.computed.clear()
     again = engine.generate([tokens, tokens], few(3))
-    assert runner.computed == [[1], [1], [1, 1], [1, 1]]
+    assert runner.computed == [[1, 1], [1, 1], [1, 1]]
     assert [one.cached_tokens for one in again] == [39, 39]
     assert {one.tokens for one in again} == {first[0].tokens}
 
@@ -113,7 +113,7 @@ def test_without_reuse_nothing_is_read_or_left(bench, prompt):
     cached = bench.cache.stats().pages_cached
     runner = CountingRunner(bench.runner)
     done = Engine(runner, bench.cache, reuse=False).generate([tokens, tokens], few(4))
-    assert runner.computed[:2] == [[33], [33]]
+    assert runner.computed[0] == [33, 33]
     assert [one.cached_tokens for one in done] == [0, 0]
     assert {one.tokens for one in done} == {kept.tokens}
     assert bench.cache.stats().pages_cached == cached
@@ -141,10 +141,13 @@ def test_the_youngest_gives_way_and_comes_back(make_bench, prompt, reuse):
     bench = make_bench("llama", page_size=PAGE, num_pages=18)
     runner = CountingRunner(bench.runner)
     prompts = [prompt(20, seed) for seed in range(3)]
-    done = Engine(runner, bench.cache, reuse=reuse).generate(prompts, few(30))
-    assert len(runner.computed[0]) == len(runner.computed[1]) == len(runner.computed[2]) == 1
-    assert max(map(len, runner.computed)) == 3  # all three ran together at first
-    assert sum(max(sizes) > 1 for sizes in runner.computed) > 3  # somebody was prefilled again
+    engine = Engine(runner, bench.cache, reuse=reuse)
+    done = engine.generate(prompts, few(30))
+    assert len(runner.computed[0]) == 3 or not reuse  # without a word of reserve they would not fit
+    assert engine.stats().preempted > 0
+    again = sum(map(sum, runner.computed)) - sum(map(len, prompts)) - 3 * 29
+    assert again > 0  # what had been evicted, or was never kept, was computed again
+    assert again < engine.stats().preempted * 49
     for tokens, one in zip(prompts, done, strict=True):
         assert list(one.tokens) == bench.greedy(tokens, 30)
         assert one.cached_tokens == 0  # of the prompt as it came
@@ -153,12 +156,12 @@ def test_the_youngest_gives_way_and_comes_back(make_bench, prompt, reuse):
 
 def test_who_gave_way_goes_before_who_has_not_begun(make_bench, prompt):
     bench = make_bench("llama", page_size=PAGE, num_pages=18)
-    engine = Engine(bench.runner, bench.cache, max_batch=3)
+    engine = Engine(bench.runner, bench.cache, limits=Limits(max_running=3))
     deltas = list(engine.stream([prompt(20, seed) for seed in range(5)], few(30)))
     assert bench.cache.stats().out_of_pages > 0
-    begun = list(dict.fromkeys(delta.index for delta in deltas))
-    ended = [delta.index for delta in deltas if delta.completion is not None]
-    assert begun == ended == [0, 1, 2, 3, 4]
+    begun = list(dict.fromkeys(delta.request.id for delta in deltas))
+    ended = [delta.request.id for delta in deltas if delta.completion is not None]
+    assert begun == ended == [1, 2, 3, 4, 5]
 
 
 def test_seeds_reproduce_through_preemption(make_bench, prompt):
@@ -221,11 +224,11 @@ def test_an_end_token_ends(bench, prompt):
 def test_deltas_come_one_by_one(engine, prompt):
     prompts = [prompt(9, 1), prompt(13, 2)]
     deltas = list(engine.stream(prompts, [few(2), few(4)]))
-    for index, count in enumerate((2, 4)):
-        mine = [delta for delta in deltas if delta.index == index]
+    for number, count in ((1, 2), (2, 4)):
+        mine = [delta for delta in deltas if delta.request.id == number]
         assert len(mine) == count
         assert [delta.completion is not None for delta in mine] == [False] * (count - 1) + [True]
-        assert tuple(delta.token for delta in mine) == mine[-1].completion.tokens
+        assert sum((delta.tokens for delta in mine), ()) == mine[-1].completion.tokens
     done = deltas[-1].completion
     assert 0 < done.ttft_s <= done.seconds
 
@@ -253,8 +256,9 @@ def test_a_stream_that_is_closed_early_gives_everything_back(bench, engine, prom
 def test_an_error_in_any_forward_pass_gives_everything_back(bench, prompt, fail_at, error):
     tokens = [prompt(18, 1), np.concatenate((prompt(18, 1)[:10], prompt(5, 2)))]
     runner = CountingRunner(bench.runner, fail_at, error)
+    limits = Limits(step_tokens=10, max_running=4)
     with pytest.raises(error):
-        Engine(runner, bench.cache, prefill_tokens=10).generate(tokens, few(8))
+        Engine(runner, bench.cache, limits=limits).generate(tokens, few(8))
     assert bench.cache.stats().sequences == 0
     bench.cache.check()
     # What was kept is right: nothing was published before it was computed.
@@ -266,8 +270,9 @@ def test_when_others_hold_the_pool(bench, engine, prompt):
     others = bench.cache.open(prompt(61 * PAGE, 1))
     with pytest.raises(OutOfPages):
         engine.generate([prompt(20, 2)])
-    with pytest.raises(OutOfPages):
-        engine.generate([prompt(8, 2)], few(20))  # fits, and cannot grow
+    (cut,) = engine.generate([prompt(8, 2)], few(20))  # fits, and cannot grow
+    assert (len(cut.tokens), cut.finish_reason) == (5, "length")
+    assert list(cut.tokens) == bench.greedy(prompt(8, 2), 5)
     others.close()
     assert engine.generate([prompt(20, 2)], few(1))
 
@@ -278,8 +283,8 @@ def test_when_others_hold_the_pool(bench, engine, prompt):
 @pytest.mark.parametrize(
     ("prompts", "says"),
     [
-        ([[]], "prompt 0 has no tokens"),
-        ([[1], list(range(100)) * 3], "prompt 1 has 300 tokens and the pool holds 256"),
+        ([[]], "prompt 0: it has no tokens"),
+        ([[1], list(range(100)) * 3], "prompt 1: it has 300 tokens and the pool holds 256"),
         ([[1, 160]], "token 160; the model knows 0 … 159"),
         ([[1, -1]], "token ids lie in"),
         (["text"], "need a tokenizer"),
@@ -302,10 +307,20 @@ def test_params_fit_the_prompts(engine):
         engine.generate([[1]], few(1, stop=("x",)))
 
 
-@pytest.mark.parametrize("wrong", [{"max_batch": 0}, {"prefill_tokens": 0}])
-def test_an_engine_wants_room_to_work(bench, wrong):
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_running": 0},
+        {"step_tokens": 0},
+        {"max_running": 9, "step_tokens": 8},
+        {"max_waiting": -1},
+        {"max_overtaken": -1},
+        {"watermark": 1.0},
+    ],
+)
+def test_an_engine_wants_room_to_work(wrong):
     with pytest.raises(InvalidValue):
-        Engine(bench.runner, bench.cache, **wrong)
+        Limits(**wrong)
 
 
 @pytest.mark.parametrize("measures", [(63, PAGE), (64, 8)])

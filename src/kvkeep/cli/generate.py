@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.model import add_model_arguments, choose_threads, load, progress
@@ -53,6 +52,13 @@ def add_parser(commands: Commands) -> None:
     sampling.add_argument(
         "--stop", metavar="TEXT", action="append", default=[], help="end before this text"
     )
+    sampling.add_argument(
+        "--draft-tokens",
+        metavar="N",
+        type=int,
+        default=0,
+        help="guess up to N tokens a step from what the prompt repeats (default: 0)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -71,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         max_tokens=args.max_tokens,
         stop=tuple(args.stop),
+        draft_tokens=args.draft_tokens,
     )
     runner, tokenizer = load(args, dtype=args.dtype)
     cache = PagedCache(runner.num_pages, runner.page_size)
@@ -83,12 +90,12 @@ def run(args: argparse.Namespace) -> int:
         done: dict[int, Completion] = {}
         for delta in engine.stream(prompts, params):
             if delta.completion is not None:
-                done[delta.index] = delta.completion
+                done[delta.request.id] = delta.completion
                 advance()
-    completions = [done[index] for index in range(len(prompts))]
+    completions = [done[number] for number in sorted(done)]
     if args.json:
         answers = [
-            {"prompt": prompt, **asdict(completion)}
+            {"prompt": prompt, **_as_json(completion)}
             for prompt, completion in zip(args.prompt, completions, strict=True)
         ]
         print(json.dumps({"completions": answers, "cache": cache.stats().as_dict()}))
@@ -97,6 +104,18 @@ def run(args: argparse.Namespace) -> int:
         print(f"> {prompt}\n{completion.text}\n", flush=True)
         _print_figures(completion)
     return 0
+
+
+def _as_json(completion: Completion) -> dict[str, object]:
+    return {
+        "text": completion.text,
+        "tokens": completion.tokens,
+        "finish_reason": completion.finish_reason,
+        "prompt_tokens": completion.prompt_tokens,
+        "cached_tokens": completion.cached_tokens,
+        "ttft_s": completion.ttft_s,
+        "seconds": completion.seconds,
+    }
 
 
 def _tokens(prompt: str, tokenizer: Tokenizer, chat: bool | None) -> TokenArray:

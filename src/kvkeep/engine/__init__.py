@@ -7,10 +7,16 @@ from kvkeep.errors import require
 require("torch", "transformers")  # all of this room needs it: say which extra brings it
 
 from kvkeep.engine.batch import Piece  # noqa: E402 - torch was asked for politely first
-from kvkeep.engine.generate import Engine  # noqa: E402
-from kvkeep.engine.request import Completion, Delta  # noqa: E402
+from kvkeep.engine.engine import Engine  # noqa: E402
+from kvkeep.engine.logprobs import TokenLogprob  # noqa: E402
+from kvkeep.engine.params import SamplingParams  # noqa: E402
+from kvkeep.engine.request import Choice, Completion, Delta, Request  # noqa: E402
 from kvkeep.engine.runner import Runner  # noqa: E402
-from kvkeep.engine.sampling import SamplingParams  # noqa: E402
+from kvkeep.engine.scheduler import Limits  # noqa: E402
+from kvkeep.engine.stats import EngineStats  # noqa: E402
 from kvkeep.engine.text import Tokenizer  # noqa: E402
 
-__all__ = ["Completion", "Delta", "Engine", "Piece", "Runner", "SamplingParams", "Tokenizer"]
+__all__ = [
+    "Choice", "Completion", "Delta", "Engine", "EngineStats", "Limits", "Piece", "Request",
+    "Runner", "SamplingParams", "TokenLogprob", "Tokenizer",
+]  # fmt: skip

@@ -1,0 +1,263 @@
+"""`Engine`: prompts in, completions out, over a runner and a paged cache, many at a time.
+
+Requests join and leave at every step. A step is one forward pass over what the `Scheduler` chose:
+the newest tokens of all answers that decode, and chunks of prompts. `Engine.step` is the whole
+story; a server calls it in a loop, `generate` and `stream` are such loops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvkeep.engine.beams import BeamSearch
+from kvkeep.engine.params import SamplingParams
+from kvkeep.engine.request import Request
+from kvkeep.engine.scheduler import Limits, Scheduler
+from kvkeep.engine.stats import EngineStats
+from kvkeep.engine.step import Step
+from kvkeep.errors import InvalidValue, QueueFull
+from kvkeep.keys import Namespace, as_namespace
+from kvkeep.tokens import as_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from collections.abc import Sequence as Row
+
+    from kvkeep.cache import PagedCache
+    from kvkeep.engine.request import Completion, Delta
+    from kvkeep.engine.runner import Runner
+    from kvkeep.engine.text import Tokenizer
+    from kvkeep.keys import NamespaceLike
+    from kvkeep.tokens import TokenArray, TokensLike
+
+__all__ = ["Engine"]
+
+_GREEDY = SamplingParams()
+_LIMITS = Limits()
+# Nobody publishes here, so nothing is found here.
+_NOTHING_PUBLISHED = Namespace(tenant="kvkeep engine without reuse")
+
+
+class Engine:
+    """Generates with a `Runner` from the pages of a `PagedCache` of the same measures.
+
+    ``tokenizer`` turns text prompts into tokens and tokens into text; without one, prompts are
+    token ids and completions have no text. ``limits`` bound what is taken on at once.
+    ``reuse=False`` computes every prompt in full and leaves nothing behind.
+
+    Thread safety: none; one thread calls it. Several engines may share a cache, not a runner.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: PagedCache,
+        tokenizer: Tokenizer | None = None,
+        *,
+        limits: Limits = _LIMITS,
+        reuse: bool = True,
+    ) -> None:
+        theirs, ours = (cache.num_pages, cache.page_size), (runner.num_pages, runner.page_size)
+        if theirs != ours:
+            raise InvalidValue(
+                f"the cache has {theirs[0]} pages of {theirs[1]} tokens and the runner {ours[0]} "
+                f"of {ours[1]}; give both the same"
+            )
+        self.runner = runner
+        self.cache = cache
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self._reuse = reuse
+        self._did = EngineStats()
+        self._scheduler = Scheduler(cache, limits, self._did)
+        self._step = Step(runner, self._scheduler, self._did)
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: str | TokensLike,
+        params: SamplingParams = _GREEDY,
+        *,
+        namespace: NamespaceLike = "",
+        store: bool = True,
+    ) -> Request:
+        """Take on a request: it is computed by the steps to come.
+
+        ``store=False`` reuses what is cached of the prompt and leaves nothing behind. Raises
+        `QueueFull`, and `InvalidValue` for what can never be done: a prompt that is empty, has
+        tokens the model does not know, or is longer than the pool or the model allows; more
+        answers than run at once; stop texts without a tokenizer.
+        """
+        space = as_namespace(namespace)
+        tokens = self._checked(prompt)
+        self._check(params)
+        waiting = self._scheduler.waiting
+        if self.limits.max_waiting is not None and len(waiting) >= self.limits.max_waiting:
+            raise QueueFull(f"{len(waiting)} requests wait already, which is as many as may")
+        self._did.requests += 1
+        request = Request(
+            self._did.requests,
+            tokens,
+            params,
+            namespace=space if self._reuse else _NOTHING_PUBLISHED,
+            store=store and self._reuse,
+            tokenizer=self.tokenizer,
+        )
+        if params.beams:
+            request.search = BeamSearch(
+                params,
+                self.runner.end_tokens,
+                prompt_tokens=len(tokens),
+                max_length=self.runner.max_tokens,
+            )
+        self._scheduler.enter(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """Drop a request: its pages go back now, what it published stays cached.
+
+        Nothing more comes of it. One that has ended already is left as it is.
+        """
+        if request.id in self._scheduler.requests:
+            self._did.aborted += 1
+            self._scheduler.leave(request)
+
+    def step(self) -> list[Delta]:
+        """One forward pass; returns what came of it, nothing when there was nothing to do.
+
+        What goes wrong in the pass ends the requests that were part of it, with the error in their
+        last delta; all others go on.
+        """
+        return self._step.run()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._scheduler.requests)
+
+    @property
+    def num_running(self) -> int:
+        """Answers that have their place in the batch and their pages."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Answers that wait for it."""
+        return len(self._scheduler.waiting)
+
+    def stats(self) -> EngineStats:
+        """What was done so far."""
+        return replace(self._did, running=self.num_running, waiting=self.num_waiting)
+
+    # --- loops -------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Row[str | TokensLike],
+        params: SamplingParams | Row[SamplingParams] = _GREEDY,
+        *,
+        namespace: NamespaceLike = "",
+    ) -> list[Completion]:
+        """Generate for all ``prompts``; the completions come in their order.
+
+        ``params`` are for all, or one for each. Raises what `stream` raises.
+        """
+        done = {
+            delta.request.id: delta.completion
+            for delta in self.stream(prompts, params, namespace=namespace)
+            if delta.completion is not None
+        }
+        return [done[number] for number in sorted(done)]
+
+    def stream(
+        self,
+        prompts: Row[str | TokensLike],
+        params: SamplingParams | Row[SamplingParams] = _GREEDY,
+        *,
+        namespace: NamespaceLike = "",
+    ) -> Iterator[Delta]:
+        """Generate for all ``prompts``, and give the tokens as they come.
+
+        The ids of their requests are in the order of the prompts. Everything is checked before
+        anything starts (see `add`), and what goes wrong later is raised: `OutOfPages` when
+        sequences of others leave no room for one request. Closing the iterator early, or an error
+        in between, gives all pages back. Requests that were added before are computed as well.
+        """
+        if isinstance(prompts, str):
+            raise InvalidValue("prompts is a list of prompts; for one, write [prompt]")
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidValue(f"{len(prompts)} prompts need as many params, got {len(each)}")
+        space = as_namespace(namespace)
+        arrays: list[TokenArray] = []
+        for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                arrays.append(self._checked(prompt))
+                self._check(one)
+            except InvalidValue as error:
+                raise InvalidValue(f"prompt {number}: {error}") from error
+        return self._run(arrays, each, space)
+
+    def _run(
+        self, prompts: list[TokenArray], params: list[SamplingParams], namespace: Namespace
+    ) -> Iterator[Delta]:
+        requests: list[Request] = []
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                requests.append(self.add(prompt, one, namespace=namespace))
+            mine = {request.id for request in requests}
+            while any(number in self._scheduler.requests for number in mine):
+                for delta in self.step():
+                    if delta.request.id not in mine:
+                        continue
+                    if delta.error is not None:
+                        raise delta.error
+                    yield delta
+        finally:
+            for request in requests:
+                self.abort(request)
+
+    # --- checks ------------------------------------------------------------------------------
+
+    def _checked(self, prompt: str | TokensLike) -> TokenArray:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidValue("text prompts need a tokenizer; give the engine one, or tokens")
+            prompt = self.tokenizer.encode(prompt)
+        tokens = as_tokens(prompt)
+        runner = self.runner
+        if not len(tokens):
+            raise InvalidValue("it has no tokens; a prompt has at least one")
+        pool = runner.num_pages * runner.page_size
+        if len(tokens) > pool:
+            raise InvalidValue(
+                f"it has {len(tokens)} tokens and the pool holds {pool} "
+                f"({runner.num_pages} pages of {runner.page_size}); give it more memory"
+            )
+        if len(tokens) > runner.max_tokens:
+            raise InvalidValue(
+                f"it has {len(tokens)} tokens, and the model is made for at most "
+                f"{runner.max_tokens}"
+            )
+        if tokens.max() >= runner.vocabulary:
+            raise InvalidValue(
+                f"it has token {tokens.max()}; the model knows 0 … {runner.vocabulary - 1}"
+            )
+        return tokens
+
+    def _check(self, params: SamplingParams) -> None:
+        if self.tokenizer is None and params.stop:
+            raise InvalidValue("stop texts need a tokenizer; give the engine one")
+        if params.width > self.limits.max_running:
+            raise InvalidValue(
+                f"{params.width} answers are more than run at once ({self.limits.max_running}); "
+                "ask for fewer, or raise max_running"
+            )
+        for token, _ in params.logit_bias:
+            if token >= self.runner.vocabulary:
+                raise InvalidValue(
+                    f"logit_bias has token {token}; the model knows 0 … "
+                    f"{self.runner.vocabulary - 1}"
+                )

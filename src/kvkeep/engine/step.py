@@ -1,0 +1,254 @@
+"""`Step`: one forward pass over what the `Scheduler` chose, and what comes of it.
+
+admit, grow, chunks ──▶ copies ──▶ forward ──▶ publish ──▶ choose ──▶ hand out
+                                                             │
+                      drafts that were right stay, others are truncated; answers fork
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvkeep.engine.batch import Piece
+from kvkeep.engine.logprobs import logprobs_of
+from kvkeep.engine.request import BY_ARRIVAL, Answer, Delta
+from kvkeep.engine.sampling import choose
+
+if TYPE_CHECKING:
+    from kvkeep.cache import Sequence
+    from kvkeep.engine.logprobs import TokenLogprob
+    from kvkeep.engine.request import Request
+    from kvkeep.engine.runner import Runner
+    from kvkeep.engine.scheduler import Chunk, Scheduler
+    from kvkeep.engine.stats import EngineStats
+
+__all__ = ["Step"]
+
+_log = logging.getLogger(__name__)
+
+
+class Step:
+    """What an `Engine` does again and again. Thread safety: none."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, did: EngineStats) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._did = did
+
+    def run(self) -> list[Delta]:
+        """Do one; see `Engine.step`."""
+        deltas: list[Delta] = []
+        scheduler = self._scheduler
+        refused = scheduler.admit()
+        if refused is not None:
+            deltas.append(self._fail(refused.answer.request, refused.error))
+        for answer in scheduler.grow():
+            self._as_long_as_can_be(answer, deltas)
+        chunks = scheduler.chunks()
+        if chunks:
+            try:
+                self._compute(chunks, deltas)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+                _log.exception("a step over %d sequences failed", len(chunks))
+                requests = {chunk.answer.request.id: chunk.answer.request for chunk in chunks}
+                deltas.extend(
+                    self._fail(request, error)
+                    for request in requests.values()
+                    if request.id in scheduler.requests
+                )
+        elif scheduler.running:
+            # Beams that wait for others of their search, which cannot come in.
+            self._end_search(scheduler.running[-1].request, deltas)
+        return deltas
+
+    def _compute(self, chunks: list[Chunk], deltas: list[Delta]) -> None:
+        runner = self._runner
+        sequences = [_running(chunk.answer) for chunk in chunks]
+        runner.copy([copy for sequence in sequences for copy in sequence.copies()])
+        logits = runner.forward(
+            [
+                Piece(sequence.tokens[start:stop], start, sequence.pages, outputs)
+                for sequence, (_, start, stop, outputs) in zip(sequences, chunks, strict=True)
+            ]
+        )
+        self._did.steps += 1
+        self._did.computed_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
+        for chunk in chunks:
+            chunk.answer.computed = chunk.stop
+            if not chunk.answer.drafts:  # of those it is not known yet whether they stay
+                self._publish(chunk.answer)
+        self._choose(chunks, logits, deltas)
+        for request in list(self._scheduler.beams_in_step()):
+            self._advance_beams(request, deltas)
+
+    def _publish(self, answer: Answer) -> None:
+        """Let others reuse the full pages that are computed."""
+        sequence = _running(answer)
+        if (
+            answer.request.store
+            and answer.computed - sequence.num_published >= self._runner.page_size
+        ):
+            sequence.publish(answer.computed)
+
+    # --- choosing ----------------------------------------------------------------------------
+
+    def _choose(self, chunks: list[Chunk], logits: torch.Tensor, deltas: list[Delta]) -> None:
+        """The next token of each chunk that has logits, all in one go; or of its drafts."""
+        answers: list[Answer] = []
+        rows: list[int] = []
+        row = 0
+        for answer, _, _, outputs in chunks:
+            if outputs and answer.request.search is not None:
+                answer.logits = logits[row]
+            elif outputs:
+                for one in self._forks(answer):
+                    answers.append(one)
+                    rows.extend(range(row, row + outputs))
+            row += outputs
+        if not answers:
+            return
+        if rows != list(range(len(logits))):
+            logits = logits[rows]
+        how = [answer.row(ahead) for answer in answers for ahead in range(1 + len(answer.drafts))]
+        tokens = choose(logits, how)
+        wanted = [
+            answer.wanted_logprobs for answer in answers for _ in range(1 + len(answer.drafts))
+        ]
+        logprobs = logprobs_of(logits, tokens, wanted)
+        at = 0
+        for answer in answers:
+            count = 1 + len(answer.drafts)
+            self._take(answer, tokens[at : at + count], logprobs[at : at + count], deltas)
+            at += count
+
+    def _forks(self, answer: Answer) -> list[Answer]:
+        """The answers that go on from here: at the end of its prompt, all of the request."""
+        request = answer.request
+        if request.forked or request.params.width == 1:
+            return [answer]
+        for index in range(1, request.params.width):
+            other = answer.fork(index)
+            request.live.append(other)
+            self._scheduler.run(other)
+        return request.live.copy()
+
+    def _take(
+        self,
+        answer: Answer,
+        tokens: list[int],
+        logprobs: list[TokenLogprob | None],
+        deltas: list[Delta],
+    ) -> None:
+        """Take the chosen tokens: one, and one more for each draft that was right."""
+        runner, drafts = self._runner, answer.drafts
+        taken = 0
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            answer.accept(token, logprob, ends=runner.end_tokens, longest=runner.max_tokens)
+            taken += 1
+            if answer.finish_reason or (taken <= len(drafts) and drafts[taken - 1] != token):
+                break
+        self._did.generated_tokens += taken
+        if drafts:
+            self._did.drafted_tokens += len(drafts)
+            self._did.accepted_drafts += taken - 1
+            sequence = _running(answer)
+            sequence.truncate(sequence.num_tokens - len(drafts) + taken - 1)
+            answer.computed = sequence.num_tokens
+            answer.checked_drafts(taken - 1)
+            self._publish(answer)
+        self._hand_out(answer, deltas)
+
+    # --- handing out -------------------------------------------------------------------------
+
+    def _hand_out(self, answer: Answer, deltas: list[Delta]) -> None:
+        """Tell what has come of ``answer``; when it has ended, close it, and maybe its request."""
+        request = answer.request
+        if not request.compares:
+            deltas.append(answer.delta())
+        if answer.finish_reason is None:
+            return
+        self._scheduler.remove(answer)
+        request.live.remove(answer)
+        request.ended.append(answer)
+        if request.live:
+            return
+        if request.compares:
+            best = sorted(request.ended, key=lambda one: -one.mean_logprob)[: request.params.n]
+            self._end(request, best, deltas)
+        else:
+            self._did.finished += 1
+            self._scheduler.leave(request)
+            choices = tuple(one.choice(one.index) for one in sorted(request.ended, key=BY_ARRIVAL))
+            deltas[-1] = replace(deltas[-1], completion=request.completion(choices))
+
+    def _end(self, request: Request, best: list[Answer], deltas: list[Delta]) -> None:
+        """End a request whose answers were compared: now they can be shown, the best first."""
+        self._did.finished += 1
+        self._scheduler.leave(request)
+        for index, answer in enumerate(best):
+            answer.index = index
+            deltas.append(answer.delta())
+        choices = tuple(answer.choice(answer.index) for answer in best)
+        deltas[-1] = replace(deltas[-1], completion=request.completion(choices))
+
+    def _as_long_as_can_be(self, answer: Answer, deltas: list[Delta]) -> None:
+        """The pool has no page for its next token, and nobody to take one from."""
+        if answer.request.search is not None:
+            self._end_search(answer.request, deltas)
+        elif answer.finish_reason is None:
+            answer.finish("length")
+            self._hand_out(answer, deltas)
+
+    def _fail(self, request: Request, error: Exception) -> Delta:
+        self._did.failed += 1
+        self._scheduler.leave(request)
+        return Delta(request, 0, error=error)
+
+    # --- beams -------------------------------------------------------------------------------
+
+    def _advance_beams(self, request: Request, deltas: list[Delta]) -> None:
+        """All beams have their logits: the next ones fork from those that are kept."""
+        search, parents = request.search, request.live
+        assert search is not None
+        logits = torch.stack([_logits(parent) for parent in parents])
+        picks = search.advance(logits) if request.forked else search.start(logits[0])
+        request.first_token_now()
+        self._did.generated_tokens += len(picks)
+        request.live = [
+            parents[pick.parent].fork(index, pick.token) for index, pick in enumerate(picks)
+        ]
+        for parent in parents:
+            self._scheduler.remove(parent)
+        for beam in request.live:
+            self._scheduler.run(beam)
+        if search.done:
+            self._end_search(request, deltas)
+
+    def _end_search(self, request: Request, deltas: list[Delta]) -> None:
+        """The best that was found is the answer."""
+        search, runner = request.search, self._runner
+        assert search is not None
+        best: list[Answer] = []
+        for index, hypothesis in enumerate(search.finish()):
+            answer = Answer(request, index)
+            for token in hypothesis.tokens:
+                answer.accept(token, None, ends=runner.end_tokens, longest=runner.max_tokens)
+            if answer.finish_reason is None:
+                answer.finish("length")
+            best.append(answer)
+        self._end(request, best, deltas)
+
+
+def _running(answer: Answer) -> Sequence:
+    """Its sequence; only answers that run have one."""
+    assert answer.sequence is not None
+    return answer.sequence
+
+
+def _logits(beam: Answer) -> torch.Tensor:
+    assert beam.logits is not None
+    return beam.logits
