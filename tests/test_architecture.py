@@ -34,7 +34,10 @@ ROOMS: dict[str, set[str]] = {
     "models": set(),
     "engine": {"cache", "store", "pages", "models"},
     "integrations": {"cache", "store", "pages"},
-    "server": {"engine"},
+    "server": {
+        "engine", "cache",
+        "prefix",  # to draw it
+    },
     "replay": {"cache", "tiers"},
     "telemetry": set(),
     "testing": {"cache", "prefix", "eviction", "pages", "tiers", "backends", "codecs", "store"},
@@ -57,7 +60,10 @@ EXTERNAL: dict[str, set[str]] = {
         "cli.model",  # to quieten its progress bars
     },
     "safetensors": {"engine", "store"},
-    "rich": {"cli", "prefix.render"},
+    "jinja2": {"engine"},
+    "fastapi": {"server"}, "starlette": {"server"}, "uvicorn": {"server"},
+    "pydantic": {"server"}, "pydantic_core": {"server"}, "prometheus_client": {"server"},
+    "rich": {"cli", "prefix.render", "server.tree"},
     "pytest": {"testing"},
     "hypothesis": {"testing"},
 }  # fmt: skip

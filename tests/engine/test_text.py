@@ -104,6 +104,69 @@ def test_a_long_text_costs_a_few_tokens_each(tokenizer, monkeypatch):
     assert max(sizes) <= 8
 
 
+# --- one token -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    from kvkeep.models import bundled_model
+
+    return Tokenizer.load(bundled_model())
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer, bundled, text):
+    for one in (tokenizer, bundled):
+        tokens = [token for token in one.encode(text).tolist() if token != 0 or one is tokenizer]
+        assert b"".join(map(one.token_bytes, tokens)) == text.encode()
+
+
+def test_all_bytes_have_a_sign(tokenizer):
+    assert sorted(map(tokenizer.token_bytes, BYTES.values())) == [bytes([b]) for b in range(256)]
+
+
+def test_tokens_of_text_stand_for_it_with_its_space(words):
+    assert [words.token_bytes(token) for token in (0, 1, 3)] == [b" the", b" cat", b"ting"]
+
+
+def test_single_bytes_among_tokens_of_text():
+    vocabulary = {"▁x": 0, "<0xE2>": 1, "<0x0A>": 2, "<0xZZ>": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="▁x"))
+    made.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback()]
+    )
+    one = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=made))
+    found = [one.token_bytes(token) for token in range(4)]
+    assert found == [b" x", b"\xe2", b"\n", b"<0xZZ>"]
+
+
+def test_special_tokens_stand_for_their_names(bundled):
+    assert bundled.token_bytes(0) == b"<|bos|>"
+
+
+def test_ids_without_a_token_stand_for_nothing(bundled):
+    assert bundled.token_bytes(4_000_000) == b""
+
+
+# --- chat ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('turns must alternate') }}",
+        "{{ messages[7].content }}",
+        "{% for %}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 'x'.encode().nothing() }}",
+    ],
+)
+def test_a_template_that_refuses_is_the_callers_mistake(bundled, monkeypatch, template):
+    monkeypatch.setattr(bundled._tokenizer, "chat_template", template)
+    with pytest.raises(InvalidValue, match="chat template refuses"):
+        bundled.chat([{"role": "user", "content": "hello"}])
+
+
 def test_chat_needs_a_template(tokenizer):
     assert not tokenizer.has_chat_template
     with pytest.raises(InvalidValue, match="no chat template"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,9 @@ __all__ = ["GrowingText", "Tokenizer"]
 
 # What a tokenizer writes for bytes that are no character yet.
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+# How vocabularies write a single byte, where tokens are text and a byte is the exception.
+_BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
+_SPACE_NAME = "\N{LOWER ONE EIGHTH BLOCK}"  # and a space
 
 
 class Tokenizer:
@@ -52,13 +57,18 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, str]]) -> npt.NDArray[np.int32]:
         """The token ids of a conversation, ready for the model's answer.
 
-        Each message has a ``role`` (system, user, assistant) and a ``content``.
+        Each message has a ``role`` (system, user, assistant) and a ``content``. Raises
+        `InvalidValue` for a conversation that the model's template refuses.
         """
         if not self.has_chat_template:
             raise InvalidValue("this model has no chat template; give it plain text")
-        text = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
+        template_error = require("jinja2", "transformers").TemplateError
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (template_error, ValueError, TypeError, KeyError) as error:
+            raise InvalidValue(f"the model's chat template refuses this: {error}") from error
         return self._encoded(text, special_tokens=False)
 
     def _encoded(self, text: str, *, special_tokens: bool) -> npt.NDArray[np.int32]:
@@ -75,6 +85,48 @@ class Tokenizer:
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for within a text, in UTF-8: it may be part of a character.
+
+        Special tokens stand for their names, and ids that the tokenizer has no token for, for
+        nothing.
+        """
+        name: str | None = self._tokenizer.convert_ids_to_tokens(token)
+        if name is None:
+            return b""
+        if token in self._added:
+            return name.encode()
+        if self._is_byte_level and all(sign in _BYTES for sign in name):
+            return bytes(_BYTES[sign] for sign in name)
+        if byte := _BYTE_NAME.fullmatch(name):
+            return bytes([int(byte[1], 16)])
+        return name.replace(_SPACE_NAME, " ").encode()
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        """Tokens that were added by name: they are written as they are."""
+        return frozenset(self._tokenizer.get_added_vocab().values())
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        """Whether each sign of a token's name stands for a byte."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return backend is not None and b'"ByteLevel"' in backend.decoder.__getstate__()
+
+
+def _byte_signs() -> dict[str, int]:
+    """The signs for bytes of byte-level vocabularies, as GPT-2 has introduced them.
+
+    Printable Latin-1 stands for itself; all other bytes follow, in their order, from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    signs = {chr(byte): byte for byte in printable}
+    return signs | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _byte_signs()
 
 
 class GrowingText:

@@ -1,0 +1,176 @@
+"""What stands before the application: Host names, the API key, the size of bodies, the log.
+
+Plain ASGI, so that nothing is read of a request that is refused, and a disconnect is seen by those
+who wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from starlette.datastructures import Headers
+
+from kvkeep.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["OPEN_PATHS", "AccessLog", "BodyLimit", "HostGuard", "KeyGuard"]
+
+access = logging.getLogger("kvkeep.access")
+
+# What is answered without an API key: whoever watches over the process has none.
+OPEN_PATHS = frozenset({"/health"})
+# A body that is too large is read on for so long, or the client would never read why it is refused.
+_LINGER_S = 1.0
+
+
+class HostGuard:
+    """Answers only requests for one of ``hosts``, whatever their port (None: for all)."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on or refuse."""
+        if scope["type"] == "http" and self._hosts is not None:
+            given = Headers(scope=scope).get("host", "")
+            if _without_port(given).lower() not in self._hosts:
+                error = ApiError(
+                    400,
+                    f"this server does not answer to the host name {given[:100]!r}; "
+                    "kvkeep serve --allow-host NAME lets it",
+                    param="Host",
+                    code="unknown_host",
+                )
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class KeyGuard:
+    """Answers only requests with ``Authorization: Bearer KEY``, in constant time."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on or refuse."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            said = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            scheme, _, given = said.partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self._expected):
+                error = ApiError(
+                    401,
+                    "this server needs an API key: send it as Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuses bodies above ``limit`` bytes, said or not, and those slower than ``seconds``."""
+
+    def __init__(self, app: ASGIApp, limit: int, seconds: float) -> None:
+        self._app = app
+        self._limit = limit
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on or refuse."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        said = headers.get("content-length", "")
+        if said.isdecimal() and int(said[:20]) > self._limit:
+            if "expect" not in headers:  # who asks first does not send it
+                await _linger(receive)
+            await self._too_large().response()(scope, receive, send)
+            return
+        deadline = asyncio.get_running_loop().time() + self._seconds
+        read = 0
+        more = True
+
+        async def limited() -> Message:
+            nonlocal read, more
+            if not more:  # what is waited for now is the disconnect
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError as error:
+                raise ApiError(
+                    408, "the request's body did not arrive in time", code="timeout"
+                ) from error
+            read += len(message.get("body", b""))
+            more = message.get("more_body", False)
+            if read > self._limit:
+                if more:
+                    await _linger(receive)
+                raise self._too_large()
+            return message
+
+        await self._app(scope, limited, send)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413, f"a request's body has at most {self._limit:,} bytes", code="body_too_large"
+        )
+
+
+class AccessLog:
+    """One short line a request: method, path, status, seconds. No query, no body, no header."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on and write down."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = time.perf_counter()
+        status = 500  # of a request that ends in an exception
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            seconds = time.perf_counter() - begun
+            # Quoted: no path can write a line of its own.
+            path = quote(scope["path"][:200])
+            access.info("%s %s %d %.3f s", scope["method"], path, status, seconds)
+
+
+def _without_port(host: str) -> str:
+    """The name in a Host header; IPv6 addresses stand in brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+async def _linger(receive: Receive) -> None:
+    """Read and forget what still comes, for a moment."""
+    try:
+        async with asyncio.timeout(_LINGER_S):
+            while (message := await receive())["type"] == "http.request":
+                if not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return

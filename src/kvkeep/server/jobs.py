@@ -1,0 +1,134 @@
+"""What clients ask for, made into jobs for the engine: tokens, parameters, namespace.
+
+These functions tokenize, so they are run in a tokenizer's thread. They raise `ApiError` for what
+does not fit and `InvalidValue` for what cannot be.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvkeep.errors import InvalidValue
+from kvkeep.server.errors import ApiError
+from kvkeep.server.worker import Job
+from kvkeep.tokens import as_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvkeep.engine import SamplingParams, Tokenizer
+    from kvkeep.server.schemas.chat import ChatQuestion, Message
+    from kvkeep.server.schemas.completions import CompletionQuestion, Prompt
+    from kvkeep.server.service import Service
+    from kvkeep.tokens import TokenArray
+
+__all__ = ["chat_jobs", "chat_tokens", "completion_jobs", "echoes"]
+
+# As OpenAI's own.
+_COMPLETION_TOKENS = 16
+
+
+def chat_jobs(service: Service, asked: ChatQuestion) -> list[Job]:
+    """The one job of a conversation."""
+    asked.check_bias(service.engine.runner.vocabulary)
+    prompt = chat_tokens(service.tokenizer, asked.messages)
+    room = _room(service, "messages", prompt)
+    params = asked.sampling(
+        max_tokens=min(asked.limit or room, room),
+        draft_tokens=service.settings.draft_tokens,
+        logprobs=asked.num_logprobs,
+    )
+    _runs_at_once(service, params)
+    space = service.namespace(asked.cache_salt)
+    return [Job(prompt=prompt, params=params, namespace=space, store=asked.extras.store)]
+
+
+def completion_jobs(service: Service, asked: CompletionQuestion) -> list[Job]:
+    """A job for each prompt, all or none."""
+    asked.check_bias(service.engine.runner.vocabulary)
+    _fits_the_queue(service, len(asked.prompt))
+    space = service.namespace(asked.cache_salt)
+    jobs = []
+    for prompt in asked.prompt:
+        tokens = _tokens(service, prompt)
+        room = _room(service, "prompt", tokens)
+        params = asked.sampling(
+            max_tokens=min(asked.max_tokens or _COMPLETION_TOKENS, room),
+            draft_tokens=service.settings.draft_tokens,
+            logprobs=asked.logprobs,
+            best_of=asked.best_of,
+        )
+        _runs_at_once(service, params)
+        job = Job(prompt=tokens, params=params, namespace=space, store=asked.extras.store)
+        jobs.append(job)
+    return jobs
+
+
+def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Message]) -> TokenArray:
+    """The tokens of a conversation, ready for the model's answer."""
+    if not tokenizer.has_chat_template:
+        raise ApiError(
+            400,
+            "this model has no chat template; ask /v1/completions, or put a chat_template.jinja "
+            "into the model's directory and restart the server",
+            param="messages",
+            code="no_chat_template",
+        )
+    try:
+        return tokenizer.chat([message.as_turn() for message in messages])
+    except InvalidValue as error:
+        raise ApiError(400, str(error), param="messages") from error
+
+
+def echoes(service: Service, asked: CompletionQuestion) -> list[str]:
+    """What is to be put before each answer: the prompts' texts if they are wanted."""
+    if not asked.echo:
+        return [""] * len(asked.prompt)
+    return [
+        prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt)
+        for prompt in asked.prompt
+    ]
+
+
+def _tokens(service: Service, prompt: Prompt) -> TokenArray:
+    if isinstance(prompt, str):
+        tokens = service.tokenizer.encode(prompt)
+        if not len(tokens):
+            raise ApiError(400, "prompt has no tokens; give it at least one", param="prompt")
+        return tokens
+    tokens = as_tokens(prompt)
+    known = service.engine.runner.vocabulary
+    if (largest := np.maximum.reduce(tokens)) >= known:
+        message = f"prompt has token {largest}; the model knows 0 … {known - 1}"
+        raise ApiError(400, message, param="prompt")
+    return tokens
+
+
+def _room(service: Service, field: str, prompt: TokenArray) -> int:
+    """How many tokens can follow ``prompt``: one at least."""
+    if len(prompt) > service.longest_prompt:
+        raise ApiError(
+            400,
+            f"{field}: {len(prompt)} tokens, and this server takes {service.longest_prompt} at "
+            "most; shorten it",
+            param=field,
+            code="context_length_exceeded",
+        )
+    return service.engine.runner.max_tokens - len(prompt)
+
+
+def _runs_at_once(service: Service, params: SamplingParams) -> None:
+    most = service.engine.limits.max_running
+    if params.width > most:
+        field = "kvkeep.beams" if params.beams else "best_of" if params.best_of else "n"
+        message = f"{field} is {params.width}, and this server runs {most} answers at once"
+        raise ApiError(400, message, param=field)
+
+
+def _fits_the_queue(service: Service, prompts: int) -> None:
+    most = service.engine.limits.max_waiting
+    if most is not None and prompts > most:
+        message = f"prompt is {prompts} prompts, and this server queues {most} at most"
+        raise ApiError(400, message, param="prompt")

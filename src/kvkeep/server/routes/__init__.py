@@ -1,0 +1,10 @@
+"""The endpoints, by what they are for; each module has a ``router``.
+
+Modules here have no ``from __future__ import annotations``: FastAPI reads annotations at run time.
+"""
+
+from kvkeep.server.routes import kv, openai, operations, tokens
+
+__all__ = ["ROUTERS"]
+
+ROUTERS = (openai.router, tokens.router, kv.router, operations.router)

@@ -1,0 +1,107 @@
+"""What all endpoints share: how bodies are read, which errors there are, where the service is."""
+
+from collections.abc import Callable, Coroutine
+from email.message import Message
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+from starlette.responses import Response
+
+from kvkeep.server.errors import ApiError
+from kvkeep.server.schemas.answers import ErrorAnswer
+from kvkeep.server.service import Service
+
+__all__ = ["ERRORS", "EVENTS", "JSONRoute", "ServiceOf", "check_model"]
+
+_WHAT: dict[int | str, str] = {
+    400: "A field is wrong; the message names it.",
+    401: "The API key is missing or wrong.",
+    408: "The request took longer than this server gives it.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "The queue is full; Retry-After says when to come again.",
+    503: "The server is shutting down, or the engine has stopped.",
+}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """These answers, for the OpenAPI document, and that all others have their form too."""
+    texts = {status: _WHAT[status] for status in statuses} | {"default": "Any other error."}
+    return {status: {"model": ErrorAnswer, "description": text} for status, text in texts.items()}
+
+
+ERRORS = errors(400, 401, 413, 415)
+TEXT_ERRORS = errors(400, 401, 408, 413, 415, 429, 503)
+EVENTS = {
+    "description": "The answer; with stream, server-sent events, the last of them [DONE].",
+    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+}
+
+
+class _JSONRequest(Request):
+    """Bodies are JSON as RFC 8259 has it: UTF-8, no NaN, nested so far as sane people nest."""
+
+    async def json(self) -> Any:
+        """The value; `ApiError` 400 where there is none."""
+        if not hasattr(self, "_json"):
+            try:
+                self._json = from_json(await self.body(), allow_inf_nan=False)
+            except ValueError as error:
+                raise ApiError(400, f"the body is not valid JSON: {error}") from error
+        return self._json
+
+
+class JSONRoute(APIRoute):
+    """An endpoint whose body, if it takes one, is JSON and says so.
+
+    Asking for the content type also keeps web pages out: a browser asks before it sends JSON to
+    another's server, and here nobody answers that it may.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's own, with our request."""
+        handler = super().get_route_handler()
+        takes_body = self.body_field is not None
+
+        async def handle(request: Request) -> Response:
+            if takes_body:
+                _check_headers(request)
+                request = _JSONRequest(request.scope, request.receive)
+            return await handler(request)
+
+        return handle
+
+
+def _check_headers(request: Request) -> None:
+    given = Message()
+    given["content-type"] = request.headers.get("content-type", "none")
+    is_utf8 = (given.get_content_charset() or "utf-8") in {"utf-8", "utf8"}
+    if given.get_content_type() != "application/json" or not is_utf8:
+        raise ApiError(
+            415, "send JSON in UTF-8, and say so: -H 'Content-Type: application/json' -d '{…}'"
+        )
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError(415, "send the body as it is, without a Content-Encoding")
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+ServiceOf = Annotated[Service, Depends(_service)]
+
+
+def check_model(service: Service, asked: str | None) -> str:
+    """The served model's name; `ApiError` 400 for another one."""
+    name = service.settings.name
+    if asked is not None and asked != name:
+        raise ApiError(
+            400,
+            f"model {asked[:100]!r} is not served here; this is {name!r}",
+            param="model",
+            code="model_not_found",
+        )
+    return name

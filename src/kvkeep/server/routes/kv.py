@@ -1,0 +1,54 @@
+"""A look into the cache, and a broom: for those who run the server."""
+
+import asyncio
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from starlette.responses import PlainTextResponse, Response
+
+from kvkeep.server import tree
+from kvkeep.server.routes.base import ERRORS, JSONRoute, ServiceOf
+from kvkeep.server.schemas.kv import ClearAnswer, ClearQuestion, KVStats, KVTree
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
+
+
+@router.get("/stats", responses=ERRORS, operation_id="kv_stats")
+async def stats(service: ServiceOf) -> KVStats:
+    """What cache and engine hold and have done."""
+    cache, engine = await service.stats()
+    return KVStats(cache=cache.as_dict(), engine=engine)
+
+
+@router.get(
+    "/tree",
+    response_model=KVTree,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **ERRORS},
+    operation_id="kv_tree",
+)
+async def show(
+    service: ServiceOf,
+    namespace: Annotated[
+        str | None, Query(max_length=256, description="A cache_salt; default: all namespaces.")
+    ] = None,
+    depth: Annotated[int, Query(ge=1, le=32, description="Runs deep.")] = 8,
+    branches: Annotated[int, Query(ge=1, le=256, description="Branches of a run.")] = 12,
+    format: Annotated[Literal["json", "text"], Query(description="text is drawn.")] = "json",
+) -> Response:
+    """The prefix trees: which prompts share which pages. It shows the beginnings of prompts."""
+    spaces = tree.spaces(service, namespace)
+    if format == "text":
+        drawn = await asyncio.to_thread(tree.as_text, service, spaces, depth, branches)
+        return PlainTextResponse(drawn)
+    nested = await asyncio.to_thread(tree.as_json, service, spaces, depth, branches)
+    return Response(nested.model_dump_json(), media_type="application/json")
+
+
+@router.post("/clear", responses=ERRORS, operation_id="kv_clear")
+async def clear(asked: ClearQuestion, service: ServiceOf) -> ClearAnswer:
+    """Forget what no running request uses."""
+    space = None if asked.cache_salt is None else service.namespace(asked.cache_salt)
+    pages = await asyncio.to_thread(service.engine.cache.clear, space)
+    return ClearAnswer(pages=pages)

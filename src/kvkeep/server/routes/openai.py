@@ -1,0 +1,90 @@
+"""What OpenAI's API has: chat, completions, models."""
+
+from functools import partial
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from kvkeep.server.errors import ApiError
+from kvkeep.server.exchange import answer
+from kvkeep.server.jobs import chat_jobs, completion_jobs, echoes
+from kvkeep.server.routes.base import (
+    ERRORS,
+    EVENTS,
+    TEXT_ERRORS,
+    JSONRoute,
+    ServiceOf,
+    check_model,
+)
+from kvkeep.server.schemas.answers import ChatAnswer, CompletionAnswer, Model, Models
+from kvkeep.server.schemas.chat import ChatQuestion
+from kvkeep.server.schemas.completions import CompletionQuestion
+from kvkeep.server.service import Service
+from kvkeep.server.writers import ChatWriter, CompletionWriter
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JSONRoute)
+
+
+@router.post(
+    "/chat/completions",
+    response_model=ChatAnswer,
+    responses={200: EVENTS, **TEXT_ERRORS},
+    operation_id="chat",
+)
+async def chat(asked: ChatQuestion, request: Request, service: ServiceOf) -> Response:
+    """Continue a conversation."""
+    writer = ChatWriter(
+        check_model(service, asked.model),
+        service.tokenizer,
+        n=asked.n or 1,
+        logprobs=bool(asked.logprobs),
+        usage=asked.wants_usage,
+    )
+    jobs = partial(chat_jobs, service, asked)
+    return await answer(request, service, "chat", jobs, writer, stream=bool(asked.stream))
+
+
+@router.post(
+    "/completions",
+    response_model=CompletionAnswer,
+    responses={200: EVENTS, **TEXT_ERRORS},
+    operation_id="complete",
+)
+async def complete(asked: CompletionQuestion, request: Request, service: ServiceOf) -> Response:
+    """Continue texts."""
+    writer = CompletionWriter(
+        check_model(service, asked.model),
+        service.tokenizer,
+        n=asked.n or 1,
+        logprobs=asked.logprobs is not None,
+        usage=asked.wants_usage,
+        echoes=echoes(service, asked),
+    )
+    jobs = partial(completion_jobs, service, asked)
+    return await answer(request, service, "completions", jobs, writer, stream=bool(asked.stream))
+
+
+@router.get("/models", responses=ERRORS, operation_id="models")
+async def models(service: ServiceOf) -> Models:
+    """The model that is served."""
+    return Models(data=[_model(service)])
+
+
+@router.get("/models/{model:path}", responses=ERRORS, operation_id="model")
+async def model(model: str, service: ServiceOf) -> Model:
+    """One model by its name."""
+    name = service.settings.name
+    if model != name:
+        message = f"model {model[:100]!r} is not served here; this is {name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return _model(service)
+
+
+def _model(service: Service) -> Model:
+    return Model(
+        id=service.settings.name,
+        created=service.began,
+        max_model_len=service.engine.runner.max_tokens,
+    )

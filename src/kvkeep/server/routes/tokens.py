@@ -1,0 +1,48 @@
+"""Text to tokens and back."""
+
+from fastapi import APIRouter
+
+from kvkeep.server.errors import ApiError
+from kvkeep.server.jobs import chat_tokens
+from kvkeep.server.routes.base import ERRORS, JSONRoute, ServiceOf, check_model
+from kvkeep.server.schemas.tokens import (
+    DetokenizeQuestion,
+    TextAnswer,
+    TokenizeQuestion,
+    TokensAnswer,
+)
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["tokens"], route_class=JSONRoute)
+
+
+@router.post("/tokenize", responses=ERRORS, operation_id="tokenize")
+async def tokenize(asked: TokenizeQuestion, service: ServiceOf) -> TokensAnswer:
+    """The tokens of a text or of a conversation, as the endpoints for text see them."""
+    check_model(service, asked.model)
+
+    def encode() -> list[int]:
+        if asked.messages is not None:
+            tokens = chat_tokens(service.tokenizer, asked.messages)
+        else:
+            tokens = service.tokenizer.encode(asked.prompt or "")
+        ids: list[int] = tokens.tolist()
+        return ids
+
+    tokens = await service.tokenizing(encode)
+    longest = service.engine.runner.max_tokens
+    return TokensAnswer(count=len(tokens), max_model_len=longest, tokens=tokens)
+
+
+@router.post("/detokenize", responses=ERRORS, operation_id="detokenize")
+async def detokenize(asked: DetokenizeQuestion, service: ServiceOf) -> TextAnswer:
+    """The text of tokens, without special ones."""
+    check_model(service, asked.model)
+    known = service.engine.runner.vocabulary
+    largest = max(asked.tokens, default=0)
+    if largest >= known:
+        message = f"tokens has {largest}; the model knows 0 … {known - 1}"
+        raise ApiError(400, message, param="tokens")
+    text = await service.tokenizing(lambda: service.tokenizer.decode(asked.tokens))
+    return TextAnswer(prompt=text)

@@ -1,0 +1,73 @@
+"""``/kv``: a look into the cache."""
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+from kvkeep.server.schemas.base import Answer, Question
+
+__all__ = ["ClearAnswer", "ClearQuestion", "HealthAnswer", "Hidden", "KVStats", "KVTree", "Run",
+           "Space"]  # fmt: skip
+
+
+class KVStats(Answer):
+    """Counters and measures; docs/serving.md says what each is."""
+
+    cache: dict[str, int | float]
+    engine: dict[str, int | float]
+
+
+class Hidden(Answer):
+    """What a drawing leaves out below a run."""
+
+    runs: int
+    pages: int
+
+
+class Run(Answer):
+    """Consecutive pages on one edge of the prefix tree, and what follows them."""
+
+    num_tokens: int
+    num_pages: int
+    references: int = Field(description="Requests and pins that hold it.")
+    pins: int
+    policy: str = Field(description="What the eviction policy says of it.")
+    text: str = Field(description="How it begins.")
+    runs: list["Run"]
+    hidden: Hidden | None = None
+
+
+class Space(Answer):
+    """One namespace: what is stored under one cache_salt."""
+
+    cache_salt: str
+    num_pages: int
+    runs: list[Run]
+    hidden: Hidden | None = None
+
+
+class KVTree(Answer):
+    """The prefix trees."""
+
+    page_size: int = Field(description="Tokens a page.")
+    namespaces: list[Space]
+
+
+class ClearQuestion(Question):
+    """What to forget: everything that no running request uses, or that of one cache_salt."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{}, {"cache_salt": "tenant-1"}]})
+
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
+class ClearAnswer(Answer):
+    """What was forgotten."""
+
+    pages: int
+
+
+class HealthAnswer(Answer):
+    """The service takes requests."""
+
+    status: str

@@ -1,0 +1,225 @@
+"""`Service`: what the endpoints share: the worker, who runs, who may come, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from kvkeep.errors import QueueFull
+from kvkeep.keys import Namespace
+from kvkeep.server.errors import ApiError, outcome_of
+from kvkeep.server.metrics import Metrics
+from kvkeep.server.worker import EngineStopped, Generation, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from kvkeep.cache import CacheStats
+    from kvkeep.engine import Delta, Engine, Tokenizer
+    from kvkeep.server.settings import Settings
+    from kvkeep.server.worker import Job
+
+__all__ = ["Service", "Ticket"]
+
+Result = TypeVar("Result")
+
+# Two, so that one long prompt does not keep all others waiting.
+_TOKENIZER_THREADS = 2
+_LONGEST_WAIT_S = 60
+
+
+class Service:
+    """The worker and everything that is counted around it.
+
+    Thread safety: none; it belongs to the event loop. What takes long is done in other threads:
+    the engine in the worker's, tokenizers in two of their own.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.metrics = Metrics()
+        self.worker = Worker(engine)
+        self.began = int(time.time())
+        self.draining = False
+        self._tickets: set[Ticket] = set()
+        self._all_gone = asyncio.Event()
+        self._tokenizing = ThreadPoolExecutor(_TOKENIZER_THREADS, "kvkeep tokenizer")
+        self._mean_seconds = 1.0  # of late requests, each new one weighing a tenth
+
+    def start(self) -> None:
+        """Begin to take requests, in the running event loop."""
+        self.worker.start()
+
+    def stop(self) -> None:
+        """End; what still runs is given up. Waits for the engine's step at hand."""
+        self.worker.stop()
+        self._tokenizing.shutdown(cancel_futures=True)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The engine's."""
+        assert self.engine.tokenizer is not None, "create_app asks for one"
+        return self.engine.tokenizer
+
+    @property
+    def longest_prompt(self) -> int:
+        """In tokens; there is always room for one token after it."""
+        longest = self.engine.runner.max_tokens - 1
+        told = self.settings.max_prompt_tokens
+        return longest if told is None else min(longest, told)
+
+    def namespace(self, salt: str | None) -> Namespace:
+        """Where the pages of prompts with this ``cache_salt`` are kept."""
+        return Namespace(
+            tenant=salt or "",
+            model=self.settings.name,
+            dtype=self.engine.runner.geometry.dtype,
+        )
+
+    async def tokenizing(self, function: Callable[[], Result]) -> Result:
+        """``function()`` in one of the tokenizer's threads."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizing, function)
+
+    async def stats(self) -> tuple[CacheStats, dict[str, int | float]]:
+        """What cache and engine hold and have done; the engine's of the moment between steps."""
+        cache = await asyncio.to_thread(self.engine.cache.stats)
+        engine = await self.worker.call(self.engine.stats)
+        return cache, {**engine.as_dict()}
+
+    # --- requests ----------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def admitted(self, endpoint: str) -> AsyncIterator[Ticket]:
+        """Take a client's request in, or refuse it: `ApiError` 503, `QueueFull`.
+
+        While the block lasts the request counts as running; all that its jobs hold is given back
+        with it, however it ends.
+        """
+        ticket = Ticket(self, endpoint)
+        try:
+            self.refuse_if_closed()
+            self._refuse_if_full()
+            self._tickets.add(ticket)
+            self._all_gone.clear()
+            yield ticket
+        except Exception as error:
+            ticket.outcome = outcome_of(error)
+            raise
+        finally:
+            self._tickets.discard(ticket)
+            ticket.close()
+            if not self._tickets:
+                self._all_gone.set()
+
+    def refuse_if_closed(self) -> None:
+        """`ApiError` 503 or `EngineStopped` when no more requests are taken."""
+        if self.draining:
+            raise ApiError(503, "this server is shutting down", code="shutting_down")
+        if not self.worker.alive:
+            raise EngineStopped("the engine has stopped")
+
+    def _refuse_if_full(self) -> None:
+        """Before anything is tokenized; the engine itself counts exactly."""
+        limits = self.engine.limits
+        if limits.max_waiting is None:
+            return
+        most = limits.max_running + limits.max_waiting
+        if len(self._tickets) >= most:
+            raise QueueFull(f"{most} requests are running or waiting; try again later")
+
+    @property
+    def retry_after_s(self) -> int:
+        """Seconds until there may be room, as far as late requests tell."""
+        ahead = self.engine.num_waiting + 1
+        seconds = self._mean_seconds * ahead / self.engine.limits.max_running
+        return max(1, min(_LONGEST_WAIT_S, math.ceil(seconds)))
+
+    def note_seconds(self, seconds: float) -> None:
+        """A request took so long."""
+        self.metrics.whole.observe(seconds)
+        self._mean_seconds += (seconds - self._mean_seconds) / 10
+
+    # --- the end -----------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Take no more requests, and wait for those that run, ``drain_timeout_s`` at most."""
+        self.draining = True
+        if not self._tickets:
+            return
+        try:
+            async with asyncio.timeout(self.settings.drain_timeout_s):
+                await self._all_gone.wait()
+        except TimeoutError:
+            error = ApiError(503, "this server has shut down", code="shutting_down")
+            for ticket in list(self._tickets):
+                ticket.fail(error)
+
+
+class Ticket:
+    """One client's request while it runs."""
+
+    def __init__(self, service: Service, endpoint: str) -> None:
+        self._service = service
+        self._endpoint = endpoint
+        self._begun = time.perf_counter()
+        self._last: dict[tuple[int, int], float] = {}  # when each answer's last token came
+        self._generation: Generation | None = None
+        self._failed: ApiError | None = None
+        self.deadline = asyncio.get_running_loop().time() + service.settings.request_timeout_s
+        self.outcome = "gone"  # until it is known better
+
+    def fail(self, error: ApiError) -> None:
+        """Let it end with ``error``."""
+        self._failed = error
+        if self._generation is not None:
+            self._generation.fail(error)
+
+    def close(self) -> None:
+        """Count it, and give back what is unfinished."""
+        self._service.metrics.requests.labels(self._endpoint, self.outcome).inc()
+        if self._generation is not None and not self._generation.finished:
+            self._service.worker.abort(self._generation)
+
+    async def submit(self, jobs: Sequence[Job]) -> None:
+        """Hand the jobs to the engine, all or none; raises what `Engine.add` raises."""
+        if self._failed is not None:
+            raise self._failed
+        self._generation = Generation(jobs)
+        await self._service.worker.submit(self._generation)
+
+    async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """What comes, in the pieces that it comes in, with the number of each delta's job.
+
+        Raises what a job fails with.
+        """
+        assert self._generation is not None, "submit comes first"
+        while arrived := await self._generation.next():
+            now = time.perf_counter()
+            for number, delta in arrived:
+                self._note(number, delta, now)
+            yield arrived
+
+    def _note(self, number: int, delta: Delta, now: float) -> None:
+        metrics = self._service.metrics
+        if delta.tokens:
+            metrics.generated_tokens.inc(len(delta.tokens))
+            answer = number, delta.index
+            if not self._last:
+                metrics.first_token.observe(now - self._begun)
+            elif answer in self._last:
+                each = (now - self._last[answer]) / len(delta.tokens)
+                for _ in delta.tokens:
+                    metrics.between_tokens.observe(each)
+            self._last[answer] = now
+        done = delta.completion
+        if done is not None:
+            metrics.prompt_tokens.inc(done.prompt_tokens)
+            metrics.cached_tokens.inc(done.cached_tokens)
+            self.outcome = done.choices[0].finish_reason
+            self._service.note_seconds(now - self._begun)
