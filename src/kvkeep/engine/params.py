@@ -60,7 +60,7 @@ class SamplingParams:
             raise InvalidValue(f"top_p lies above 0 and at most at 1, got {self.top_p!r}")
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("length_penalty", self.length_penalty, -math.inf, math.inf)
+        _number("length_penalty", self.length_penalty, -10, 10)
         _count("top_k", self.top_k, 0)
         _count("max_tokens", self.max_tokens, 1)
         _count("n", self.n, 1)
@@ -121,8 +121,6 @@ def _number(name: str, value: object, low: float, high: float) -> None:
     """``low`` … ``high``, infinity excluded."""
     if not _is_number(value) or not low <= value <= high or math.isinf(value):  # type: ignore[operator,arg-type]
         bounds = f"in {low} … {high}" if high < math.inf else f"at {low} or above"
-        if low == -math.inf:
-            bounds = "anywhere but at infinity"
         raise InvalidValue(f"{name} is a number, {bounds}; got {value!r}")
 
 

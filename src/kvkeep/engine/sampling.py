@@ -1,105 +1,312 @@
-"""How the next token is chosen from the logits."""
+"""Choosing tokens from logits, so that a token depends on its own row and nothing else.
+
+Chance is stateless: `uniform` hashes a request's seed, the number of the answer and the token's
+place in it. Who else is in the batch, a preemption or a rejected draft cannot change it. A number
+becomes a token by inverse transform: the first token at which the summed probability passes it.
+The sums are taken in float64, since there the order in which a device adds does not show.
+"""
 
 from __future__ import annotations
 
-import math
+import secrets
+import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from kvkeep.engine.params import SamplingParams
 from kvkeep.errors import InvalidValue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SamplingParams", "choose", "generator"]
+    import numpy.typing as npt
 
-_COLDEST = 1e-30  # what float32 can divide by
+__all__ = [
+    "Row",
+    "SamplingParams",
+    "adjust",
+    "choose",
+    "fresh_seed",
+    "generator",
+    "likeliest",
+    "uniform",
+]
+
+# What float32 can divide by, and an infinity divided by it is still one.
+_COLDEST, _HOTTEST = 1e-30, 1e30
+# Where a nucleus is looked for first. Nearly all end within; ranking more costs the same up to
+# here on a CPU.
+_FIRST = 1024
+# Scores that are worked on together: what a core's cache holds; what a GPU has memory to spare for.
+_AT_ONCE, _AT_ONCE_CUDA = 2**17, 2**24
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How one request's tokens are chosen, and when it ends.
+def fresh_seed() -> int:
+    """A seed for a request that has none, 0 … 2⁶³-1, from the system's randomness."""
+    return secrets.randbits(63)
 
-    ``temperature`` 0 takes the likeliest token. Above 0 a token is drawn: from the ``top_k``
-    likeliest (0 is all), of these from the fewest whose probabilities add up to ``top_p``. The
-    same ``seed`` draws the same tokens from the same logits, whatever else is in the batch; None
-    draws anew each time. A request ends after ``max_tokens`` tokens, with the model's end token,
-    or before the first of the ``stop`` texts that it writes.
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """The number in 0 … 1 (1 excluded, 53 bits) behind one token.
+
+    ``choice`` is the number of the answer among those of its request, ``position`` the token's
+    place in the answer. Cost: about 1 µs.
+    """
+    digest = blake2b(struct.pack("<3Q", seed, choice, position), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+@dataclass(slots=True)
+class Row:
+    """What is asked of one row of logits.
+
+    ``uniform`` draws the token; None takes the likeliest, whatever ``params`` say. ``generated``
+    are the tokens of the answer before this one; only penalties read them.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    max_tokens: int = 128
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
+    params: SamplingParams
+    uniform: float | None
+    generated: Sequence[int]
 
-    def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise InvalidValue(f"temperature is a number of 0 or more, got {self.temperature!r}")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise InvalidValue(f"top_p lies above 0 and at most at 1, got {self.top_p!r}")
-        if not _is_count(self.top_k) or self.top_k < 0:
-            raise InvalidValue(f"top_k is a number of tokens, 0 for all, got {self.top_k!r}")
-        if not _is_count(self.max_tokens) or self.max_tokens < 1:
-            raise InvalidValue(f"max_tokens is 1 or more, got {self.max_tokens!r}")
-        if self.seed is not None and not (_is_count(self.seed) and 0 <= self.seed < 2**63):
-            raise InvalidValue(f"seed is None or lies in 0 … 2⁶³-1, got {self.seed!r}")
-        stop: object = self.stop
-        if not isinstance(stop, tuple) or not all(map(_is_text, stop)):
-            raise InvalidValue(f"stop is a tuple of non-empty texts, got {self.stop!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def generator(params: SamplingParams, device: torch.device) -> torch.Generator | None:
-    """The source of chance of one request; greedy ones need none."""
-    if params.temperature == 0:
-        return None
-    source = torch.Generator(device=device)
-    if params.seed is None:
-        source.seed()
-    else:
-        source.manual_seed(params.seed)
-    return source
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether the logits are changed before anything is chosen."""
+        params = self.params
+        penalised = params.presence_penalty != 0 or params.frequency_penalty != 0
+        return bool(params.logit_bias) or (penalised and len(self.generated) > 0)
 
 
 def choose(
     logits: torch.Tensor,
-    params: Sequence[SamplingParams],
-    sources: Sequence[torch.Generator | None],
+    rows: Sequence[Row] | Sequence[SamplingParams],
+    sources: Sequence[torch.Generator | None] | None = None,
 ) -> list[int]:
-    """The next token of each row of ``logits`` [n, vocabulary]."""
-    tokens: list[int] = logits.argmax(-1).tolist()
-    for row, (one, source) in enumerate(zip(params, sources, strict=True)):
-        if source is not None:
-            tokens[row] = _draw(logits[row], one, source)
+    """The next token of each row of ``logits`` [rows, vocabulary], which stay as they are.
+
+    See `SamplingParams` for the rules; among equals the lower id comes first. A row with NaN or
+    +inf, or with nothing but -inf, gives its first such token: it can be neither drawn from nor
+    compared. Raises `InvalidValue` if a bias names a token outside the vocabulary.
+
+    Thread safety: all. Cost on one core, 32,000 tokens: see ``benchmarks``; rows that are greedy
+    and not adjusted share one pass. On CUDA there is one wait at the end, and one more for a
+    ``top_p`` without ``top_k``.
+    """
+    rows = _as_rows(rows, sources)
+    tokens = logits.max(-1).indices  # a few times faster than argmax; the first of equals too
+    special = [i for i, row in enumerate(rows) if row.uniform is not None or row.is_adjusted]
+    step = max(1, (_AT_ONCE_CUDA if logits.is_cuda else _AT_ONCE) // logits.shape[-1])
+    for start in range(0, len(special), step):
+        some = special[start : start + step]
+        mine = [rows[i] for i in some]
+        tokens[some] = _choose_special(logits[some].float(), mine, tokens[some])
+    chosen: list[int] = tokens.tolist()
+    return chosen
+
+
+def adjust(scores: torch.Tensor, rows: Sequence[Row]) -> None:
+    """Add the biases of ``rows`` to their ``scores`` and take penalties away, in place.
+
+    ``scores`` are float32 [rows, vocabulary]. Raises `InvalidValue` if a bias names a token
+    outside the vocabulary.
+    """
+    vocabulary = scores.shape[-1]
+    for row, its_scores in zip(rows, scores, strict=True):
+        params = row.params
+        if params.logit_bias:
+            tokens, biases = map(np.array, zip(*params.logit_bias, strict=True))
+            if tokens.max() >= vocabulary:
+                raise InvalidValue(
+                    f"logit_bias names token {tokens.max()}; the model knows 0 … {vocabulary - 1}"
+                )
+            _add(its_scores, tokens, biases)
+        if params.presence_penalty or params.frequency_penalty:
+            seen, counts = np.unique(np.asarray(row.generated, np.int64), return_counts=True)
+            _add(its_scores, seen, -(params.presence_penalty + params.frequency_penalty * counts))
+
+
+def likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of the ``count`` highest of each row of float32 ``scores`` [rows, n], highest first.
+
+    Equal scores come by id, so the order is the same on every device, and the same for every
+    ``count``. Cost for 32,000 scores on one core: about 100 µs up to a count of 1,024, 300 µs for
+    all.
+    """
+    length = scores.shape[-1]
+    # One integer per score that sorts as (score, lower id first) does: a float's bits sort like
+    # the float once those of negative numbers are turned round. Adding 0 makes -0 a 0.
+    bits = (scores + 0.0).view(torch.int32)
+    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
+    keys = bits.long()
+    keys <<= 32
+    keys -= torch.arange(length, device=scores.device)
+    if keys.is_cuda:
+        keys = keys.topk(count).values
+    else:  # NumPy selects and sorts integers several times faster than torch does on a CPU
+        array = keys.numpy()
+        if count < length:
+            array = np.partition(array, length - count)[..., length - count :]
+        keys = torch.from_numpy(np.sort(array)).flip(-1)
+    return keys.neg_().bitwise_and_(0xFFFFFFFF)
+
+
+# --- rows that are adjusted or drawn ---------------------------------------------------------
+
+
+def _choose_special(scores: torch.Tensor, rows: list[Row], plain: torch.Tensor) -> torch.Tensor:
+    """Tokens of ``rows``, whose ``scores`` [rows, vocabulary] are float32 and change.
+
+    ``plain`` are the likeliest without adjustments: what is taken where the scores are no numbers.
+    """
+    adjust(scores, rows)
+    drawn = [i for i, row in enumerate(rows) if row.uniform is not None]
+    tokens = plain if len(drawn) == len(rows) else scores.max(-1).indices
+    if drawn:
+        # From the top downwards, so that a low temperature ends in -inf and never in NaN.
+        scores = _pick(scores, drawn)
+        highest = scores.amax(-1, keepdim=True)
+        found = _draw(scores - highest, [rows[i] for i in drawn])
+        tokens[drawn] = found.where(highest[:, 0].isfinite(), plain[drawn])
     return tokens
 
 
-def _draw(logits: torch.Tensor, params: SamplingParams, source: torch.Generator) -> int:
-    scores = logits.float()
-    # From the top downwards, so that a low temperature ends in -inf and never in NaN.
-    scores = (scores - scores.max()) / max(params.temperature, _COLDEST)
-    if 0 < params.top_k < len(scores):
-        scores, candidates = scores.topk(params.top_k)  # sorted, the likeliest first
-    else:
-        scores, candidates = scores.sort(descending=True, stable=True)
-    chances = scores.softmax(-1)
-    if params.top_p < 1:
-        before = chances.cumsum(-1) - chances
-        chances = chances.where(before < params.top_p, 0.0)
-    return int(candidates[torch.multinomial(chances, 1, generator=source)])
+def _add(scores: torch.Tensor, tokens: npt.NDArray[np.int64], changes: npt.NDArray[Any]) -> None:
+    device = scores.device
+    scores.index_add_(
+        0,
+        torch.from_numpy(tokens).to(device),
+        torch.from_numpy(changes.astype(np.float32)).to(device),
+    )
+
+
+@dataclass(slots=True)
+class _Knobs:
+    """The parameters of some rows, each a column [rows, 1] on the rows' device."""
+
+    uniform: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: list[Row], device: torch.device) -> _Knobs:
+        table = [
+            (
+                row.uniform,
+                row.params.top_k or float("inf"),
+                row.params.top_p if row.params.top_p < 1 else float("inf"),
+                row.params.min_p,
+            )
+            for row in rows
+        ]
+        together = torch.tensor(table, dtype=torch.float64, device=device)
+        return cls(*together.T.unsqueeze(-1).unbind(0))
+
+
+def _draw(scores: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    """A token of each row of ``scores`` [rows, vocabulary], which are at most 0 and change."""
+    vocabulary = scores.shape[-1]
+    tokens = torch.empty(len(rows), dtype=torch.long, device=scores.device)
+    uncut, few, nucleus = [], [], []
+    for i, row in enumerate(rows):
+        if 0 < row.params.top_k < vocabulary:
+            few.append(i)
+        elif row.params.top_p < 1:
+            nucleus.append(i)
+        else:
+            uncut.append(i)
+    heat = [min(max(row.params.temperature, _COLDEST), _HOTTEST) for row in rows]
+    scores /= scores.new_tensor(heat)[:, None]
+    for group, draw in ((uncut, _draw_uncut), (few, _draw_few), (nucleus, _draw_nucleus)):
+        if group:
+            tokens[group] = draw(_pick(scores, group), [rows[i] for i in group])
+    return tokens
+
+
+def _pick(scores: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Some of the rows, in order; a copy only if there are others."""
+    return scores if len(rows) == len(scores) else scores[rows]
+
+
+def _draw_uncut(scores: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    """From all tokens, or those that ``min_p`` leaves: nothing needs to be ranked."""
+    knobs = _Knobs.of(rows, scores.device)
+    weights = scores.exp()
+    if any(row.params.min_p > 0 for row in rows):
+        weights = weights.where(weights >= knobs.min_p, 0)
+    return _first_above(weights, knobs.uniform)
+
+
+def _draw_few(scores: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    """From the ``top_k`` likeliest, cut by ``top_p`` and ``min_p`` then."""
+    tokens, _ = _draw_ranked(scores, rows, max(row.params.top_k for row in rows), total=None)
+    return tokens
+
+
+def _draw_nucleus(scores: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    """From the fewest that add up to ``top_p``; all are ranked only where it takes that many."""
+    total = scores.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    vocabulary = scores.shape[-1]
+    tokens, complete = _draw_ranked(scores, rows, min(_FIRST, vocabulary), total)
+    if vocabulary > _FIRST:
+        rest = [i for i, reached in enumerate(complete.tolist()) if not reached]
+        if rest:
+            wide = _draw_ranked(scores[rest], [rows[i] for i in rest], vocabulary, total[rest])
+            tokens[rest] = wide[0]
+    return tokens
+
+
+def _draw_ranked(
+    scores: torch.Tensor, rows: list[Row], width: int, total: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens drawn from the ``width`` likeliest, and whether ``top_p`` was reached among them.
+
+    ``total`` [rows, 1] is the weight of which ``top_p`` is a share; None: that of the ``top_k``.
+    """
+    knobs = _Knobs.of(rows, scores.device)
+    ids = likeliest(scores, width)
+    weights = scores.gather(-1, ids).double().exp()
+    weights = weights.where(torch.arange(width, device=scores.device) < knobs.top_k, 0)
+    sums = weights.cumsum(-1)
+    share = knobs.top_p * (sums[:, -1:] if total is None else total)
+    kept = (sums - weights < share) & (weights >= knobs.min_p)  # the likeliest weighs 1
+    places = _first_above(weights.where(kept, 0), knobs.uniform)
+    return ids.gather(-1, places[:, None])[:, 0], sums[:, -1] >= share[:, 0]
+
+
+def _first_above(weights: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
+    """The first place of each row at which the summed ``weights`` pass ``chance`` of their sum."""
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    whole = sums[:, -1:]
+    # Rounding must not lift the mark to the sum itself: what lies there may weigh nothing.
+    mark = (whole * chance).minimum(whole.nextafter(torch.zeros_like(whole)))
+    places = torch.searchsorted(sums, mark, right=True)[:, 0]
+    return places.clamp_(max=weights.shape[-1] - 1)  # NaN is above nothing
+
+
+# --- for the engine that still draws from generators; goes with it ---------------------------
+
+
+def generator(params: SamplingParams, device: torch.device) -> torch.Generator | None:
+    """The source of chance of one request; greedy ones need none."""
+    if params.greedy:
+        return None
+    source = torch.Generator(device=device)
+    return source.manual_seed(fresh_seed() if params.seed is None else params.seed)
+
+
+def _as_rows(
+    rows: Sequence[Row] | Sequence[SamplingParams],
+    sources: Sequence[torch.Generator | None] | None,
+) -> list[Row]:
+    if sources is None:
+        return [row for row in rows if isinstance(row, Row)]
+    chances = [
+        None if one is None else torch.rand((), generator=one, device=one.device).item()
+        for one in sources
+    ]
+    pairs = zip(rows, chances, strict=True)
+    return [Row(one, chance, ()) for one, chance in pairs if isinstance(one, SamplingParams)]
