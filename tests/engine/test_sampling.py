@@ -1,107 +1,313 @@
-"""Choosing tokens: what the parameters promise, over many draws."""
+"""Choosing tokens: what the parameters promise, and that a row knows nothing of other rows."""
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvkeep.engine.sampling import SamplingParams, choose, generator
+from kvkeep.engine.params import SamplingParams
+from kvkeep.engine.sampling import Row, choose, fresh_seed, likeliest, uniform
 from kvkeep.errors import InvalidValue
 
-CPU = torch.device("cpu")
 LOGITS = torch.tensor([1.0, 3.0, 0.0, 2.0, -1.0])  # likeliest first: 1, 3, 0, 2, 4
+LAST = 1 - 2**-53  # the highest number that `uniform` gives
+GRID = [(i + 0.5) / 2000 for i in range(2000)]
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-def draws(count, logits=LOGITS, **params):
-    one = SamplingParams(**{"temperature": 1.0, "seed": 3, **params})
-    source = generator(one, CPU)
-    return [choose(logits[None], [one], [source])[0] for _ in range(count)]
+def row(chance=None, generated=(), **params):
+    if chance is not None:
+        params = {"temperature": 1.0, **params}
+    return Row(SamplingParams(**params), chance, generated)
 
 
-def test_greedy_takes_the_likeliest_and_needs_no_chance():
-    params = SamplingParams()
-    assert generator(params, CPU) is None
-    rows = torch.stack((LOGITS, LOGITS.flip(0)))
-    assert choose(rows, [params, params], [None, None]) == [1, 3]
+def draws(logits=LOGITS, chances=GRID, generated=(), **params):
+    """A token for each of many evenly spaced chances: shares are probabilities, to 1/2000."""
+    rows = [row(chance, generated, **params) for chance in chances]
+    return choose(logits.expand(len(rows), -1), rows)
 
 
-def test_draws_follow_the_probabilities():
-    seen = draws(4000)
-    shares = torch.bincount(torch.tensor(seen), minlength=5) / len(seen)
-    assert (shares - LOGITS.softmax(-1)).abs().max() < 0.03
+def shares(tokens, vocabulary):
+    return np.bincount(tokens, minlength=vocabulary) / len(tokens)
 
 
-def test_temperature_sharpens_and_flattens():
-    cold, warm = draws(500, temperature=0.25), draws(500, temperature=4.0)
-    assert cold.count(1) > 450
-    assert warm.count(1) < 300
+def reference(logits, params):
+    """The probabilities that the parameters ask for, in float64 and the plainest way."""
+    scores = np.asarray(logits, np.float64)
+    order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
+    weights = np.exp((scores - scores.max()) / params.temperature)
+    order = order[: params.top_k or None]
+    if params.top_p < 1:
+        mass = np.cumsum(weights[order]) / weights[order].sum()
+        order = order[: int(np.searchsorted(mass, params.top_p)) + 1]
+    chances = np.zeros(len(scores))
+    for token in order:
+        if weights[token] >= params.min_p * weights.max():
+            chances[token] = weights[token]
+    return chances / chances.sum()
 
 
-@pytest.mark.parametrize("temperature", [1e-8, 1e-30, 5e-324, 1e308])
-def test_extreme_temperatures_stay_numbers(temperature):
-    seen = set(draws(50, temperature=temperature))
-    assert seen == {1} if temperature < 1 else seen <= set(range(5))
+# --- chance ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("top_k", "allowed"), [(1, {1}), (2, {1, 3}), (5, None), (99, None)])
-def test_top_k(top_k, allowed):
-    assert set(draws(400, top_k=top_k)) == (allowed or {0, 1, 2, 3, 4})
+def test_uniform_is_the_same_everywhere_and_for_ever():
+    """The value behind a seed is a promise to those who wrote their seed down."""
+    assert uniform(0, 0, 0) == 0.156742553465558
+    assert uniform(2**63 - 1, 3, 1000) == 0.3189072695106935
 
 
-def test_top_p_keeps_the_fewest_that_reach_it():
-    first, second = LOGITS.softmax(-1)[[1, 3]].tolist()
-    assert set(draws(300, top_p=first - 0.01)) == {1}
-    assert set(draws(300, top_p=first + 0.01)) == {1, 3}
-    assert set(draws(300, top_p=first + second + 0.01)) == {1, 3, 0}
-    assert set(draws(300, top_p=1e-9)) == {1}
+def test_uniform_is_uniform_and_depends_on_all_of_it():
+    values = np.array([uniform(s, c, p) for s in range(20) for c in range(10) for p in range(50)])
+    assert len(set(values.tolist())) == len(values)
+    assert values.min() >= 0
+    assert values.max() < 1
+    counts = np.bincount((values * 20).astype(int), minlength=20)
+    assert (abs(counts - 500) < 5 * 500**0.5).all()
+    steps = values.reshape(-1, 50)
+    assert abs(np.corrcoef(steps[:, :-1].ravel(), steps[:, 1:].ravel())[0, 1]) < 0.05
 
 
-def test_top_k_and_top_p_together():
-    """Of the two likeliest, renormalised, the first alone reaches 0.7."""
-    assert set(draws(300, top_k=2, top_p=0.7)) == {1}
-    assert set(draws(300, top_k=2, top_p=0.8)) == {1, 3}
+def test_fresh_seeds_are_seeds_and_differ():
+    seeds = {fresh_seed() for _ in range(100)}
+    assert len(seeds) == 100
+    assert all(SamplingParams(seed=seed).seed == seed for seed in seeds)
 
 
-def test_a_seed_draws_the_same_whatever_runs_beside():
-    wanted = draws(20)
-    params = SamplingParams(temperature=1.0, seed=3)
-    other = SamplingParams(temperature=0.7, seed=9)
-    sources = [generator(other, CPU), None, generator(params, CPU)]
-    rows = torch.stack((LOGITS.flip(0), LOGITS, LOGITS))
-    both = [choose(rows, [other, SamplingParams(), params], sources) for _ in range(20)]
-    assert [row[2] for row in both] == wanted
-    assert [row[1] for row in both] == [1] * 20
-    assert draws(20, seed=4) != wanted
+# --- ranking ---------------------------------------------------------------------------------
 
 
-def test_no_seed_draws_anew():
-    flat = torch.zeros(1000)
-    assert draws(8, flat, seed=None) != draws(8, flat, seed=None)
+@given(
+    st.lists(
+        st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.0, -1.0]),
+        min_size=1,
+        max_size=40,
+    ),
+    st.integers(1, 40),
+)
+def test_likeliest_is_a_stable_sort(scores, count):
+    count = min(count, len(scores))
+    expected = sorted(range(len(scores)), key=lambda token: (-scores[token], token))[:count]
+    assert likeliest(torch.tensor([scores, scores]), count).tolist() == [expected, expected]
+
+
+def test_likeliest_does_not_change_the_scores():
+    scores = torch.randn(3, 5000)
+    before = scores.clone()
+    likeliest(scores, 7)
+    assert torch.equal(scores, before)
+
+
+# --- greedy ----------------------------------------------------------------------------------
+
+
+def test_greedy_takes_the_likeliest_of_equals_the_lowest():
+    rows = torch.stack((LOGITS, LOGITS.flip(0), torch.zeros(5)))
+    assert choose(rows, [row()] * 3) == [1, 3, 0]
+
+
+def test_no_rows():
+    assert choose(torch.empty(0, 5), []) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_stay_as_they_are(dtype):
+    with torch.inference_mode():
+        logits = torch.randn(4, 300, generator=torch.manual_seed(0)).to(dtype)
+    before = logits.clone()
+    rows = [row(), row(logit_bias=((3, 100.0),)), row(0.5, top_p=0.5), row(0.5, [1, 2, 2],
+            presence_penalty=1.0)]  # fmt: skip
+    assert choose(logits, rows)[:2] == [int(before[0].argmax()), 3]
+    assert torch.equal(logits, before)
+
+
+# --- drawing ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    "params",
     [
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": math.nan}, "temperature"),
-        ({"temperature": math.inf}, "temperature"),
-        ({"temperature": "warm"}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"top_k": -1}, "top_k"),
-        ({"top_k": 1.5}, "top_k"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": True}, "max_tokens"),
-        ({"seed": -1}, "seed"),
-        ({"seed": 2**63}, "seed"),
-        ({"stop": "end"}, "stop"),
-        ({"stop": ("",)}, "stop"),
-        ({"stop": (3,)}, "stop"),
+        {},
+        {"temperature": 0.3},
+        {"temperature": 5.0},
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 60},
+        {"top_k": 99},
+        {"top_p": 0.05},
+        {"top_p": 0.6},
+        {"top_p": 0.97},
+        {"top_p": 1e-9},
+        {"min_p": 0.3},
+        {"min_p": 1.0},
+        {"top_k": 9, "top_p": 0.7},
+        {"top_k": 9, "min_p": 0.2},
+        {"top_p": 0.8, "min_p": 0.1},
+        {"temperature": 2.0, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
     ],
     ids=str,
 )
-def test_wrong_values_are_named(wrong, says):
-    with pytest.raises(InvalidValue, match=says):
-        SamplingParams(**wrong)
+@pytest.mark.parametrize("kind", ["smooth", "ties"])
+def test_draws_follow_the_probabilities(params, kind):
+    logits = torch.randn(60, generator=torch.manual_seed(1)) * 2
+    if kind == "ties":
+        logits = logits.round()
+    expected = reference(logits, SamplingParams(**{"temperature": 1.0, **params}))
+    found = shares(draws(logits, **params), 60)
+    assert abs(found - expected).max() <= 1 / 2000 + 1e-9
+    assert not found[expected == 0].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(-12, 12).map(lambda n: n / 2), min_size=1, max_size=30),
+    st.integers(0, 32),
+    st.floats(0.01, 1) | st.just(1.0),
+    st.floats(0, 1),
+    st.floats(0.1, 10),
+)
+def test_draws_follow_the_probabilities_whatever_the_parameters(
+    logits, top_k, top_p, min_p, temperature
+):
+    params = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
+    chances = [(i + 0.5) / 200 for i in range(200)]
+    found = shares(draws(torch.tensor(logits), chances, **params), len(logits))
+    nearby = [  # a token on the edge may be in or out by rounding
+        reference(logits, SamplingParams(**{**params, "top_p": p, "min_p": m}))
+        for p in {top_p, min(top_p * 1.00001, 1.0), top_p * 0.99999}
+        for m in {min_p, min(min_p * 1.00001, 1.0), min_p * 0.99999}
+    ]
+    assert min(abs(found - expected).max() for expected in nearby) <= 1 / 200 + 1e-6
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e-8])
+def test_the_coldest_are_greedy(temperature):
+    assert set(draws(temperature=temperature)) == {1}
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e308])
+def test_the_hottest_draw_all_alike_but_never_the_impossible(temperature):
+    logits = torch.tensor([1.0, -torch.inf, 3.0, 0.0])
+    found = shares(draws(logits, temperature=temperature), 4)
+    assert found == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3], abs=1e-3)
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.999999}, {"min_p": 1e-30}])
+@pytest.mark.parametrize("chance", [0.0, 5e-324, 0.5, LAST])
+def test_the_ends_of_chance_draw_nothing_impossible(params, chance):
+    nothing = -torch.inf
+    logits = torch.tensor([nothing, nothing, 1.0, nothing, 1.0, nothing, -300.0, nothing])
+    assert draws(logits, [chance], **params)[0] in {2, 4}
+
+
+def test_top_k_of_equals_takes_the_lowest_ids():
+    assert set(draws(torch.zeros(2000), top_k=3)) == {0, 1, 2}
+
+
+def test_a_nucleus_of_most_of_the_vocabulary():
+    """Wider than what is ranked at first."""
+    logits = torch.zeros(5000)
+    found = set(draws(logits, [i / 3000 for i in range(3000)], top_p=0.5))
+    assert max(found) == 2499
+    assert len(found) == 2500
+
+
+# --- rows by themselves ----------------------------------------------------------------------
+
+
+def mixed_rows(count, vocabulary):
+    kinds = [
+        {}, {"top_p": 0.9}, {"top_k": 50}, {"top_k": 5, "top_p": 0.5}, {"min_p": 0.01},
+        {"top_p": 0.99999}, {"temperature": 0.2}, {"top_k": vocabulary - 1},
+        {"logit_bias": ((3, 5.0),)}, {"frequency_penalty": 1.5},
+    ]  # fmt: skip
+    rows = [row(uniform(7, 0, i), [3, 3, i], **kinds[i % len(kinds)]) for i in range(count)]
+    for i in range(0, count, 7):
+        rows[i] = row(generated=[i, i], presence_penalty=2.0) if i % 2 else row()
+    return rows
+
+
+@pytest.mark.parametrize("vocabulary", [50, 3000, 40_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_gives_the_same_token_whatever_other_rows_there_are(vocabulary, dtype):
+    count = 40
+    rows = mixed_rows(count, vocabulary)
+    logits = torch.randn(count, vocabulary, generator=torch.manual_seed(2)).to(dtype)
+    together = choose(logits, rows)
+    assert [choose(logits[i : i + 1], rows[i : i + 1])[0] for i in range(count)] == together
+    order = np.random.default_rng(0).permutation(count).tolist()
+    assert choose(logits[order], [rows[i] for i in order]) == [together[i] for i in order]
+
+
+@needs_cuda
+def test_cuda_gives_the_same_tokens():
+    rows = mixed_rows(40, 40_000)
+    logits = torch.randn(40, 40_000, generator=torch.manual_seed(2)).bfloat16()
+    found = choose(logits.cuda(), rows)
+    assert found == choose(logits, rows)
+    assert [choose(logits[i : i + 1].cuda(), rows[i : i + 1])[0] for i in range(40)] == found
+
+
+# --- adjustments -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chance", [None, 0.3])
+def test_biases_force_and_ban(chance):
+    def tokens(*bias):
+        return choose(LOGITS[None], [row(chance, logit_bias=bias)])[0]
+
+    assert tokens((4, 100.0)) == 4
+    assert tokens((1, -100.0), (3, -100.0), (0, -100.0), (4, -100)) == 2
+    assert tokens((4, 60), (4, 60.0), (2, 100)) == 4  # a token named twice gets both
+
+
+def test_penalties_are_what_openai_documents():
+    """logit - presence · (count > 0) - frequency · count."""
+    generated = [1, 1, 1, 3]
+    params = {"presence_penalty": 0.5, "frequency_penalty": 0.25}
+    expected = LOGITS - torch.tensor([0, 0.5 + 3 * 0.25, 0, 0.5 + 0.25, 0])
+    want = reference(expected, SamplingParams(temperature=1.0))
+    found = shares(draws(generated=generated, **params), 5)
+    assert abs(found - want).max() <= 1 / 2000 + 1e-9
+    greedy = row(generated=[1], presence_penalty=1.5)
+    assert choose(LOGITS[None], [greedy]) == [3]
+    liked = row(generated=[0], presence_penalty=-2.0, frequency_penalty=-0.5)
+    assert choose(LOGITS[None], [liked]) == [0]
+    assert choose(LOGITS[None], [row(presence_penalty=2.0)]) == [1]  # nothing generated yet
+
+
+def test_adjustments_stay_in_their_row():
+    rows = [row(), row(generated=[1], presence_penalty=2.0), row(), row(logit_bias=((4, 100.0),))]
+    assert choose(LOGITS.expand(4, -1), rows) == [1, 3, 1, 4]
+
+
+@pytest.mark.parametrize("chance", [None, 0.5])
+def test_a_bias_outside_the_vocabulary_is_named(chance):
+    with pytest.raises(InvalidValue, match="token 5; the model knows 0 … 4"):
+        choose(LOGITS[None], [row(chance, logit_bias=((5, 1.0),))])
+
+
+# --- broken logits ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("logits", "token"),
+    [
+        ([1.0, torch.nan, 3.0, torch.nan], 1),
+        ([torch.nan] * 4, 0),
+        ([1.0, torch.inf, 3.0, torch.inf], 1),
+        ([-torch.inf] * 4, 0),
+    ],
+    ids=["a NaN", "all NaN", "infinity", "nothing possible"],
+)
+@pytest.mark.parametrize(
+    "params", [None, {}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.5}, {"logit_bias": ((0, 1),)}]
+)
+def test_what_cannot_be_compared_is_not_drawn_from(logits, token, params):
+    other = row(0.99, top_p=0.9)
+    mine = row() if params is None else row(0.7, **params)
+    good = torch.tensor([0.0, 0.0, 0.0, 9.0])
+    assert choose(torch.stack((torch.tensor(logits), good)), [mine, other]) == [token, 3]
