@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvkeep.cache import PagedCache
 from kvkeep.engine import Engine, Limits, SamplingParams
 from kvkeep.errors import InvalidValue, QueueFull
 
@@ -443,3 +444,19 @@ def test_beams_that_the_pool_cannot_hold_end_with_what_they_have(make_bench, pro
     assert done.finish_reason == "length"
     assert 0 < len(done.tokens) < 30
     assert_nothing_is_held(bench)
+
+
+def test_a_stop_text_ends_a_beam():
+    from kvkeep.engine import Runner, Tokenizer
+    from kvkeep.models import bundled_model
+
+    runner = Runner.load(bundled_model(), num_pages=64, dtype="float32")
+    tokenizer = Tokenizer.load(bundled_model())
+    engine = Engine(runner, PagedCache(64, 16), tokenizer)
+    tokens = tokenizer.chat([{"role": "user", "content": "What does json.dumps do?"}])
+    (free,) = engine.generate([tokens], few(20, beams=3, ignore_eos=True))
+    stop = free.text.split()[2]
+    (cut,) = engine.generate([tokens], few(20, beams=3, ignore_eos=True, stop=(stop,)))
+    assert cut.finish_reason == "stop"
+    assert stop not in cut.text
+    assert len(cut.tokens) < len(free.tokens)

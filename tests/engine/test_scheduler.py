@@ -76,7 +76,9 @@ def test_every_answer_is_what_it_would_be_alone(
     limits = Limits(max_running=max_running, step_tokens=step_tokens)
     engine = Engine(bench.runner, cache, limits=limits)
     running, deltas, step = {}, {}, 0
-    todo = sorted(zip(joins, range(len(asked)), asked, aborts, strict=False), key=lambda one: one[:2])
+    todo = sorted(
+        zip(joins, range(len(asked)), asked, aborts, strict=False), key=lambda one: one[:2]
+    )
     while todo or engine.has_work:
         while todo and todo[0][0] <= step:
             _, _, (tokens, params, how), abort = todo.pop(0)

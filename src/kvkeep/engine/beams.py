@@ -122,8 +122,15 @@ class BeamSearch:
         return [] if self._done else picks
 
     def finish(self) -> list[Hypothesis]:
-        """The best ``n`` answers, the best first; fewer if the vocabulary offers no more."""
-        assert self._done, "the search goes on"
+        """The best ``n`` answers, the best first; fewer if the vocabulary offers no more.
+
+        Asked for before the search is done, what lives ends as it is: it cannot go on.
+        """
+        if not self._done:
+            for tokens, score in self._live:
+                if tokens:
+                    self._keep(tokens, score, "length")
+            self._live, self._done = [], True
         return self._finished[: self._params.n]
 
     def _continuations(self, logits: torch.Tensor) -> list[Pick]:

@@ -21,7 +21,7 @@ from kvkeep.keys import Namespace, as_namespace
 from kvkeep.tokens import as_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from collections.abc import Sequence as Row
 
     from kvkeep.cache import PagedCache
@@ -111,6 +111,7 @@ class Engine:
                 self.runner.end_tokens,
                 prompt_tokens=len(tokens),
                 max_length=self.runner.max_tokens,
+                ends=self._ends(params.stop),
             )
         self._scheduler.enter(request)
         return request
@@ -246,6 +247,18 @@ class Engine:
                 f"it has token {tokens.max()}; the model knows 0 … {runner.vocabulary - 1}"
             )
         return tokens
+
+    def _ends(self, stop: tuple[str, ...]) -> Callable[[list[int]], bool] | None:
+        """Whether a beam's tokens have a stop text in them."""
+        tokenizer = self.tokenizer
+        if not stop or tokenizer is None:
+            return None
+
+        def ends(tokens: list[int]) -> bool:
+            text = tokenizer.decode(tokens)
+            return any(one in text for one in stop)
+
+        return ends
 
     def _check(self, params: SamplingParams) -> None:
         if self.tokenizer is None and params.stop:
