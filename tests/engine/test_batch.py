@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeep.engine.batch import QUERY_ROWS, PagedBatch, Piece
+from kvkeep.engine.attention import Scoring
+from kvkeep.engine.batch import PagedBatch, Piece
+from kvkeep.engine.setting import CPU
 from kvkeep.geometry import KVGeometry
 from kvkeep.pages.tensors import PagedTensors
 
@@ -49,7 +51,8 @@ class Story:
             torch.cat(self.queries),
             torch.cat([keys[at:] for keys, at in zip(self.keys, starts, strict=True)]),
             torch.cat([values[at:] for values, at in zip(self.values, starts, strict=True)]),
-            **{"scale": None, "window": None, "softcap": None, **how},
+            window=how.pop("window", None),
+            scoring=Scoring(**how),
         )
 
     def expected(self, *, scale=None, window=None, softcap=None):
@@ -90,10 +93,10 @@ def test_each_token_sees_its_own_sequence_up_to_itself(spans, page_size, window,
     )
 
 
-@pytest.mark.parametrize("window", [None, 60, QUERY_ROWS + 5])
+@pytest.mark.parametrize("window", [None, 60, CPU.query_rows + 5])
 @pytest.mark.parametrize("start", [0, 37])
 def test_pieces_longer_than_a_row_of_queries(start, window):
-    story = Story([(start, start + QUERY_ROWS + 70), (3, 4)], page_size=16)
+    story = Story([(start, start + CPU.query_rows + 70), (3, 4)], page_size=16)
     torch.testing.assert_close(story.attend(window=window), story.expected(window=window))
 
 

@@ -7,7 +7,7 @@ function is registered under that name, which is how Transformers is told to bui
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,9 +17,20 @@ from kvkeep.errors import IllegalStep
 if TYPE_CHECKING:
     from kvkeep.engine.batch import PagedBatch
 
-__all__ = ["ATTENTION", "attend", "paged_attention", "register"]
+__all__ = ["ATTENTION", "Scoring", "attend", "attend_in_part", "paged_attention", "register"]
 
 ATTENTION = "kvkeep_paged"
+
+
+class Scoring(NamedTuple):
+    """How a model makes scores of its queries and keys.
+
+    ``scale`` None is one over the square root of the head dimension. ``softcap`` bounds the scores
+    by a tanh (Gemma 2), which the fused kernels of torch do not know.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
 
 
 def register() -> None:
@@ -53,9 +64,8 @@ def paged_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=scaling,
         window=sliding_window,
-        softcap=softcap,
+        scoring=Scoring(scaling, softcap),
     )
     return out[None], None
 
@@ -64,34 +74,47 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    scoring: Scoring,
     *,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    softcap: float | None,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
 ) -> torch.Tensor:
-    """Plain attention: [n, heads, queries, dim] over [n, kv_heads, keys, dim].
+    """Plain attention: [n, heads, queries, dim] over [n, heads, keys, dim].
 
-    ``mask`` is True where a query sees a key; None is causal, with query i at key i. ``softcap``
-    bounds the scores by a tanh (Gemma 2), which the fused kernels do not know.
+    ``mask`` is added to the scores; None: each query sees every key, or with ``causal`` query i
+    the keys up to i.
     """
-    grouped = query.shape[1] != key.shape[1]
-    if softcap is None:
+    if scoring.softcap is None:
         return scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=grouped,
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scoring.scale
         )
-    if grouped:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    if mask is None:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-        mask = mask.tril()
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    assert not causal, "written out, a mask says it"
+    out, _ = attend_in_part(query, key, value, scoring, mask=mask)
+    return out.to(query.dtype)
+
+
+def attend_in_part(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scoring: Scoring,
+    *,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to some of a query's keys, to be put together with that to the others.
+
+    Shapes as for `attend`. Returns what comes out, and the logarithm of the weight of all these
+    keys together [n, heads, queries]; both at least float32, in which everything is computed.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    scores = (query.to(wide) * scale) @ key.to(wide).transpose(2, 3)
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    if mask is not None:
+        scores = scores + mask
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = (weights @ value.to(wide)).div_(total)
+    return out, top.add_(total.log_())[..., 0]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from transformers import PreTrainedModel
 
+    from kvkeep.engine.attention import Scoring
     from kvkeep.geometry import KVGeometry
 
 __all__ = ["prove"]
@@ -106,9 +107,8 @@ class _Recorder(PagedBatch):
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scale: float | None,
         window: int | None,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         geometry = self.tensors.geometry
         stored = [geometry.kv_heads, geometry.head_dim, geometry.kv_heads, geometry.value_dim]
@@ -119,4 +119,4 @@ class _Recorder(PagedBatch):
                 f"{len(self.windows)} to do so; the geometry has {geometry.layers} of {stored}"
             )
         self.windows.append(window)
-        return super().attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+        return super().attend(layer, query, key, value, window=window, scoring=scoring)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.engine import loading, probe
+from kvkeep.engine import flash, loading, probe
 from kvkeep.engine.batch import PagedBatch
 from kvkeep.errors import InvalidValue
 from kvkeep.geometry import KVGeometry
@@ -63,6 +63,8 @@ class Runner:
             layout=layout,
             check_ids=False,
         )
+        self._scratch = self.tensors.scratch()
+        self._kernel = flash.find(self.tensors)
 
     @classmethod
     def load(
@@ -114,4 +116,5 @@ class Runner:
         piece, piece after piece. Pieces of one call must not depend on each other. Cost: one
         forward pass of the model over all tokens of the pieces, and its head over the outputs.
         """
-        return PagedBatch(pieces, self.tensors).run(self.model)
+        batch = PagedBatch(pieces, self.tensors, scratch=self._scratch, kernel=self._kernel)
+        return batch.run(self.model)
