@@ -47,7 +47,8 @@ class BeamSearch:
 
     Pure logic: it sees logits and says which sequence to fork where; it holds neither cache nor
     model. Call `start` with the logits behind the prompt, then compute each pick and call
-    `advance` with their logits in the same order, until `done`; `finish` has the answers.
+    `advance` with their logits in the same order, until `done`, or until there is no room for it;
+    `finish` has the answers.
 
     The rules are those of Transformers' ``generate(num_beams=…, early_stopping=False)``: from all
     continuations the best twice as many as there are beams are looked at (one time more for each
