@@ -197,9 +197,12 @@ class Step:
 
     def _as_long_as_can_be(self, answer: Answer, deltas: list[Delta]) -> None:
         """The pool has no page for its next token, and nobody to take one from."""
-        if answer.request.search is not None:
-            self._end_search(answer.request, deltas)
-        elif answer.finish_reason is None:
+        request = answer.request
+        if request.id not in self._scheduler.requests:
+            return  # a beam: with the first one that was stuck, its whole search has ended
+        if request.search is not None:
+            self._end_search(request, deltas)
+        else:
             answer.finish("length")
             self._hand_out(answer, deltas)
 
