@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup serve demo test check bench clean
 
 help:            ## show this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -19,6 +19,9 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt -e '.[all]'
 	@touch $@
 
+serve: setup     ## serve the bundled model over HTTP (SERVE_ARGS="--model PATH --port 8000")
+	@$(BIN)/kvkeep serve $(SERVE_ARGS)
+
 demo: setup      ## run a real model on the paged cache: cold against warm
 	@$(BIN)/kvkeep demo
 
@@ -30,8 +33,9 @@ test: check      ## check, then all the tests
 	@echo "== pytest, two workers with a core each (4 to 7 minutes)"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
-bench: setup     ## measure the core (benchmarks/core.py)
+bench: setup     ## measure the core, then the engine beside Transformers (ten minutes)
 	@$(BIN)/python benchmarks/core.py
+	@$(BIN)/python benchmarks/engine.py
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,144 @@
+"""Contenders by turns over the same work, and the rows of a table that come of it."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from peers import VOCABULARY, Ours, Work, load_plain, save_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from peers import Answers, Contender, Tokens
+
+__all__ = ["Bench", "Row", "random_tokens", "ratios"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: what was measured, once a round, in which unit.
+
+    ``ratios`` say for each round how many times faster the first row of the case is than this one.
+    ``goal`` is for their median, or without ratios for that of the values, and what is
+    ``better``, more or less, says which side of it is good.
+    """
+
+    case: str
+    name: str
+    unit: str
+    values: tuple[float, ...]
+    ratios: tuple[float, ...] = ()
+    goal: float | None = None
+    better: Literal["more", "less"] = "more"
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        """Of the values."""
+        return statistics.median(self.values)
+
+    @property
+    def ratio(self) -> float | None:
+        """The median of the ratios."""
+        return statistics.median(self.ratios) if self.ratios else None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is reached, if there is one."""
+        if self.goal is None:
+            return None
+        figure = self.median if self.ratio is None else self.ratio
+        return figure >= self.goal if self.better == "more" else figure <= self.goal
+
+    def as_dict(self) -> dict[str, object]:
+        """With what follows from the values."""
+        return {**asdict(self), "median": self.median, "ratio": self.ratio, "met": self.met}
+
+
+class Bench:
+    """The model, as ours and as theirs, and the rows so far.
+
+    ``scale`` below 1 makes prompts and answers shorter, for a quick look.
+    """
+
+    def __init__(self, folder: Path, *, seed: int, scale: float, rounds: int) -> None:
+        self.parameters = save_model(folder, seed)
+        self.ours = Ours(folder)
+        self.plain = load_plain(folder)
+        self.scale = scale
+        self.rounds = rounds
+        self.rows: list[Row] = []
+        self._seed = seed
+
+    def rng(self) -> np.random.Generator:
+        """The same for every case, whichever others run."""
+        return np.random.default_rng(self._seed)
+
+    def scaled(self, tokens: int) -> int:
+        """So many tokens, or fewer for a quick look."""
+        return max(1, int(tokens * self.scale))
+
+    def compare(
+        self,
+        case: str,
+        make: Callable[[np.random.Generator], Work],
+        others: Sequence[Contender],
+        *,
+        goal: float,
+        judged: Contender | None = None,
+    ) -> None:
+        """Let ours and ``others`` do the same work, by turns.
+
+        The ``goal`` is against ``judged``; None: against whoever is best of the others.
+        """
+        contenders: list[Contender] = [self.ours, *others]
+        rng = self.rng()
+        for contender in contenders:
+            prompt = random_tokens(rng, 32)
+            contender.run(Work([prompt, prompt[:24]], [4, 4], prefix=16))
+        rates: list[list[float]] = [[] for _ in contenders]
+        alike: list[list[bool]] = [[] for _ in contenders]
+        for _ in range(self.rounds):
+            work = make(rng)
+            first: Answers = []
+            for contender, rate, same in zip(contenders, rates, alike, strict=True):
+                start = perf_counter()
+                answers = contender.run(work)
+                rate.append(work.tokens / (perf_counter() - start))
+                assert [len(answer) for answer in answers] == work.outputs, contender.name
+                first = first or answers
+                same += [a == b for a, b in zip(answers, first, strict=True)]
+        best = judged or max(zip(rates[1:], others, strict=True), key=_by_median)[1]
+        self.rows.append(Row(case, self.ours.name, "tokens/s", tuple(rates[0])))
+        for other, rate, same in zip(others, rates[1:], alike[1:], strict=True):
+            self.rows.append(
+                Row(
+                    case,
+                    other.name,
+                    "tokens/s",
+                    tuple(rate),
+                    ratios(rates[0], rate),
+                    goal=goal if other is best else None,
+                    note=f"{sum(same)} of {len(same)} answers equal",
+                )
+            )
+
+
+def random_tokens(rng: np.random.Generator, length: int) -> Tokens:
+    """A prompt that says nothing."""
+    return rng.integers(0, VOCABULARY, length, dtype=np.int32)
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> tuple[float, ...]:
+    """Round by round."""
+    return tuple(a / b for a, b in zip(above, below, strict=True))
+
+
+def _by_median(pair: tuple[list[float], Contender]) -> float:
+    return statistics.median(pair[0])
