@@ -26,8 +26,18 @@ log = logging.getLogger("kvkeep.server")
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 _KINDS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
-# Of pydantic's places: which part of the request it was, and branches of a union.
-_NO_FIELD = {"body", "query", "path"}
+# Of pydantic's places: which part of the request it was, and branches of a union. Other names of
+# branches are no identifiers.
+_NO_FIELD = {"body", "query", "path", "str"}
+# What pydantic says, without its subject, which is the field; and some of it in our words.
+_SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value error,) ")
+_WORDS = {
+    "missing": "is missing",
+    "extra_forbidden": "is no field of this request; leave it out",
+    "dict_type": "should be a JSON object",
+    "model_type": "should be a JSON object",
+    "model_attributes_type": "should be a JSON object",
+}
 
 
 class ApiError(HTTPException):
@@ -118,22 +128,32 @@ def install(app: FastAPI) -> None:
 
 def _of_fields(found: Sequence[Any]) -> ApiError:
     """The first of the fields that are wrong, and how many more there are."""
-    first = found[0]
-    if first["type"] == "missing" and tuple(first["loc"]) == ("body",):
-        return ApiError(400, "the request has no body; send a JSON object")
-    path = [part for part in first["loc"] if part not in _NO_FIELD]
-    # Within unions, pydantic names the branch it tried as if it were a field.
-    fields = [str(part) for part in path if isinstance(part, int) or str(part).isidentifier()]
-    param = ".".join(fields) or None
-    if first["type"] == "extra_forbidden":
-        message = f"{param} is no field of this request; leave it out"
-    else:
-        what = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-        message = what if param is None or what.startswith(param) else f"{param}: {what}"
-    others = len(found) - 1
+    places = [(_path(error), _what(error)) for error in found]
+    first = places[0][0]
+    # Where several forms are allowed, each one's objection is there: the deepest knows best.
+    chosen = max((path for path, _ in places if path[: len(first)] == first), key=len)
+    whats = dict.fromkeys(what for path, what in places if path == chosen)
+    param = ".".join(chosen) or None
+    message = f"{param or 'the body'} {' or '.join(whats)}"
+    others = len({path for path, _ in places if path[: len(first)] != first})
     if others:
-        message += f" (and {others} more field{'s' * (others > 1)} like it)"
+        message += f" (and {others} more field{'s' * (others > 1)} of this request)"
     return ApiError(400, message, param=param)
+
+
+def _path(error: Mapping[str, Any]) -> tuple[str, ...]:
+    """The field's name, and those of the objects it is in."""
+    parts = [part for part in error["loc"] if part not in _NO_FIELD]
+    if error["type"] == "wrong_field":  # one of ours, about a field of the object at this place
+        parts.append(error["ctx"]["field"])
+    return tuple(str(part) for part in parts if isinstance(part, int) or str(part).isidentifier())
+
+
+def _what(error: Mapping[str, Any]) -> str:
+    if error["type"] == "wrong_field":
+        what: str = error["ctx"]["what"]
+        return what
+    return _WORDS.get(error["type"]) or _SUBJECT.sub("", error["msg"])
 
 
 def _first_word(message: str) -> str | None:

@@ -28,11 +28,14 @@ __all__ = ["chat_jobs", "chat_tokens", "completion_jobs", "echoes"]
 
 # As OpenAI's own.
 _COMPLETION_TOKENS = 16
+# Characters; texts of longer tokens on average are rare.
+_LONG_TOKEN = 16
 
 
 def chat_jobs(service: Service, asked: ChatQuestion) -> list[Job]:
     """The one job of a conversation."""
     asked.check_bias(service.engine.runner.vocabulary)
+    _refuse_far_too_long(service, "messages", *(turn.text for turn in asked.messages))
     prompt = chat_tokens(service.tokenizer, asked.messages)
     room = _room(service, "messages", prompt)
     params = asked.sampling(
@@ -94,6 +97,7 @@ def echoes(service: Service, asked: CompletionQuestion) -> list[str]:
 
 def _tokens(service: Service, prompt: Prompt) -> TokenArray:
     if isinstance(prompt, str):
+        _refuse_far_too_long(service, "prompt", prompt)
         tokens = service.tokenizer.encode(prompt)
         if not len(tokens):
             raise ApiError(400, "prompt has no tokens; give it at least one", param="prompt")
@@ -109,14 +113,26 @@ def _tokens(service: Service, prompt: Prompt) -> TokenArray:
 def _room(service: Service, field: str, prompt: TokenArray) -> int:
     """How many tokens can follow ``prompt``: one at least."""
     if len(prompt) > service.longest_prompt:
-        raise ApiError(
-            400,
-            f"{field}: {len(prompt)} tokens, and this server takes {service.longest_prompt} at "
-            "most; shorten it",
-            param=field,
-            code="context_length_exceeded",
-        )
+        raise _too_long(service, field, str(len(prompt)))
     return service.engine.runner.max_tokens - len(prompt)
+
+
+def _refuse_far_too_long(service: Service, field: str, *texts: str) -> None:
+    """Refuse what is too long by its beginning: megabytes would keep a tokenizer for seconds.
+
+    Where the beginning alone has twice the tokens that fit, no merge further on can undo that.
+    """
+    longest = service.longest_prompt
+    most = longest * _LONG_TOKEN
+    if sum(map(len, texts)) > most:
+        beginning = "".join(texts)[:most]
+        if len(service.tokenizer.encode(beginning)) > 2 * longest:
+            raise _too_long(service, field, f"more than {2 * longest}")
+
+
+def _too_long(service: Service, field: str, tokens: str) -> ApiError:
+    message = f"{field} has {tokens} tokens, and this server takes {service.longest_prompt} at most"
+    return ApiError(400, message, param=field, code="context_length_exceeded")
 
 
 def _runs_at_once(service: Service, params: SamplingParams) -> None:

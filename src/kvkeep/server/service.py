@@ -36,7 +36,7 @@ class Service:
     """The worker and everything that is counted around it.
 
     Thread safety: none; it belongs to the event loop. What takes long is done in other threads:
-    the engine in the worker's, tokenizers in two of their own.
+    the engine in the worker's, tokenizers in some of their own.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
@@ -49,6 +49,7 @@ class Service:
         self._tickets: set[Ticket] = set()
         self._all_gone = asyncio.Event()
         self._tokenizing = ThreadPoolExecutor(_TOKENIZER_THREADS, "kvkeep tokenizer")
+        self._counting = ThreadPoolExecutor(1, "kvkeep counter")
         self._mean_seconds = 1.0  # of late requests, each new one weighing a tenth
 
     def start(self) -> None:
@@ -59,6 +60,7 @@ class Service:
         """End; what still runs is given up. Waits for the engine's step at hand."""
         self.worker.stop()
         self._tokenizing.shutdown(cancel_futures=True)
+        self._counting.shutdown(cancel_futures=True)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -82,9 +84,14 @@ class Service:
         )
 
     async def tokenizing(self, function: Callable[[], Result]) -> Result:
-        """``function()`` in one of the tokenizer's threads."""
+        """``function()`` in one of the threads that tokenize for requests for text."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizing, function)
+
+    async def counting(self, function: Callable[[], Result]) -> Result:
+        """``function()`` in the thread that tokenizes for those who only want the tokens."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._counting, function)
 
     async def stats(self) -> tuple[CacheStats, dict[str, int | float]]:
         """What cache and engine hold and have done; the engine's of the moment between steps."""

@@ -30,7 +30,7 @@ async def tokenize(asked: TokenizeQuestion, service: ServiceOf) -> TokensAnswer:
         ids: list[int] = tokens.tolist()
         return ids
 
-    tokens = await service.tokenizing(encode)
+    tokens = await service.counting(encode)
     longest = service.engine.runner.max_tokens
     return TokensAnswer(count=len(tokens), max_model_len=longest, tokens=tokens)
 
@@ -44,5 +44,5 @@ async def detokenize(asked: DetokenizeQuestion, service: ServiceOf) -> TextAnswe
     if largest >= known:
         message = f"tokens has {largest}; the model knows 0 … {known - 1}"
         raise ApiError(400, message, param="tokens")
-    text = await service.tokenizing(lambda: service.tokenizer.decode(asked.tokens))
+    text = await service.counting(lambda: service.tokenizer.decode(asked.tokens))
     return TextAnswer(prompt=text)

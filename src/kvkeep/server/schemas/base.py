@@ -2,21 +2,37 @@
 
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from kvkeep.engine import SamplingParams
 from kvkeep.errors import InvalidValue
 
-__all__ = ["Answer", "Extras", "Question", "SamplingQuestion", "StreamOptions"]
+__all__ = ["Answer", "Extras", "Question", "SamplingQuestion", "StreamOptions", "wrong"]
 
 _MOST_STOPS = 4
 # A stop text is looked for at every token.
 _LONGEST_STOP = 256
 _MOST_BIAS = 4096
+_MOST_FIELDS = 64
+_MOST_METADATA = 16
 _MOST_ANSWERS = 128
 _INT32 = 2**31 - 1
 
 Value = TypeVar("Value")
+Texts = Annotated[list[str], Field(fail_fast=True)]
+
+
+def wrong(field: str, what: str) -> PydanticCustomError:
+    """An error about ``field`` of the object that is validated, for those that concern several."""
+    return PydanticCustomError("wrong_field", "{field} {what}", {"field": field, "what": what})
 
 
 class Question(BaseModel):
@@ -37,9 +53,11 @@ class Question(BaseModel):
     def _refuse(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
+        if len(value) > _MOST_FIELDS:  # before each of them is objected to
+            raise ValueError(f"has {len(value)} fields, which are more than there are")
         for name, why in cls.REFUSED.items():
             if value.get(name) is not None and value[name] not in cls.HARMLESS.get(name, ()):
-                raise ValueError(f"{name} cannot be honoured: {why}")
+                raise wrong(name, f"cannot be honoured: {why}")
         return {key: item for key, item in value.items() if key not in cls.REFUSED}
 
 
@@ -84,25 +102,34 @@ class Extras(Question):
     )
 
 
+def at_most(count: int) -> BeforeValidator:
+    """Refuse an object of more fields before each of them is looked at, and objected to."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > count:
+            raise ValueError(f"has at most {count} fields, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
 def _stops(stop: str | list[str] | None) -> str | list[str] | None:
     texts = [stop] if isinstance(stop, str) else stop or []
     if len(texts) > _MOST_STOPS:
-        raise ValueError(f"stop is at most {_MOST_STOPS} texts, got {len(texts)}")
+        raise ValueError(f"is at most {_MOST_STOPS} texts, got {len(texts)}")
     if not all(0 < len(text) <= _LONGEST_STOP for text in texts):
-        raise ValueError(f"each stop text has 1 to {_LONGEST_STOP} characters")
+        raise ValueError(f"texts have 1 to {_LONGEST_STOP} characters each")
     return stop
 
 
 def _biases(bias: dict[str, float] | None) -> dict[str, float] | None:
     if bias is None:
         return None
-    if len(bias) > _MOST_BIAS:
-        raise ValueError(f"logit_bias has at most {_MOST_BIAS} tokens, got {len(bias)}")
     for token, value in bias.items():
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
-            raise ValueError(f"logit_bias has token ids as its keys, got {token[:20]!r}")
+            raise ValueError(f"has token ids as its keys, got {token[:20]!r}")
         if not -100 <= value <= 100:
-            raise ValueError(f"logit_bias lies in -100 … 100, got {value}")
+            raise ValueError(f"lies in -100 … 100, got {value}")
     return bias
 
 
@@ -119,15 +146,15 @@ class SamplingQuestion(Question):
     )
     min_p: float | None = Field(default=None, ge=0, le=1, description="Default 0. Ours.")
     n: int | None = Field(default=None, ge=1, le=_MOST_ANSWERS, description="Answers; default 1.")
-    stop: Annotated[str | list[str] | None, AfterValidator(_stops)] = Field(
+    stop: Annotated[str | Texts | None, AfterValidator(_stops)] = Field(
         default=None, description="The answer ends before these texts: one, or up to 4."
     )
     seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
     max_tokens: int | None = Field(default=None, ge=1, le=_INT32)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, float] | None, AfterValidator(_biases)] = Field(
-        default=None, description="Token id → what is added to its logit, -100 … 100."
+    logit_bias: Annotated[dict[str, float] | None, AfterValidator(_biases), at_most(_MOST_BIAS)] = (
+        Field(default=None, description="Token id → what is added to its logit, -100 … 100.")
     )
     ignore_eos: bool = Field(default=False, description="Go on after the model's end token. Ours.")
     stream: bool | None = Field(default=None, description="Answer in server-sent events.")
@@ -140,7 +167,9 @@ class SamplingQuestion(Question):
     )
     kvkeep: Extras | None = None
     user: str | None = Field(default=None, description="Ignored.")
-    metadata: dict[str, str] | None = Field(default=None, description="Ignored.")
+    metadata: Annotated[dict[str, str] | None, at_most(_MOST_METADATA)] = Field(
+        default=None, description="Ignored."
+    )
     safety_identifier: str | None = Field(default=None, description="Ignored.")
     prompt_cache_key: str | None = Field(
         default=None, description="Ignored: what is cached is found without it."
@@ -149,7 +178,7 @@ class SamplingQuestion(Question):
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "SamplingQuestion":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options are for streams; set stream, or leave them out")
+            raise wrong("stream_options", "is for streams; set stream, or leave it out")
         return self
 
     @property

@@ -4,9 +4,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvkeep.server.schemas.base import Question, SamplingQuestion
+from kvkeep.server.schemas.base import Question, SamplingQuestion, wrong
 
-__all__ = ["ChatQuestion", "Message", "TextPart"]
+__all__ = ["ChatQuestion", "Message", "Messages", "TextPart"]
 
 _NO_TOOLS = "models here are not given tools"
 _TEXT_ONLY = "models here read and write text alone"
@@ -34,16 +34,23 @@ class Message(Question):
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {"tool_calls": ([],), "annotations": ([],)}
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = Field(default=None, description="For templates that show it.")
+
+    @property
+    def text(self) -> str:
+        """What is said."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content)
 
     def as_turn(self) -> dict[str, str]:
         """The turn as chat templates know it: parts joined by line breaks, developer as system."""
-        text = self.content
-        if not isinstance(text, str):
-            text = "\n".join(part.text for part in text)
-        turn = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        turn = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         return turn if self.name is None else {**turn, "name": self.name}
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
 
 
 class _TextFormat(Question):
@@ -91,7 +98,7 @@ class ChatQuestion(SamplingQuestion):
         "store": (False,),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
+    messages: Messages
     max_completion_tokens: int | None = Field(
         default=None,
         ge=1,
@@ -109,9 +116,9 @@ class ChatQuestion(SamplingQuestion):
     @model_validator(mode="after")
     def _go_together(self) -> "ChatQuestion":
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens is max_completion_tokens' older name; give one of them")
+            raise wrong("max_tokens", "is max_completion_tokens' older name; give one of them")
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs; set it to true")
+            raise wrong("top_logprobs", "needs logprobs; set it to true")
         return self
 
     @property

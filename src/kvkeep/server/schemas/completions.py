@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field, PlainValidator, model_validator
 
-from kvkeep.server.schemas.base import SamplingQuestion
+from kvkeep.server.schemas.base import SamplingQuestion, wrong
 
 __all__ = ["CompletionQuestion", "Prompt", "Token"]
 
@@ -23,33 +23,33 @@ def _prompts(value: object) -> list[Prompt]:
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
-        raise ValueError("prompt is a text, a list of texts, a list of tokens, or a list of those")
+        raise ValueError("is a text, a list of texts, a list of tokens, or a list of those")
     if value and _is_token(value[0]):
         value = [value]
     if not value:
-        raise ValueError("prompt is empty; give it at least one token")
+        raise ValueError("is empty; give it at least one token")
     if len(value) > _MOST_PROMPTS:
-        raise ValueError(f"prompt is at most {_MOST_PROMPTS} prompts, got {len(value)}")
+        raise ValueError(f"is at most {_MOST_PROMPTS} prompts, got {len(value)}")
     kind = type(value[0])
     return [_checked(number, prompt, kind) for number, prompt in enumerate(value)]
 
 
 def _checked(number: int, prompt: object, kind: type) -> Prompt:
     if not isinstance(prompt, str | list) or type(prompt) is not kind:
-        raise ValueError("prompt is a text, a list of texts, a list of tokens, or a list of those")
+        raise ValueError("is a text, a list of texts, a list of tokens, or a list of those")
     if not prompt:
-        raise ValueError(f"prompt number {number} is empty; give it at least one token")
+        raise ValueError(f"number {number} is empty; give it at least one token")
     if isinstance(prompt, str):
         if not prompt.isascii():
             try:
                 prompt.encode()
             except UnicodeEncodeError as error:
-                raise ValueError(f"prompt number {number} is not valid Unicode") from error
+                raise ValueError(f"number {number} is not valid Unicode") from error
         return prompt
     for place, token in enumerate(prompt):
         if not _is_token(token) or not 0 <= token <= _INT32:
             raise ValueError(
-                f"prompt number {number} has {str(token)[:20]!r} as token {place}; tokens are "
+                f"number {number} has {str(token)[:20]!r} as token {place}; tokens are "
                 f"whole numbers, 0 … {_INT32}"
             )
     return prompt
@@ -98,7 +98,7 @@ class CompletionQuestion(SamplingQuestion):
     @model_validator(mode="after")
     def _go_together(self) -> "CompletionQuestion":
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo has no logprobs: the prompt's are not computed; leave one out")
+            raise wrong("echo", "has no logprobs: the prompt's are not computed; leave one out")
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
-            raise ValueError("best_of cannot stream: which answers are best shows at the end")
+            raise wrong("best_of", "cannot stream: which answers are best shows at the end")
         return self

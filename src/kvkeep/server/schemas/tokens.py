@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvkeep.server.schemas.base import Answer, Question
-from kvkeep.server.schemas.chat import Message
+from kvkeep.server.schemas.base import Answer, Question, wrong
+from kvkeep.server.schemas.chat import Messages
 from kvkeep.server.schemas.completions import Token
 
 __all__ = ["DetokenizeQuestion", "TextAnswer", "TokenizeQuestion", "TokensAnswer"]
@@ -18,14 +18,14 @@ class TokenizeQuestion(Question):
 
     model: str | None = None
     prompt: str | None = Field(default=None, description="Text, as /v1/completions takes it.")
-    messages: Annotated[list[Message], Field(min_length=1)] | None = Field(
+    messages: Messages | None = Field(
         default=None, description="A conversation, as /v1/chat/completions takes it."
     )
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "TokenizeQuestion":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give prompt or messages, one of the two")
+            raise wrong("prompt", "or messages is needed, one of the two")
         return self
 
 
@@ -43,7 +43,7 @@ class DetokenizeQuestion(Question):
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [72, 105]}]})
 
     model: str | None = None
-    tokens: list[Token]
+    tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
 class TextAnswer(Answer):

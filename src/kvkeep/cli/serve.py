@@ -1,0 +1,175 @@
+"""``kvkeep serve``: an OpenAI-compatible HTTP server on the paged cache."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvkeep.cli.model import add_model_arguments, choose_threads, load
+from kvkeep.errors import InvalidValue
+from kvkeep.geometry.units import format_bytes
+
+if TYPE_CHECKING:
+    import argparse
+    import socket
+
+    from kvkeep.cli.model import Commands
+    from kvkeep.engine import Engine
+    from kvkeep.server import Settings
+
+__all__ = ["add_parser", "run"]
+
+_KEY_VARIABLE = "KVKEEP_API_KEY"
+_BUNDLED_NAME = "kvkeep-tiny"
+_BODY = '{"messages": [{"role": "user", "content": "What does textwrap.dedent do?"}]}'
+
+
+def add_parser(commands: Commands) -> None:
+    """Name the arguments."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, with OpenAI's API",
+        description="Serve a model over HTTP. What prompts have in common is computed once. "
+        "SIGTERM ends it when running requests are through.",
+    )
+    add_model_arguments(parser, memory="1GiB")
+    parser.add_argument("--dtype", help="float32, float16 or bfloat16 (default: as saved)")
+    parser.add_argument("--name", help="what clients call the model (default: its directory's)")
+    address = parser.add_argument_group("address and access")
+    address.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine")
+    address.add_argument("--port", metavar="N", type=int, default=8000, help="0: a free one")
+    address.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"asked of every request but /health (default: ${_KEY_VARIABLE}, which others on "
+        "this machine cannot read)",
+    )
+    address.add_argument(
+        "--allow-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a Host name to answer to, besides localhost (default beyond --host 127.0.0.1: any)",
+    )
+    _add_limits(parser.add_argument_group("limits"))
+    parser.add_argument(
+        "--draft-tokens", metavar="N", type=int, default=0,
+        help="guess so many tokens a step from what a prompt repeats (default: 0)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info"
+    )
+    parser.set_defaults(run=run)
+
+
+def _add_limits(limits: argparse._ArgumentGroup) -> None:
+    limits.add_argument(
+        "--max-running", metavar="N", type=int, default=32, help="answers at once (default: 32)"
+    )
+    limits.add_argument(
+        "--step-tokens", metavar="N", type=int, default=1024, help="tokens a step (default: 1024)"
+    )
+    limits.add_argument(
+        "--max-waiting", metavar="N", type=int, default=256, help="then 429 (default: 256)"
+    )
+    limits.add_argument("--max-prompt-tokens", metavar="N", type=int, help="default: what fits")
+    limits.add_argument(
+        "--request-timeout", metavar="S", type=float, default=600.0, help="seconds (default: 600)"
+    )
+    limits.add_argument(
+        "--drain-timeout",
+        metavar="S",
+        type=float,
+        default=30.0,
+        help="seconds that running requests have once it is to end (default: 30)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal; 0 after an orderly end."""
+    choose_threads(args)  # before torch comes
+    from kvkeep.cache import PagedCache  # noqa: PLC0415
+    from kvkeep.engine import Engine, Limits  # noqa: PLC0415 - seconds, for torch
+    from kvkeep.server import bind  # noqa: PLC0415
+
+    settings = _settings(args)
+    limits = Limits(
+        max_running=args.max_running, step_tokens=args.step_tokens, max_waiting=args.max_waiting
+    )
+    # Before the model is loaded: who has to choose another port should not wait for it.
+    with bind(args.host, args.port) as bound:
+        runner, tokenizer = load(args, dtype=args.dtype)
+        cache = PagedCache(runner.num_pages, runner.page_size)
+        engine = Engine(runner, cache, tokenizer, limits=limits)
+        logging.basicConfig(
+            level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+        )
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        return _serve(engine, settings, bound)
+
+
+def _serve(engine: Engine, settings: Settings, bound: socket.socket) -> int:
+    from kvkeep.server import Listener, create_app, url_of  # noqa: PLC0415
+
+    announce = partial(_announce, engine, settings, url_of(bound))
+    listener = Listener(create_app(engine, settings), ready=announce)
+    try:
+        asyncio.run(listener.serve([bound]))
+    except OSError as error:  # somebody else was quicker to listen
+        raise InvalidValue(f"cannot listen on {url_of(bound)}: {error.strerror}") from error
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    from kvkeep.server import LOOPBACK_HOSTS, Settings  # noqa: PLC0415
+
+    allowed = frozenset(name.lower() for name in args.allow_host)
+    if _is_loopback(args.host):
+        hosts: frozenset[str] | None = allowed | LOOPBACK_HOSTS | {args.host.lower()}
+    else:
+        hosts = allowed or None
+    name = args.name
+    if name is None:
+        name = _BUNDLED_NAME if args.model is None else args.model.resolve().name
+    return Settings(
+        name=name,
+        api_key=args.api_key or os.environ.get(_KEY_VARIABLE) or None,
+        max_prompt_tokens=args.max_prompt_tokens,
+        request_timeout_s=args.request_timeout,
+        drain_timeout_s=args.drain_timeout,
+        draft_tokens=args.draft_tokens,
+        hosts=hosts,
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _announce(engine: Engine, settings: Settings, url: str) -> None:
+    """Say that it listens, and what to type next."""
+    runner = engine.runner
+    size = format_bytes(runner.num_pages * runner.page_size * runner.geometry.bytes_per_token)
+    key = f' -H "Authorization: Bearer ${_KEY_VARIABLE}"' if settings.api_key else ""
+    chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
+    path, body = ("chat/completions", _BODY) if chat else ("completions", '{"prompt": "Once"}')
+    print(
+        f"kvkeep serves {settings.name} at {url} "
+        f"({runner.num_pages:,} pages of {runner.page_size} tokens, {size})\n"
+        f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'",
+        flush=True,
+    )
+    if settings.hosts is None and settings.api_key is None:
+        print(
+            "kvkeep: whoever can reach this address can use it, and read what is cached: "
+            f"set ${_KEY_VARIABLE}",
+            file=sys.stderr,
+        )
