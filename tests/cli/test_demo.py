@@ -1,9 +1,17 @@
-"""The demo from end to end: a real model, cold against warm."""
+"""The demo from end to end: a real model behind the real service, cold against warm."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -11,26 +19,49 @@ from kvkeep.cli import demo, main
 
 pytestmark = pytest.mark.model
 
+KVKEEP = [sys.executable, "-W", "error", "-m", "kvkeep"]
 
-def test_the_demo_reuses_and_generates_the_same(capsys):
+
+def assert_nothing_is_left(url):
+    """No port, and none of our threads."""
+    host, port = url.removeprefix("http://").split(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=5).close()
+    assert not [thread.name for thread in threading.enumerate() if "kvkeep" in thread.name]
+
+
+def url_in(text):
+    return re.search(r"http://127\.0\.0\.1:\d+", text)[0]
+
+
+def test_it_reuses_and_answers_the_same(capsys):
     assert main(["demo", "--json", "--max-tokens", "24"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    first, *others = shown["requests"]
-    assert len(others) >= 4
-    assert shown["identical"] is True
-    assert all(row["identical"] for row in shown["requests"])
-    assert first["reused_tokens"] == 0
-    for row in others:
-        # All but the question itself, of a long document.
+    out, err = capsys.readouterr()
+    assert err == ""
+    shown = json.loads(out)
+    rows = {(row["request"], row["about"]): row for row in shown["requests"]}
+    assert len(rows) == demo.REQUESTS
+    assert shown["same_text"] is True
+    for (request, _), row in rows.items():
+        assert row["same_text"] is True
         assert row["prompt_tokens"] > 1500
-        assert row["reused_tokens"] > 0.95 * row["prompt_tokens"]
-        assert row["ttft_warm_s"] < row["ttft_cold_s"]  # a hundredth of the work
+        assert 1 < row["generated_tokens"] <= 24
+        assert row["tokens_per_s"] > 0
         assert row["text"].strip()
+        if request == "first" or request.startswith("tenant"):
+            assert row["reused_tokens"] == 0  # nobody of theirs has asked before
+        else:
+            # All but the question itself, of a long document.
+            assert row["reused_tokens"] > 0.95 * row["prompt_tokens"]
+            assert row["ttft_warm_s"] < row["ttft_cold_s"]  # a hundredth of the work
     # The second turn finds the first one whole, not only the document (but for half a page).
-    assert others[-1]["reused_tokens"] > others[-2]["prompt_tokens"] - 16
-    assert shown["reused_tokens"] == sum(row["reused_tokens"] for row in shown["requests"])
+    follow_up = rows["follow-up", demo.FOLLOW_UP]
+    assert follow_up["reused_tokens"] > rows["again", demo.ASKED[-1]]["prompt_tokens"] - 16
+    assert shown["reused_tokens"] == sum(row["reused_tokens"] for row in rows.values())
     assert shown["reused_tokens"] == shown["cache"]["hit_tokens"]
     assert shown["cache"]["sequences"] == 0
+    assert shown["engine"]["finished"] == 2 * demo.REQUESTS + 1  # and what warms up
+    assert_nothing_is_left(shown["url"])
 
 
 @pytest.fixture
@@ -44,48 +75,102 @@ def test_the_table(short, capsys):
     assert main(["demo", "--max-tokens", "6"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    for name in (*demo.ASKED, f"then {demo.FOLLOW_UP}"):
-        (line,) = [line for line in out.splitlines() if line.strip().startswith(name)]
-        assert line.rstrip().endswith("yes")
-        assert "…" not in line  # it fits 80 columns
-    assert "× sooner (median)" in out.splitlines()[-1]
+    *lines, curl = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    starts = [("first", demo.ASKED[0]), *(("again", name) for name in demo.ASKED[1:])]
+    starts += [("follow-up", demo.FOLLOW_UP), ("tenant a", demo.ASKED[0])]
+    starts += [("tenant b", demo.ASKED[0]), *(("at once", name) for name in demo.CLIENTS)]
+    table = [line for line in lines if line.rstrip().endswith("yes")]
+    for (request, about), line in zip(starts, table, strict=True):
+        assert re.match(rf" *{request} +{re.escape(about)} +\d", line)
+        assert "…" not in line  # it fits
+    (totals,) = [line for line in lines if "% reused" in line]
+    assert "× sooner (median)" in totals
+    assert "kvkeep serve" in lines[-1]
+    assert curl.startswith("curl ")
+    assert_nothing_is_left(url_in(lines[0]))
 
 
-def test_one_other_token_fails_it(short, monkeypatch, capsys):
-    run_warm = demo.Demo.run_warm
+def test_a_model_without_a_chat_template(short, tmp_path, capsys):
+    from kvkeep.models import bundled_model
 
-    def tampered(self, advance):
-        done, stats = run_warm(self, advance)
-        wrong = (*done[2].tokens[:-1], done[2].tokens[-1] + 1)
-        return [*done[:2], dataclasses.replace(done[2], tokens=wrong), *done[3:]], stats
+    path = tmp_path / "plain"
+    shutil.copytree(bundled_model(), path)
+    (path / "chat_template.jinja").unlink()
+    assert main(["demo", "--json", "--max-tokens", "1", "--model", str(path)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["model"] == "plain"
+    assert shown["reused_tokens"] > 0
+    assert {row["tokens_per_s"] for row in shown["requests"]} == {None}  # there is no second token
 
-    monkeypatch.setattr(demo.Demo, "run_warm", tampered)
+
+# --- what must not pass ----------------------------------------------------------------------
+
+
+def test_one_other_word_fails_it(short, monkeypatch, capsys):
+    honest = demo.ask
+    answers = 0
+
+    def misheard(*request):
+        nonlocal answers
+        heard = honest(*request)
+        answers += 1
+        return dataclasses.replace(heard, text=heard.text + ".") if answers == 5 else heard
+
+    monkeypatch.setattr(demo, "ask", misheard)
     assert main(["demo", "--max-tokens", "3"]) == 1
     out, err = capsys.readouterr()
-    assert "NO" in out
-    assert "other tokens than the cold one" in err
+    assert len(re.findall("NO *$", out, re.MULTILINE)) == 1
+    assert "not the cold ones" in err
 
 
 def test_lost_kv_fails_it(short, monkeypatch, capsys):
     """Not only the comparison: what the model reads from the pages decides."""
-    run_warm = demo.Demo.run_warm
+    from kvkeep.engine import Runner
 
-    def forgetful(self, advance):
-        runner = self._runner
-        forward = runner.forward
+    forward = Runner.forward
 
-        def forward_and_forget(pieces, **how):
-            logits = forward(pieces, **how)
-            for layer in range(runner.geometry.layers):
-                runner.tensors.v(layer).zero_()
-            return logits
+    def forward_and_forget(runner, *given, **how):
+        logits = forward(runner, *given, **how)
+        for layer in range(runner.geometry.layers):
+            runner.tensors.v(layer).zero_()
+        return logits
 
-        monkeypatch.setattr(runner, "forward", forward_and_forget)
-        return run_warm(self, advance)
-
-    monkeypatch.setattr(demo.Demo, "run_warm", forgetful)
+    monkeypatch.setattr(Runner, "forward", forward_and_forget)
     assert main(["demo", "--max-tokens", "8"]) == 1
     assert "NO" in capsys.readouterr().out
+
+
+def test_tenants_that_are_mixed_up_fail_it_and_nothing_is_left(short, monkeypatch, capsys):
+    from kvkeep.server.service import Service
+
+    namespace = Service.namespace
+    monkeypatch.setattr(Service, "namespace", lambda service, _: namespace(service, None))
+    with pytest.raises(AssertionError, match="nobody else has its salt"):
+        main(["demo", "--max-tokens", "3"])
+    assert_nothing_is_left(url_in(capsys.readouterr().out))
+
+
+def test_what_the_service_refuses_is_one_line(short, capsys):
+    assert main(["demo", "--max-tokens", "0"]) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert re.match(r"kvkeep: error: .*max_tokens", line)
+    assert_nothing_is_left(url_in(out))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+def test_a_signal_ends_it_and_nothing_is_left(sent, code):
+    command = [*KVKEEP, "demo", "--max-tokens", "1000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        url = url_in(process.stdout.readline())  # it serves, and asks
+        process.send_signal(sent)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (code, "")
+    assert_nothing_is_left(url)
 
 
 def test_the_document_is_readable_text():

@@ -1,26 +1,32 @@
-"""``kvkeep demo``: questions about one document, cold against warm, token for token the same."""
+"""``kvkeep demo``: a conversation over one document through the real service, cold and warm."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import sys
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.model import add_model_arguments, load, progress
+from kvkeep.cli.client import ask, get
+from kvkeep.cli.model import add_model_arguments, choose_threads, load, progress
 from kvkeep.errors import require
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
-    from kvkeep.cache import CacheStats, PagedCache
+    from kvkeep.cli.client import Heard
     from kvkeep.cli.model import Commands
-    from kvkeep.engine import Completion, Runner, Tokenizer
-    from kvkeep.tokens import TokenArray
+    from kvkeep.engine import Engine
+
+    Talk = list[dict[str, str]]
 
 __all__ = ["add_parser", "run"]
 
@@ -34,19 +40,29 @@ SECTIONS = (
 SECTION_CHARACTERS = 700
 ASKED = ("textwrap.dedent", "heapq.merge", "shutil.copytree", "random.shuffle")
 FOLLOW_UP = "textwrap.shorten"
+TENANTS = ("a", "b")
+CLIENTS = ("json.dumps", "os.makedirs", "textwrap.wrap", "shutil.rmtree")
+REQUESTS = len(ASKED) + 1 + len(TENANTS) + len(CLIENTS)
 DIFFERENT = 1
+NEXT = """\
+Next: kvkeep serve (or make serve), and when it listens
+curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
+-d '{"messages": [{"role": "user", "content": "What does heapq.merge do?"}]}'"""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request, run cold and warm."""
+    """One request, answered cold and warm; all but ``ttft_cold_s`` is about the warm one."""
 
     request: str
+    about: str
     prompt_tokens: int
     reused_tokens: int
+    generated_tokens: int
     ttft_cold_s: float
     ttft_warm_s: float
-    identical: bool
+    tokens_per_s: float | None
+    same_text: bool
     text: str
 
     @property
@@ -59,9 +75,10 @@ def add_parser(commands: Commands) -> None:
     """Name the arguments."""
     parser = commands.add_parser(
         "demo",
-        help="run a real model cold and warm, and compare",
-        description="Ask a model about one long document: every prompt computed in full (cold), "
-        "then through one cache (warm). Fails if a single generated token differs.",
+        help="start the service, play a conversation over a long document, and compare",
+        description="Start the service, ask it about one long document over HTTP, and stop it. "
+        "Every request is sent twice: cold, with nothing to reuse, and warm. Fails if the two "
+        "answers to one of them differ.",
     )
     add_model_arguments(parser, memory="256MiB")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=64, help="of an answer")
@@ -70,89 +87,149 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run, compare, print; 1 if the two runs differ."""
-    # float32: in half precision the order of summing can decide between two like tokens.
-    runner, tokenizer = load(args, dtype="float32")
-    demo = Demo(runner, tokenizer, args.max_tokens)
-    with progress("cold: every prompt computed in full", of=len(demo.names)) as advance:
-        cold = demo.run_cold(advance)
-    with progress("warm: the same through one cache", of=len(demo.names)) as advance:
-        warm, stats = demo.run_warm(advance)
-    rows = [
-        Row(
-            request=name,
-            prompt_tokens=after.prompt_tokens,
-            reused_tokens=after.cached_tokens,
-            ttft_cold_s=before.ttft_s,
-            ttft_warm_s=after.ttft_s,
-            identical=before.tokens == after.tokens,
-            text=after.text,
-        )
-        for name, before, after in zip(demo.names, cold, warm, strict=True)
-    ]
+    """Play, compare, print; 1 if the two answers to a request differ."""
+    choose_threads(args)  # before torch comes
+    engine, name = _load(args)
+    chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
+    # The service ends first: then all clients come to an end too, whatever they wait for.
+    with ThreadPoolExecutor(len(CLIENTS), "kvkeep client") as clients, serving(engine, name) as url:
+        if not args.json:
+            print(f"{name} is served at {url} while this lasts", flush=True)
+        with progress("asking, cold and warm", of=2 * REQUESTS) as advance:
+            demo = Demo(url, clients, advance, max_tokens=args.max_tokens, chat=chat)
+            rows = demo.play()
+        stats = get(url, "/kv/stats")
     if args.json:
-        print(json.dumps(_as_json(rows, stats)))
+        print(json.dumps(_as_json(url, name, rows, stats)))
     else:
         _print(rows)
-    return 0 if all(row.identical for row in rows) else DIFFERENT
+    return 0 if all(row.same_text for row in rows) else DIFFERENT
+
+
+def _load(args: argparse.Namespace) -> tuple[Engine, str]:
+    with progress("starting"):
+        from kvkeep.cache import PagedCache  # noqa: PLC0415
+        from kvkeep.engine import Engine  # noqa: PLC0415 - seconds, for torch
+
+        require("kvkeep.server", "server")  # what it lacks is said before the model is loaded
+    # float32: in half precision the order of summing can decide between two like tokens.
+    runner, tokenizer = load(args, dtype="float32")
+    engine = Engine(runner, PagedCache(runner.num_pages, runner.page_size), tokenizer)
+    return engine, "kvkeep-tiny" if args.model is None else args.model.resolve().name
+
+
+@contextmanager
+def serving(engine: Engine, name: str) -> Iterator[str]:
+    """Serve ``engine`` on a free port of this machine, as ``kvkeep serve`` does; gives the URL.
+
+    In a thread, so that neither a process nor a port outlives this one, however it ends. At the
+    end of the block the requests that still run are failed.
+    """
+    from kvkeep.server import Listener, Settings, bind, create_app, url_of  # noqa: PLC0415
+
+    settings = Settings(name=name, drain_timeout_s=0)
+    listening: Future[None] = Future()
+    with bind("127.0.0.1", 0) as bound, ThreadPoolExecutor(1, "kvkeep server") as thread:
+        url = url_of(bound)
+        app = create_app(engine, settings)
+        listener = Listener(app, ready=partial(listening.set_result, None))
+        served = thread.submit(lambda: asyncio.run(listener.serve([bound])))
+        try:
+            wait((listening, served), return_when=FIRST_COMPLETED)
+            yield url
+        finally:
+            # Interrupted before it has begun, it could not be stopped.
+            wait((listening, served), return_when=FIRST_COMPLETED)
+            if not served.done():
+                listener.stop()
+            served.result()
 
 
 class Demo:
-    """The requests, and the two ways to run them. The cold run comes first."""
+    """The script, played against the service at ``url``; ``advance`` is called for each answer."""
 
-    def __init__(self, runner: Runner, tokenizer: Tokenizer, max_tokens: int) -> None:
-        from kvkeep.engine import SamplingParams  # noqa: PLC0415 - needs torch
+    def __init__(
+        self,
+        url: str,
+        clients: ThreadPoolExecutor,
+        advance: Callable[[], object],
+        *,
+        max_tokens: int,
+        chat: bool,
+    ) -> None:
+        self._url = url
+        self._clients = clients
+        self._advance = advance
+        self._max_tokens = max_tokens
+        self._chat = chat
+        self._document = read_document()
+        self._salts = 0
 
-        self._runner = runner
-        self._tokenizer = tokenizer
-        self._params = SamplingParams(max_tokens=max_tokens)
-        system = f"Answer from this document.\n\n{read_document()}"
-        self._talks = [
-            [{"role": "system", "content": system}, {"role": "user", "content": _question(name)}]
-            for name in ASKED
+    def play(self) -> list[Row]:
+        """The whole conversation, row by row."""
+        warm_up = [{"role": "user", "content": _question(ASKED[0])}]
+        self._ask(warm_up, self._new_salt(), store=False)  # torch's, unmeasured
+        first, *others = ASKED
+        rows = self._both("first", [first])
+        for name in others:
+            rows += self._both("again", [name])
+        rows += self._both("follow-up", [FOLLOW_UP], before=rows[-1])
+        for tenant in TENANTS:
+            rows += self._both(f"tenant {tenant}", [first], salt=f"tenant {tenant}")
+        return rows + self._both("at once", CLIENTS)
+
+    def _both(
+        self,
+        request: str,
+        abouts: Sequence[str],
+        *,
+        before: Row | None = None,
+        salt: str | None = None,
+    ) -> list[Row]:
+        """Ask about all of these at once, cold and then warm; ``before`` is the turn before."""
+        talks = [self._talk(about, before) for about in abouts]
+        colds = self._at_once([(talk, self._new_salt(), False) for talk in talks])
+        warms = self._at_once([(talk, salt, True) for talk in talks])
+        return [
+            _row(request, about, cold, warm)
+            for about, cold, warm in zip(abouts, colds, warms, strict=True)
         ]
-        self._prompts = [self._tokens(talk) for talk in self._talks]
-        self.names = [*ASKED, f"then {FOLLOW_UP}"]
 
-    def run_cold(self, advance: Callable[[], object]) -> list[Completion]:
-        """Every request with a cache of its own, which knows nothing."""
-        self._ask(self._cache(), self._prompts[0][:64])  # torch warms up, unmeasured
-        done = [self._ask(self._cache(), prompt, advance) for prompt in self._prompts]
-        # The second turn of the last conversation follows on what the model has answered.
-        talk = self._talks[-1]
-        talk += [
-            {"role": "assistant", "content": done[-1].text},
-            {"role": "user", "content": _question(FOLLOW_UP)},
-        ]
-        self._prompts.append(self._tokens(talk))
-        return [*done, self._ask(self._cache(), self._prompts[-1], advance)]
+    def _at_once(self, requests: Sequence[tuple[Talk, str | None, bool]]) -> list[Heard]:
+        asked = [self._clients.submit(self._ask, *request) for request in requests]
+        heard = []
+        for one in asked:
+            heard.append(one.result())
+            self._advance()
+        return heard
 
-    def run_warm(self, advance: Callable[[], object]) -> tuple[list[Completion], CacheStats]:
-        """The same requests, one after the other, through one cache."""
-        cache = self._cache()
-        done = [self._ask(cache, prompt, advance) for prompt in self._prompts]
-        return done, cache.stats()
+    def _ask(self, talk: Talk, salt: str | None, store: bool) -> Heard:
+        body: dict[str, Any] = {
+            "max_tokens": self._max_tokens,
+            "temperature": 0,
+            "kvkeep": {"store": store},
+        }
+        if salt is not None:
+            body["cache_salt"] = salt
+        if self._chat:
+            return ask(self._url, "/v1/chat/completions", {**body, "messages": talk})
+        prompt = "\n\n".join(turn["content"] for turn in talk) + "\n\n"
+        return ask(self._url, "/v1/completions", {**body, "prompt": prompt})
 
-    def _ask(
-        self, cache: PagedCache, prompt: TokenArray, advance: Callable[[], object] | None = None
-    ) -> Completion:
-        from kvkeep.engine import Engine  # noqa: PLC0415
+    def _talk(self, about: str, before: Row | None) -> Talk:
+        system = f"Answer from this document.\n\n{self._document}"
+        talk = [{"role": "system", "content": system}]
+        if before is not None:
+            talk += [
+                {"role": "user", "content": _question(before.about)},
+                {"role": "assistant", "content": before.text},
+            ]
+        return [*talk, {"role": "user", "content": _question(about)}]
 
-        engine = Engine(self._runner, cache, self._tokenizer)
-        (completion,) = engine.generate([prompt], self._params)
-        if advance is not None:
-            advance()
-        return completion
-
-    def _cache(self) -> PagedCache:
-        from kvkeep.cache import PagedCache  # noqa: PLC0415
-
-        return PagedCache(self._runner.num_pages, self._runner.page_size)
-
-    def _tokens(self, talk: list[dict[str, str]]) -> TokenArray:
-        if self._tokenizer.has_chat_template:
-            return self._tokenizer.chat(talk)
-        return self._tokenizer.encode("\n\n".join(turn["content"] for turn in talk) + "\n\n")
+    def _new_salt(self) -> str:
+        """Nobody else has it: nothing of others is found under it."""
+        self._salts += 1
+        return f"cold {self._salts}"
 
 
 def read_document() -> str:
@@ -171,67 +248,94 @@ def _section(name: str) -> str:
     return kept.strip()
 
 
-def _question(name: str) -> str:
-    return f"What does {name} do?"
+def _question(about: str) -> str:
+    return f"What does {about} do?"
 
 
-def _totals(rows: list[Row]) -> dict[str, float]:
+def _row(request: str, about: str, cold: Heard, warm: Heard) -> Row:
+    assert not cold.cached_tokens, "nobody else has its salt"
+    return Row(
+        request=request,
+        about=about,
+        prompt_tokens=warm.prompt_tokens,
+        reused_tokens=warm.cached_tokens,
+        generated_tokens=warm.generated_tokens,
+        ttft_cold_s=cold.ttft_s,
+        ttft_warm_s=warm.ttft_s,
+        tokens_per_s=warm.tokens_per_s,
+        same_text=cold.answer == warm.answer,
+        text=warm.text,
+    )
+
+
+def _totals(rows: list[Row]) -> dict[str, float | None]:
     prompt = sum(row.prompt_tokens for row in rows)
     reused = sum(row.reused_tokens for row in rows)
+    faster = [row.faster for row in rows if row.reused_tokens]
     return {
         "prompt_tokens": prompt,
         "reused_tokens": reused,
         "reused_share": reused / prompt,
-        "ttft_median_ratio": median(row.faster for row in rows),
+        # Where nothing is reused there is nothing to be faster by.
+        "ttft_median_ratio": median(faster) if faster else None,
     }
 
 
-def _as_json(rows: list[Row], stats: CacheStats) -> dict[str, object]:
+def _as_json(url: str, name: str, rows: list[Row], stats: dict[str, Any]) -> dict[str, Any]:
     return {
+        "url": url,
+        "model": name,
         "requests": [{**asdict(row), "faster": row.faster} for row in rows],
-        "identical": all(row.identical for row in rows),
+        "same_text": all(row.same_text for row in rows),
         **_totals(rows),
-        "cache": stats.as_dict(),
+        **stats,
     }
 
 
 def _print(rows: list[Row]) -> None:
     console = require("rich.console", "cli").Console()
-    console.print(
-        f"{len(rows)} questions about one document: {_question('…')}\n"
-        "cold  every prompt is computed in full\n"
-        "warm  all go through one cache\n"
-        "TTFT  time to first token",
-        markup=False,
+    say = partial(console.print, markup=False, highlight=False)
+    say(
+        f"{len(rows)} requests over HTTP about one document: {_question('…')}\n"
+        "cold      every token is computed, and nothing kept\n"
+        "warm      what others have computed before is reused\n"
+        "TTFT      time to first token, as the client sees it\n"
+        "tenant …  has a cache_salt of its own and shares with nobody\n"
+        f"at once   {len(CLIENTS)} clients in the same moment"
     )
+    console.print(_table(rows))
+    say(f"> {_question(rows[0].about)}\n{rows[0].text.strip()}\n")
+    totals = _totals(rows)
+    line = f"{totals['prompt_tokens']:,} prompt tokens, {totals['reused_share']:.0%} reused"
+    if totals["ttft_median_ratio"] is not None:
+        line += f"; answers that reuse began {totals['ttft_median_ratio']:.1f}× sooner (median)"
+    say(line)
+    if not all(row.same_text for row in rows):
+        print("kvkeep: the warm answers are not the cold ones", file=sys.stderr)
+    print(NEXT)  # as it is, whatever the width: it is to be copied
+
+
+def _table(rows: list[Row]) -> Any:
     box = require("rich.box", "cli").SIMPLE_HEAD
     table = require("rich.table", "cli").Table(box=box, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("\nquestion", no_wrap=True)
+    table.add_column("\nrequest", no_wrap=True)
+    table.add_column("\nasks about", no_wrap=True)
     for heading in (
-        "prompt\ntokens", "reused\ntokens", "TTFT\ncold", "TTFT\nwarm", "\nratio", "same\ntokens",
+        "prompt\ntokens", "reused\ntokens", "TTFT\ncold", "TTFT\nwarm", "tokens\n/s", "same\ntext",
     ):  # fmt: skip
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.request,
+            row.about,
             f"{row.prompt_tokens:,}",
             f"{row.reused_tokens:,}",
             _milliseconds(row.ttft_cold_s),
             _milliseconds(row.ttft_warm_s),
-            f"{row.faster:.1f}×",
-            "yes" if row.identical else "NO",
+            "–" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
+            "yes" if row.same_text else "NO",
         )
-    console.print(table)
-    console.print(f"> {_question(rows[0].request)}", markup=False)
-    console.print(f"{rows[0].text.strip()}\n", markup=False)
-    totals = _totals(rows)
-    console.print(
-        f"{totals['prompt_tokens']:,} prompt tokens, {totals['reused_share']:.0%} reused; "
-        f"the first token came {totals['ttft_median_ratio']:.1f}× sooner (median)",
-        markup=False,
-    )
-    if not all(row.identical for row in rows):
-        print("kvkeep: the warm run generated other tokens than the cold one", file=sys.stderr)
+    return table
 
 
 def _milliseconds(seconds: float) -> str:
