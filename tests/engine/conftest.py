@@ -12,7 +12,10 @@ import transformers
 
 from kvkeep.cache import PagedCache
 from kvkeep.engine import Piece, Runner
+from kvkeep.engine.attention import Scoring
+from kvkeep.engine.batch import PagedBatch
 from kvkeep.geometry import KVGeometry
+from kvkeep.pages.tensors import PagedTensors
 
 if TYPE_CHECKING:
     from kvkeep.cache import Sequence
@@ -117,6 +120,112 @@ class Bench:
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
+class Story:
+    """Pieces of sequences with random K and V, of which the first tokens are in pages already.
+
+    A span is (start, stop) of a piece, or (start, stop, shared): the sequence's first ``shared``
+    tokens are those of all others that share some, and lie in the same pages.
+    """
+
+    LAYER = 1
+    LAYERS = 2
+
+    def __init__(
+        self,
+        spans,
+        *,
+        page_size,
+        layout="NHD",
+        heads=6,
+        kv_heads=2,
+        dim=8,
+        dtype=torch.float32,
+        device="cpu",
+        seed=7,
+    ) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._random = torch.Generator().manual_seed(seed)
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
+        spans = [(*span, 0)[:3] for span in spans]
+        need = [-(-stop // page_size) for _, stop, _ in spans]
+        common = max(shared for *_, shared in spans)
+        geometry = KVGeometry(self.LAYERS, kv_heads, dim, str(dtype).removeprefix("torch."))
+        self.tensors = PagedTensors(
+            geometry, sum(need) + common + 3, page_size, device=device, layout=layout
+        )
+        self.tensors.k(self.LAYER).fill_(1e4)  # what nobody wrote must not show
+        self.tensors.v(self.LAYER).fill_(1e4)
+        self._free = iter(self._rng.permutation(self.tensors.num_pages).astype(np.int32))
+        self._shared = (self._take(common // page_size), *self._kv(common))
+        self.pieces, self.keys, self.values, self.queries = [], [], [], []
+        for start, stop, shared in spans:
+            self._add(start, stop, shared // page_size)
+
+    def _take(self, pages: int) -> np.ndarray:
+        return np.array([next(self._free) for _ in range(pages)], np.int32)
+
+    def _kv(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._normal(tokens, self.kv_heads), self._normal(tokens, self.kv_heads)
+
+    def _normal(self, tokens: int, heads: int) -> torch.Tensor:
+        values = torch.randn(tokens, heads, self.dim, generator=self._random)
+        return values.to(self.tensors.device, self.tensors.dtype)
+
+    def _add(self, start: int, stop: int, shared: int) -> None:
+        size = self.tensors.page_size
+        assert shared * size <= start
+        first, keys, values = (part[: shared * size] for part in self._shared)
+        pages = np.concatenate((first[:shared], self._take(-(-stop // size) - shared)))
+        parts = self._kv(stop - shared * size)
+        keys, values = torch.cat((keys, parts[0])), torch.cat((values, parts[1]))
+        self.pieces.append(Piece(np.zeros(stop - start, np.int32), start, pages))
+        self.keys.append(keys)
+        self.values.append(values)
+        self.queries.append(self._normal(stop - start, self.heads))
+        if start:
+            slots = self.tensors.slots(pages, 0, start)
+            self.tensors.store(self.LAYER, slots, keys[:start], values[:start])
+
+    def batch(self, **how) -> PagedBatch:
+        return PagedBatch(self.pieces, self.tensors, **how)
+
+    def attend(self, batch=None, *, window=None, **scoring) -> torch.Tensor:
+        starts = [piece.start for piece in self.pieces]
+        return (self.batch() if batch is None else batch).attend(
+            self.LAYER,
+            torch.cat(self.queries),
+            torch.cat([keys[at:] for keys, at in zip(self.keys, starts, strict=True)]),
+            torch.cat([values[at:] for values, at in zip(self.values, starts, strict=True)]),
+            window=window,
+            scoring=Scoring(**scoring),
+        )
+
+    def expected(self, *, window=None, scale=None, softcap=None) -> torch.Tensor:
+        """The plainest attention there is, in float64, query by query."""
+        group = self.heads // self.kv_heads
+        rows = []
+        for piece, keys, values, queries in zip(
+            self.pieces, self.keys, self.values, self.queries, strict=True
+        ):
+            for query, position in zip(queries, range(piece.start, piece.stop), strict=True):
+                first = 0 if window is None else max(0, position - window + 1)
+                k, v = (
+                    part[first : position + 1].double().repeat_interleave(group, 1)
+                    for part in (keys, values)
+                )
+                scores = torch.einsum("khd,hd->hk", k, query.double())
+                scores = scores * (self.dim**-0.5 if scale is None else scale)
+                if softcap is not None:
+                    scores = torch.tanh(scores / softcap) * softcap
+                rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v))
+        return torch.stack(rows)
+
+    def assert_right(self, out: torch.Tensor, tolerance: float = 1e-5, **how) -> None:
+        """``out`` is what attention written out gives, to rounding."""
+        assert out.shape == (sum(map(len, self.queries)), self.heads, self.dim)
+        assert (out.double() - self.expected(**how)).abs().max() <= tolerance
+
+
 def random_tokens(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCABULARY, count, dtype=np.int32)
 
@@ -137,3 +246,9 @@ def make_model():
 def make_bench():
     """``make_bench(family, page_size=…, num_pages=…, **of the cache)``."""
     return Bench
+
+
+@pytest.fixture(scope="session")
+def make_story():
+    """``make_story([(start, stop), …], page_size=…)``: random pieces, and attention written out."""
+    return Story

@@ -5,113 +5,135 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvkeep.engine.attention import Scoring
 from kvkeep.engine.batch import PagedBatch, Piece
-from kvkeep.engine.setting import CPU
+from kvkeep.engine.setting import CPU, GPU, Grain
+from kvkeep.engine.short import SHORT
 from kvkeep.geometry import KVGeometry
 from kvkeep.pages.tensors import PagedTensors
 
 pytestmark = pytest.mark.model
 
-HEADS, KV_HEADS, DIM = 6, 2, 8
-LAYER = 1
-
-
-class Story:
-    """Sequences with random keys and values, the first tokens of which are in pages already."""
-
-    def __init__(self, spans, *, page_size, layout="NHD"):
-        """``spans``: (start, stop) of each piece."""
-        rng = np.random.default_rng(7)
-        torch.manual_seed(7)
-        need = [-(-stop // page_size) for _, stop in spans]
-        num_pages = sum(need) + 3
-        geometry = KVGeometry(2, KV_HEADS, DIM, "float32")
-        self.tensors = PagedTensors(geometry, num_pages, page_size, device="cpu", layout=layout)
-        self.tensors.k(LAYER).fill_(1e4)  # what nobody wrote must not show
-        self.tensors.v(LAYER).fill_(1e4)
-        ids = rng.permutation(num_pages).astype(np.int32)
-        self.pieces, self.keys, self.values, self.queries = [], [], [], []
-        for (start, stop), first in zip(spans, np.cumsum([0, *need]), strict=False):
-            pages = ids[first : first + -(-stop // page_size)]
-            self.pieces.append(Piece(np.zeros(stop - start, np.int32), start, pages))
-            self.keys.append(torch.randn(stop, KV_HEADS, DIM))
-            self.values.append(torch.randn(stop, KV_HEADS, DIM))
-            self.queries.append(torch.randn(stop - start, HEADS, DIM))
-            if start:
-                slots = self.tensors.slots(pages, 0, start)
-                self.tensors.store(LAYER, slots, self.keys[-1][:start], self.values[-1][:start])
-
-    def attend(self, **how):
-        batch = PagedBatch(self.pieces, self.tensors)
-        starts = [piece.start for piece in self.pieces]
-        return batch.attend(
-            LAYER,
-            torch.cat(self.queries),
-            torch.cat([keys[at:] for keys, at in zip(self.keys, starts, strict=True)]),
-            torch.cat([values[at:] for values, at in zip(self.values, starts, strict=True)]),
-            window=how.pop("window", None),
-            scoring=Scoring(**how),
-        )
-
-    def expected(self, *, scale=None, window=None, softcap=None):
-        rows = []
-        for piece, keys, values, queries in zip(
-            self.pieces, self.keys, self.values, self.queries, strict=True
-        ):
-            for query, position in zip(queries, range(piece.start, piece.stop), strict=True):
-                first = 0 if window is None else max(0, position - window + 1)
-                for head in range(HEADS):
-                    group = head * KV_HEADS // HEADS
-                    scores = keys[first : position + 1, group] @ query[head]
-                    scores = scores * (DIM**-0.5 if scale is None else scale)
-                    if softcap is not None:
-                        scores = torch.tanh(scores / softcap) * softcap
-                    rows.append(scores.softmax(-1) @ values[first : position + 1, group])
-        return torch.stack(rows).view(-1, HEADS, DIM)
-
+# Whatever is shared is a cascade; pieces of one length attend together.
+SHARING = Grain(query_rows=7, call_bytes=1, group_bytes=1 << 20)
+# The same for what saves a few pages, and pieces of about one length are padded to it.
+PADDING = Grain(query_rows=16, call_bytes=2048, group_bytes=1 << 20)
+# Each piece by itself.
+FINE = Grain(query_rows=1, call_bytes=1 << 40, group_bytes=0)
+GRAINS = {"cpu": CPU, "gpu": GPU, "sharing": SHARING, "padding": PADDING, "fine": FINE}
 
 SPANS = {
     "cold": [(0, 11)],
+    "cold and long": [(0, 39)],
     "hit": [(9, 14)],
+    "long hit": [(9, 14 + SHORT)],
     "one token": [(13, 14)],
     "first token": [(0, 1)],
     "decode": [(5, 6), (30, 31), (0, 1), (16, 17)],
-    "mixed": [(4, 5), (0, 7), (20, 29), (33, 34), (16, 18)],
+    "drafts": [(5, 9), (30, 31), (11, 17), (0, 1), (16, 18)],
+    "mixed": [(4, 5), (0, 7), (20, 29), (33, 34), (16, 18), (8, 40), (0, 33)],
+    "shared": [(33, 34, 32), (35, 36, 32), (40, 45, 32), (17, 18, 16), (20, 60, 16), (3, 4)],
 }
+
+
+@pytest.fixture(params=GRAINS)
+def grain(request):
+    return GRAINS[request.param]
 
 
 @pytest.mark.parametrize("how", [{}, {"softcap": 2.0}, {"scale": 0.7}], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-def test_each_token_sees_its_own_sequence_up_to_itself(spans, page_size, window, how):
-    story = Story(spans, page_size=page_size)
-    torch.testing.assert_close(
-        story.attend(window=window, **how), story.expected(window=window, **how)
+def test_each_token_sees_its_own_sequence_up_to_itself(make_story, spans, page_size, window, how):
+    story = make_story(spans, page_size=page_size)
+    for grain in (GPU, SHARING):
+        out = story.attend(story.batch(grain=grain), window=window, **how)
+        story.assert_right(out, window=window, **how)
+
+
+@st.composite
+def spans(draw):
+    """A piece: how much it shares, how much more is there already, and how much comes."""
+    shared = draw(st.sampled_from([0, 0, 16, 48]))
+    start = shared + draw(st.integers(0, 40))
+    return start, start + draw(st.sampled_from([1, 1, 1, 2, 5, SHORT, SHORT + 1, 40])), shared
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    spans=st.lists(spans(), min_size=1, max_size=7),
+    page_size=st.sampled_from([1, 4, 16]),
+    layout=st.sampled_from(["NHD", "HND"]),
+    heads=st.sampled_from([(6, 2), (4, 4), (4, 1)]),
+    grain=st.sampled_from(sorted(GRAINS)),
+    window=st.sampled_from([None, None, 1, 9, 50, 500]),
+    softcap=st.sampled_from([None, None, 3.0]),
+    seed=st.integers(0, 9),
+)
+def test_any_mix_of_pieces(
+    make_story, *, spans, page_size, layout, heads, grain, window, softcap, seed
+):
+    story = make_story(
+        spans, page_size=page_size, layout=layout, heads=heads[0], kv_heads=heads[1], seed=seed
     )
+    how = {"window": window, "softcap": softcap}
+    story.assert_right(story.attend(story.batch(grain=GRAINS[grain]), **how), **how)
 
 
 @pytest.mark.parametrize("window", [None, 60, CPU.query_rows + 5])
 @pytest.mark.parametrize("start", [0, 37])
-def test_pieces_longer_than_a_row_of_queries(start, window):
-    story = Story([(start, start + CPU.query_rows + 70), (3, 4)], page_size=16)
-    torch.testing.assert_close(story.attend(window=window), story.expected(window=window))
+def test_pieces_longer_than_a_row_of_queries(make_story, start, window):
+    spans = [(start, start + CPU.query_rows + 70), (3, 4), (11, 41)]
+    story = make_story(spans, page_size=16)
+    story.assert_right(story.attend(window=window), window=window)
 
 
-def test_the_other_layout():
-    story = Story(SPANS["mixed"], page_size=4, layout="HND")
-    torch.testing.assert_close(story.attend(window=5), story.expected(window=5))
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("how", [{}, {"softcap": 2.0}, {"scale": 10.0}], ids=str)
+def test_half_precision(make_story, grain, dtype, tolerance, how):
+    """The result is rounded as the inputs are; scores, which can be large, are not."""
+    story = make_story(SPANS["shared"] + SPANS["mixed"], page_size=4, dtype=dtype)
+    out = story.attend(story.batch(grain=grain), **how)
+    assert out.dtype == dtype
+    story.assert_right(out, tolerance, **how)
 
 
-def test_new_keys_and_values_are_in_their_pages_afterwards():
-    story = Story(SPANS["mixed"], page_size=4)
-    story.attend()
+@pytest.mark.parametrize("window", [33, 34, 35])
+@pytest.mark.parametrize("span", [(33, 34), (3, 34)])
+def test_a_window_of_about_the_whole_sequence(make_story, span, window):
+    story = make_story([span, (7, 8)], page_size=4)
+    story.assert_right(story.attend(window=window), window=window)
+
+
+def test_layers_of_other_windows_in_one_batch(make_story):
+    story = make_story(SPANS["mixed"], page_size=4)
+    batch = story.batch()
+    for window in (None, 5, None, 12, 5):
+        story.assert_right(story.attend(batch, window=window), window=window)
+
+
+def test_new_keys_and_values_are_in_their_pages_afterwards(make_story, grain):
+    story = make_story(SPANS["shared"] + SPANS["mixed"], page_size=4)
+    story.attend(story.batch(grain=grain))
     for piece, keys, values in zip(story.pieces, story.keys, story.values, strict=True):
-        k, v = story.tensors.gather(LAYER, piece.pages, piece.stop)
+        k, v = story.tensors.gather(story.LAYER, piece.pages, piece.stop)
         assert torch.equal(k, keys)
         assert torch.equal(v, values)
+
+
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+def test_nan_of_others_stays_theirs(make_story, spans, grain):
+    """What fills up shorter sequences is weighed with 0, and 0 times NaN would be NaN."""
+    story = make_story(spans, page_size=4)
+    mine = torch.zeros(story.tensors.num_pages, dtype=torch.bool)
+    for piece in story.pieces:
+        mine[piece.pages.astype(np.int64)] = True
+    for part in (story.tensors.k(story.LAYER), story.tensors.v(story.LAYER)):
+        part[~mine] = torch.nan
+    story.assert_right(story.attend(story.batch(grain=grain)))
 
 
 def test_the_row_of_tokens():

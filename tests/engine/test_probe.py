@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import transformers
@@ -109,3 +111,18 @@ def test_half_precision_is_proved_too(make_model):
     model = make_model("qwen3").to(torch.bfloat16)
     runner = over_pages(model, KVGeometry.from_config(model.config, dtype="bfloat16"))
     assert runner.geometry.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("way", ["short", "long"])
+def test_each_way_to_attend_is_proved(make_model, monkeypatch, way):
+    """A fault in either shows in the proof, cold or continued."""
+    module = importlib.import_module(f"kvkeep.engine.{way}")
+    right = module.attend
+
+    def wrong(query, key, value, scoring, **more):
+        return right(query, key, value.flip(2), scoring, **more)
+
+    over_pages(make_model("llama"))
+    monkeypatch.setattr(module, "attend", wrong)
+    with pytest.raises(UnsupportedModel, match="other logits over pages"):
+        over_pages(make_model("llama"))

@@ -20,7 +20,7 @@ import torch
 from kvkeep.engine.cascade import Cascade, cascades
 from kvkeep.engine.flash import Tables
 from kvkeep.engine.long import LongPiece, long_pieces
-from kvkeep.engine.setting import Placed, Setting
+from kvkeep.engine.setting import CPU, GPU, Placed, Setting
 from kvkeep.engine.short import SHORT, ShortGroup, groups
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from kvkeep.engine.attention import Scoring
     from kvkeep.engine.flash import Kernel
+    from kvkeep.engine.setting import Grain
     from kvkeep.pages.prepared import Scratch
     from kvkeep.pages.tensors import PagedTensors
 
@@ -80,8 +81,8 @@ class PagedBatch:
     ``input_ids`` and ``positions`` are int64 [1, T], ``slots`` int64 [T] (where each token's K and
     V go), ``outputs`` int64 [n] (the rows whose logits are wanted, piece after piece). Made for one
     forward pass, and thrown away after it; ``scratch`` is what outlives it: memory to gather into.
-    With a ``kernel`` the pages are attended to where they lie; without, they are gathered.
-    Thread safety: none.
+    With a ``kernel`` the pages are attended to where they lie; without, they are gathered, in calls
+    of the size of ``grain`` (None: the device's). Thread safety: none.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class PagedBatch:
         *,
         scratch: Scratch | None = None,
         kernel: Kernel | None = None,
+        grain: Grain | None = None,
     ) -> None:
         assert pieces, "a batch has at least one piece"
         self.pieces = list(pieces)
@@ -118,6 +120,7 @@ class PagedBatch:
         ]
         self.outputs = self._row(np.concatenate(wanted))[0]
         self._scratch = tensors.scratch() if scratch is None else scratch
+        self._grain = grain or (CPU if self.device.type == "cpu" else GPU)
         self._kernel = kernel
         self._tables = None if kernel is None else Tables.of(self._placed, self.device)
         # One plan per window: layers of the same window share masks and gathers.
@@ -178,7 +181,7 @@ class PagedBatch:
         return (k, v) if self.tensors.layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
 
     def _planned(self, window: int | None, group: int) -> _Plan:
-        setting = Setting(self.tensors, self._scratch, window, group)
+        setting = Setting(self.tensors, self._scratch, self._grain, window, group)
         long: list[Placed] = []
         short: list[Placed] = []
         for one in self._placed:

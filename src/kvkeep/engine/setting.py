@@ -46,6 +46,7 @@ class Setting:
 
     tensors: PagedTensors
     scratch: Scratch
+    grain: Grain
     window: int | None
     group: int
 
@@ -58,11 +59,6 @@ class Setting:
     def page_bytes(self) -> int:
         """Bytes of K and V of one page in one layer."""
         return self.tensors.page_bytes // self.tensors.geometry.layers
-
-    @property
-    def grain(self) -> Grain:
-        """That of the device."""
-        return CPU if self.tensors.device.type == "cpu" else GPU
 
     def mask(self, seen: torch.Tensor) -> torch.Tensor:
         """0 where ``seen``, else minus infinity: what is added to scores.
