@@ -301,7 +301,7 @@ def _print(rows: list[Row]) -> None:
         "warm      what others have computed before is reused\n"
         "TTFT      time to first token, as the client sees it\n"
         "tenant …  has a cache_salt of its own and shares with nobody\n"
-        f"at once   {len(CLIENTS)} clients in the same moment"
+        f"at once   {len(CLIENTS)} clients in the same moment, cold as well as warm"
     )
     console.print(_table(rows))
     say(f"> {_question(rows[0].about)}\n{rows[0].text.strip()}\n")
