@@ -269,8 +269,8 @@ def _draw_ranked(
 def _first_above(weights: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
     """The first place of each row at which the summed ``weights`` pass ``chance`` of their sum."""
     sums = weights.cumsum(-1, dtype=torch.float64)
-    whole = sums[:, -1:]
-    # Rounding must not lift the mark to the sum itself: what lies there may weigh nothing.
-    mark = (whole * chance).minimum(whole.nextafter(torch.zeros_like(whole)))
+    # Below the sum of all, rounded or not: no float64 below 1 is nearer to it than 2⁻⁵³. So what is
+    # found adds something to the sum.
+    mark = sums[:, -1:] * chance
     places = torch.searchsorted(sums, mark, right=True)[:, 0]
     return places.clamp_(max=weights.shape[-1] - 1)  # NaN is above nothing
