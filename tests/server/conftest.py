@@ -33,16 +33,16 @@ class Running:
         self.app = create_app(engine, settings)
         self.service = self.app.state.service
         self.listener = Listener(self.app)
-        self._socket = bind("127.0.0.1", 0)
-        self.url = url_of(self._socket)
-        self.port = self._socket.getsockname()[1]
+        self.socket = bind("127.0.0.1", 0)
+        self.url = url_of(self.socket)
+        self.port = self.socket.getsockname()[1]
         self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
         self._thread = threading.Thread(target=self._serve, name="server under test")
         self._thread.start()
         eventually(lambda: self.listener.started)
 
     def _serve(self) -> None:
-        asyncio.run(self.listener.serve([self._socket]))
+        asyncio.run(self.listener.serve([self.socket]))
 
     def openai(self, **options: Any) -> openai.OpenAI:
         """OpenAI's own client; it does not try again by itself."""

@@ -28,6 +28,8 @@ access = logging.getLogger("kvkeep.access")
 OPEN_PATHS = frozenset({"/health"})
 # A body that is too large is read on for so long, or the client would never read why it is refused.
 _LINGER_S = 1.0
+# And what still comes after that is not read.
+_CLOSE = {"Connection": "close"}
 
 
 class HostGuard:
@@ -110,9 +112,8 @@ class BodyLimit:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError as error:
-                raise ApiError(
-                    408, "the request's body did not arrive in time", code="timeout"
-                ) from error
+                message = "the request's body did not arrive in time"
+                raise ApiError(408, message, code="timeout", headers=_CLOSE) from error
             read += len(message.get("body", b""))
             more = message.get("more_body", False)
             if read > self._limit:
@@ -124,9 +125,8 @@ class BodyLimit:
         await self._app(scope, limited, send)
 
     def _too_large(self) -> ApiError:
-        return ApiError(
-            413, f"a request's body has at most {self._limit:,} bytes", code="body_too_large"
-        )
+        message = f"a request's body has at most {self._limit:,} bytes"
+        return ApiError(413, message, code="body_too_large", headers=_CLOSE)
 
 
 class AccessLog:
