@@ -436,6 +436,20 @@ def test_beams_find_what_hugging_face_finds(make_bench, prompt, num_pages):
     assert_nothing_is_held(bench)
 
 
+@pytest.mark.parametrize("store", [True, False])
+def test_beams_that_had_to_yield_find_what_they_find_alone(make_bench, prompt, store):
+    """They come back to a pool in which their prompt is gone, and then there is room but once."""
+    wide = make_bench("qwen3", page_size=PAGE, num_pages=96)
+    (alone,) = make(wide)[0].generate([prompt(40, 1)], few(12, beams=3, n=3))
+    bench = make_bench("qwen3", page_size=PAGE, num_pages=19)
+    engine, _ = make(bench)
+    engine.add(prompt(15, 2), few(30))
+    request = engine.add(prompt(40, 1), few(12, beams=3, n=3), store=store)
+    assert finish(engine)[request.id].choices == alone.choices
+    assert engine.stats().preempted > 0
+    assert_nothing_is_held(bench)
+
+
 def test_beams_that_the_pool_cannot_hold_end_with_what_they_have(make_bench, prompt):
     bench = make_bench("llama", page_size=PAGE, num_pages=9)
     engine, _ = make(bench)

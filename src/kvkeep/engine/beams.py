@@ -85,6 +85,10 @@ class BeamSearch:
         self._ends = ends
         self._longest = min(params.max_tokens, max_length - prompt_tokens)
         self._looked_at = max(2, 1 + len(self._end_tokens)) * params.beams
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all that was found; `start` is next."""
         self._live: list[tuple[list[int], float]] = [([], 0.0)]  # generated tokens, score
         self._finished: list[Hypothesis] = []  # at most `beams`, the best first
         self._done = False

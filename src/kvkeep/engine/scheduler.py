@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.engine.request import BY_ARRIVAL
+from kvkeep.engine.request import BY_ARRIVAL, Answer
 from kvkeep.errors import InvalidValue, OutOfPages, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvkeep.cache import PagedCache
-    from kvkeep.engine.request import Answer, Request
+    from kvkeep.engine.request import Request
     from kvkeep.engine.stats import EngineStats
     from kvkeep.tokens import TokenArray
 
@@ -140,15 +140,24 @@ class Scheduler:
     def _preempt(self, answer: Answer) -> None:
         """Back to those who wait. What survives in the cache until its turn is not computed again.
 
-        Of a beam search all beams go: they can only go on together.
+        A beam search begins anew behind its prompt. Its beams can only go on together, and they
+        might not come in together again: what they shared as forks, each would need for itself.
         """
-        beams = answer.request.search is not None
-        for one in list(answer.request.live) if beams else [answer]:
-            if one.sequence is not None:
-                self.remove(one)
-                one.computed, one.drafts, one.logits = 0, [], None
-                self._wait(one)
-                self._did.preempted += 1
+        request = answer.request
+        if request.search is None:
+            self.remove(answer)
+            answer.computed, answer.drafts = 0, []
+            self._wait(answer)
+            self._did.preempted += 1
+            return
+        for beam in request.live:
+            self.remove(beam)
+        self._did.preempted += len(request.live)
+        request.search.restart()
+        first = Answer(request, 0)
+        first.overtaken = self._limits.max_overtaken  # whoever has run before is next
+        request.live = [first]
+        self._wait(first)
 
     # --- admission ---------------------------------------------------------------------------
 

@@ -60,9 +60,8 @@ class Step:
                     for request in requests.values()
                     if request.id in scheduler.requests
                 )
-        elif scheduler.running:
-            # Beams that wait for others of their search, which cannot come in.
-            self._end_search(scheduler.running[-1].request, deltas)
+        else:
+            assert not scheduler.running, "whoever runs has something to compute"
         return deltas
 
     def _compute(self, chunks: list[Chunk], deltas: list[Delta]) -> None:
