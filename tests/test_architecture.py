@@ -59,6 +59,8 @@ EXTERNAL: dict[str, set[str]] = {
         "engine", "integrations",
         "cli.model",  # to quieten its progress bars
     },
+    "flash_attn": {"engine.flash"},  # if it is installed
+    "flash_attn_interface": {"engine.flash"},
     "safetensors": {"engine", "store"},
     "jinja2": {"engine"},
     "fastapi": {"server"}, "starlette": {"server"}, "uvicorn": {"server"},

@@ -104,8 +104,14 @@ def attend_in_part(
     """Attention to some of a query's keys, to be put together with that to the others.
 
     Shapes as for `attend`. Returns what comes out, and the logarithm of the weight of all these
-    keys together [n, heads, queries]; both at least float32, in which everything is computed.
+    keys together, float32 [n, heads, queries]. Everything is summed in float32 at least.
     """
+    if scoring.softcap is None and query.device.type == "cpu":
+        # What `scaled_dot_product_attention` calls on a CPU, which does not hand the weight on.
+        out, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=mask, scale=scoring.scale
+        )
+        return out, weight
     wide = torch.promote_types(query.dtype, torch.float32)
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     scores = (query.to(wide) * scale) @ key.to(wide).transpose(2, 3)

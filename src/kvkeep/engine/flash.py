@@ -7,9 +7,10 @@ Used where tensors lie on CUDA in half precision and such a kernel is installed:
   tokens.
 
 Both read K and V through strides, so that one layer of our pages, which lie a whole page apart, is
-a view to them. FlexAttention is not used: it wants the slots of a layer to be one dimension with
-one stride, and between the pages of one layer lie all the other layers. Without a kernel, pages
-are gathered and attended to with torch's own, as on a CPU.
+a view to them. FlexAttention is not used: it takes slots as one dimension with one stride, and
+between our pages of one layer lie all the others. Its slots would be those of all layers, with a
+block mask for each layer and step, compiled anew for new shapes. Without a kernel, pages are
+gathered and attended to with torch's own, as on a CPU.
 """
 
 from __future__ import annotations
