@@ -133,10 +133,9 @@ def test_a_reader_that_stands_still_holds_nobody_up(start_server):
 
 
 def test_a_reader_that_stands_still_has_no_more_time_than_others(start_server):
-    with start_server(request_timeout_s=2) as server:
-        with standing_still(server, ENDLESS):
-            eventually(lambda: outcomes(server, "timeout") == 1)
-            server.assert_idle()
+    with start_server(request_timeout_s=2) as server, standing_still(server, ENDLESS):
+        eventually(lambda: outcomes(server, "timeout") == 1)
+        server.assert_idle()
 
 
 # --- time ------------------------------------------------------------------------------------
@@ -314,7 +313,6 @@ def test_a_drain_lets_those_finish_that_run_and_takes_no_more(start_server):
         asking.join(30)
         assert answers[0].status_code == 200
         assert answers[0].json()["usage"]["completion_tokens"] == 300
-        # `stop` of the fixture is the second, which ends at once what is left: nothing.
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -27,7 +27,8 @@ _LAST_WRITES_S = 3
 class Listener(uvicorn.Server):
     """uvicorn, whose end is a drain: running requests finish, new ones are refused with 503.
 
-    The first SIGTERM or SIGINT begins it, a second one ends it at once; in a thread, `stop` does.
+    The first SIGTERM or SIGINT begins it, a second one gives up what still runs; elsewhere than in
+    the main thread, `stop` does the same.
     """
 
     def __init__(self, app: FastAPI, *, ready: Callable[[], None] | None = None) -> None:
@@ -61,7 +62,7 @@ class Listener(uvicorn.Server):
             self._ready()
 
     def stop(self) -> None:
-        """Begin the drain; the second time, end without it. Safe from any thread."""
+        """Begin the drain; the second time, cut it short. Safe from any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._stop)
 
@@ -72,7 +73,7 @@ class Listener(uvicorn.Server):
     def _stop(self) -> None:
         self._stops += 1
         if self._stops > 1:
-            self.should_exit = self.force_exit = True
+            self._service.give_up()  # which ends the drain
         else:
             self._draining = asyncio.create_task(self._drain())
 

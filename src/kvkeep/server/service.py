@@ -163,9 +163,13 @@ class Service:
             async with asyncio.timeout(self.settings.drain_timeout_s):
                 await self._all_gone.wait()
         except TimeoutError:
-            error = ApiError(503, "this server has shut down", code="shutting_down")
-            for ticket in list(self._tickets):
-                ticket.fail(error)
+            self.give_up()
+
+    def give_up(self) -> None:
+        """End all requests that run; their clients are told."""
+        error = ApiError(503, "this server has shut down", code="shutting_down")
+        for ticket in list(self._tickets):
+            ticket.fail(error)
 
 
 class Ticket:

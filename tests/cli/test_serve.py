@@ -1,0 +1,189 @@
+"""``kvkeep serve`` as a process: what it prints, what it refuses, how signals end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from kvkeep.cli import main
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(os.name != "posix", reason="signals"),
+]
+
+KVKEEP = [sys.executable, "-m", "kvkeep"]
+SMALL = ["--port", "0", "--memory", "64MiB"]
+KEY = "a-long-secret"
+ENDLESS = {"prompt": "Return a copy", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}
+
+
+@contextmanager
+def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen, str, str]]:
+    """The process, its address, and the curl that it prints."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    with subprocess.Popen(
+        [*KVKEEP, "serve", *SMALL, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables,
+    ) as process:  # fmt: skip
+        try:
+            says, curl = process.stdout.readline(), process.stdout.readline()
+            assert says, process.stderr.read()
+            yield process, says.split(" at ")[1].split()[0], curl.strip()
+        finally:
+            process.kill()
+
+
+def ended(process, seconds=30):
+    """Exit code and what it logged."""
+    _, log = process.communicate(timeout=seconds)
+    return process.returncode, log
+
+
+def test_it_says_where_it_listens_and_what_to_type():
+    with serving() as (process, url, curl):
+        assert url.startswith("http://127.0.0.1:")
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "kvkeep-tiny"
+        command = shlex.split(curl)
+        assert command[:2] == ["curl", f"{url}/v1/chat/completions"]
+        if shutil.which("curl"):
+            done = subprocess.run(
+                [*command, "-s"], capture_output=True, text=True, check=True, timeout=60
+            )
+            assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
+        process.send_signal(signal.SIGTERM)
+        code, log = ended(process)
+    assert code == 0
+    assert "Traceback" not in log
+    assert "INFO GET /v1/models 200" in log
+    assert "uvicorn" not in log.lower()
+
+
+def test_a_key_is_asked_for_and_never_written_down():
+    with serving("--name", "mine", KVKEEP_API_KEY=KEY) as (process, url, curl):
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        headers = {"authorization": f"Bearer {KEY}"}
+        assert httpx.get(f"{url}/v1/models", headers=headers).json()["data"][0]["id"] == "mine"
+        assert 'Bearer $KVKEEP_API_KEY"' in curl
+        process.send_signal(signal.SIGINT)
+        code, log = ended(process)
+    assert code == 0
+    assert KEY not in log + curl
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_those_finish_that_run(number):
+    with serving() as (process, url, _):
+        lines = []
+
+        def ask():
+            body = {**ENDLESS, "max_tokens": 300, "stream": True}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+                lines.extend(line for line in answer.iter_lines() if line)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while not lines:
+            time.sleep(0.01)
+        process.send_signal(number)
+        while httpx.get(f"{url}/health").status_code != 503:
+            time.sleep(0.01)
+        refused = httpx.post(f"{url}/v1/completions", json=ENDLESS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        asking.join(60)
+        code, log = ended(process)
+    assert code == 0
+    assert "Traceback" not in log
+    assert lines[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in lines[-2]
+
+
+def test_those_that_take_too_long_are_told(tmp_path):
+    with (
+        serving("--drain-timeout", "0.3") as (process, url, _),
+        httpx.stream(
+            "POST", f"{url}/v1/completions", json={**ENDLESS, "stream": True}, timeout=60
+        ) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        last = [line for line in lines if line][-1]
+        assert "shutting_down" in last
+        assert ended(process)[0] == 0
+
+
+def test_a_second_signal_ends_it_at_once():
+    with (
+        serving() as (process, url, _),
+        httpx.stream(
+            "POST", f"{url}/v1/completions", json={**ENDLESS, "stream": True}, timeout=60
+        ) as answer,
+    ):
+        lines = answer.iter_lines()  # kept, or the client would hang up
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        while httpx.get(f"{url}/health").status_code != 503:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        begun = time.monotonic()
+        code, log = ended(process)
+        assert time.monotonic() - begun < 15  # and not the 30 of a drain
+    assert code == 0
+    assert "Traceback" not in log
+
+
+def test_a_port_that_is_taken_is_one_line(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--port", port]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in line
+    assert "--port" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--port", "70000"], "0 … 65535"),
+        (["--port", "-1"], "0 … 65535"),
+        (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
+        (["--model", "/no/such/model"], "no such directory"),
+        (["--memory", "10B"], "holds no page"),
+        (["--api-key", "ключ"], "printable ASCII"),
+        (["--max-running", "0"], "max_running"),
+        (["--max-waiting", "-1"], "max_waiting"),
+        (["--step-tokens", "3"], "step_tokens"),
+        (["--max-prompt-tokens", "0"], "max_prompt_tokens"),
+        (["--request-timeout", "nan"], "request_timeout"),
+        (["--drain-timeout", "-1"], "drain_timeout"),
+        (["--draft-tokens", "-1"], "draft_tokens"),
+        (["--name", ""], "name"),
+    ],
+    ids=str,
+)
+def test_wrong_values_are_one_line(arguments, says, capsys):
+    assert main(["serve", *SMALL, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("kvkeep: error: ")
+    assert says in line
