@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SHORT", "ShortGroup", "groups", "rows_of"]
 
-# Up to so many tokens a piece is short: drafts are 2 … 9. With 5 tokens and 3 query heads a KV head,
+# Up to so many tokens a piece is short: drafts are 2 … 9. With 5 tokens, 3 query heads a KV head,
 # attending takes as long as gathering the keys, and with 16 three times as long: from there on a
 # call is bound by computing, and padding queries costs more than another call.
 SHORT: Final = 16
