@@ -187,3 +187,17 @@ def test_wrong_values_are_one_line(arguments, says, capsys):
     (line,) = err.splitlines()
     assert line.startswith("kvkeep: error: ")
     assert says in line
+
+
+@pytest.mark.parametrize("module", ["fastapi", "uvicorn", "prometheus_client"])
+def test_a_missing_package_says_which_extra_brings_it(module):
+    program = (
+        f"import sys; sys.modules[{module!r}] = None\n"
+        "from kvkeep.cli import main; sys.exit(main(['serve']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    needed = f"{module} is needed here; install it with: pip install 'kvkeep[server]'"
+    assert done.stderr == f"kvkeep: error: {needed}\n"

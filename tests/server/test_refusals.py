@@ -114,6 +114,7 @@ OF_COMPLETIONS = [
     ({"prompt": [1.5]}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": [4096]}, "prompt"),
+    ({"prompt": [4096], "echo": True}, "prompt"),
     ({"prompt": [2**31]}, "prompt"),
     ({"prompt": [10**100]}, "prompt"),
     ({"prompt": ["x"] * 129}, "prompt"),

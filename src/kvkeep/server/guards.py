@@ -112,8 +112,8 @@ class BodyLimit:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError as error:
-                message = "the request's body did not arrive in time"
-                raise ApiError(408, message, code="timeout", headers=_CLOSE) from error
+                late = "the request's body did not arrive in time"
+                raise ApiError(408, late, code="timeout", headers=_CLOSE) from error
             read += len(message.get("body", b""))
             more = message.get("more_body", False)
             if read > self._limit:

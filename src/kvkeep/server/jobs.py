@@ -86,9 +86,7 @@ def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Message]) -> TokenArray
 
 
 def echoes(service: Service, asked: CompletionQuestion) -> list[str]:
-    """What is to be put before each answer: the prompts' texts if they are wanted."""
-    if not asked.echo:
-        return [""] * len(asked.prompt)
+    """The prompts' texts, to be put before each answer. Call it once the prompts were checked."""
     return [
         prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt)
         for prompt in asked.prompt

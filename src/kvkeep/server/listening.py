@@ -40,6 +40,7 @@ class Listener(uvicorn.Server):
             log_config=None,
             access_log=False,  # ours is shorter, and has no query
             server_header=False,
+            proxy_headers=False,  # nothing here asks who the client is
             timeout_keep_alive=30,
             timeout_graceful_shutdown=_LAST_WRITES_S,
         )

@@ -102,7 +102,7 @@ class ChatWriter:
 class CompletionWriter:
     """Words the answer of ``/v1/completions``: n choices for each of the prompts.
 
-    ``echoes`` are the prompts' texts where they are to be repeated, else empty texts.
+    ``echoes`` are the prompts' texts where they are to be repeated: set them before `begin`.
     """
 
     def __init__(
@@ -113,13 +113,13 @@ class CompletionWriter:
         n: int,
         logprobs: bool,
         usage: bool,
-        echoes: Sequence[str],
+        prompts: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._n = n
         self._logprobs = logprobs
         self._usage = usage
-        self._echoes = echoes
+        self.echoes = [""] * prompts
         self._offsets: dict[int, Offsets] = defaultdict(Offsets)
         self._id = f"cmpl-{secrets.token_hex(12)}"
         self._model = model
@@ -127,7 +127,7 @@ class CompletionWriter:
 
     def begin(self) -> Iterator[CompletionAnswer]:
         """Each choice's echo."""
-        for number, echo in enumerate(self._echoes):
+        for number, echo in enumerate(self.echoes):
             for index in range(self._n) if echo else ():
                 yield self._answer(CompletionChoice(index=number * self._n + index, text=echo))
 
@@ -167,7 +167,7 @@ class CompletionWriter:
         index = number * self._n + choice.index
         return CompletionChoice(
             index=index,
-            text=self._echoes[number] + choice.text,
+            text=self.echoes[number] + choice.text,
             logprobs=self._scores(index, choice.logprobs),
             finish_reason=choice.finish_reason,
         )

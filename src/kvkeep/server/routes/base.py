@@ -13,7 +13,10 @@ from kvkeep.server.errors import ApiError
 from kvkeep.server.schemas.answers import ErrorAnswer
 from kvkeep.server.service import Service
 
-__all__ = ["ERRORS", "EVENTS", "JSONRoute", "ServiceOf", "check_model"]
+__all__ = [
+    "ERRORS", "EVENTS", "READ_ERRORS", "TEXT_ERRORS", "JSONRoute", "ServiceOf", "check_model",
+    "errors",
+]  # fmt: skip
 
 _WHAT: dict[int | str, str] = {
     400: "A field is wrong; the message names it.",
@@ -32,6 +35,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorAnswer, "description": text} for status, text in texts.items()}
 
 
+READ_ERRORS = errors(400, 401)
 ERRORS = errors(400, 401, 413, 415)
 TEXT_ERRORS = errors(400, 401, 408, 413, 415, 429, 503)
 EVENTS = {

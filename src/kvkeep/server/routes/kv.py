@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import PlainTextResponse, Response
 
 from kvkeep.server import tree
-from kvkeep.server.routes.base import ERRORS, JSONRoute, ServiceOf
+from kvkeep.server.routes.base import ERRORS, READ_ERRORS, JSONRoute, ServiceOf
 from kvkeep.server.schemas.kv import ClearAnswer, ClearQuestion, KVStats, KVTree
 
 __all__ = ["router"]
@@ -15,7 +15,7 @@ __all__ = ["router"]
 router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
 
 
-@router.get("/stats", responses=ERRORS, operation_id="kv_stats")
+@router.get("/stats", responses=READ_ERRORS, operation_id="kv_stats")
 async def stats(service: ServiceOf) -> KVStats:
     """What cache and engine hold and have done."""
     cache, engine = await service.stats()
@@ -25,7 +25,7 @@ async def stats(service: ServiceOf) -> KVStats:
 @router.get(
     "/tree",
     response_model=KVTree,
-    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **ERRORS},
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **READ_ERRORS},
     operation_id="kv_tree",
 )
 async def show(

@@ -9,8 +9,8 @@ from kvkeep.server.errors import ApiError
 from kvkeep.server.exchange import answer
 from kvkeep.server.jobs import chat_jobs, completion_jobs, echoes
 from kvkeep.server.routes.base import (
-    ERRORS,
     EVENTS,
+    READ_ERRORS,
     TEXT_ERRORS,
     JSONRoute,
     ServiceOf,
@@ -20,6 +20,7 @@ from kvkeep.server.schemas.answers import ChatAnswer, CompletionAnswer, Model, M
 from kvkeep.server.schemas.chat import ChatQuestion
 from kvkeep.server.schemas.completions import CompletionQuestion
 from kvkeep.server.service import Service
+from kvkeep.server.worker import Job
 from kvkeep.server.writers import ChatWriter, CompletionWriter
 
 __all__ = ["router"]
@@ -60,19 +61,25 @@ async def complete(asked: CompletionQuestion, request: Request, service: Service
         n=asked.n or 1,
         logprobs=asked.logprobs is not None,
         usage=asked.wants_usage,
-        echoes=echoes(service, asked),
+        prompts=len(asked.prompt),
     )
-    jobs = partial(completion_jobs, service, asked)
+
+    def jobs() -> list[Job]:
+        made = completion_jobs(service, asked)
+        if asked.echo:
+            writer.echoes = echoes(service, asked)
+        return made
+
     return await answer(request, service, "completions", jobs, writer, stream=bool(asked.stream))
 
 
-@router.get("/models", responses=ERRORS, operation_id="models")
+@router.get("/models", responses=READ_ERRORS, operation_id="models")
 async def models(service: ServiceOf) -> Models:
     """The model that is served."""
     return Models(data=[_model(service)])
 
 
-@router.get("/models/{model:path}", responses=ERRORS, operation_id="model")
+@router.get("/models/{model:path}", responses=READ_ERRORS, operation_id="model")
 async def model(model: str, service: ServiceOf) -> Model:
     """One model by its name."""
     name = service.settings.name

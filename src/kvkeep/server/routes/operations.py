@@ -3,7 +3,7 @@
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from kvkeep.server.routes.base import ERRORS, JSONRoute, ServiceOf, errors
+from kvkeep.server.routes.base import READ_ERRORS, JSONRoute, ServiceOf, errors
 from kvkeep.server.schemas.kv import HealthAnswer
 
 __all__ = ["router"]
@@ -21,7 +21,7 @@ async def health(service: ServiceOf) -> HealthAnswer:
 @router.get(
     "/metrics",
     response_class=Response,
-    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **ERRORS},
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **READ_ERRORS},
     operation_id="metrics",
 )
 async def metrics(service: ServiceOf) -> Response:

@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from kvkeep.server.schemas.base import Question, SamplingQuestion, wrong
 
-__all__ = ["ChatQuestion", "Message", "Messages", "TextPart"]
+__all__ = ["ChatQuestion", "Message", "Messages", "TextFormat", "TextPart"]
 
 _NO_TOOLS = "models here are not given tools"
 _TEXT_ONLY = "models here read and write text alone"
@@ -53,7 +53,9 @@ class Message(Question):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
 
 
-class _TextFormat(Question):
+class TextFormat(Question):
+    """Plain text, the only format there is."""
+
     type: Literal["text"]
 
 
@@ -111,7 +113,7 @@ class ChatQuestion(SamplingQuestion):
     top_logprobs: int | None = Field(
         default=None, ge=0, le=20, description="And of so many of the likeliest in its place."
     )
-    response_format: _TextFormat | None = None
+    response_format: TextFormat | None = None
 
     @model_validator(mode="after")
     def _go_together(self) -> "ChatQuestion":
