@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
-from conftest import eventually
+from real_server import eventually
 
 from kvkeep.engine import Limits
 from kvkeep.errors import OutOfPages

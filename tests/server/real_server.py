@@ -1,0 +1,101 @@
+"""A real server on the bundled model: uvicorn in a thread, a port of its own, real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+
+from kvkeep.cache import PagedCache
+from kvkeep.engine import Engine, Limits, Runner, Tokenizer
+from kvkeep.models import bundled_model
+from kvkeep.server import Listener, Settings, bind, create_app, url_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NAME = "kvkeep-tiny"
+PATIENCE_S = 30.0
+
+
+class Running:
+    """A server that listens: its ``url``, its ``engine``, and an HTTP client (``http``)."""
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.app = create_app(engine, settings)
+        self.service = self.app.state.service
+        self.listener = Listener(self.app)
+        self.socket = bind("127.0.0.1", 0)
+        self.url = url_of(self.socket)
+        self.port = self.socket.getsockname()[1]
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
+        self._thread = threading.Thread(target=self._serve, name="server under test")
+        self._thread.start()
+        eventually(lambda: self.listener.started)
+
+    def _serve(self) -> None:
+        asyncio.run(self.listener.serve([self.socket]))
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        """OpenAI's own client; it does not try again by itself."""
+        options = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE_S, **options}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **options)
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """What /kv/stats says."""
+        return self.http.get("/kv/stats").raise_for_status().json()
+
+    def assert_idle(self) -> None:
+        """Nothing runs or waits, no page is held, and the cache agrees with itself."""
+        eventually(lambda: not self.engine.has_work)
+        stats = self.engine.cache.stats()
+        assert (stats.sequences, stats.pages_protected) == (0, 0)
+        assert stats.pages_used == stats.pages_cached
+        self.engine.cache.check()
+
+    def stop(self) -> None:
+        """Drain and end."""
+        self.http.close()
+        self.listener.stop()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), "the server did not end"
+
+
+def eventually(holds: Any, seconds: float = PATIENCE_S) -> None:
+    """Wait until ``holds()``."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"still not so after {seconds} s"
+        time.sleep(0.005)
+
+
+@contextmanager
+def running(
+    *,
+    num_pages: int = 1024,
+    page_size: int = 16,
+    limits: Limits | None = None,
+    reuse: bool = True,
+    **settings: Any,
+) -> Iterator[Running]:
+    """Start a server and stop it; ``settings`` are those of `kvkeep.server.Settings`."""
+    runner = Runner.load(bundled_model(), num_pages=num_pages, page_size=page_size, device="cpu")
+    engine = Engine(
+        runner,
+        PagedCache(num_pages, page_size),
+        Tokenizer.load(bundled_model()),
+        limits=limits or Limits(max_running=16, max_waiting=64),
+        reuse=reuse,
+    )
+    server = Running(engine, Settings(**{"name": NAME, **settings}))
+    try:
+        yield server
+    finally:
+        server.stop()
