@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 serve: setup     ## serve the bundled model over HTTP (SERVE_ARGS="--model PATH --port 8000")
 	@$(BIN)/kvkeep serve $(SERVE_ARGS)
 
-demo: setup      ## run a real model on the paged cache: cold against warm
+demo: setup      ## play a conversation through the real service: cold against warm
 	@$(BIN)/kvkeep demo
 
 check: setup     ## lint, format and strict types
