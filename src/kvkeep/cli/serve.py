@@ -37,7 +37,7 @@ def add_parser(commands: Commands) -> None:
         description="Serve a model over HTTP. What prompts have in common is computed once. "
         "SIGTERM ends it when running requests are through.",
     )
-    add_model_arguments(parser, memory="1GiB")
+    add_model_arguments(parser, memory="4GiB")
     parser.add_argument("--dtype", help="float32, float16 or bfloat16 (default: as saved)")
     parser.add_argument("--name", help="what clients call the model (default: its directory's)")
     address = parser.add_argument_group("address and access")

@@ -271,10 +271,15 @@ class PagedTensors:
             self._rows[page : page + stop - start].copy_(rows[start:stop])
 
     def _allocate(self, device: str | torch.device) -> Tensor:
-        elements = self.page_bytes // self._carrier.itemsize
+        shape = (self.num_pages, self.page_bytes // self._carrier.itemsize)
         try:
-            return torch.zeros((self.num_pages, elements), dtype=self._carrier, device=device)
-        except (RuntimeError, AssertionError) as error:  # an unknown device, or one without room
+            if torch.device(device).type == "cpu":
+                # The kernel hands out zeros as pages are first written; torch would write them all.
+                itemsize = self._carrier.itemsize
+                return torch.from_numpy(np.zeros(shape, np.dtype(f"i{itemsize}")))
+            return torch.zeros(shape, dtype=self._carrier, device=device)
+        # An unknown device, or one without room.
+        except (RuntimeError, AssertionError, MemoryError, ValueError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise InvalidValue(
                 f"no memory for {self.num_pages} pages ({format_bytes(self.nbytes)}) on {device}: "
