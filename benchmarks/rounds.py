@@ -101,7 +101,8 @@ class Bench:
         rng = self.rng()
         for contender in contenders:
             prompt = random_tokens(rng, 32)
-            contender.run(Work([prompt, prompt[:24]], [4, 4], prefix=16))
+            beginnings = [prompt[:length] for length in (32, 28, 24, 20)]
+            contender.run(Work(beginnings, [4] * len(beginnings), prefix=16))
         rates: list[list[float]] = [[] for _ in contenders]
         alike: list[list[bool]] = [[] for _ in contenders]
         for _ in range(self.rounds):
