@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from kvkeep.engine.drafts import PromptLookup
-from kvkeep.engine.sampling import Row, fresh_seed, uniform
+from kvkeep.engine.sampling import Row, chance_of, fresh_seed
 from kvkeep.engine.text import GrowingText
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ class Answer:
         request = self.request
         chance = None
         if not request.params.greedy:
-            chance = uniform(request.seed, self.index, len(self.generated) + ahead)
+            chance = chance_of(request.seed, self.index, len(self.generated) + ahead)
         return Row(request.params, chance, self.generated)
 
     def propose(self, limit: int) -> list[int]:

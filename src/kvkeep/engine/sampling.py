@@ -1,9 +1,15 @@
 """Choosing tokens from logits, so that a token depends on its own row and nothing else.
 
-Chance is stateless: `uniform` hashes a request's seed, the number of the answer and the token's
-place in it. Who else is in the batch, a preemption or a rejected draft cannot change it. A number
-becomes a token by inverse transform: the first token at which the summed probability passes it.
-The sums are taken in float64, since there the order in which a device adds does not show.
+Chance is stateless: `chance_of` hashes a request's seed, the number of the answer and the token's
+place in it. Who else is in the batch, a preemption or a rejected draft cannot change it. From it
+each token of the vocabulary has a waiting time of its own, exponential with its probability as the
+rate, and the first to come is drawn: which is each with its probability (the Gumbel-max trick).
+
+A race, and not a mark on the summed probabilities, because logits differ in their last bits with
+the shape of the batch they were computed in. Every token's bits move such a mark against the edges
+of all tokens before it; a race is only changed when its two first come within those bits of each
+other. Measured with the tiny model's 4,096 tokens alone and in batches: 7 of 38,400 draws differed
+with marks, none with races.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
 
     from kvkeep.engine.params import SamplingParams
 
-__all__ = ["Row", "adjust", "choose", "fresh_seed", "likeliest", "uniform"]
+__all__ = ["Row", "adjust", "chance_of", "choose", "fresh_seed", "likeliest"]
 
 # What float32 can divide by, and an infinity divided by it is still one.
 _COLDEST, _HOTTEST = 1e-30, 1e30
@@ -35,7 +41,14 @@ _COLDEST, _HOTTEST = 1e-30, 1e30
 _FIRST = 1024
 # Scores that are worked on together: what a core's cache holds; what a GPU has memory to spare for.
 _AT_ONCE, _AT_ONCE_CUDA = 2**17, 2**24
+_BELOW_ONE = 1 - 2**-24  # the highest float32 that is
 _LOW = 2**32 - 1  # the lower half of an int64
+# SplitMix64: the step between its states, and its two multipliers, as int64 (Steele, Lea and Flood,
+# "Fast splittable pseudorandom number generators", 2014).
+_STEP, _FIRST_MIX, _SECOND_MIX = (
+    int.from_bytes(number.to_bytes(8), signed=True)
+    for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 def fresh_seed() -> int:
@@ -43,26 +56,26 @@ def fresh_seed() -> int:
     return secrets.randbits(63)
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
-    """The number in 0 … 1 (1 excluded, 53 bits) behind one token.
+def chance_of(seed: int, choice: int, position: int) -> int:
+    """The 64 bits behind one token, as an int64.
 
     ``choice`` is the number of the answer among those of its request, ``position`` the token's
     place in the answer. Cost: about 1 µs.
     """
     digest = blake2b(struct.pack("<3Q", seed, choice, position), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+    return int.from_bytes(digest, "little", signed=True)
 
 
 @dataclass(slots=True)
 class Row:
     """What is asked of one row of logits.
 
-    ``uniform`` draws the token; None takes the likeliest, whatever ``params`` say. ``generated``
+    ``chance`` draws the token; None takes the likeliest, whatever ``params`` say. ``generated``
     are the tokens of the answer before this one; only penalties read them.
     """
 
     params: SamplingParams
-    uniform: float | None
+    chance: int | None
     generated: Sequence[int]
 
     @property
@@ -80,12 +93,12 @@ def choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     +inf, or with nothing but -inf, gives its first such token: it can be neither drawn from nor
     compared. Raises `InvalidValue` if a bias names a token outside the vocabulary.
 
-    Thread safety: all. Cost of a row of 32,000 on one core: 14 µs greedy, 0.1 ms drawn, 0.3 ms with
+    Thread safety: all. Cost of a row of 32,000 on one core: 14 µs greedy, 0.4 ms drawn, 0.3 ms with
     ``top_p`` or ``top_k``, 1 ms where ``top_p`` takes more than 1,024 tokens. On CUDA there is one
     wait at the end, and one more for ``top_p`` without ``top_k``.
     """
     tokens = logits.max(-1).indices  # a few times faster than argmax; the first of equals too
-    special = [i for i, row in enumerate(rows) if row.uniform is not None or row.is_adjusted]
+    special = [i for i, row in enumerate(rows) if row.chance is not None or row.is_adjusted]
     step = max(1, (_AT_ONCE_CUDA if logits.is_cuda else _AT_ONCE) // logits.shape[-1])
     for start in range(0, len(special), step):
         some = special[start : start + step]
@@ -150,7 +163,7 @@ def _choose_special(scores: torch.Tensor, rows: list[Row], plain: torch.Tensor) 
     ``plain`` are the likeliest without adjustments: what is taken where the scores are no numbers.
     """
     adjust(scores, rows)
-    drawn = [i for i, row in enumerate(rows) if row.uniform is not None]
+    drawn = [i for i, row in enumerate(rows) if row.chance is not None]
     tokens = plain if len(drawn) == len(rows) else scores.max(-1).indices
     if drawn:
         # From the top downwards, so that a low temperature ends in -inf and never in NaN.
@@ -175,7 +188,6 @@ def _add(scores: torch.Tensor, tokens: npt.NDArray[np.int64], changes: npt.NDArr
 class _Knobs:
     """The parameters of some rows, each a column [rows, 1] on the rows' device."""
 
-    uniform: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
@@ -184,7 +196,6 @@ class _Knobs:
     def of(cls, rows: list[Row], device: torch.device) -> _Knobs:
         table = [
             (
-                row.uniform,
                 row.params.top_k or float("inf"),
                 row.params.top_p if row.params.top_p < 1 else float("inf"),
                 row.params.min_p,
@@ -222,11 +233,10 @@ def _pick(scores: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 def _draw_uncut(scores: torch.Tensor, rows: list[Row]) -> torch.Tensor:
     """From all tokens, or those that ``min_p`` leaves: nothing needs to be ranked."""
-    knobs = _Knobs.of(rows, scores.device)
     weights = scores.exp()
     if any(row.params.min_p > 0 for row in rows):
-        weights = weights.where(weights >= knobs.min_p, 0)
-    return _first_above(weights, knobs.uniform)
+        weights = weights.where(weights >= _Knobs.of(rows, scores.device).min_p, 0)
+    return _race(weights, torch.arange(scores.shape[-1], device=scores.device), rows)
 
 
 def _draw_few(scores: torch.Tensor, rows: list[Row]) -> torch.Tensor:
@@ -262,15 +272,34 @@ def _draw_ranked(
     sums = weights.cumsum(-1)
     share = knobs.top_p * (sums[:, -1:] if total is None else total)
     kept = (sums - weights < share) & (weights >= knobs.min_p)  # the likeliest weighs 1
-    places = _first_above(weights.where(kept, 0), knobs.uniform)
+    places = _race(weights.where(kept, 0).float(), ids, rows)
     return ids.gather(-1, places[:, None])[:, 0], sums[:, -1] >= share[:, 0]
 
 
-def _first_above(weights: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
-    """The first place of each row at which the summed ``weights`` pass ``chance`` of their sum."""
-    sums = weights.cumsum(-1, dtype=torch.float64)
-    # Below the sum of all, rounded or not: no float64 below 1 is nearer to it than 2⁻⁵³. So what is
-    # found adds something to the sum.
-    mark = sums[:, -1:] * chance
-    places = torch.searchsorted(sums, mark, right=True)[:, 0]
-    return places.clamp_(max=weights.shape[-1] - 1)  # NaN is above nothing
+def _race(weights: torch.Tensor, ids: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    """The place [rows] of the token that comes first, each at a time of its own over its weight.
+
+    ``weights`` are [rows, n], at most 1; ``ids`` the tokens that they are of, [n] or [rows, n].
+    """
+    chances = torch.tensor([row.chance for row in rows], device=weights.device)[:, None]
+    bits = _mixed(chances + ids * _STEP)
+    # 52 bits, in their middle and not rounded up to 1: times are neither 0 nor endless.
+    numbers = ((_shifted(bits, 12).double() + 0.5) * 2.0**-52).float().clamp_(max=_BELOW_ONE)
+    # What weighs nothing never comes, and the likeliest weighs 1: never is its speed 0.
+    speeds = weights / numbers.neg_().log1p_().neg_()
+    return speeds.max(-1).indices
+
+
+def _mixed(state: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's number for each ``state`` (int64, changed): bits that look like chance."""
+    state ^= _shifted(state, 30)
+    state *= _FIRST_MIX
+    state ^= _shifted(state, 27)
+    state *= _SECOND_MIX
+    state ^= _shifted(state, 31)
+    return state
+
+
+def _shifted(values: torch.Tensor, by: int) -> torch.Tensor:
+    """int64 ``values`` shifted right with zeros coming in, as unsigned integers are."""
+    return (values >> by).bitwise_and_((1 << (64 - by)) - 1)
