@@ -68,7 +68,7 @@ def requests(draw):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_every_answer_is_what_it_would_be_alone(
-    bench, answers, asked, joins, aborts, max_running, step_tokens, held
+    *, bench, answers, asked, joins, aborts, max_running, step_tokens, held
 ):
     cache = PagedCache(64, PAGE)
     # Somebody else has pages too: the pool is as small as that.
