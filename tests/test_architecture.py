@@ -35,7 +35,8 @@ ROOMS: dict[str, set[str]] = {
     "engine": {"cache", "store", "pages", "models"},
     "integrations": {"cache", "store", "pages"},
     "server": {
-        "engine", "cache",
+        "engine",
+        "cache",
         "prefix",  # to draw it
     },
     "replay": {"cache", "tiers"},
