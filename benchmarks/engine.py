@@ -19,8 +19,8 @@ import json
 import os
 import sys
 import tempfile
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
@@ -34,10 +34,10 @@ from kvkeep.cache import PagedCache
 from kvkeep.engine import Engine, Runner, SamplingParams, Tokenizer
 from kvkeep.models import bundled_model
 from peers import PAGE, Generate, GenerateBatch, GenerateOnPrefix, Work
-from rounds import Bench, Row, random_tokens, ratios
+from rounds import Bench, Row, alone, random_tokens, ratios
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from peers import Contender, Tokens
 
@@ -76,9 +76,9 @@ def mixed(bench: Bench) -> None:
         rng.shuffle(outputs)
         return Work([random_tokens(rng, length) for length in prompts], outputs.tolist())
 
-    with _batching(bench) as batching:
-        others: list[Contender] = [Generate(bench.plain, batches=3), batching]
-        bench.compare("16 requests of mixed lengths", make, others, goal=1)
+    batching = GenerateBatch(bench.plain, at_once=CONCURRENT)
+    others: list[Contender] = [Generate(bench.plain, batches=3), batching]
+    bench.compare("16 requests of mixed lengths", make, others, goal=1)
 
 
 def equal(bench: Bench) -> None:
@@ -88,9 +88,9 @@ def equal(bench: Bench) -> None:
         length, count = bench.scaled(256), bench.scaled(64)
         return Work([random_tokens(rng, length) for _ in range(CONCURRENT)], [count] * CONCURRENT)
 
-    with _batching(bench) as batching:
-        others: list[Contender] = [Generate(bench.plain, batches=1), batching]
-        bench.compare("16 requests of equal lengths", make, others, goal=1)
+    batching = GenerateBatch(bench.plain, at_once=CONCURRENT)
+    others: list[Contender] = [Generate(bench.plain, batches=1), batching]
+    bench.compare("16 requests of equal lengths", make, others, goal=1)
 
 
 def shared(bench: Bench) -> None:
@@ -107,18 +107,9 @@ def shared(bench: Bench) -> None:
         return Work(prompts, [bench.scaled(64)] * CONCURRENT, prefix=len(prefix))
 
     # 4 is the best it has over such a prefix: 16 took 1.35 times as long on one thread, 1 took 1.1.
-    with _batching(bench, at_once=4) as batching:
-        others: list[Contender] = [batching, GenerateOnPrefix(bench.plain)]
-        bench.compare("16 requests, shared prefix", make, others, goal=3, judged=batching)
-
-
-@contextmanager
-def _batching(bench: Bench, at_once: int = CONCURRENT) -> Iterator[GenerateBatch]:
-    batching = GenerateBatch(bench.plain, at_once=at_once)
-    try:
-        yield batching
-    finally:
-        batching.close()
+    batching = GenerateBatch(bench.plain, at_once=4)
+    others: list[Contender] = [batching, GenerateOnPrefix(bench.plain)]
+    bench.compare("16 requests, shared prefix", make, others, goal=3, judged=batching)
 
 
 def overhead(bench: Bench) -> None:
@@ -273,11 +264,12 @@ def main(arguments: list[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     scale, rounds = (0.125, 1) if options.quick else (1.0, options.rounds)
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), seed=options.seed, scale=scale, rounds=rounds)
+        make = partial(Bench, Path(folder), seed=options.seed, scale=scale, rounds=rounds)
+        bench = alone(make)
     for name in options.only:
         if not options.json:
             print(f"… {name}", file=sys.stderr, flush=True)
-        CASES[name](bench)
+        alone(CASES[name], bench)
     if options.quick:  # the goals are for the real thing
         bench.rows = [replace(row, goal=None) for row in bench.rows]
     if options.json:

@@ -70,6 +70,9 @@ class Contender(Protocol):
         """The greedy tokens for each prompt, as many as were asked for."""
         ...
 
+    def rest(self) -> None:
+        """Let others compute: end what runs in the background."""
+
 
 def save_model(path: Path, seed: int) -> int:
     """Save a Llama of random weights to ``path``; returns its number of parameters."""
@@ -130,6 +133,9 @@ class Ours:
         self.cache.clear()
         return self.answers(work)
 
+    def rest(self) -> None:
+        """Nothing runs."""
+
     def answers(self, work: Work) -> Answers:
         """The same with what the cache holds."""
         params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in work.outputs]
@@ -156,11 +162,14 @@ class Generate:
         for batch in np.array_split(np.array(order), self._batches):
             ids, mask = padded([work.prompts[i] for i in batch])
             longest = max(work.outputs[i] for i in batch)
-            rows = greedy(self._model, ids, mask, longest, cache_implementation="static")
+            rows = greedy(self._model, ids, mask, longest, cache="static")
             done.update(
                 {i: tuple(row[: work.outputs[i]]) for i, row in zip(batch, rows, strict=True)}
             )
         return [done[i] for i in range(len(work.prompts))]
+
+    def rest(self) -> None:
+        """Nothing runs."""
 
 
 class GenerateOnPrefix:
@@ -188,13 +197,16 @@ class GenerateOnPrefix:
         rows = greedy(self._model, ids, mask, max(work.outputs), past_key_values=cache)
         return [tuple(row[:n]) for row, n in zip(rows, work.outputs, strict=True)]
 
+    def rest(self) -> None:
+        """Nothing runs."""
+
 
 class GenerateBatch:
     """Transformers' continuous batching, with block sharing on, as `generate_batch` runs it.
 
-    Driven through its manager, since `generate_batch` gives all requests one length; the manager
-    lives on between runs, so that setting it up is not counted. Without flash attention there are
-    ``sdpa`` and ``paged|eager``; the first was about twice as fast when it was tried here.
+    Driven through its manager, since `generate_batch` gives all requests one length. It is set up
+    at the first run after a rest, which should be one to warm up. Without flash attention there
+    are ``sdpa`` and ``paged|eager``; the first was about twice as fast when it was tried here.
 
     All queries of a step attend to all keys of the step under one mask, so that its cost grows
     with the square of the requests ``at_once``. Pages of 256 tokens and steps of 256
@@ -205,23 +217,27 @@ class GenerateBatch:
         # It would report psutil as missing, which it needs only to size what is sized here.
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
         self.name = f"generate_batch, {at_once} at once"
-        self._manager = model.init_continuous_batching(
-            generation_config=_greedy_config(eos_token_id=-1),
-            continuous_batching_config=ContinuousBatchingConfig(
-                page_size=page,
-                num_blocks=POOL_TOKENS // page,
-                max_batch_tokens=step_tokens,
-                max_requests_per_batch=at_once,
-                allow_block_sharing=True,
-            ),
+        self._model = model
+        self._config = ContinuousBatchingConfig(
+            page_size=page,
+            num_blocks=POOL_TOKENS // page,
+            max_batch_tokens=step_tokens,
+            max_requests_per_batch=at_once,
+            allow_block_sharing=True,
         )
-        self._manager.start()
+        self._manager: Any = None
 
     def run(self, work: Work) -> Answers:
         """See `Contender`."""
         # Under a mask, heads would be repeated for each query head; this way it is up to 1.6 times
         # as fast here, and Transformers asks for it at each call.
         os.environ[_GROUPED] = "1"
+        if self._manager is None:
+            self._manager = self._model.init_continuous_batching(
+                generation_config=_greedy_config(eos_token_id=-1),
+                continuous_batching_config=self._config,
+            )
+            self._manager.start()
         try:
             return self._run(work)
         finally:
@@ -241,9 +257,10 @@ class GenerateBatch:
             assert self._manager.is_running(), "the thread of generate_batch has ended"
         return [done[one] for one in ids]
 
-    def close(self) -> None:
+    def rest(self) -> None:
         """End its thread."""
         self._manager.stop(block=True)
+        self._manager = None
 
 
 def padded(prompts: Sequence[Tokens]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,10 +275,18 @@ def padded(prompts: Sequence[Tokens]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def greedy(
-    model: Any, ids: torch.Tensor, mask: torch.Tensor, count: int, **more: object
+    model: Any,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    count: int,
+    *,
+    cache: str | None = None,
+    **more: object,
 ) -> list[list[int]]:
-    """``generate``; the new tokens alone. ``more`` goes to it as it is."""
-    config = _greedy_config(eos_token_id=None, pad_token_id=0, max_new_tokens=count)
+    """``generate`` with a ``cache`` of that kind; the new tokens alone. ``more`` is passed on."""
+    config = _greedy_config(
+        eos_token_id=None, pad_token_id=0, max_new_tokens=count, cache_implementation=cache
+    )
     with torch.inference_mode():
         out = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **more)
     rows: list[list[int]] = out[:, ids.shape[1] :].tolist()
