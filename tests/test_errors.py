@@ -23,6 +23,7 @@ from kvkeep.errors import (
     NotCached,
     OutOfPages,
     OutOfSlots,
+    QueueFull,
     UnsupportedModel,
     require,
     whole,
@@ -34,6 +35,7 @@ TREE = {
     IllegalStep: RuntimeError,
     OutOfPages: MemoryError,
     OutOfSlots: MemoryError,
+    QueueFull: RuntimeError,
     NotCached: LookupError,
     MissingExtra: ImportError,
 }

@@ -14,6 +14,7 @@ from kvkeep.errors import (
     NotCached,
     OutOfPages,
     OutOfSlots,
+    QueueFull,
     UnsupportedModel,
 )
 from kvkeep.keys import Namespace
@@ -36,6 +37,7 @@ __all__ = [
     "PageCopy",
     "PagedCache",
     "Pin",
+    "QueueFull",
     "Sequence",
     "SlotCache",
     "SlotCopy",

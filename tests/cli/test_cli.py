@@ -144,7 +144,7 @@ def test_a_model_that_is_not_causal(bert):
 
 def test_a_prompt_longer_than_the_pool():
     done = run("generate", "--memory", "64KiB", "--prompt", "word " * 100)
-    assert_one_clear_line(done, "prompt 0 has", "tokens and the pool holds 32", "more memory")
+    assert_one_clear_line(done, "prompt 0: it has", "tokens and the pool holds 32", "more memory")
 
 
 @pytest.mark.parametrize("command", ["generate --prompt x", "demo"])
