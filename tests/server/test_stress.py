@@ -71,7 +71,7 @@ def greedy(rng, document):
 def forks(rng, document):
     """Answers that fork: drawn, compared, searched for, and guessed ahead."""
     path, body = greedy(rng, document)
-    drawn = {"temperature": 1.0, "top_k": 20, "seed": rng.randrange(1000)}
+    drawn = {"temperature": 1.0, "seed": rng.randrange(1000)}
     drafts = {"kvkeep": {"draft_tokens": rng.randrange(1, 8)}}
     kinds = [
         {"n": rng.randrange(1, 4)},
