@@ -30,7 +30,7 @@ check: setup     ## lint, format and strict types
 	@echo "== mypy --strict"; $(BIN)/mypy
 
 test: check      ## check, then all the tests
-	@echo "== pytest, two workers with a core each (4 to 7 minutes)"
+	@echo "== pytest, two workers with a core each (5 to 9 minutes)"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 bench: setup     ## measure the core, then the engine beside Transformers (ten minutes)
