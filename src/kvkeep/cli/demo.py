@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         with progress("asking, cold and warm", of=2 * REQUESTS) as advance:
             demo = Demo(url, clients, advance, max_tokens=args.max_tokens, chat=chat)
             rows = demo.play()
-        stats = get(url, "/kv/stats")
+        stats = clients.submit(get, url, "/kv/stats").result()
     if args.json:
         print(json.dumps(_as_json(url, name, rows, stats)))
     else:
@@ -168,7 +168,9 @@ class Demo:
     def play(self) -> list[Row]:
         """The whole conversation, row by row."""
         warm_up = [{"role": "user", "content": _question(ASKED[0])}]
-        self._ask(warm_up, self._new_salt(), store=False)  # torch's, unmeasured
+        # Torch's, unmeasured. Asked by a client's thread as all others are: an interrupt, which
+        # comes to this one, then cannot come between a socket and its end.
+        self._clients.submit(self._ask, warm_up, self._new_salt(), store=False).result()
         first, *others = ASKED
         rows = self._both("first", [first])
         for name in others:
