@@ -96,6 +96,7 @@ class Engine:
         waiting = self._scheduler.waiting
         if self.limits.max_waiting is not None and len(waiting) >= self.limits.max_waiting:
             raise QueueFull(f"{len(waiting)} requests wait already, which is as many as may")
+        search = self._search(params, len(tokens)) if params.beams else None
         self._did.requests += 1
         request = Request(
             self._did.requests,
@@ -104,15 +105,8 @@ class Engine:
             namespace=space if self._reuse else _NOTHING_PUBLISHED,
             store=store and self._reuse,
             tokenizer=self.tokenizer,
+            search=search,
         )
-        if params.beams:
-            request.search = BeamSearch(
-                params,
-                self.runner.end_tokens,
-                prompt_tokens=len(tokens),
-                max_length=self.runner.max_tokens,
-                ends=self._ends(params.stop),
-            )
         self._scheduler.enter(request)
         return request
 
@@ -247,6 +241,15 @@ class Engine:
                 f"it has token {tokens.max()}; the model knows 0 … {runner.vocabulary - 1}"
             )
         return tokens
+
+    def _search(self, params: SamplingParams, prompt_tokens: int) -> BeamSearch:
+        return BeamSearch(
+            params,
+            self.runner.end_tokens,
+            prompt_tokens=prompt_tokens,
+            max_length=self.runner.max_tokens,
+            ends=self._ends(params.stop),
+        )
 
     def _ends(self, stop: tuple[str, ...]) -> Callable[[list[int]], bool] | None:
         """Whether a beam's tokens have a stop text in them."""

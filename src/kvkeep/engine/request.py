@@ -118,7 +118,7 @@ class Request:
         namespace: Namespace,
         store: bool,
         tokenizer: Tokenizer | None,
-        search: BeamSearch | None = None,
+        search: BeamSearch | None,
     ) -> None:
         self.id = id
         self.prompt = prompt
@@ -337,12 +337,12 @@ class Answer:
             finish_reason=self.finish_reason,
         )
 
-    def choice(self, index: int) -> Choice:
-        """The finished answer, as number ``index``."""
+    def choice(self) -> Choice:
+        """The finished answer."""
         assert self.finish_reason is not None
         shown = self.request.params.logprobs is not None
         return Choice(
-            index,
+            self.index,
             text="" if self._text is None else self._text.text,
             tokens=tuple(self.generated),
             finish_reason=self.finish_reason,

@@ -264,7 +264,7 @@ class Scheduler:
         position = 0
         while position < len(self.running):
             answer = self.running[position]
-            if answer.pending and answer not in stuck:
+            if answer.pending:
                 drafted = self._append(answer, spare)
                 if drafted is None:
                     victim = self.running[-1]
@@ -329,13 +329,9 @@ class Scheduler:
 
     def beams_in_step(self) -> Iterator[Request]:
         """Beam searches of which every beam has its logits."""
-        seen = {
-            id(answer.request): answer.request
-            for answer in self.running
-            if answer.logits is not None
-        }
-        for request in seen.values():
-            if all(answer.logits is not None for answer in request.live):
+        searches = {answer.request.id: answer.request for answer in self.running if answer.waits}
+        for request in searches.values():
+            if all(answer.waits for answer in request.live):
                 yield request
 
 

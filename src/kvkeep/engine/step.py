@@ -177,21 +177,22 @@ class Step:
             return
         if request.compares:
             best = sorted(request.ended, key=lambda one: -one.mean_logprob)[: request.params.n]
-            self._end(request, best, deltas)
+            self._show_best(request, best, deltas)
         else:
-            self._did.finished += 1
-            self._scheduler.leave(request)
-            choices = tuple(one.choice(one.index) for one in sorted(request.ended, key=BY_ARRIVAL))
-            deltas[-1] = replace(deltas[-1], completion=request.completion(choices))
+            self._end(request, sorted(request.ended, key=BY_ARRIVAL), deltas)
 
-    def _end(self, request: Request, best: list[Answer], deltas: list[Delta]) -> None:
+    def _show_best(self, request: Request, best: list[Answer], deltas: list[Delta]) -> None:
         """End a request whose answers were compared: now they can be shown, the best first."""
-        self._did.finished += 1
-        self._scheduler.leave(request)
         for index, answer in enumerate(best):
             answer.index = index
             deltas.append(answer.delta())
-        choices = tuple(answer.choice(answer.index) for answer in best)
+        self._end(request, best, deltas)
+
+    def _end(self, request: Request, answers: list[Answer], deltas: list[Delta]) -> None:
+        """End a request with these answers; the last delta is its last."""
+        self._did.finished += 1
+        self._scheduler.leave(request)
+        choices = tuple(answer.choice() for answer in answers)
         deltas[-1] = replace(deltas[-1], completion=request.completion(choices))
 
     def _as_long_as_can_be(self, answer: Answer, deltas: list[Delta]) -> None:
@@ -242,7 +243,7 @@ class Step:
             if answer.finish_reason is None:
                 answer.finish("length")
             best.append(answer)
-        self._end(request, best, deltas)
+        self._show_best(request, best, deltas)
 
 
 def _running(answer: Answer) -> Sequence:

@@ -77,11 +77,9 @@ class Metrics:
             registry=registry,
         )
 
-    def exposition(
-        self, cache: CacheStats, engine: Mapping[str, float], running: int, waiting: int
-    ) -> bytes:
+    def exposition(self, cache: CacheStats, engine: Mapping[str, float]) -> bytes:
         """The text that Prometheus reads, with the state given. Cost: well below a millisecond."""
-        self._state.take(cache, engine, running, waiting)
+        self._state.take(cache, engine)
         return generate_latest(self._registry)
 
 
@@ -91,9 +89,7 @@ class _State(Collector):
     def __init__(self) -> None:
         self._families: list[Metric] = []
 
-    def take(
-        self, cache: CacheStats, engine: Mapping[str, float], running: int, waiting: int
-    ) -> None:
+    def take(self, cache: CacheStats, engine: Mapping[str, float]) -> None:
         pages = GaugeMetricFamily("kvkeep_pages", "Pages by state", labels=["state"])
         pages.add_metric(["free"], cache.pages_free)
         pages.add_metric(["cached_evictable"], cache.pages_evictable)
@@ -101,8 +97,12 @@ class _State(Collector):
         pages.add_metric(["private"], cache.pages_used - cache.pages_cached)
         self._families = [
             pages,
-            GaugeMetricFamily("kvkeep_requests_running", "Requests being computed", running),
-            GaugeMetricFamily("kvkeep_requests_waiting", "Requests in the queue", waiting),
+            GaugeMetricFamily(
+                "kvkeep_requests_running", "Requests being computed", engine["running"]
+            ),
+            GaugeMetricFamily(
+                "kvkeep_requests_waiting", "Requests in the queue", engine["waiting"]
+            ),
             CounterMetricFamily("kvkeep_evicted_pages", "Pages evicted", cache.evicted_pages),
             *(
                 CounterMetricFamily(name, text, engine[key])

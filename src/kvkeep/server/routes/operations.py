@@ -27,7 +27,5 @@ async def health(service: ServiceOf) -> HealthAnswer:
 async def metrics(service: ServiceOf) -> Response:
     """Prometheus' text format."""
     cache, engine = await service.stats()
-    text = service.metrics.exposition(
-        cache, engine, service.engine.num_running, service.engine.num_waiting
-    )
+    text = service.metrics.exposition(cache, engine)
     return Response(text, headers={"content-type": service.metrics.content_type})
