@@ -29,8 +29,8 @@ ROOMS: dict[str, set[str]] = {
     "cache": {"pages", "prefix", "eviction"},
     "codecs": set(),
     "backends": set(),  # see keys and bytes, no tokens and no tensors
-    "tiers": {"backends", "eviction"},
-    "store": {"tiers", "codecs"},
+    "tiers": {"backends", "eviction", "codecs"},
+    "store": {"tiers", "codecs", "backends"},
     "models": set(),
     "engine": {"cache", "store", "pages", "models"},
     "integrations": {"cache", "store", "pages"},
@@ -42,12 +42,23 @@ ROOMS: dict[str, set[str]] = {
     "replay": {"cache", "tiers"},
     "telemetry": set(),
     "testing": {"cache", "prefix", "eviction", "pages", "tiers", "backends", "codecs", "store"},
-    "cli": {"cache", "prefix", "eviction", "engine", "models", "server", "replay"},
+    "cli": {
+        "cache",
+        "prefix",
+        "eviction",
+        "engine",
+        "models",
+        "server",
+        "replay",
+        "store",
+        "tiers",
+        "backends",
+    },
 }
 # Under TYPE_CHECKING alone: the names of types, where a room handles what is another's.
 TYPES_ONLY = {"prefix": {"pages"}}  # `PageArray`, the type of a row of page ids
 # Rooms that may not even use all of the base.
-BASE_OF = {"telemetry": {"events"}, "backends": {"errors", "keys", "events"}}
+BASE_OF = {"telemetry": {"events"}, "backends": {"errors", "keys", "events", "geometry"}}
 
 # Who may import what is not ours and not the standard library: a room, or one module of it.
 EXTERNAL: dict[str, set[str]] = {
@@ -63,6 +74,11 @@ EXTERNAL: dict[str, set[str]] = {
     "flash_attn": {"engine.flash"},  # if it is installed
     "flash_attn_interface": {"engine.flash"},
     "safetensors": {"engine", "store"},
+    "xxhash": {"tiers"},
+    "numcodecs": {"codecs"}, "zstandard": {"codecs"},
+    "cryptography": {"codecs"},
+    "redis": {"backends.valkey"}, "hiredis": {"backends.valkey"},
+    "obstore": {"backends.objects"},
     "jinja2": {"engine"},
     "fastapi": {"server"}, "starlette": {"server"}, "uvicorn": {"server"},
     "pydantic": {"server"}, "pydantic_core": {"server"}, "prometheus_client": {"server"},

@@ -16,12 +16,14 @@ import pytest
 import kvkeep
 from kvkeep import errors
 from kvkeep.errors import (
+    BackendFailed,
     IllegalStep,
     InvalidValue,
     KVKeepError,
     MissingExtra,
     NotCached,
     OutOfPages,
+    OutOfRoom,
     OutOfSlots,
     QueueFull,
     UnsupportedModel,
@@ -36,6 +38,8 @@ TREE = {
     OutOfPages: MemoryError,
     OutOfSlots: MemoryError,
     QueueFull: RuntimeError,
+    OutOfRoom: MemoryError,
+    BackendFailed: OSError,
     NotCached: LookupError,
     MissingExtra: ImportError,
 }

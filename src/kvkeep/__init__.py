@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from kvkeep.cache import CachedPrefix, CacheStats, PagedCache, Pin, Sequence
 from kvkeep.errors import (
+    BackendFailed,
     IllegalStep,
     InvalidValue,
     KVKeepError,
     MissingExtra,
     NotCached,
     OutOfPages,
+    OutOfRoom,
     OutOfSlots,
     QueueFull,
     UnsupportedModel,
@@ -24,6 +26,7 @@ from kvkeep.slots import SlotCache, SlotCopy, SlotLease
 __version__ = "0.1.0"
 
 __all__ = [
+    "BackendFailed",
     "CacheStats",
     "CachedPrefix",
     "IllegalStep",
@@ -33,6 +36,7 @@ __all__ = [
     "Namespace",
     "NotCached",
     "OutOfPages",
+    "OutOfRoom",
     "OutOfSlots",
     "PageCopy",
     "PagedCache",

@@ -7,6 +7,8 @@
     ├── OutOfPages (MemoryError)    the pool cannot give the pages asked for; nothing changed
     ├── OutOfSlots (MemoryError)    no slot can be had; nothing changed
     ├── QueueFull (RuntimeError)    as many requests wait as may; this one was not taken
+    ├── OutOfRoom (MemoryError)     a tier has no place for a record; nothing changed
+    ├── BackendFailed (OSError)     a tier's backend could not do its work: the tier counts a miss
     ├── NotCached (LookupError)     what was named is not in the cache
     └── MissingExtra (ImportError)  an optional package is needed: which extra to install
 
@@ -24,12 +26,14 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
+    "BackendFailed",
     "IllegalStep",
     "InvalidValue",
     "KVKeepError",
     "MissingExtra",
     "NotCached",
     "OutOfPages",
+    "OutOfRoom",
     "OutOfSlots",
     "QueueFull",
     "UnsupportedModel",
@@ -90,6 +94,22 @@ class OutOfSlots(KVKeepError, MemoryError):
 
 class QueueFull(KVKeepError, RuntimeError):
     """As many requests wait as may; this one was not taken. Later there may be room."""
+
+
+class OutOfRoom(KVKeepError, MemoryError):
+    """A tier has no place for a record of ``needed`` bytes; nothing changed."""
+
+    def __init__(self, needed: int, where: str = "the tier") -> None:
+        self.needed = needed
+        self.where = where
+        super().__init__(f"{where} has no room for {needed} bytes")
+
+    def __reduce__(self) -> tuple[type[OutOfRoom], tuple[int, str]]:
+        return type(self), (self.needed, self.where)  # it crosses processes
+
+
+class BackendFailed(KVKeepError, OSError):
+    """A tier's backend could not do its work; above the tier this is a miss, counted."""
 
 
 class NotCached(KVKeepError, LookupError):

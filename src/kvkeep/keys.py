@@ -18,9 +18,22 @@ from functools import lru_cache
 
 from kvkeep.errors import InvalidValue
 
-__all__ = ["KEY_BYTES", "Namespace", "NamespaceLike", "as_namespace", "chain_keys", "root_key"]
+__all__ = [
+    "BLOCK_ID_BYTES",
+    "KEY_BYTES",
+    "SPACE_BYTES",
+    "Namespace",
+    "NamespaceLike",
+    "as_namespace",
+    "chain_keys",
+    "root_key",
+    "space_of",
+]
 
 KEY_BYTES = 32
+SPACE_BYTES = 16
+BLOCK_ID_BYTES = SPACE_BYTES + KEY_BYTES
+"""A block's name where blocks of many namespaces lie together: its space, then its key."""
 _MAGIC = b"kvkeep namespace 1\n"
 
 
@@ -85,6 +98,11 @@ def _of_tenant(tenant: str) -> Namespace:
 def root_key(namespace: Namespace) -> bytes:
     """The key before the first block of ``namespace``: 32 bytes."""
     return hashlib.sha256(_MAGIC + namespace.canonical()).digest()
+
+
+def space_of(namespace: Namespace) -> bytes:
+    """The first 16 bytes of the root key: what groups a namespace's blocks in a store."""
+    return root_key(namespace)[:SPACE_BYTES]
 
 
 def chain_keys(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:

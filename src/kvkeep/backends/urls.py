@@ -1,0 +1,107 @@
+"""URLs of tiers, taken apart: who reads an option takes it out, what is left over is a mistake."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from kvkeep.errors import InvalidValue, whole
+from kvkeep.geometry.units import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+__all__ = ["TierURL"]
+
+
+class TierURL:
+    """``scheme://user:password@host:port/path?option=value`` in its parts.
+
+    ``place`` is what stands between the slashes as it was written (``4GiB`` in ``memory://4GiB``).
+    Options are taken by `text`, `size`, `seconds`, `number` and `choice`; `finish` refuses those
+    that nobody took. ``safe`` is the URL without password and can be shown.
+    """
+
+    def __init__(self, text: str) -> None:
+        if not isinstance(text, str):
+            raise InvalidValue(f"a tier is a URL such as 'memory://4GiB', got {text!r}")
+        scheme, separator, _ = text.partition("://")
+        if not separator or not scheme:
+            raise InvalidValue(
+                f"{text!r} is no tier's URL; such are memory://4GiB, file:///path?size=100GiB, "
+                "valkey://host:6379 and s3://bucket/prefix"
+            )
+        try:
+            parts = urlsplit(text)
+            self.port = parts.port
+        except ValueError as error:
+            raise InvalidValue(f"the tier's URL cannot be read: {error}") from error
+        if parts.fragment:
+            raise InvalidValue(f"a tier's URL has no '#{parts.fragment}'; write # as %23")
+        self.scheme = parts.scheme
+        self.place = parts.netloc.rpartition("@")[2]
+        self.username = unquote(parts.username) if parts.username else None
+        self.password = unquote(parts.password) if parts.password else None
+        self.host = parts.hostname
+        self.path = unquote(parts.path)
+        who = f"{parts.username or ''}:***@" if self.password else ""
+        if not who and parts.username:
+            who = f"{parts.username}@"
+        self._options: dict[str, str] = {}
+        for name, value in parse_qsl(parts.query, keep_blank_values=True):
+            if name in self._options:
+                raise InvalidValue(f"the tier's URL gives {name} twice")
+            self._options[name] = value
+        self._asked: list[str] = []
+        self.safe = f"{self.scheme}://{who}{self.place}{parts.path}"
+
+    def text(self, name: str, default: str | None = None) -> str | None:
+        """Take an option as it is."""
+        self._asked.append(name)
+        return self._options.pop(name, default)
+
+    def choice(self, name: str, choices: Collection[str], default: str) -> str:
+        """Take an option that is one of ``choices``."""
+        value = self.text(name, default)
+        assert value is not None
+        if value not in choices:
+            raise InvalidValue(f"{name}={value} in {self.safe}; it is one of {', '.join(choices)}")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int | None:
+        """Take an amount of bytes: ``200GiB``."""
+        value = self.text(name)
+        return default if value is None else parse_bytes(value)
+
+    def seconds(self, name: str, default: float | None = None) -> float | None:
+        """Take a time above zero, in seconds, or as ``500ms``, ``30s``, ``10m``, ``2h``, ``7d``."""
+        value = self.text(name)
+        if value is None:
+            return default
+        units = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+        unit = next((unit for unit in units if value.endswith(unit)), "")
+        try:
+            seconds = float(value.removesuffix(unit)) * units.get(unit, 1.0)
+        except ValueError:
+            seconds = -1.0
+        if not 0 < seconds < float("inf"):
+            raise InvalidValue(f"{name}={value} in {self.safe}; a time such as 500ms, 30s or 7d")
+        return seconds
+
+    def number(self, name: str, default: int, low: int, high: int) -> int:
+        """Take a whole number in ``low`` … ``high``."""
+        value = self.text(name)
+        if value is None:
+            return default
+        given: object = int(value) if value.isascii() and value.isdigit() else value
+        return whole(f"{name} in {self.safe}", given, low, high)
+
+    def finish(self) -> None:
+        """Refuse the options that nobody took."""
+        if self._options:
+            unknown = ", ".join(sorted(self._options))
+            known = ", ".join(sorted(set(self._asked))) or "none"
+            raise InvalidValue(f"{self.safe} has no option {unknown}; there are: {known}")
+
+    def __repr__(self) -> str:
+        return f"<TierURL {self.safe}>"
