@@ -1,0 +1,521 @@
+"""The digest of weights: what changes it, what does not, and files that mean harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from kvkeep import InvalidValue
+from kvkeep.models import bundled_model
+from kvkeep.store import weights_cache
+from kvkeep.store.weights import SPAN_BYTES, SPANS, weights_digest
+
+WHOLE = SPANS * SPAN_BYTES
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path_factory, monkeypatch):
+    """A user's cache directory of the test's own, and files that count as settled at once."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(weights_cache, "_SETTLED_NS", -1)
+    return folder / "kvkeep"
+
+
+def tensors(seed=1, **changes):
+    random = torch.Generator().manual_seed(seed)
+    made = {
+        "embed": torch.randn(700, 300, generator=random),  # 840 kB: sampled
+        "layers.0.w": torch.randn(64, 64, generator=random).to(torch.bfloat16),
+        "layers.1.w": torch.randn(64, 64, generator=random).to(torch.bfloat16),
+        "norm": torch.ones(64),
+        "steps": torch.tensor(7),
+        "none": torch.empty(0, 4),
+    }
+    return {**made, **changes}
+
+
+def folder_of(path, files):
+    path.mkdir()
+    for name, content in files.items():
+        save_file(content, path / name)
+    return path
+
+
+def raw(path, header, payload=b""):
+    """A file of our own making: ``header`` is JSON text, or what becomes it."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + payload)
+    return path
+
+
+def index_of(folder, weight_map):
+    text = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(text)
+    return folder
+
+
+def tiny_llama(**changes):
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, **changes,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+# --- what it is ------------------------------------------------------------------------------
+
+
+def test_it_is_32_hexadecimal_digits_and_the_same_again(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file(tensors(), file)
+    digest = weights_digest(file)
+    assert len(digest) == 32
+    assert int(digest, 16) >= 0
+    assert weights_digest(str(tmp_path)) == weights_digest(file) == digest
+
+
+def test_the_format_of_today(tmp_path):
+    """Whoever changes the algorithm changes every namespace: then this changes knowingly."""
+    payload = bytes(range(256)) * 2
+    header = {"a": {"dtype": "U8", "shape": [2, 256], "data_offsets": [0, 512]}}
+    file = raw(tmp_path / "model.safetensors", header, payload)
+    assert weights_digest(file) == "b1515bec8fe4140674f163712b7f8b2d"
+    header = {"a": {"dtype": "U8", "shape": [512 * 1024], "data_offsets": [0, 512 * 1024]}}
+    raw(file, header, payload * 1024)
+    assert weights_digest(file) == "f99001152dafa6d1c50957fe47040a9f"
+
+
+def test_a_fine_tune_has_the_same_header_and_another_digest(tmp_path):
+    """The reason for all of it: nothing but the payload differs."""
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    save_file(tensors(), one)
+    tuned = tensors()
+    tuned["embed"] = tuned["embed"] + 1e-4
+    save_file(tuned, two)
+    length = 8 + int.from_bytes(one.read_bytes()[:8], "little")
+    assert one.read_bytes()[:length] == two.read_bytes()[:length]
+    assert one.stat().st_size == two.stat().st_size
+    assert weights_digest(one) != weights_digest(two)
+
+
+@pytest.mark.parametrize("name", [name for name in tensors() if name != "none"])
+def test_every_tensor_counts(tmp_path, name):
+    save_file(tensors(), tmp_path / "a.safetensors")
+    changed = tensors()
+    changed[name] = changed[name] * 2 + 1
+    save_file(changed, tmp_path / "b.safetensors")
+    assert weights_digest(tmp_path / "a.safetensors") != weights_digest(tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"norm": torch.ones(8, 8)},
+        {"norm": torch.ones(64, dtype=torch.int32).view(torch.int32)},
+        {"none": torch.empty(4, 0)},
+        {"more": torch.empty(0)},
+    ],
+)
+def test_shape_dtype_and_names_count(tmp_path, change):
+    save_file(tensors(), tmp_path / "a.safetensors")
+    save_file(tensors(**change), tmp_path / "b.safetensors")
+    assert weights_digest(tmp_path / "a.safetensors") != weights_digest(tmp_path / "b.safetensors")
+
+
+def test_names_that_change_places_count(tmp_path):
+    """Two layers exchanged have the same bytes under the same names, the other way round."""
+    one = tensors()
+    two = {**one, "layers.0.w": one["layers.1.w"], "layers.1.w": one["layers.0.w"]}
+    save_file(one, tmp_path / "a.safetensors")
+    save_file(two, tmp_path / "b.safetensors")
+    assert weights_digest(tmp_path / "a.safetensors") != weights_digest(tmp_path / "b.safetensors")
+
+
+@given(
+    size=st.integers(WHOLE + 1, 3 * WHOLE), where=st.sampled_from(["first", "last", "a span of"])
+)
+@settings(max_examples=12, deadline=None)
+def test_the_ends_of_a_large_tensor_are_looked_at(tmp_path_factory, size, where):
+    file = tmp_path_factory.mktemp("ends") / "model.safetensors"
+    header = {"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+    before = weights_digest(raw(file, header, bytes(size)))
+    payload = bytearray(size)
+    if where == "a span of":  # as long as the widest gap: some sample lies in it
+        payload[size // 3 : size // 3 + size // (SPANS - 1) + 1] = b"\1" * (size // (SPANS - 1) + 1)
+    else:
+        payload[0 if where == "first" else -1] = 1
+    assert weights_digest(raw(file, header, bytes(payload))) != before
+
+
+def test_one_byte_between_two_samples_is_seen_by_full_alone(tmp_path):
+    """What the documentation says is not seen, is not, and what it says helps, does."""
+    size = 1 << 22
+    header = {"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+    payload = bytearray(size)
+    one = raw(tmp_path / "one.safetensors", header, payload)
+    payload[SPAN_BYTES + 10] = 1
+    two = raw(tmp_path / "two.safetensors", header, payload)
+    assert weights_digest(one) == weights_digest(two)
+    assert weights_digest(one, full=True) != weights_digest(two, full=True)
+    assert weights_digest(one, full=True) != weights_digest(one)
+
+
+# --- directories -----------------------------------------------------------------------------
+
+
+def test_shards_and_one_file_give_the_same(tmp_path):
+    every = tensors()
+    one = folder_of(tmp_path / "one", {"model.safetensors": every})
+    first = {name: every[name] for name in ("norm", "embed")}
+    second = {name: value for name, value in every.items() if name not in first}
+    two = folder_of(tmp_path / "two", {"m-1.safetensors": first, "m-2.safetensors": second})
+    assert weights_digest(two) == weights_digest(one)  # without an index, every file
+    save_file(tensors(5), two / "consolidated.safetensors")  # a second copy, in no index
+    index_of(
+        two, dict.fromkeys(first, "m-1.safetensors") | dict.fromkeys(second, "m-2.safetensors")
+    )
+    assert weights_digest(two) == weights_digest(one)
+
+
+def test_the_configuration_does_not_count(tmp_path):
+    folder = folder_of(tmp_path / "one", {"model.safetensors": tensors()})
+    before = weights_digest(folder)
+    (folder / "config.json").write_text("{}")
+    assert weights_digest(folder) == before
+
+
+def test_an_adapter_directory(tmp_path):
+    lora = {"q.lora_A.weight": torch.randn(8, 64), "q.lora_B.weight": torch.zeros(64, 8)}
+    one = folder_of(tmp_path / "one", {"adapter_model.safetensors": lora})
+    trained = {**lora, "q.lora_B.weight": torch.full((64, 8), 0.01)}
+    two = folder_of(tmp_path / "two", {"adapter_model.safetensors": trained})
+    assert weights_digest(one) != weights_digest(two)
+
+
+def test_links_are_followed_as_in_the_hub_cache(tmp_path):
+    blobs = folder_of(tmp_path / "blobs", {"model.safetensors": tensors()})
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    (snapshot / "model.safetensors").symlink_to(blobs / "model.safetensors")
+    assert weights_digest(snapshot) == weights_digest(blobs)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ([], "holds no .safetensors"),
+        (["pytorch_model.bin"], "there is pytorch_model.bin, which is not read"),
+        (["model-q4.gguf"], "there is model-q4.gguf"),
+    ],
+)
+def test_directories_without_safetensors_are_refused(tmp_path, files, said):
+    for name in files:
+        (tmp_path / name).write_bytes(b"weights")
+    with pytest.raises(InvalidValue, match=said):
+        weights_digest(tmp_path)
+
+
+def test_paths_that_are_no_weights_are_refused(tmp_path):
+    with pytest.raises(InvalidValue, match="no such file or directory"):
+        weights_digest("meta-llama/Llama-3.1-8B")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(InvalidValue, match="pickled weights are not read"):
+        weights_digest(tmp_path / "pytorch_model.bin")
+    with pytest.raises(InvalidValue, match=r"no such file|null"):
+        weights_digest("a\0b")
+    with pytest.raises(InvalidValue, match=r"torch\.nn\.Module, got dict"):
+        weights_digest({})  # type: ignore[arg-type]
+
+
+def test_one_tensor_in_two_files_is_refused(tmp_path):
+    folder = folder_of(tmp_path / "two", {"a.safetensors": tensors(), "b.safetensors": tensors()})
+    with pytest.raises(InvalidValue, match="so does another file"):
+        weights_digest(folder)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "said"),
+    [
+        ({"a": "../secret.safetensors"}, "no file beside it"),
+        ({"a": "/etc/passwd"}, "no file beside it"),
+        ({"a": "sub\\b.safetensors"}, "no file beside it"),
+        ({"a": ".."}, "no .safetensors file|no file beside it"),
+        ({"a": 7}, "no file beside it"),
+        ({"a": "pytorch_model.bin"}, "no .safetensors file"),
+        ({"a": "missing.safetensors"}, "cannot read"),
+        ({}, "no weight_map"),
+        ([], "no weight_map"),
+    ],
+)
+def test_an_index_that_names_other_things_is_refused(tmp_path, weight_map, said):
+    with pytest.raises(InvalidValue, match=said):
+        weights_digest(index_of(tmp_path, weight_map))
+
+
+# --- modules ---------------------------------------------------------------------------------
+
+
+def test_the_bundled_model_and_its_directory_have_one_digest():
+    """Tied, in its own dtype: the engine and plain Transformers may share what they store."""
+    model = AutoModelForCausalLM.from_pretrained(bundled_model())
+    assert weights_digest(model) == weights_digest(bundled_model())
+    assert weights_digest(model.float()) != weights_digest(bundled_model())
+    assert weights_digest(model, full=True) != weights_digest(bundled_model())  # sampled, not whole
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("full", [True, False])
+def test_saved_and_in_memory_are_the_same(tmp_path, tied, full):
+    model = tiny_llama(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    assert weights_digest(model, full=full) == weights_digest(tmp_path, full=full)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert weights_digest(model, full=full) == weights_digest(tmp_path / "shards", full=full)
+
+
+def test_a_tied_head_that_is_stored_all_the_same_does_not_count(tmp_path):
+    model = tiny_llama(tie_word_embeddings=True)
+    every = {name: value.clone() for name, value in model.state_dict().items()}
+    assert "lm_head.weight" in every
+    save_file(every, tmp_path / "model.safetensors")
+    assert weights_digest(tmp_path) == weights_digest(model)
+    every["lm_head.weight"] += 1  # and one of its own does
+    save_file(every, tmp_path / "model.safetensors")
+    assert weights_digest(tmp_path) != weights_digest(model)
+
+
+def test_training_a_layer_changes_it():
+    model = tiny_llama()
+    digests = {weights_digest(model)}
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.add_(1e-3)
+        digests.add(weights_digest(model))
+    assert len(digests) == 1 + len(list(model.parameters()))
+
+
+def test_persistent_buffers_count_and_others_do_not():
+    module = torch.nn.Linear(4, 4)
+    before = weights_digest(module)
+    module.register_buffer("scratch", torch.zeros(3), persistent=False)
+    assert weights_digest(module) == before
+    module.register_buffer("scale", torch.zeros(3))
+    assert weights_digest(module) != before
+
+
+def test_strides_and_compiling_do_not_count():
+    module = torch.nn.Linear(300, 700)
+    before = weights_digest(module)
+    with torch.no_grad():
+        module.weight.set_(module.weight.t().contiguous().t())
+    assert not module.weight.is_contiguous()
+    assert weights_digest(module) == before
+    assert weights_digest(torch.compile(module, backend="eager")) == before
+
+
+def test_a_module_without_its_weights_is_refused():
+    with torch.device("meta"):
+        module = torch.nn.Linear(4, 4)
+    with pytest.raises(InvalidValue, match="'weight' cannot be read, they are on no device"):
+        weights_digest(module)
+
+
+# --- what is remembered ----------------------------------------------------------------------
+
+
+def planted(cache_folder):
+    """Put another digest in place of each that is remembered."""
+    file = cache_folder / "weights.json"
+    content = json.loads(file.read_text())
+    content["digests"] = dict.fromkeys(content["digests"], "f" * 32)
+    file.write_text(json.dumps(content))
+    return "f" * 32
+
+
+def test_the_second_time_is_remembered_with_mode_0600(tmp_path, cache_folder):
+    save_file(tensors(), tmp_path / "model.safetensors")
+    weights_digest(tmp_path)
+    assert stat.S_IMODE((cache_folder / "weights.json").stat().st_mode) == 0o600
+    assert str(tmp_path) not in (cache_folder / "weights.json").read_text()
+    assert planted(cache_folder) == weights_digest(tmp_path)
+    assert weights_digest(tmp_path, full=True) != "f" * 32
+
+
+def test_a_file_that_was_written_to_is_read_again(tmp_path, cache_folder):
+    file = tmp_path / "model.safetensors"
+    save_file(tensors(), file)
+    before, times = weights_digest(file), file.stat()
+    planted(cache_folder)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    with file.open("r+b") as opened:  # in place: the same inode and size
+        opened.write(content)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # and the time set back
+    assert weights_digest(file) not in {before, "f" * 32}
+
+
+def test_modules_are_never_remembered(cache_folder):
+    weights_digest(torch.nn.Linear(2, 2))
+    assert not cache_folder.exists()
+
+
+def test_what_was_changed_just_now_is_not_remembered(tmp_path, cache_folder, monkeypatch):
+    monkeypatch.setattr(weights_cache, "_SETTLED_NS", 3_600_000_000_000)
+    save_file(tensors(), tmp_path / "model.safetensors")
+    weights_digest(tmp_path)
+    assert not cache_folder.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b"{" + b" " * (1 << 20) + b"}",
+        b'{"version": 2, "digests": {}}', b'{"version": 1, "digests": []}',
+    ],
+)  # fmt: skip
+def test_a_broken_memory_costs_time_only(tmp_path, cache_folder, content):
+    save_file(tensors(), tmp_path / "model.safetensors")
+    digest = weights_digest(tmp_path)
+    (cache_folder / "weights.json").write_bytes(content)
+    assert weights_digest(tmp_path) == digest
+    assert planted(cache_folder) == weights_digest(tmp_path)  # and it was made anew
+
+
+@pytest.mark.parametrize("wrong", [7, "", "xyz", "g" * 32, "a" * 33, None])
+def test_what_is_no_digest_is_not_believed(tmp_path, cache_folder, wrong):
+    save_file(tensors(), tmp_path / "model.safetensors")
+    digest = weights_digest(tmp_path)
+    file = cache_folder / "weights.json"
+    content = json.loads(file.read_text())
+    content["digests"] = dict.fromkeys(content["digests"], wrong)
+    file.write_text(json.dumps(content))
+    assert weights_digest(tmp_path) == digest
+
+
+def test_it_is_bounded_and_keeps_the_latest(tmp_path, cache_folder):
+    cache_folder.mkdir()
+    many = {f"{number:032x}": "a" * 32 for number in range(2000)}
+    (cache_folder / "weights.json").write_text(json.dumps({"version": 1, "digests": many}))
+    save_file(tensors(), tmp_path / "model.safetensors")
+    digest = weights_digest(tmp_path)
+    kept = json.loads((cache_folder / "weights.json").read_text())["digests"]
+    assert len(kept) == 512
+    assert list(kept.values())[-1] == digest
+    assert f"{1999:032x}" in kept
+
+
+def test_without_a_place_to_remember_it_works(tmp_path, monkeypatch):
+    save_file(tensors(), tmp_path / "model.safetensors")
+    digest = weights_digest(tmp_path)
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/none"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+        assert weights_digest(tmp_path) == digest
+
+
+# --- files that mean harm --------------------------------------------------------------------
+
+GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting"),
+        (b"\xff{}", "can't decode"),
+        (b"[]", "its header is list"),
+        (b"[" * 200_000, "recursion"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"a": 1, "a": 2}', "twice"),
+        ({"a": 7}, "not described"),
+        ({"a": {"dtype": "F32"}}, "not described"),
+        ({"a": {**GOOD, "dtype": 7}}, "not described"),
+        ({"a": {**GOOD, "shape": "2"}}, "not described"),
+        ({"a": {**GOOD, "data_offsets": [0]}}, "not described"),
+        ({"a": {**GOOD, "data_offsets": [0.0, 8.0]}}, "not described"),
+        ({"a": {**GOOD, "shape": [-2]}}, "no shape of whole numbers"),
+        ({"a": {**GOOD, "shape": [2.0]}}, "no shape of whole numbers"),
+        ({"a": {**GOOD, "shape": [1 << 70]}}, "no shape of whole numbers"),
+        ({"a": {**GOOD, "shape": [1] * 65}}, "lies outside|dimensions"),
+        ({"a": {**GOOD, "shape": [3]}}, "in 8 bytes"),
+        ({"a": {**GOOD, "data_offsets": [8, 0]}}, "outside of the file"),
+        ({"a": {**GOOD, "data_offsets": [-8, 0]}}, "outside of the file"),
+        ({"a": {**GOOD, "data_offsets": [0, 1 << 62]}}, "outside of the file"),
+        ({"a": GOOD, "b": GOOD}, "where the tensor before ends"),
+        ({"a": {**GOOD, "shape": [1], "data_offsets": [0, 4]}}, "has 8 for them"),
+        ({"a": {**GOOD, "shape": [1], "data_offsets": [4, 8]}}, "where the tensor before ends"),
+        ({}, "has 8 for them"),
+    ],
+)
+def test_headers_that_lie_are_refused(tmp_path, header, said):
+    file = raw(tmp_path / "model.safetensors", header, b"12345678")
+    with pytest.raises(InvalidValue, match=said):
+        weights_digest(file)
+
+
+@pytest.mark.parametrize("length", [9, 100_000_001, 1 << 40, (1 << 64) - 1])
+def test_a_header_longer_than_the_file_takes_no_memory(tmp_path, length):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", length) + b"12345678")
+    with pytest.raises(InvalidValue, match="its header would have"):
+        weights_digest(file)
+
+
+@pytest.mark.parametrize("size", range(8))
+def test_files_shorter_than_a_length_are_refused(tmp_path, size):
+    (tmp_path / "model.safetensors").write_bytes(bytes(size))
+    with pytest.raises(InvalidValue, match=f"it has {size} bytes"):
+        weights_digest(tmp_path)
+
+
+def test_a_huge_file_that_is_all_hole_is_refused_at_its_header(tmp_path):
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as opened:
+        opened.write(struct.pack("<Q", 200_000_000))
+        opened.truncate(1 << 33)
+    with pytest.raises(InvalidValue, match="its header would have"):
+        weights_digest(file)
+
+
+def test_a_dtype_of_the_future_is_taken(tmp_path):
+    header = {"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}
+    assert weights_digest(raw(tmp_path / "model.safetensors", header, b"abc"))
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_no_file_crashes_it(tmp_path_factory, data):
+    """Bytes flipped, cut and put in: a digest, or InvalidValue."""
+    file = tmp_path_factory.mktemp("fuzz") / "model.safetensors"
+    header = {"a": GOOD, "b": {"dtype": "I8", "shape": [1, 3], "data_offsets": [8, 11]}}
+    content = bytearray(raw(file, header, b"12345678abc").read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        match data.draw(st.sampled_from(["flip", "cut", "insert"])):
+            case "flip":
+                content[at] = data.draw(st.integers(0, 255))
+            case "cut":
+                del content[at : at + data.draw(st.integers(1, 9))]
+            case "insert":
+                content[at:at] = data.draw(st.sampled_from([b"9", b'"', b"[", b"{}", b"-", b"\0"]))
+        if not content:
+            break
+    file.write_bytes(content)
+    try:
+        digest = weights_digest(file)
+    except InvalidValue:
+        return
+    assert len(digest) == 32
