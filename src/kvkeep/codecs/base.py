@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 __all__ = ["BlockShape", "Codec", "Damaged"]
 
@@ -38,8 +37,8 @@ class Codec(ABC):
         exact: decoding gives back the very bytes.
     """
 
-    name: ClassVar[str]
-    number: ClassVar[int]
+    name: str
+    number: int
     exact: bool = True
 
     @abstractmethod
@@ -59,5 +58,7 @@ class Codec(ABC):
         """Fill ``out``, as long as the raw bytes were, from ``encoded``.
 
         Raises:
-            Damaged: ``encoded`` is not what `encode` writes for these lengths and names.
+            Damaged: ``encoded`` is not what `encode` writes for these lengths and names; what
+                ``out`` holds then means nothing. Never reads or writes outside of the two. Only
+                an encrypting codec notices every change: under the others a checksum must stand.
         """

@@ -1,0 +1,65 @@
+"""Codecs by name, as options spell them, and by number, as records state them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.codecs.encrypted import ENCRYPTED, EncryptedCodec
+from kvkeep.codecs.lossless import LosslessCodec
+from kvkeep.codecs.raw import RawCodec
+from kvkeep.errors import InvalidValue, require
+
+if TYPE_CHECKING:
+    from kvkeep.codecs.base import BlockShape, Codec
+
+__all__ = ["CODECS", "codec_of", "make_codec"]
+
+CODECS = ("raw", "lossless", "int8", "fp8")
+"""Names of codecs; a codec's number is its place here."""
+
+
+def make_codec(name: str, shape: BlockShape, key: bytes | None = None) -> Codec:
+    """The codec called ``name`` for blocks of ``shape``; with a ``key``, encryption around it.
+
+    Raises:
+        InvalidValue: there is none of that name, or it cannot work on such blocks.
+        MissingExtra: it needs a package that is not installed.
+    """
+    if name not in CODECS:
+        raise InvalidValue(f"codec is {name!r}; it is one of {', '.join(CODECS)}")
+    codec = _make(name, shape)
+    return codec if key is None else EncryptedCodec(codec, key)
+
+
+def codec_of(number: int, shape: BlockShape, key: bytes | None = None) -> Codec | None:
+    """The codec that decodes records of ``number``; None: not known, or not with what is given.
+
+    Without a ``key`` nothing that is encrypted can be read; a codec that needs to know the element
+    type cannot read where ``shape`` has none. Make it once a number, not once a record.
+
+    Raises:
+        MissingExtra: it needs a package that is not installed.
+    """
+    inner = number - ENCRYPTED if number >= ENCRYPTED else number
+    if not 0 <= inner < len(CODECS) or (number >= ENCRYPTED and key is None):
+        return None
+    try:
+        codec = _make(CODECS[inner], shape)
+    except InvalidValue:
+        return None
+    return codec if number < ENCRYPTED or key is None else EncryptedCodec(codec, key)
+
+
+def _make(name: str, shape: BlockShape) -> Codec:
+    if name == "raw":
+        return RawCodec()
+    if name == "lossless":
+        return LosslessCodec(shape)
+    require("torch", "torch")
+    if name == "int8":
+        from kvkeep.codecs.int8 import Int8Codec  # noqa: PLC0415
+
+        return Int8Codec(shape)
+    from kvkeep.codecs.fp8 import Fp8Codec  # noqa: PLC0415
+
+    return Fp8Codec(shape)
