@@ -1,0 +1,361 @@
+"""Records as files in a directory of a local disk, which several processes may share.
+
+disk.py          the backend
+disk_home.py     the directory: what lies where, whose it is
+disk_ledger.py   the bytes used, counted by all who write
+disk_sync.py     what is still to be made to last
+disk_files.py    whole records to and from files, with direct I/O
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+import time
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
+
+from kvkeep.backends.base import ALIGNMENT, Backend, Listed
+from kvkeep.backends.disk_files import (
+    ABSENT,
+    create_locked,
+    open_record,
+    padded,
+    preallocate,
+    read_whole,
+    size_of,
+    supports_direct,
+    translated,
+    write_whole,
+)
+from kvkeep.backends.disk_home import Home
+from kvkeep.backends.disk_ledger import Ledger
+from kvkeep.backends.disk_sync import Sync, Syncing
+from kvkeep.errors import BackendFailed, InvalidValue, OutOfRoom, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from kvkeep.backends.base import Room
+    from kvkeep.backends.disk_home import Entry
+    from kvkeep.backends.disk_ledger import Count
+    from kvkeep.backends.urls import TierURL
+
+__all__ = ["DiskBackend", "Io", "Sync"]
+
+Io = Literal["auto", "direct", "buffered"]
+
+DIRECT_FROM: Final = 64 * 1024
+"""Bytes: with ``io="auto"``, records from this size on go around the page cache. Below it, waiting
+for the device costs more than copying does."""
+RECOUNT_AFTER: Final = 300.0
+"""Seconds after which a full store is counted anew: somebody may have deleted files by hand."""
+_PER_LOCK: Final = 32  # files that are unlinked while others wait
+
+_READ_ONLY: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+class DiskBackend(Backend):
+    """One directory of a disk, one file a record: ``file:///path?size=200GiB&sync=flush&io=auto``.
+
+    Arguments:
+        path: the directory. It is made with mode 0700; one of ours is tightened to that. It must
+            be empty or hold records already; nothing that is not ours is ever deleted.
+        capacity: bytes that all records may have, files counted in whole units of 4096 bytes,
+            those being written and those in quarantine included. All processes that share the
+            directory are counted together, at any instant; each keeps to its own capacity. None:
+            as much as the filesystem has.
+        sync: what survives a loss of power, see below.
+        io: ``direct`` goes around the page cache, ``buffered`` through it; ``auto`` is direct from
+            64 KiB on where the filesystem can, else buffered.
+
+    What survives, by ``sync``:
+
+        =========  ====================  ========================================================
+        ``sync``   the process killed    power lost, or the kernel crashed
+        =========  ====================  ========================================================
+        never      every finished put    nothing is sure; records may be torn or empty
+        flush      every finished put    what was put before the last `flush` that returned
+        always     every finished put    every finished put
+        =========  ====================  ========================================================
+
+    A record is never torn by a killed process: it gets its name when it is whole. One that power
+    loss tore is found by its checksum, in the tier above. A `delete` is as lasting as a put. A disk
+    that lies about its write cache can break the promises of the last column.
+
+    The space of what was deleted or replaced is given back within milliseconds of the call; the
+    count is ahead by that.
+
+    Attributes:
+        quarantined: records taken out by this object because they did not verify.
+        odd: what the last full `list` found that is no record: foreign names, no files, empty.
+
+    Thread safety: every method, from any thread and process; a fork may go on using it. The
+    directory must be on a filesystem whose ``flock`` reaches all that write there: one machine's.
+    Cost: a put or delete takes the ledger's lock for some ten microseconds; the first use of an
+    object scans the directory (0.3 s for 100,000 records).
+    """
+
+    scheme: ClassVar[str] = "file"
+    shared = True
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        capacity: int | None = None,
+        sync: Sync = "flush",
+        io: Io = "auto",
+    ) -> None:
+        if sys.platform == "win32":
+            raise InvalidValue(
+                "a file:// tier needs POSIX locks, which Windows does not have; use memory:// "
+                "or a server there"
+            )
+        if sync not in ("never", "flush", "always"):
+            raise InvalidValue(f"sync={sync!r}; it is one of never, flush, always")
+        if io not in ("auto", "direct", "buffered"):
+            raise InvalidValue(f"io={io!r}; it is one of auto, direct, buffered")
+        self.capacity = None if capacity is None else whole("capacity", capacity, ALIGNMENT)
+        self.quarantined = 0
+        self.odd = 0
+        self._home = Home(path)
+        self._ledger = Ledger(self._home.ledger, self._recount)
+        with self._translated("opened"):
+            can = io != "buffered" and supports_direct(self._home.format)
+        if io == "direct" and not can:
+            raise InvalidValue(f"the filesystem of {self.describe()} has no direct I/O; io=auto")
+        self._direct_from = (0 if io == "direct" else DIRECT_FROM) if can else None
+        self._syncing = Syncing(sync, self._home.root)
+
+    @classmethod
+    def from_url(cls, url: TierURL) -> DiskBackend:
+        """Open ``file:///absolute/path``; takes ``size``, ``sync`` and ``io``."""
+        if url.place or not url.path.strip("/"):
+            raise InvalidValue(
+                f"{url.safe} names no directory; an absolute path has three slashes: "
+                f"file:///{(url.place + url.path).strip('/') or 'var/lib/kvkeep'}"
+            )
+        capacity = url.size("size")
+        sync = url.choice("sync", ("never", "flush", "always"), "flush")
+        io = url.choice("io", ("auto", "direct", "buffered"), "auto")
+        return cls(url.path, capacity, sync, io)  # type: ignore[arg-type] # choice checked both
+
+    # -- records --------------------------------------------------------------------------------
+
+    def put(self, block: bytes, record: memoryview) -> None:
+        """Write ``record`` beside the others, then give it its name.
+
+        Raises:
+            OutOfRoom: capacity would be passed, and ``needed`` bytes must go before; or the
+                filesystem is full. Nothing changed.
+            BackendFailed: the filesystem refuses, or the lock could not be had.
+        """
+        assert len(record), "a record of no bytes"
+        with self._translated("written", len(record)):
+            path = self._home.path(block)
+            fd, tmp = self._reserve(len(record))
+            try:
+                self._fill(fd, record)
+                self._name(tmp, path)
+            except BaseException:
+                self._forget(tmp)
+                raise
+            finally:
+                os.close(fd)
+            self._syncing.changed([path])
+
+    def get(self, block: bytes, room: Room) -> memoryview | None:
+        """Read the record. An empty file goes to quarantine.
+
+        A symlink, a pipe or a directory in its place is no record, and is left alone.
+
+        Raises:
+            BackendFailed: the file could not be read, or was cut short while it was read.
+        """
+        with self._translated("read"):
+            held = open_record(self._home.path(block))
+            if held is None:
+                return None
+            fd, size = held
+            try:
+                if size:
+                    buffer = room(size)
+                    if read_whole(fd, buffer, direct=self._is_direct(size)):
+                        return buffer
+                    raise BackendFailed(f"a record in {self.describe()} was cut short meanwhile")
+            finally:
+                os.close(fd)
+        self.quarantine(block, "empty")
+        return None
+
+    def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
+        """Bytes of each record, one look at the directory each (2 µs)."""
+        with self._translated("looked up"):
+            return [size_of(self._home.path(block)) for block in blocks]
+
+    def delete(self, blocks: Sequence[bytes]) -> int:
+        """Unlink records; bytes given back, in whole units as they are counted."""
+        paths = [self._home.path(block) for block in blocks]
+        freed = 0
+        with self._translated("deleted"):
+            for start in range(0, len(paths), _PER_LOCK):
+                with self._ledger.held(self.timeout) as count:
+                    freed += sum(map(count.remove, paths[start : start + _PER_LOCK]))
+            if freed:
+                self._syncing.changed({os.path.dirname(path) for path in paths})
+        return freed
+
+    def list(self) -> Iterator[Listed]:
+        """Every record, by names and file attributes alone."""
+        now, odd = time.time(), 0
+        with self._translated("listed"):
+            for block, size, used in self._entries():
+                if block is None:
+                    odd += 1
+                else:  # a clock that was ahead must not make a record the newest for ever
+                    yield Listed(block, size, min(used, now))
+        self.odd = odd
+
+    def touch(self, blocks: Sequence[bytes]) -> None:
+        """Set the modification time; where that is not allowed, recency is not remembered."""
+        with self._translated("touched"):
+            for block in blocks:
+                try:
+                    os.utime(self._home.path(block), follow_symlinks=False)
+                except OSError as error:
+                    # A read-only store is still good for reading.
+                    if error.errno not in ABSENT | _READ_ONLY:
+                        raise
+
+    def quarantine(self, block: bytes, reason: str) -> None:
+        """Move the record out of the way; the newest 16 are kept for inspection.
+
+        They have a sixteenth of the capacity at most, and the reason in their names.
+        """
+        slug = re.sub(r"[^a-z0-9]+", "-", reason.lower()).strip("-")[:60] or "bad"
+        name = f"{time.time_ns():020}.{block.hex()}.{slug}"
+        with self._translated("quarantined"), self._ledger.held(self.timeout) as count:
+            try:
+                os.rename(self._home.path(block), f"{self._home.quarantine}/{name}")
+            except FileNotFoundError:
+                return
+            self.quarantined += 1
+            for path in self._home.surplus(self.capacity):
+                count.remove(path)
+
+    # -- the whole ------------------------------------------------------------------------------
+
+    def used(self) -> int:
+        """Bytes of all records, in whole units, with those being written and in quarantine."""
+        with self._translated("counted"):
+            try:
+                with self._ledger.held(self.timeout) as count:
+                    return count.used
+            except OSError as error:
+                if error.errno not in _READ_ONLY:
+                    raise
+            return self._home.used(self._home.scan())
+
+    def flush(self) -> None:
+        """With ``sync="flush"``, all that was put or deleted before this survives a loss of power.
+
+        Cost: one ``fsync`` a record written since the last one, and one a directory.
+        """
+        with self._translated("flushed"):
+            self._syncing.flush()
+
+    def describe(self) -> str:
+        """The directory as a URL."""
+        return f"file://{self._home.root}"
+
+    # -- the steps of put -----------------------------------------------------------------------
+
+    def _reserve(self, size: int) -> tuple[int, str]:
+        """Create the file of a record, as long as it will be: its length is what is counted."""
+        tmp = f"{self._home.tmp}/{os.getpid()}-{os.urandom(12).hex()}"
+        with self._ledger.held(self.timeout) as count:
+            self._make_room(count, padded(size))
+            count.mark()
+            try:
+                fd = create_locked(tmp, padded(size))
+            except OSError:
+                count.settle()  # nothing changed
+                raise
+            count.used += padded(size)
+        return fd, tmp
+
+    def _make_room(self, count: Count, need: int) -> None:
+        """Have ``need`` bytes below the capacity, without a record that is any good going."""
+        if self.capacity is None or count.used + need <= self.capacity:
+            return
+        for path in self._home.left_behind():
+            count.remove(path)
+        counted_at = self._ledger.counted_at
+        if counted_at is not None and time.monotonic() - counted_at > RECOUNT_AFTER:
+            self._ledger.recount(count)
+        if count.used + need > self.capacity:
+            raise OutOfRoom(count.used + need - self.capacity, self.describe())
+
+    def _fill(self, fd: int, record: memoryview) -> None:
+        size = len(record)
+        preallocate(fd, padded(size))
+        write_whole(fd, record, direct=self._is_direct(size))
+        if size != padded(size):
+            os.ftruncate(fd, size)
+        os.utime(fd)  # finer than the clock that stamps writes: records keep their order
+        if self._syncing.mode == "always":
+            os.fsync(fd)
+
+    def _name(self, tmp: str, path: str) -> None:
+        """Give a record that is whole its name."""
+        with self._ledger.held(self.timeout) as count:
+            try:
+                count.rename(tmp, path)
+            except FileNotFoundError:
+                os.mkdir(os.path.dirname(path), 0o700)
+                count.rename(tmp, path)
+
+    def _forget(self, tmp: str) -> None:
+        """Take a record away that got no name."""
+        try:
+            with self._ledger.held(self.timeout) as count:
+                count.remove(tmp)
+        except OSError:
+            # What made the put fail is what the caller should hear of. The file is counted, and
+            # collected like those of killed writers.
+            return
+
+    # -- helpers --------------------------------------------------------------------------------
+
+    def _is_direct(self, size: int) -> bool:
+        return self._direct_from is not None and size >= self._direct_from
+
+    def _recount(self) -> int:
+        self._home.tidy()
+        return self._home.used(self._home.scan())
+
+    def _entries(self) -> Iterator[Entry]:
+        """All that is there. The first time it is counted as well: one scan for both."""
+        if self._ledger.counted_at is None:
+            found: tuple[Entry, ...] = ()
+
+            def recount() -> int:
+                nonlocal found
+                self._home.tidy()
+                found = tuple(self._home.scan())
+                return self._home.used(found)
+
+            try:
+                with self._ledger.held(self.timeout, recount):
+                    pass
+            except OSError as error:
+                if error.errno not in _READ_ONLY:
+                    raise
+            if found:
+                return iter(found)
+        return self._home.scan()
+
+    def _translated(self, done: str, size: int = 0) -> AbstractContextManager[None]:
+        return translated(self.describe(), done, size)
