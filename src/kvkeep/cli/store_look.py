@@ -1,0 +1,207 @@
+"""``kvkeep store ls`` and ``stat``: what is in a tier. Nothing is changed."""
+
+from __future__ import annotations
+
+import random
+import time
+from bisect import bisect_right
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvkeep.backends.buffers import aligned
+from kvkeep.cli.store_place import Answer, age, bar, columns, spaces_of
+from kvkeep.errors import whole
+from kvkeep.geometry.units import format_bytes
+from kvkeep.keys import SPACE_BYTES
+from kvkeep.tiers.record import BadRecord, Header, read_header
+
+if TYPE_CHECKING:
+    import argparse
+
+    from kvkeep.backends import Listed
+    from kvkeep.cli.store_place import Place, Space
+
+__all__ = ["codec_name", "ls", "stat"]
+
+_AGES: tuple[tuple[str, int | None], ...] = (
+    ("1 minute", 60), ("1 hour", 3600), ("1 day", 86_400), ("7 days", 7 * 86_400),
+    ("30 days", 30 * 86_400), ("longer ago", None),
+)  # fmt: skip
+_BAR = 30
+# Numbers of codecs are theirs for good. The codecs themselves need torch, which a look does not.
+_CODECS = {0: "raw", 1: "lossless", 2: "int8", 3: "fp8"}
+_ENCRYPTED = 64
+
+
+def codec_name(number: int) -> str:
+    """What the codec with this number is called in URLs."""
+    if number >= _ENCRYPTED:
+        return f"encrypted {codec_name(number - _ENCRYPTED)}"
+    return _CODECS.get(number, f"codec {number}")
+
+
+# --- ls --------------------------------------------------------------------------------------
+
+
+def ls(place: Place, args: argparse.Namespace) -> Answer:
+    """One line a namespace, and with ``--blocks`` one a block."""
+    spaces = spaces_of(place.records())
+    found = [_as_json(space, blocks=args.blocks) for space in spaces]
+    return Answer({"url": place.url, "spaces": found}, _table(place.url, spaces, args.blocks))
+
+
+def _as_json(space: Space, *, blocks: bool) -> dict[str, object]:
+    answer: dict[str, object] = {
+        "space": space.name,
+        "blocks": len(space.records),
+        "bytes": space.bytes,
+        "newest": space.newest,
+        "oldest": space.oldest,
+    }
+    if blocks:
+        answer["keys"] = [
+            {"key": record.block[SPACE_BYTES:].hex(), "bytes": record.size, "used": record.used}
+            for record in _latest_first(space)
+        ]
+    return answer
+
+
+def _table(url: str, spaces: list[Space], blocks: bool) -> list[str]:
+    if not spaces:
+        return [f"{url} is empty"]
+    now = time.time()
+    rows = [("namespace", "blocks", "bytes", "newest use", "oldest use")]
+    for space in spaces:
+        count, size = f"{len(space.records):,}", format_bytes(space.bytes)
+        rows.append((space.name, count, size, age(space.newest, now), age(space.oldest, now)))
+    lines = [url, *columns(rows)]
+    for space in spaces if blocks else ():
+        rows = [("block of " + space.name, "", "bytes", "last use", "")]
+        for record in _latest_first(space):
+            key = record.block[SPACE_BYTES:].hex()
+            rows.append((key, "", format_bytes(record.size), age(record.used, now), ""))
+        lines += ["", *columns(rows)]
+    return lines
+
+
+def _latest_first(space: Space) -> list[Listed]:
+    return sorted(space.records, key=lambda record: record.used, reverse=True)
+
+
+# --- stat ------------------------------------------------------------------------------------
+
+
+class _Sample(NamedTuple):
+    """What the headers of a few records said."""
+
+    headers: list[Header]
+    bad: int
+
+    @property
+    def codecs(self) -> dict[str, int]:
+        return dict(Counter(codec_name(header.codec) for header in self.headers).most_common())
+
+    @property
+    def raw_bytes(self) -> int:
+        return sum(header.raw_bytes for header in self.headers)
+
+    @property
+    def record_bytes(self) -> int:
+        return sum(header.record_bytes for header in self.headers)
+
+
+def stat(place: Place, args: argparse.Namespace) -> Answer:
+    """Totals, codecs, and when things were used last."""
+    picked = whole("--sample", args.sample, 0)
+    records = place.records()
+    sample = _sampled(place, records, picked)
+    ages = _by_age(records)
+    backend = place.backend
+    answer: dict[str, object] = {
+        "url": place.url,
+        "namespaces": len(spaces_of(records)),
+        "blocks": len(records),
+        "bytes": sum(record.size for record in records),
+        "used": backend.used(),
+        "capacity": backend.capacity,
+        "quarantined": place.quarantined,
+        "odd": place.odd,
+        "sample": {
+            "records": len(sample.headers),
+            "bad": sample.bad,
+            "codecs": sample.codecs,
+            "raw_bytes": sample.raw_bytes,
+            "record_bytes": sample.record_bytes,
+        },
+        "ages": [
+            {"within_s": limit, "blocks": len(inside), "bytes": sum(r.size for r in inside)}
+            for (_, limit), inside in zip(_AGES, ages, strict=True)
+        ],
+    }
+    return Answer(answer, [place.url, *_totals(answer, sample), *_histogram(ages)])
+
+
+def _sampled(place: Place, records: list[Listed], count: int) -> _Sample:
+    """Read the headers of ``count`` records picked by chance: whole ones, there is no other way."""
+    some = random.sample(records, min(count, len(records)))
+    headers, bad = [], 0
+    with bar("reading a few records", of=sum(record.size for record in some)) as advance:
+        for listed in some:
+            record = place.backend.get(listed.block, aligned)
+            try:
+                headers += [] if record is None else [read_header(record)]
+            except BadRecord:
+                bad += 1
+            advance(listed.size)
+    return _Sample(headers, bad)
+
+
+def _by_age(records: list[Listed]) -> list[list[Listed]]:
+    """Records in the intervals of `_AGES`."""
+    now = time.time()
+    ages: list[list[Listed]] = [[] for _ in _AGES]
+    limits = [limit for _, limit in _AGES if limit is not None]
+    for record in records:
+        ages[bisect_right(limits, now - record.used)].append(record)
+    return ages
+
+
+def _totals(answer: dict[str, object], sample: _Sample) -> list[str]:
+    def amount(name: str) -> str:
+        value = answer[name]
+        return "unknown" if value is None else format_bytes(value)  # type: ignore[arg-type]
+
+    rows = [
+        ("namespaces", f"{answer['namespaces']:,}"),
+        ("blocks", f"{answer['blocks']:,}"),
+        ("bytes", amount("bytes")),
+    ]
+    if answer["used"] is not None:
+        rows.append(("room taken", amount("used")))
+    rows.append(("budget", "none" if answer["capacity"] is None else amount("capacity")))
+    if answer["quarantined"] is not None:
+        rows.append(("quarantined", f"{answer['quarantined']:,}"))
+    if answer["odd"]:
+        rows.append(("files that are no records", f"{answer['odd']:,}"))
+    lines = columns([(f"  {name}", value) for name, value in rows])
+    if sample.headers:
+        codecs = ", ".join(f"{name} {count}" for name, count in sample.codecs.items())
+        ratio = sample.raw_bytes / sample.record_bytes
+        lines.append(
+            f"  of {len(sample.headers)} records read: {codecs}; {ratio:.2f}× smaller than the KV"
+        )
+    if sample.bad:
+        lines.append(f"  of the records read {sample.bad} are bad: see kvkeep store verify")
+    return lines
+
+
+def _histogram(ages: list[list[Listed]]) -> list[str]:
+    """A bar for each age, as long as its share of the bytes."""
+    sizes = [sum(record.size for record in inside) for inside in ages]
+    if not any(sizes):
+        return []
+    rows = [("  used within", "blocks", "bytes")]
+    for (name, _), inside, size in zip(_AGES, ages, sizes, strict=True):
+        rows.append((f"    {name}", f"{len(inside):,}", format_bytes(size)))
+    bars = ["", *("█" * -(-_BAR * size // max(sizes)) for size in sizes)]
+    return [f"{line}  {bar}".rstrip() for line, bar in zip(columns(rows), bars, strict=True)]
