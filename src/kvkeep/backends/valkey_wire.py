@@ -1,0 +1,240 @@
+"""One connection to a Valkey server: commands out, answers in, values without a copy between.
+
+A client library packs a value into new bytes, and collects an answer in buffers of its own before
+it hands out another copy: for values of 32 MiB that is most of the time. Here a value goes to the
+socket from where it lies and comes from the socket to where it shall lie. The language is RESP2
+(https://valkey.io/topics/protocol/), which every server speaks; connecting is the library's.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, Union
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = [
+    "MAX_VALUE",
+    "Answer",
+    "Garbled",
+    "Lost",
+    "ServerSays",
+    "TimedOut",
+    "Wire",
+    "around_value",
+    "command",
+]
+
+MAX_VALUE: Final = 512 * 1024 * 1024
+"""Bytes a value may have, unless a server's ``proto-max-bulk-len`` says otherwise."""
+
+_BUFFER: Final = 16 * 1024
+_MAX_LINE: Final = 4096
+_MAX_TEXT: Final = 1 << 20  # of answers that are no record: keys, addresses
+_MAX_ITEMS: Final = 1 << 20
+_MAX_DEPTH: Final = 4
+
+Answer = Union["bytes", "int", "list[Answer]", "ServerSays", None]
+
+
+class Lost(Exception):
+    """A connection cannot be had, or be used any longer."""
+
+
+class TimedOut(Lost):
+    """It was not done by the deadline."""
+
+
+class Garbled(Lost):
+    """What came is no answer to what was asked."""
+
+
+class ServerSays(Exception):
+    """An error that the server answered; the connection is fine. ``code`` is its first word."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code = text.partition(" ")[0]
+
+
+def command(*words: bytes | int) -> bytes:
+    """A command as it goes over the wire."""
+    return b"*%d\r\n%s" % (len(words), arguments(*words))
+
+
+def arguments(*words: bytes | int) -> bytes:
+    """Words as a command has them."""
+    parts = []
+    for word in words:
+        text = b"%d" % word if isinstance(word, int) else word
+        parts.append(b"$%d\r\n%s\r\n" % (len(text), text))
+    return b"".join(parts)
+
+
+def around_value(
+    before: Sequence[bytes], value_bytes: int, behind: Sequence[bytes | int]
+) -> tuple[bytes, bytes]:
+    """A command but for its one long argument: what goes before that, and what behind it."""
+    words = len(before) + 1 + len(behind)
+    return (
+        b"*%d\r\n%s$%d\r\n" % (words, arguments(*before), value_bytes),
+        b"\r\n" + arguments(*behind),
+    )
+
+
+class Wire:
+    """A socket on which somebody has said who we are already.
+
+    Raises `Lost`, after which it must be closed, and `ServerSays`, after which it need not. One
+    thread at a time.
+
+    Attributes:
+        deadline: on the clock of `time.monotonic`; whatever is not done by then raises `TimedOut`.
+            Set it before each use.
+    """
+
+    def __init__(self, sock: socket.socket, close: Callable[[], None]) -> None:
+        self.deadline = 0.0
+        self._socket = sock
+        self._close = close
+        self._buffer = memoryview(bytearray(_BUFFER))
+        self._start = 0  # _buffer[_start:_end] came and was not read yet
+        self._end = 0
+
+    def usable(self) -> bool:
+        """Nothing waits to be read: neither the end of the stream nor what nobody asked for."""
+        if self._start != self._end:
+            return False
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        """Disconnect; whoever waits on the socket wakes up."""
+        self._close()
+
+    def send(self, *parts: bytes | memoryview) -> None:
+        """Send bytes as they are."""
+        try:
+            for part in parts:
+                with self._waiting():
+                    self._socket.sendall(part)
+        except TimedOut:
+            raise
+        except Lost as lost:
+            # A server that does not like a command says so and hangs up on the rest of it.
+            answer = self.answer()
+            if isinstance(answer, ServerSays):
+                raise Lost(f"the server hung up: {answer}") from lost
+            raise
+
+    def answer(self, depth: int = 0) -> Answer:
+        """Read one answer that is no record. Errors are returned, since others may follow."""
+        kind, text = self._line()
+        if kind == b"+":
+            return text
+        if kind == b"-":
+            return ServerSays(text.decode("utf-8", "replace"))
+        if kind == b":":
+            return _number(text, -(1 << 63), 1 << 63)
+        if kind == b"$":
+            length = _number(text, -1, _MAX_TEXT)
+            return None if length < 0 else self._text(length)
+        if kind == b"*" and depth < _MAX_DEPTH:
+            count = _number(text, -1, _MAX_ITEMS)
+            return None if count < 0 else [self.answer(depth + 1) for _ in range(count)]
+        raise Garbled(f"an answer begins with {kind!r}")
+
+    def expect_ok(self) -> None:
+        """Read ``+OK``."""
+        answer = self.answer()
+        if isinstance(answer, ServerSays):
+            raise answer
+        if answer != b"OK":
+            raise Garbled(f"the server answered {answer!r:.60} where OK was to come")
+
+    def value_size(self) -> int | None:
+        """Read the head of a value: its bytes, which `fill` has to read then; None: none there."""
+        kind, text = self._line()
+        if kind == b"-":
+            raise ServerSays(text.decode("utf-8", "replace"))
+        if kind != b"$":
+            raise Garbled(f"an answer begins with {kind!r} where a value was to come")
+        length = _number(text, -1, MAX_VALUE)
+        return None if length < 0 else length
+
+    def fill(self, out: memoryview) -> None:
+        """Read as many bytes as ``out`` has, and the end of the value."""
+        known = min(len(out), self._end - self._start)
+        out[:known] = self._buffer[self._start : self._start + known]
+        self._start += known
+        while known < len(out):
+            known += self._receive_into(out[known:])
+        if self._take(2) != b"\r\n":
+            raise Garbled("a value does not end where it was to end")
+
+    def _text(self, length: int) -> bytes:
+        text = bytearray(length)
+        self.fill(memoryview(text))
+        return bytes(text)
+
+    def _line(self) -> tuple[bytes, bytes]:
+        """The next line: the byte that says what it is, and the rest."""
+        while True:
+            line = bytes(self._buffer[self._start : self._end])
+            end = line.find(b"\r\n", 0, _MAX_LINE)
+            if end > 0:
+                self._start += end + 2
+                return line[:1], line[1:end]
+            if len(line) >= _MAX_LINE or end == 0:
+                raise Garbled("what came is no answer of a Valkey server")
+            self._receive()
+
+    def _take(self, length: int) -> bytes:
+        while self._end - self._start < length:
+            self._receive()
+        self._start += length
+        return bytes(self._buffer[self._start - length : self._start])
+
+    def _receive(self) -> None:
+        """Have more in the buffer than there was."""
+        if self._start:
+            rest = bytes(self._buffer[self._start : self._end])
+            self._buffer[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+        self._end += self._receive_into(self._buffer[self._end :])
+
+    def _receive_into(self, out: memoryview) -> int:
+        with self._waiting():
+            length = self._socket.recv_into(out)
+        if length == 0:
+            raise Lost("the server hung up")
+        return length
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Let the socket wait until the deadline and no longer; what it raises becomes ours."""
+        left = self.deadline - time.monotonic()
+        try:
+            if left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
+            yield
+        except TimeoutError as error:
+            raise TimedOut("it timed out") from error
+        except OSError as error:
+            raise Lost(str(error)) from error
+
+
+def _number(text: bytes, low: int, high: int) -> int:
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise Garbled(f"{text!r:.60} came where a number was to come") from error
+    if not low <= number <= high:
+        raise Garbled(f"{number} came where a number in {low} … {high} was to come")
+    return number
