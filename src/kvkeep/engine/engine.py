@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvkeep.engine.beams import BeamSearch
+from kvkeep.engine.keeper import Keeper
 from kvkeep.engine.params import SamplingParams
 from kvkeep.engine.request import Request
 from kvkeep.engine.scheduler import Limits, Scheduler
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from kvkeep.engine.runner import Runner
     from kvkeep.engine.text import Tokenizer
     from kvkeep.keys import NamespaceLike
+    from kvkeep.store import KVStore
     from kvkeep.tokens import TokenArray, TokensLike
 
 __all__ = ["Engine"]
@@ -44,7 +46,10 @@ class Engine:
 
     ``tokenizer`` turns text prompts into tokens and tokens into text; without one, prompts are
     token ids and completions have no text. ``limits`` bound what is taken on at once.
-    ``reuse=False`` computes every prompt in full and leaves nothing behind.
+    ``reuse=False`` computes every prompt in full and leaves nothing behind. What a ``store`` has of
+    a prompt, beyond what the cache has, is loaded while the request waits, for ``load_timeout``
+    seconds at most; what is computed is written to it behind the steps. Whoever made the store
+    closes it, after this engine's `close`.
 
     Thread safety: none; one thread calls it. Several engines may share a cache, not a runner.
     """
@@ -57,6 +62,8 @@ class Engine:
         *,
         limits: Limits = _LIMITS,
         reuse: bool = True,
+        store: KVStore | None = None,
+        load_timeout: float = 2.0,
     ) -> None:
         theirs, ours = (cache.num_pages, cache.page_size), (runner.num_pages, runner.page_size)
         if theirs != ours:
@@ -66,12 +73,18 @@ class Engine:
             )
         self.runner = runner
         self.cache = cache
+        self.store = store
         self.tokenizer = tokenizer
         self.limits = limits
         self._reuse = reuse
         self._did = EngineStats()
-        self._scheduler = Scheduler(cache, limits, self._did)
-        self._step = Step(runner, self._scheduler, self._did)
+        self._keeper: Keeper | None = None
+        if store is not None:
+            if not reuse:
+                raise InvalidValue("a store is there to reuse; leave out store, or reuse=False")
+            self._keeper = Keeper(store, runner, cache, self._did, timeout=load_timeout)
+        self._scheduler = Scheduler(cache, limits, self._did, self._keeper)
+        self._step = Step(runner, self._scheduler, self._did, self._keeper)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -85,7 +98,7 @@ class Engine:
     ) -> Request:
         """Take on a request: it is computed by the steps to come.
 
-        ``store=False`` reuses what is cached of the prompt and leaves nothing behind. Raises
+        ``store=False`` reuses what there is of the prompt and leaves nothing behind. Raises
         `QueueFull`, and `InvalidValue` for what can never be done: a prompt that is empty, has
         tokens the model does not know, or is longer than the pool or the model allows; more
         answers than run at once; stop texts without a tokenizer.
@@ -126,6 +139,17 @@ class Engine:
         last delta; all others go on.
         """
         return self._step.run()
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Wait until the store has and keeps what was computed, ``timeout`` seconds at most.
+
+        Drops the requests that are left. Returns whether the store has it all; without a store
+        there is nothing to wait for. Closing twice is fine; `add` and `step` are over.
+        """
+        for request in list(self._scheduler.requests.values()):
+            self.abort(request)
+        keeper, self._keeper = self._keeper, None
+        return keeper is None or keeper.close(timeout)
 
     @property
     def has_work(self) -> bool:

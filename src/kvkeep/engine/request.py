@@ -17,12 +17,14 @@ import numpy as np
 from kvkeep.engine.drafts import PromptLookup
 from kvkeep.engine.sampling import Row, chance_of, fresh_seed
 from kvkeep.engine.text import GrowingText
+from kvkeep.engine.writes import Trail
 
 if TYPE_CHECKING:
     import torch
 
     from kvkeep.cache import Sequence
     from kvkeep.engine.beams import BeamSearch
+    from kvkeep.engine.loads import Load
     from kvkeep.engine.logprobs import TokenLogprob
     from kvkeep.engine.params import SamplingParams
     from kvkeep.engine.text import Tokenizer
@@ -58,8 +60,9 @@ class Choice:
 class Completion:
     """What a request produced: its answers, the best first where they were compared.
 
-    ``cached_tokens`` of the ``prompt_tokens`` were reused, not computed. ``ttft_s`` and
-    ``seconds`` run from the request's arrival to its first and to its last token.
+    ``cached_tokens`` of the ``prompt_tokens`` were reused, not computed; ``loaded_tokens`` of them
+    came from the store. ``ttft_s`` and ``seconds`` run from the request's arrival to its first and
+    to its last token.
     """
 
     choices: tuple[Choice, ...]
@@ -67,6 +70,7 @@ class Completion:
     cached_tokens: int
     ttft_s: float
     seconds: float
+    loaded_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -106,7 +110,8 @@ class Request:
     """A prompt, its parameters, and its answers. Made by `Engine.add`; belongs to its engine.
 
     ``id`` counts up in the order of arrival. ``store`` False reuses what is cached and publishes
-    nothing. ``cached_tokens`` is None until the request was first admitted.
+    nothing. ``cached_tokens`` is None until the request was first admitted; ``loaded_tokens`` of
+    them came from the store.
     """
 
     def __init__(
@@ -127,6 +132,7 @@ class Request:
         self.store = store
         self.search = search
         self.cached_tokens: int | None = None
+        self.loaded_tokens = 0
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.tokenizer = tokenizer
         self.live: list[Answer] = [Answer(self, 0)]
@@ -157,6 +163,11 @@ class Request:
         """Whether the prompt was computed and its answers have gone their own ways."""
         return bool(self.ended) or len(self.live) > 1 or bool(self.live and self.live[0].generated)
 
+    def note_loaded(self, tokens: int) -> None:
+        """So many tokens of its prompt came from the store, and are not computed."""
+        self.loaded_tokens += tokens
+        self.cached_tokens = (self.cached_tokens or 0) + tokens
+
     def first_token_now(self) -> None:
         """Note the time of the first token, once."""
         if not self._first:
@@ -171,6 +182,7 @@ class Request:
             cached_tokens=self.cached_tokens or 0,
             ttft_s=(self._first or now) - self._begun,
             seconds=now - self._begun,
+            loaded_tokens=self.loaded_tokens,
         )
 
 
@@ -191,11 +203,17 @@ class Answer:
         # While it waits:
         self.overtaken = 0
         self.deferred = False
+        self.load: Load | None = None  # what the store has of it, while it waits and at first
         # While it runs:
         self.sequence: Sequence | None = None
         self.computed = 0
         self.drafts: list[int] = []
         self.logits: torch.Tensor | None = None  # of a beam that waits for the others
+        # What was handed to the store; a search leaves its prompt there, not all that it tried.
+        prompt_tokens = len(request.prompt)
+        self.trail = Trail(prompt_tokens)
+        if request.search is not None:
+            self.trail.limit = prompt_tokens
         tokenizer, params = request.tokenizer, request.params
         self._text = None if tokenizer is None else GrowingText(tokenizer, params.stop)
         self._lookup: PromptLookup | None = None
@@ -236,6 +254,11 @@ class Answer:
         return self.sequence is not None and self.computed >= self.num_tokens - 1
 
     @property
+    def loading(self) -> bool:
+        """Whether it runs, and what the store has is still on its way into its pages."""
+        return self.load is not None and self.load.loading
+
+    @property
     def pending(self) -> bool:
         """Whether its newest token is still to be appended to its sequence."""
         return self.sequence is not None and self.sequence.num_tokens < self.num_tokens
@@ -248,6 +271,7 @@ class Answer:
         other.generated = [*self.generated, *next_token]
         other.sequence = self.sequence.fork()
         other.computed = self.computed
+        other.trail = self.trail.fork()
         return other
 
     @property

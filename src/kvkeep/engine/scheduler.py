@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvkeep.cache import PagedCache
+    from kvkeep.engine.keeper import Keeper
     from kvkeep.engine.request import Request
     from kvkeep.engine.stats import EngineStats
     from kvkeep.tokens import TokenArray
@@ -93,7 +94,9 @@ class Scheduler:
     each of the first requests that wait, when there is room for one.
     """
 
-    def __init__(self, cache: PagedCache, limits: Limits, did: EngineStats) -> None:
+    def __init__(
+        self, cache: PagedCache, limits: Limits, did: EngineStats, keeper: Keeper | None = None
+    ) -> None:
         self.requests: dict[int, Request] = {}
         """Those that have not ended, by id."""
         self.waiting: list[Answer] = []
@@ -101,6 +104,7 @@ class Scheduler:
         self._cache = cache
         self._limits = limits
         self._did = did
+        self._keeper = keeper
         self._watermark = ceil(limits.watermark * cache.num_pages)
         self._blocked = 0  # steps for which nothing is admitted, unless somebody makes room
 
@@ -129,6 +133,8 @@ class Scheduler:
 
     def remove(self, answer: Answer) -> None:
         """Take ``answer`` out; its pages go back, what it published stays cached."""
+        if self._keeper is not None:
+            self._keeper.forget(answer)
         if answer.sequence is None:
             self.waiting.remove(answer)
             return
@@ -167,6 +173,8 @@ class Scheduler:
         Returns who is refused for good: when nobody runs and an answer still cannot have its
         pages, then somebody outside has them.
         """
+        if self._keeper is not None:
+            self._keeper.look_ahead(self.waiting)
         if self._blocked and self.running:
             self._blocked -= 1
             return None
@@ -178,6 +186,8 @@ class Scheduler:
                 continue
             if answer.slots > slots:
                 break
+            if self._keeper is not None and self._keeper.holds_back(answer):
+                continue
             try:
                 self._open(answer)
             except OutOfPages as error:
@@ -243,6 +253,8 @@ class Scheduler:
             request.cached_tokens = answer.sequence.num_cached
             self._did.prompt_tokens += len(request.prompt)
             self._did.cached_tokens += request.cached_tokens
+            if answer.load is not None:
+                answer.load.counts = True
 
     def _now_running(self, answer: Answer) -> None:
         at = self.waiting.index(answer)
@@ -250,6 +262,8 @@ class Scheduler:
             other.overtaken += 1
         del self.waiting[at]
         self.run(answer)
+        if self._keeper is not None:
+            self._keeper.admitted(answer)
 
     # --- a step ------------------------------------------------------------------------------
 
@@ -305,13 +319,18 @@ class Scheduler:
         return 0
 
     def chunks(self) -> list[Chunk]:
-        """What to compute now: the newest tokens of all that decode, then prompts, in order."""
+        """What to compute now: the newest tokens of all that decode, then prompts, in order.
+
+        Nothing of those whose prompts are being loaded.
+        """
         chunks: list[Chunk] = []
         prompts: list[Answer] = []
         budget = self._limits.step_tokens
         for answer in self.running:
             sequence = answer.sequence
             assert sequence is not None
+            if answer.loading:
+                continue
             if not answer.decoding:
                 prompts.append(answer)
             elif answer.computed < sequence.num_tokens:

@@ -16,6 +16,10 @@ class EngineStats:
     were reused. ``computed_tokens`` are all tokens of all forward passes (``steps``): also those
     computed again after an answer was ``preempted``, and ``drafted_tokens``, of which
     ``accepted_drafts`` were right. ``deferred`` answers waited for a prefix that another computed.
+
+    With a store: ``loaded_tokens`` came from it into pages (those of a request's first time are
+    among its ``cached_tokens``), ``late_loads`` times it took longer than a request waits,
+    ``kept_tokens`` were handed to it, and ``unkept_tokens``, in full blocks, found no room.
     """
 
     running: int = 0
@@ -33,6 +37,10 @@ class EngineStats:
     deferred: int = 0
     drafted_tokens: int = 0
     accepted_drafts: int = 0
+    loaded_tokens: int = 0
+    late_loads: int = 0
+    kept_tokens: int = 0
+    unkept_tokens: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """The figures by name."""

@@ -20,6 +20,7 @@ from kvkeep.engine.sampling import choose
 
 if TYPE_CHECKING:
     from kvkeep.cache import Sequence
+    from kvkeep.engine.keeper import Keeper
     from kvkeep.engine.logprobs import TokenLogprob
     from kvkeep.engine.request import Request
     from kvkeep.engine.runner import Runner
@@ -34,10 +35,13 @@ _log = logging.getLogger(__name__)
 class Step:
     """What an `Engine` does again and again. Thread safety: none."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, did: EngineStats) -> None:
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, did: EngineStats, keeper: Keeper | None = None
+    ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._did = did
+        self._keeper = keeper
 
     def run(self) -> list[Delta]:
         """Do one; see `Engine.step`."""
@@ -46,6 +50,8 @@ class Step:
         refused = scheduler.admit()
         if refused is not None:
             deltas.append(self._fail(refused.answer.request, refused.error))
+        if self._keeper is not None:
+            self._keeper.feed(scheduler.running)
         for answer in scheduler.grow():
             self._as_long_as_can_be(answer, deltas)
         chunks = scheduler.chunks()
@@ -61,7 +67,9 @@ class Step:
                     if request.id in scheduler.requests
                 )
         else:
-            assert not scheduler.running, "whoever runs has something to compute"
+            assert all(answer.loading for answer in scheduler.running), "who runs can be computed"
+            if self._keeper is not None and scheduler.requests:
+                self._keeper.pause()
         return deltas
 
     def _compute(self, chunks: list[Chunk], deltas: list[Delta]) -> None:
@@ -85,13 +93,15 @@ class Step:
             self._advance_beams(request, deltas)
 
     def _publish(self, answer: Answer) -> None:
-        """Let others reuse the full pages that are computed."""
+        """Let others reuse the full pages that are computed, now and from the store."""
         sequence = _running(answer)
         if (
             answer.request.store
             and answer.computed - sequence.num_published >= self._runner.page_size
         ):
             sequence.publish(answer.computed)
+        if self._keeper is not None:
+            self._keeper.keep(answer)
 
     # --- choosing ----------------------------------------------------------------------------
 
@@ -170,6 +180,8 @@ class Step:
             deltas.append(answer.delta())
         if answer.finish_reason is None:
             return
+        if self._keeper is not None and request.search is None:
+            self._keeper.keep(answer, last=True)
         self._scheduler.remove(answer)
         request.live.remove(answer)
         request.ended.append(answer)

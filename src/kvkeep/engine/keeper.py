@@ -1,0 +1,201 @@
+"""`Keeper`: between an engine and a store that outlives it.
+
+What a request's prompt has in the store, beyond what the pool has, is fetched while it waits and
+written into its pages once it is admitted; what is computed is handed to the store behind it. The
+scheduler asks the keeper who should wait a little; the step lets it read and write pages. A store
+that fails or hangs costs a request ``timeout`` seconds at most, and never an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from kvkeep.engine.forms import Forms
+from kvkeep.engine.loads import Loads
+from kvkeep.engine.writes import Writes
+from kvkeep.errors import InvalidValue
+from kvkeep.keys import Namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvkeep.cache import PagedCache
+    from kvkeep.engine.loads import Load, Piece
+    from kvkeep.engine.request import Answer
+    from kvkeep.engine.runner import Runner
+    from kvkeep.engine.stats import EngineStats
+    from kvkeep.store import KVStore
+
+__all__ = ["Keeper"]
+
+# Of those that wait, so many have what they need fetched before it is their turn.
+_AHEAD = 8
+# A pause of an engine that has nothing to compute: how late it sees that a prefetch is done.
+_PAUSE_S = 0.002
+_FOLDED = "namespace "
+
+
+class Keeper:
+    """Moves KV between the pages of one runner and a `KVStore` of the same geometry.
+
+    Only full store blocks are written, and at the ends of prompts and answers the tail behind
+    them; what is evicted from the pool was written before, so an eviction writes nothing. Pages
+    are read and written by the engine's thread alone, in step with its computing.
+
+    Thread safety: none; it belongs to the engine's thread. Raises `InvalidValue` for a store of
+    another geometry, or whose blocks are not made of whole pages.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        runner: Runner,
+        cache: PagedCache,
+        did: EngineStats,
+        *,
+        timeout: float,
+    ) -> None:
+        if store.geometry != runner.geometry:
+            raise InvalidValue(
+                f"the store has {store.geometry} and the model {runner.geometry}; make the store "
+                "with the runner's geometry"
+            )
+        if store.block_tokens % runner.page_size:
+            raise InvalidValue(
+                f"blocks of {store.block_tokens} tokens are not made of pages of "
+                f"{runner.page_size}; give the store a multiple of the page size"
+            )
+        if not 0 <= timeout < float("inf"):
+            raise InvalidValue(f"the time to load is some seconds, got {timeout!r}")
+        self._store = store
+        self._runner = runner
+        self._cache = cache
+        self._did = did
+        self._timeout = timeout
+        forms = Forms(runner.tensors, store.layout)
+        self._writes = Writes(store, runner.tensors, forms, did)
+        self._loads = Loads(store, runner.tensors, forms, self._writes.known, timeout=timeout)
+        self._tenant = lru_cache(1024)(self._tenant_of)
+
+    def _tenant_of(self, namespace: Namespace) -> str:
+        """The store's tenant for what must not be mixed here.
+
+        The store itself separates models, dtypes and so on; what it does not know of is folded in.
+        """
+        ours = self._store.namespace
+        known = {
+            field.name: ""
+            for field in fields(namespace)
+            if field.name != "tenant"
+            and getattr(namespace, field.name) == getattr(ours, field.name)
+        }
+        rest = replace(namespace, **known)
+        if rest == Namespace(tenant=rest.tenant) and not rest.tenant.startswith(_FOLDED):
+            return rest.tenant
+        return _FOLDED + hashlib.sha256(rest.canonical()).hexdigest()
+
+    # --- before admission --------------------------------------------------------------------
+
+    def look_ahead(self, waiting: list[Answer]) -> None:
+        """Begin to fetch what the first of those who wait need."""
+        for answer in waiting[:_AHEAD]:
+            if answer.load is None:
+                answer.load = self._seek(answer)
+
+    def _seek(self, answer: Answer) -> Load:
+        tokens, namespace = answer.tokens(), answer.request.namespace
+        have = self._cache.match(tokens, namespace).num_tokens
+        return self._loads.seek(tokens, namespace, self._tenant(namespace), have)
+
+    def holds_back(self, answer: Answer) -> bool:
+        """Whether ``answer``, whose turn it would be, should wait for what is being fetched."""
+        load = answer.load
+        if load is None:
+            load = answer.load = self._seek(answer)
+        if load.settled or not self._loads.wanted(load):
+            return False
+        now = time.monotonic()
+        if load.held_since is None:
+            load.held_since = now
+        if now - load.held_since < self._timeout:
+            return True
+        self._did.late_loads += 1
+        return False
+
+    # --- while it runs -----------------------------------------------------------------------
+
+    def admitted(self, answer: Answer) -> None:
+        """``answer`` has its pages: let what was fetched come into them."""
+        sequence, load = answer.sequence, answer.load
+        assert sequence is not None
+        if load is None:
+            return
+        self._loads.begin(load, sequence.num_cached)
+        if not load.loading:
+            answer.load = None
+            return
+        # What comes is written behind what is copied, into the same page.
+        self._runner.copy(sequence.copies())
+
+    def feed(self, running: Iterable[Answer]) -> None:
+        """Write what has come into the pages of those who wait for it, and publish it."""
+        for answer in running:
+            load = answer.load
+            if load is None:
+                continue
+            for piece in self._loads.take(load):
+                self._write(answer, piece, counts=load.counts)
+                self._loads.give_back(piece)
+            if self._loads.through(load):
+                self.forget(answer)
+
+    def _write(self, answer: Answer, piece: Piece, *, counts: bool) -> None:
+        (start, tokens, block), sequence = piece, answer.sequence
+        size = self._runner.page_size
+        assert sequence is not None
+        count = -(-tokens // size)
+        pages = sequence.pages[start // size : start // size + count]
+        self._runner.tensors.write(pages, block[:count])
+        loaded = start + tokens - answer.computed
+        answer.computed = start + tokens
+        if answer.request.store:
+            sequence.publish(answer.computed)
+        self._did.loaded_tokens += loaded
+        if counts:
+            self._did.cached_tokens += loaded
+            answer.request.note_loaded(loaded)
+
+    def pause(self) -> None:
+        """Nothing is to be computed: wait a moment, or less, for something to come."""
+        self._loads.news.wait(_PAUSE_S)
+        self._loads.news.clear()
+
+    def forget(self, answer: Answer) -> None:
+        """Nothing more is loaded for ``answer``."""
+        if answer.load is not None:
+            self._loads.cancel(answer.load)
+            answer.load = None
+
+    def keep(self, answer: Answer, *, last: bool = False) -> None:
+        """Hand over what is computed of ``answer``; with the ``last`` call its tail, too.
+
+        Cost: nothing until a block is complete, then one read of its pages.
+        """
+        trail, sequence = answer.trail, answer.sequence
+        assert sequence is not None
+        if answer.request.store and (last or answer.computed >= trail.next):
+            tenant = self._tenant(sequence.namespace)
+            self._writes.offer(trail, sequence, answer.computed, tenant, last=last)
+
+    # --- the end -----------------------------------------------------------------------------
+
+    def close(self, timeout: float) -> bool:
+        """Wait until the store has and keeps all that was handed over; whether it came to that."""
+        end = time.monotonic() + timeout
+        self._loads.close()
+        written = self._writes.close(timeout)
+        return self._store.flush(max(0.0, end - time.monotonic())) and written

@@ -1,0 +1,547 @@
+"""The engine over a store: the same tokens as without, what is loaded, and stores that fail.
+
+The store is a dictionary with the interface of `kvkeep.store.KVStore`, which can be told to be
+slow, to hang, to drop and to forget; `test_store_real.py` has the real one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from kvkeep.cache import PagedCache
+from kvkeep.engine import Engine, Limits, SamplingParams
+from kvkeep.engine.forms import Buffers, Forms
+from kvkeep.errors import InvalidValue
+from kvkeep.geometry import KVGeometry
+from kvkeep.keys import Namespace
+from kvkeep.pages.tensors import PagedTensors
+
+pytestmark = pytest.mark.model
+
+PAGE = 4
+BLOCK = 8
+
+
+class Put(NamedTuple):
+    tokens: int
+    skipped: int
+    dropped: int
+
+
+class Lookup(NamedTuple):
+    tokens: int
+
+
+class Prefetch:
+    def __init__(self, store, tokens):
+        self._store, self._ready = store, tokens
+        self._began = time.monotonic()
+
+    @property
+    def done(self):
+        store = self._store
+        return not store.hung.is_set() and time.monotonic() - self._began >= store.fetch_seconds
+
+    def wait(self, timeout=None):
+        return self._ready if self.done else 0
+
+    def cancel(self):
+        self._store.cancelled += 1
+
+
+class DictStore:
+    """Exact, in memory, without tiers: (tenant, all tokens up to a block's end) → KV."""
+
+    def __init__(self, geometry, *, block_tokens=BLOCK, layout="NHD"):
+        self.geometry, self.block_tokens, self.layout = geometry, block_tokens, layout
+        self.namespace = Namespace(model="tiny", dtype=geometry.dtype)
+        self.blocks = {}
+        self.written = 0  # tokens of all puts
+        self.fetch_seconds = 0.0
+        self.hung = threading.Event()
+        self.lookups_hang = threading.Event()
+        self.drops = False
+        self.cancelled = 0
+        self._at = 1 if geometry.latent_dim is not None else 3 if layout == "HND" else 2
+
+    def _ends(self, tenant, tokens):
+        """Where stored blocks end, one behind the other from the beginning of ``tokens``."""
+        at, size = 0, self.block_tokens
+        while (tenant, tokens[: at + size].tobytes()) in self.blocks and at + size <= len(tokens):
+            at += size
+            yield at
+        for end in range(min(at + size - 1, len(tokens)), at, -1):
+            if (tenant, tokens[:end].tobytes()) in self.blocks:
+                yield end
+                return
+
+    def put(self, tokens, kv, start=0, *, wait=False, tail=False, tenant=None):
+        assert isinstance(tenant, str)
+        assert start % self.block_tokens == 0
+        assert kv.shape[self._at] == len(tokens) - start
+        assert tail or (len(tokens) - start) % self.block_tokens == 0
+        count = len(tokens) - start
+        self.written += count
+        if self.drops:
+            return Put(0, 0, count)
+        for at in range(start, len(tokens), self.block_tokens):
+            stop = min(at + self.block_tokens, len(tokens))
+            part = kv.narrow(self._at, at - start, stop - at).clone()
+            self.blocks.setdefault((tenant, tokens[:stop].tobytes()), part)
+        return Put(count, 0, 0)
+
+    def lookup(self, tokens, *, tenant=None):
+        while self.lookups_hang.is_set():
+            time.sleep(0.001)
+        return Lookup(max(self._ends(tenant, tokens), default=0))
+
+    def prefetch(self, tokens, start=0, *, tenant=None):
+        return Prefetch(self, self.lookup(tokens, tenant=tenant).tokens)
+
+    def get(self, tokens, start=0, *, deadline=None, tenant=None):
+        if self.hung.is_set():
+            time.sleep(deadline)
+            return None, 0
+        ends = list(self._ends(tenant, tokens))
+        if not ends or ends[-1] <= start:
+            return None, 0
+        whole = torch.cat([self.blocks[tenant, tokens[:end].tobytes()] for end in ends], self._at)
+        return whole.narrow(self._at, start, ends[-1] - start).contiguous(), ends[-1] - start
+
+    def flush(self, timeout=None):
+        return True
+
+
+class Watched:
+    """Stands before a runner and counts what it computes."""
+
+    def __init__(self, runner):
+        self._runner = runner
+        self.computed = 0
+        self.steps = 0
+
+    def __getattr__(self, name):
+        return getattr(self._runner, name)
+
+    def forward(self, pieces):
+        self.computed += sum(len(piece.tokens) for piece in pieces)
+        self.steps += 1
+        return self._runner.forward(pieces)
+
+
+class House:
+    """A model, a store that stays, and engines with fresh pools that come and go."""
+
+    def __init__(self, bench, *, num_pages=96, **store):
+        self.bench, self.num_pages = bench, num_pages
+        self.store = DictStore(bench.runner.geometry, **store)
+
+    def engine(self, *, cache=None, load_timeout=5.0, **limits):
+        """An engine whose pages, if no ``cache`` knows them, are full of what would show."""
+        for layer in range(self.bench.runner.geometry.layers if cache is None else 0):
+            self.bench.runner.tensors.k(layer).fill_(1e3)
+            self.bench.runner.tensors.v(layer).fill_(1e3)
+        runner = Watched(self.bench.runner)
+        cache = cache or PagedCache(runner.num_pages, runner.page_size)
+        engine = Engine(
+            runner, cache, limits=Limits(**limits), store=self.store, load_timeout=load_timeout
+        )
+        return engine, runner
+
+    def ask(self, *prompts, params=None, **how):
+        """What a new engine answers, all at once; closed, and checked, behind it."""
+        add = {key: how.pop(key) for key in ("namespace", "store") if key in how}
+        engine, runner = self.engine(**how)
+        requests = [engine.add(prompt, params or few(6), **add) for prompt in prompts]
+        done = finish(engine)
+        assert engine.close(10)
+        engine.cache.check()
+        assert engine.cache.stats().sequences == 0
+        return [done[request.id] for request in requests], runner, engine.stats()
+
+
+def few(count, **more):
+    return SamplingParams(max_tokens=count, **more)
+
+
+def finish(engine):
+    """Steps until nothing is left; the completions by request id."""
+    done = {}
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            if delta.completion is not None:
+                done[delta.request.id] = delta.completion
+    return done
+
+
+@pytest.fixture
+def house(make_bench):
+    return House(make_bench("llama", page_size=PAGE, num_pages=96))
+
+
+# --- the same answers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page_size", [1, 2, 8])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+def test_a_second_engine_computes_only_the_last_token(
+    make_bench, prompt, family, page_size, layout
+):
+    house = House(make_bench(family, page_size=page_size, num_pages=64), layout=layout)
+    for length in (3, 8, 9, 21):
+        text = prompt(length, length)
+        want = house.bench.greedy(text, 6)
+        (first,), _, _ = house.ask(text)
+        (again,), runner, stats = house.ask(text)
+        assert [*first.tokens] == [*again.tokens] == want
+        stored = length if length % BLOCK >= page_size else length // BLOCK * BLOCK
+        found = min(stored, length - 1)  # the last one's logits are wanted
+        if found >= page_size:
+            assert runner.computed == length - found + 5
+            assert again.loaded_tokens == again.cached_tokens == stats.loaded_tokens == found
+
+
+def test_the_next_turn_finds_the_answer_too(house, prompt):
+    text = prompt(19, 1)
+    (first,), _, _ = house.ask(text, params=few(10))
+    turn = np.concatenate((text, first.tokens, prompt(5, 2)))
+    (second,), runner, _ = house.ask(turn)
+    assert [*second.tokens] == house.bench.greedy(turn, 6)
+    # All that was computed of the first turn: not its last token.
+    assert second.loaded_tokens == 19 + 10 - 1
+    assert runner.computed == 1 + 5 + 5
+
+
+def test_prompts_that_share_a_beginning(house, prompt):
+    common = prompt(32, 1)
+    texts = [np.concatenate((common, prompt(7 + at, at))) for at in range(5)]
+    house.ask(texts[0])
+    done, runner, stats = house.ask(*texts)
+    for text, one in zip(texts, done, strict=True):
+        assert [*one.tokens] == house.bench.greedy(text, 6)
+    assert stats.cached_tokens >= 5 * 32
+    # Each block came once: who shares it waits until it is there.
+    assert stats.loaded_tokens <= 32 + 8
+    assert runner.computed <= sum(len(text) - 32 for text in texts) + 5 * 6
+
+
+def test_a_pool_that_has_more_or_less_than_the_store(house, prompt):
+    cache = PagedCache(96, PAGE)
+    text = prompt(45, 3)
+    house.ask(text[:21])
+    for engine_has in (text[:6], text[:30]):
+        cache.clear()
+        _, _, _ = house.ask(engine_has, cache=cache, store=True)
+        (answer,), _, _ = house.ask(text, cache=cache)
+        assert [*answer.tokens] == house.bench.greedy(text, 6)
+
+
+def test_forks_drafts_and_beams(house, prompt):
+    text = np.tile(prompt(6, 1), 6)
+    for params in (
+        few(12, draft_tokens=3),
+        few(12, n=3, temperature=0.8, seed=5),
+        few(9, n=2, best_of=4, temperature=0.8, seed=5),
+        few(9, beams=3),
+    ):
+        engine = Engine(house.bench.runner, PagedCache(96, PAGE))
+        (want,) = engine.generate([text], params)
+        house.store.blocks.clear()
+        (first,), _, _ = house.ask(text, params=params)
+        (again,), _, stats = house.ask(text, params=params)
+        assert want.choices == first.choices == again.choices
+        assert stats.loaded_tokens == 35
+
+
+def test_a_search_leaves_its_prompt_behind_and_no_more(house, prompt):
+    house.ask(prompt(21, 1), params=few(20, beams=4))
+    assert max(len(key) // 4 for _, key in house.store.blocks) == 21
+
+
+def test_preemption(make_bench, prompt):
+    """Answers that yield find again what was written, though the pool has lost it."""
+    house = House(make_bench("llama", page_size=PAGE, num_pages=24))
+    texts = [prompt(20, at) for at in range(4)]
+    done, _, stats = house.ask(*texts, params=few(40))
+    assert stats.preempted
+    for text, one in zip(texts, done, strict=True):
+        assert [*one.tokens] == house.bench.greedy(text, 40)
+
+
+def test_the_latent_of_multi_head_latent_attention_has_its_form():
+    geometry = KVGeometry.mla(3, latent_dim=6, rope_dim=2, dtype="float16")
+    tensors = PagedTensors(geometry, 5, PAGE)
+    pages = tensors.read([4, 0, 2])
+    pages.copy_((torch.arange(pages.numel()) % 120).to(torch.uint8).view(pages.shape))  # no NaN
+    forms = Forms(tensors, "NHD")
+    kv = forms.by_token(pages, 10)
+    assert kv.shape == (3, 10, 8)
+    tensors.write([1, 3, 0], pages)
+    for layer in range(3):
+        assert torch.equal(kv[layer], tensors.gather(layer, [1, 3, 0], 10)[0][:, 0])
+    back = torch.full_like(pages, 255)
+    forms.by_page(kv, 10, back)
+    tensors.write([1, 3, 0], back)
+    for layer in range(3):
+        assert torch.equal(kv[layer], tensors.gather(layer, [1, 3, 0], 10)[0][:, 0])
+
+
+@pytest.mark.parametrize("stored", ["NHD", "HND"])
+@pytest.mark.parametrize("paged", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
+def test_forms_are_those_of_gather(dtype, paged, stored):
+    geometry = KVGeometry(2, 3, 4, dtype)
+    tensors = PagedTensors(geometry, 4, PAGE, layout=paged)
+    pages = torch.randint(0, 256, (3, tensors.page_bytes), dtype=torch.uint8)
+    tensors.write([2, 0, 3], pages)
+    forms = Forms(tensors, stored)
+    kv = forms.by_token(pages, 11)
+    for layer in range(2):
+        for part, expected in enumerate(tensors.gather(layer, [2, 0, 3], 11)):
+            one = kv[layer, part]
+            one = one.transpose(0, 1) if stored == "HND" else one
+            assert torch.equal(one.view(torch.uint8), expected.view(torch.uint8))
+    back = torch.zeros_like(pages)
+    forms.by_page(kv, 11, back)
+    tensors.write([1, 2, 0], back)
+    for layer in range(2):
+        for part in (0, 1):
+            one = tensors.gather(layer, [1, 2, 0], 11)[part]
+            expected = kv[layer, part]
+            expected = expected.transpose(0, 1) if stored == "HND" else expected
+            assert torch.equal(one.view(torch.uint8), expected.contiguous().view(torch.uint8))
+    with pytest.raises(InvalidValue, match="12 tokens"):
+        forms.by_page(kv, 12, back)
+
+
+# --- what is written -------------------------------------------------------------------------
+
+
+def test_nothing_is_written_twice(house, prompt):
+    text = prompt(37, 1)
+    engine, _ = house.engine()
+    for _ in range(2):
+        engine.add(text, few(6))
+        engine.add(text, few(6))
+        finish(engine)
+    assert engine.close()
+    assert house.store.written == 40 + 5  # full blocks, and the prompt's tail
+    house.ask(text)
+    assert house.store.written == 40 + 5 + 8  # one that does not know what was answered before
+
+
+def test_what_the_store_has_lost_is_written_again_from_the_pool(house, prompt):
+    cache = PagedCache(96, PAGE)
+    engine, runner = house.engine(cache=cache)
+    text = prompt(37, 1)
+    engine.add(text, few(2))
+    finish(engine)
+    assert engine._keeper._writes.flush(5)
+    house.store.blocks.clear()
+    computed = runner.computed
+    engine.add(text, few(2))
+    finish(engine)
+    assert runner.computed == computed + 2
+    assert engine.close()
+    assert max(len(key) // 4 for _, key in house.store.blocks) >= 37
+
+
+def test_requests_that_leave_nothing_behind(house, prompt):
+    text = prompt(30, 1)
+    house.ask(text, store=False)
+    assert not house.store.blocks
+    house.ask(text)
+    before = dict(house.store.blocks)
+    cache = PagedCache(96, PAGE)
+    (answer,), _, _ = house.ask(text, store=False, cache=cache)
+    assert answer.loaded_tokens == 29  # used all the same
+    assert house.store.blocks.keys() == before.keys()
+    assert cache.stats().pages_cached == 0
+
+
+def test_namespaces_share_nothing(house, prompt):
+    text = prompt(30, 1)
+    spaces = [
+        Namespace(), Namespace(tenant="a"), Namespace(tenant="b"), Namespace(tenant="a", lora="x"),
+        Namespace(tenant="a", model="another"), Namespace(tenant="namespace x"),
+    ]  # fmt: skip
+    for space in spaces:
+        (answer,), _, _ = house.ask(text, namespace=space)
+        assert answer.loaded_tokens == 0
+    assert len({tenant for tenant, _ in house.store.blocks}) == len(spaces)
+    for space in spaces:
+        (answer,), _, _ = house.ask(text, namespace=space)
+        assert answer.loaded_tokens == 29
+    # What the store separates itself is no tenant of its own.
+    ours = Namespace(tenant="a", model="tiny", dtype="float32")
+    (answer,), _, _ = house.ask(text, namespace=ours)
+    assert answer.loaded_tokens == 29
+
+
+def test_a_store_that_is_slower_than_the_engine_gets_what_it_can(house, prompt, monkeypatch):
+    from kvkeep.engine import writes
+
+    monkeypatch.setattr(writes, "_QUEUE_BLOCKS", 2)
+    put = house.store.put
+    gate = threading.Event()
+
+    def slow(*given, **how):
+        assert gate.wait(20)
+        return put(*given, **how)
+
+    monkeypatch.setattr(house.store, "put", slow)
+    engine, _ = house.engine()
+    engine.add(prompt(60, 1), few(2))
+    finish(engine)  # does not wait for it
+    stats = engine.stats()
+    assert (stats.kept_tokens, stats.unkept_tokens) == (2 * BLOCK, 5 * BLOCK)
+    assert not engine.close(0.01)
+    gate.set()
+    engine._keeper = None
+    assert len(house.store.blocks) <= 2
+
+
+def test_what_the_store_drops_is_offered_again(house, prompt):
+    engine, _ = house.engine()
+    text = prompt(37, 1)
+    house.store.drops = True
+    engine.add(text, few(2))
+    finish(engine)
+    assert engine._keeper._writes.flush(5)
+    assert not house.store.blocks
+    house.store.drops = False
+    engine.add(text, few(2))
+    finish(engine)
+    assert engine.close()
+    assert max(len(key) // 4 for _, key in house.store.blocks) >= 37
+
+
+# --- stores that fail ------------------------------------------------------------------------
+
+
+def test_others_go_on_while_one_is_fetched(house, prompt):
+    text, other = prompt(40, 1), prompt(10, 2)
+    house.ask(text)
+    house.store.fetch_seconds = 0.3
+    engine, _ = house.engine()
+    slow = engine.add(text, few(4))
+    quick = engine.add(other, few(4))
+    order = []
+    while engine.has_work:
+        order += [delta.request.id for delta in engine.step() if delta.completion]
+    assert order == [quick.id, slow.id]
+    assert slow.loaded_tokens == 39
+    assert engine.close()
+
+
+@pytest.mark.parametrize("where", ["hung", "lookups_hang"])
+def test_a_store_that_hangs_costs_the_deadline(house, prompt, where):
+    texts = [prompt(40, at) for at in range(3)]
+    house.ask(*texts)
+    getattr(house.store, where).set()
+    engine, _ = house.engine(load_timeout=0.2)
+    requests = [engine.add(text, few(4)) for text in texts]
+    began = time.monotonic()
+    done = finish(engine)
+    for text, request in zip(texts, requests, strict=True):
+        assert [*done[request.id].tokens] == house.bench.greedy(text, 4)
+        assert not done[request.id].loaded_tokens
+    assert engine.stats().late_loads == 3
+    assert time.monotonic() - began < 10  # of three times 0.2 s and a tiny model
+    getattr(house.store, where).clear()
+    assert engine.close()
+
+
+@pytest.mark.parametrize("method", ["put", "lookup", "prefetch", "get"])
+def test_a_store_that_raises_is_a_miss(house, prompt, method, monkeypatch, caplog):
+    text = prompt(40, 1)
+    house.ask(text)
+
+    def broken(*given, **how):
+        raise OSError("planted")
+
+    monkeypatch.setattr(house.store, method, broken)
+    text = np.concatenate((text, prompt(9, 3)))
+    (answer,), _, _ = house.ask(text)
+    assert [*answer.tokens] == house.bench.greedy(text, 6)
+    assert "planted" in caplog.text
+
+
+def test_a_store_that_loses_blocks_between_asking_and_reading(house, prompt, monkeypatch):
+    text = prompt(40, 1)
+    house.ask(text)
+    get = house.store.get
+
+    def half(tokens, start=0, **how):
+        return get(tokens[:16], start, **how)
+
+    monkeypatch.setattr(house.store, "get", half)
+    (answer,), _, _ = house.ask(text)
+    assert [*answer.tokens] == house.bench.greedy(text, 6)
+    assert answer.loaded_tokens == 16
+
+
+def test_abort_at_every_point(house, prompt):
+    text = prompt(40, 1)
+    house.ask(text)
+    house.store.fetch_seconds = 0.01
+    for steps in range(12):
+        engine, _ = house.engine()
+        request = engine.add(text, few(4))
+        for _ in range(steps):
+            engine.step()
+        engine.abort(request)
+        assert not engine.has_work
+        assert engine.close()
+        engine.cache.check()
+        assert engine.cache.stats().sequences == 0
+    assert not [one for one in threading.enumerate() if "kvkeep" in one.name]
+
+
+def test_wrong_bytes_would_show(house, prompt):
+    """The test of the tests: what the model reads is what the store gave."""
+    text = prompt(40, 1)
+    (first,), _, _ = house.ask(text, params=few(20))
+    for kv in house.store.blocks.values():
+        kv.mul_(-1)
+    (again,), _, _ = house.ask(text, params=few(20))
+    assert again.loaded_tokens == 39
+    assert first.tokens != again.tokens
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+def test_stores_that_do_not_fit(house):
+    runner, cache = house.bench.runner, house.bench.cache
+    other = DictStore(KVGeometry(1, 2, 4, "float32"))
+    with pytest.raises(InvalidValue, match="geometry"):
+        Engine(runner, cache, store=other)
+    with pytest.raises(InvalidValue, match="multiple of the page size"):
+        Engine(runner, cache, store=DictStore(runner.geometry, block_tokens=6))
+    with pytest.raises(InvalidValue, match="seconds"):
+        Engine(runner, cache, store=house.store, load_timeout=-1)
+    with pytest.raises(InvalidValue, match="reuse"):
+        Engine(runner, cache, store=house.store, reuse=False)
+    uneven = PagedTensors(KVGeometry(2, 2, 8, "float32", value_dim=4), 4, PAGE)
+    with pytest.raises(InvalidValue, match="alike"):
+        Forms(uneven, "NHD")
+
+
+def test_buffers_are_used_again():
+    buffers = Buffers(2, 3, 16, pinned=False)
+    one, two = buffers.take(), buffers.take()
+    assert one.shape == (3, 16)
+    assert buffers.take() is None
+    buffers.give(one)
+    assert buffers.take(1).data_ptr() == one.data_ptr()
+    threading.Timer(0.01, buffers.give, [two]).start()
+    assert buffers.take(10).data_ptr() == two.data_ptr()
