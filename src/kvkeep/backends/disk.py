@@ -30,7 +30,7 @@ from kvkeep.backends.disk_files import (
     write_whole,
 )
 from kvkeep.backends.disk_home import Home
-from kvkeep.backends.disk_ledger import Ledger
+from kvkeep.backends.disk_ledger import DiskLedger
 from kvkeep.backends.disk_sync import Sync, Syncing
 from kvkeep.errors import BackendFailed, InvalidValue, OutOfRoom, whole
 
@@ -121,7 +121,7 @@ class DiskBackend(Backend):
         self.quarantined = 0
         self.odd = 0
         self._home = Home(path)
-        self._ledger = Ledger(self._home.ledger, self._recount)
+        self._ledger = DiskLedger(self._home.ledger, self._recount)
         with self._translated("opened"):
             can = io != "buffered" and supports_direct(self._home.format)
         if io == "direct" and not can:
@@ -176,17 +176,18 @@ class DiskBackend(Backend):
         """
         with self._translated("read"):
             held = open_record(self._home.path(block))
-            if held is None:
-                return None
-            fd, size = held
-            try:
-                if size:
-                    buffer = room(size)
+        if held is None:
+            return None
+        fd, size = held
+        try:
+            if size:
+                buffer = room(size)  # what it raises is the caller's
+                with self._translated("read"):
                     if read_whole(fd, buffer, direct=self._is_direct(size)):
                         return buffer
-                    raise BackendFailed(f"a record in {self.describe()} was cut short meanwhile")
-            finally:
-                os.close(fd)
+                raise BackendFailed(f"a record in {self.describe()} was cut short meanwhile")
+        finally:
+            os.close(fd)
         self.quarantine(block, "empty")
         return None
 
@@ -196,7 +197,7 @@ class DiskBackend(Backend):
             return [size_of(self._home.path(block)) for block in blocks]
 
     def delete(self, blocks: Sequence[bytes]) -> int:
-        """Unlink records; bytes given back, in whole units as they are counted."""
+        """Unlink records; how many bytes they had. The room they leave is that or more."""
         paths = [self._home.path(block) for block in blocks]
         freed = 0
         with self._translated("deleted"):

@@ -77,29 +77,31 @@ class Home:
             return [
                 entry.name
                 for entry in entries
-                if _is_hex(entry.name, _SPACE_NAME) and entry.is_dir(follow_symlinks=False)
+                if _from_hex(entry.name, _SPACE_NAME) and entry.is_dir(follow_symlinks=False)
             ]
 
     def entries(self, space: str) -> Iterator[Entry]:
         """All that lies in the directory ``space``; what is no file counts 0 bytes."""
         try:
-            listing = os.scandir(os.path.join(self.root, space))
+            with os.scandir(os.path.join(self.root, space)) as listing:
+                # All at once, and by name: what is replaced meanwhile could be there twice.
+                entries = {entry.name: entry for entry in listing}
         except FileNotFoundError:
             return  # it was empty, and somebody took it away
         prefix = bytes.fromhex(space)
-        with listing:
-            for entry in listing:
-                try:
-                    found = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                name, size = entry.name, found.st_size
-                if not stat.S_ISREG(found.st_mode):
-                    yield None, 0, 0.0
-                elif size and _is_hex(name, _KEY_NAME):
-                    yield prefix + bytes.fromhex(name), size, found.st_mtime
-                else:
-                    yield None, size, 0.0
+        for name, entry in entries.items():
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if not stat.S_ISREG(found.st_mode):
+                yield None, 0, 0.0
+                continue
+            size, key = found.st_size, _from_hex(name, _KEY_NAME)
+            if key and size:
+                yield prefix + key, size, found.st_mtime
+            else:
+                yield None, size, 0.0
 
     def scan(self) -> Iterator[Entry]:
         """All that lies in the directories of all namespaces."""
@@ -240,11 +242,12 @@ def _create(path: str) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
-def _is_hex(name: str, length: int) -> bool:
-    """Whether ``name`` is ``length`` digits as `bytes.hex` writes them."""
+def _from_hex(name: str, length: int) -> bytes | None:
+    """What `bytes.hex` wrote as ``name``, when it has ``length`` digits; None for other names."""
     if len(name) != length:
-        return False
+        return None
     try:
-        return bytes.fromhex(name).hex() == name
+        data = bytes.fromhex(name)
     except ValueError:
-        return False
+        return None
+    return data if data.hex() == name else None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Count", "Ledger"]
+__all__ = ["Count", "DiskLedger"]
 
 _LAYOUT: Final = struct.Struct("<8sQQ")  # magic, 1 when unmarked, bytes used
 _MAGIC: Final = b"kvledger"
@@ -38,7 +38,7 @@ _MAGIC: Final = b"kvledger"
 class Count:
     """The bytes used, while the lock is held: every change of the directory goes through here.
 
-    ``used`` is set after `mark`. Bytes are whole units of `ALIGNMENT`.
+    ``used`` is set after `mark`. It is in bytes, each file counted in whole units of `ALIGNMENT`.
     """
 
     __slots__ = ("_fd", "_marked", "pins", "used")
@@ -63,16 +63,15 @@ class Count:
             self._write()
 
     def remove(self, path: str) -> int:
-        """Unlink a file; the bytes that this freed, 0 when it is not there or no regular file."""
+        """Unlink a file; how long it was, in bytes, 0 when it is not there or no regular file."""
         held = pin(path)
         if held is None:
             return 0
         self.pins.append(held[0])
         self.mark()
         os.unlink(path)
-        freed = padded(held[1])
-        self.used -= freed
-        return freed
+        self.used -= padded(held[1])
+        return held[1]
 
     def rename(self, source: str, target: str) -> None:
         """Move a file to ``target``, in place of what is there."""
@@ -94,7 +93,7 @@ class Count:
         os.pwrite(self._fd, data, 0)
 
 
-class Ledger:
+class DiskLedger:
     """The file that holds the count, and its lock.
 
     ``recount`` scans the directory for the bytes used; it is called with the lock held, before
