@@ -30,15 +30,17 @@ class Lease:
 
     Until then its bytes stay as they are, also when the block is deleted or replaced meanwhile.
     ``view`` is read-only and aligned. Do not read it, nor an array made of it, after `release`:
-    the place is somebody else's then.
+    the place is somebody else's then. ``place`` are the same bytes, writable: for an owner who
+    knows of some that no reader relies on.
     """
 
-    __slots__ = ("_backend", "_row", "view")
+    __slots__ = ("_backend", "_row", "place", "view")
 
-    def __init__(self, backend: MemoryBackend, row: int, view: memoryview) -> None:
+    def __init__(self, backend: MemoryBackend, row: int, place: memoryview) -> None:
         self._backend = backend
         self._row = row
-        self.view = view
+        self.place = place
+        self.view = place.toreadonly()
 
     def release(self) -> None:
         """End the access. A second call does nothing."""
@@ -295,7 +297,7 @@ class MemoryBackend(Backend):
             self._leased += self.arena.extent(self._sizes[row])
         self._leases[row] += 1
         view = self.arena.view(self._offsets[row], self._sizes[row])
-        return Lease(self, row, view.toreadonly())
+        return Lease(self, row, view)
 
     def _drop(self, block: bytes) -> int:
         """Make ``block`` not there; the bytes of its record."""

@@ -1,0 +1,19 @@
+"""The store: KV that outlives the GPU, the process and the machine.
+
+store.py    KVStore: put, get, lookup, prefetch of tokens and tensors
+blocks.py   BlockStore: the same for opaque bytes under block keys
+forms.py    the forms of KV that engines have
+names.py    from tokens to block ids
+stats.py    what is answered and reported
+pinning.py  memory that a GPU copies fast
+weights.py  a digest of a model's weights, for the namespace
+"""
+
+from __future__ import annotations
+
+from kvkeep.store.blocks import BlockStore
+from kvkeep.store.stats import Lookup, Put, StoreStats
+from kvkeep.store.store import KVStore, Prefetch
+from kvkeep.store.weights import weights_digest
+
+__all__ = ["BlockStore", "KVStore", "Lookup", "Prefetch", "Put", "StoreStats", "weights_digest"]

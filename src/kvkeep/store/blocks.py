@@ -1,0 +1,158 @@
+"""BlockStore: opaque bytes under block keys, over the same tiers; for who moves whole pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from kvkeep.errors import InvalidValue
+from kvkeep.keys import KEY_BYTES, as_namespace, space_of
+from kvkeep.tiers import TieredStore, open_tiers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from kvkeep.backends import Backend
+    from kvkeep.keys import NamespaceLike
+    from kvkeep.tiers import Prefetch, TieringPolicy, TierStats
+
+__all__ = ["BlockStore"]
+
+
+class BlockStore:
+    """Bytes under 32-byte block keys: what they mean is known to who puts them.
+
+    Keys must name the bytes and all that they depend on, as `kvkeep.keys.chain_keys` does; the
+    namespace keeps apart what must never be mixed. Codecs here are those that need not know what
+    the bytes are: raw and lossless, encrypted or not.
+
+    Failing places are misses, as in `KVStore`. Thread safety: all methods. Cost: a few µs a block,
+    and one copy each way.
+    """
+
+    def __init__(
+        self,
+        namespace: NamespaceLike,
+        *,
+        tiers: Sequence[str | Backend] = ("memory://1GiB",),
+        policy: TieringPolicy | None = None,
+    ) -> None:
+        self.namespace = as_namespace(namespace)
+        self._space = space_of(self.namespace)
+        front, below = open_tiers(tiers)
+        self._tiered = TieredStore(front, below, policy)
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview | bytes],
+        *,
+        wait: float | None = None,
+    ) -> int:
+        """Keep each of ``buffers`` under its key; how many are in memory now or known below.
+
+        In order, up to the first that finds no room. With ``wait`` it returns when slower tiers
+        have them, or so many seconds later.
+
+        Raises:
+            InvalidValue: not as many buffers as keys, a key that is no 32 bytes, an empty buffer.
+        """
+        blocks = self._blocks(keys)
+        views = _views(buffers, len(keys))
+
+        def fill(at: int, raw: memoryview) -> None:
+            raw[:] = views[at]
+
+        written = self._tiered.write(blocks, [len(view) for view in views], fill, wait=wait)
+        return len(written.kept) + len(written.already)
+
+    def get(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        *,
+        deadline: float | None = None,
+    ) -> int:
+        """Fill ``buffers``, each as long as what was put, up to the first key not there; how many.
+
+        What is in the buffers behind that is undefined. ``deadline`` seconds from now it ends with
+        what arrived.
+
+        Raises:
+            InvalidValue: see `put`; or a buffer that cannot be written.
+        """
+        blocks = self._blocks(keys)
+        views = _views(buffers, len(keys))
+        if any(view.readonly for view in views):
+            raise InvalidValue("a buffer to read into is read-only")
+
+        def take(at: int, raw: memoryview) -> None:
+            views[at][:] = raw
+
+        return self._tiered.read(blocks, [len(view) for view in views], take, deadline=deadline)
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """How many of ``keys`` are there before the first that is not; transfers nothing."""
+        return len(self._tiered.locate(self._blocks(keys)))
+
+    def prefetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Prefetch:
+        """Start bringing blocks of so many bytes into memory; returns at once."""
+        blocks = self._blocks(keys)
+        return self._tiered.prefetch(lambda: (blocks, sizes))
+
+    def pin(self, keys: Sequence[bytes], seconds: float) -> int:
+        """Keep leading blocks from eviction for so long; how many are pinned."""
+        return self._tiered.pin(self._blocks(keys), seconds)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Delete blocks everywhere; bytes freed."""
+        return self._tiered.remove(self._blocks(keys))
+
+    def clear(self) -> int:
+        """Delete the namespace; bytes freed."""
+        return self._tiered.clear(self._space)
+
+    def flush(self, timeout: float | None = 60.0) -> bool:
+        """Have the slower tiers hold what was put; see `KVStore.flush`."""
+        return self._tiered.flush(timeout)
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Flush and give everything back; a second call does nothing."""
+        return self._tiered.close(timeout)
+
+    def stats(self) -> list[TierStats]:
+        """Every tier at this moment, fastest first."""
+        return self._tiered.stats()
+
+    def check(self) -> None:
+        """Recount everything while nothing is on its way; AssertionError: a fault of kvkeep."""
+        self._tiered.check()
+
+    def _blocks(self, keys: Sequence[bytes]) -> list[bytes]:
+        for key in keys:
+            if len(key) != KEY_BYTES or type(key) is not bytes:
+                raise InvalidValue(f"a block key is {KEY_BYTES} bytes, got {key!r}")
+        return [self._space + key for key in keys]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<BlockStore over {', '.join(tier.place for tier in self.stats())}>"
+
+
+def _views(buffers: Sequence[memoryview | bytes], count: int) -> list[memoryview]:
+    if len(buffers) != count:
+        raise InvalidValue(f"{len(buffers)} buffers are given for {count} keys")
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    if not all(len(view) for view in views):
+        raise InvalidValue("a block has at least one byte")
+    return views

@@ -1,0 +1,89 @@
+"""What a store answers and reports."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvkeep.tiers import TierStats
+
+__all__ = ["Asked", "Lookup", "Put", "StoreStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """What became of the tokens that were put.
+
+    Attributes:
+        tokens: kept now.
+        skipped: stored before; their bytes were not touched.
+        dropped: for which there was no room.
+        partial: at the ends, in no whole block, so not kept (see ``tail``).
+    """
+
+    tokens: int
+    skipped: int
+    dropped: int
+    partial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Tokens stored as a prefix of a prompt, and where: ``(tier name, tokens)`` in order."""
+
+    tokens: int
+    tiers: tuple[tuple[str, int], ...]
+
+    def __int__(self) -> int:
+        return self.tokens
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """A store at one moment: tokens since the start, and its tiers, fastest first.
+
+    ``hit_tokens`` of ``asked_tokens`` were returned by `get`; ``put_tokens`` were kept by `put`,
+    ``skipped_tokens`` were stored before, ``dropped_tokens`` found no room.
+    """
+
+    gets: int
+    asked_tokens: int
+    hit_tokens: int
+    puts: int
+    put_tokens: int
+    skipped_tokens: int
+    dropped_tokens: int
+    tiers: tuple[TierStats, ...]
+
+    @property
+    def hit_rate(self) -> float:
+        """Returned tokens / asked tokens; 0 before anything was asked."""
+        return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values, for JSON."""
+        return asdict(self) | {"hit_rate": self.hit_rate}
+
+
+class Asked:
+    """The counts of `StoreStats`, added up. Thread safety: all methods."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(
+            ("gets", "asked_tokens", "hit_tokens",
+             "puts", "put_tokens", "skipped_tokens", "dropped_tokens"), 0
+        )  # fmt: skip
+
+    def count(self, **more: int) -> None:
+        """Add to some of them at once."""
+        with self._lock:
+            for name, amount in more.items():
+                self._counts[name] += amount
+
+    def stats(self, tiers: tuple[TierStats, ...]) -> StoreStats:
+        """All of them at one moment."""
+        with self._lock:
+            return StoreStats(tiers=tiers, **self._counts)

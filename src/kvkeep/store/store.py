@@ -1,0 +1,375 @@
+"""KVStore: the KV of prompts, kept by their tokens beyond the GPU, the process and the machine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal, Self
+
+from kvkeep.errors import InvalidValue, whole
+from kvkeep.geometry import parse_bytes
+from kvkeep.store.forms import Form
+from kvkeep.store.names import Names, store_namespace
+from kvkeep.store.pinning import pin_memory
+from kvkeep.store.stats import Asked, Lookup, Put
+from kvkeep.tiers import TieredStore, open_tiers
+from kvkeep.tokens import as_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+
+    from kvkeep.backends import Backend
+    from kvkeep.geometry import KVGeometry
+    from kvkeep.store.forms import KV, Layout
+    from kvkeep.store.stats import StoreStats
+    from kvkeep.tiers import Prefetch as BlockPrefetch
+    from kvkeep.tiers import TieringPolicy
+    from kvkeep.tokens import TokenArray, TokensLike
+
+__all__ = ["KVStore", "Prefetch"]
+
+PATIENCE = 60.0
+"""Seconds that `KVStore.put` with ``wait`` gives every tier."""
+
+
+class Prefetch:
+    """A prompt's KV on its way into memory. Thread safety: all methods."""
+
+    __slots__ = ("_blocks", "_count")
+
+    def __init__(self, blocks: BlockPrefetch, count: Callable[[int], int]) -> None:
+        self._blocks = blocks
+        self._count = count
+
+    @property
+    def done(self) -> bool:
+        """Nothing more comes: all is in memory, or the rest is not to be had."""
+        return self._blocks.done
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt, from its beginning, that are in memory by now."""
+        return self._count(self._blocks.ready)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until `done`, ``timeout`` seconds at most; `tokens` then."""
+        return self._count(self._blocks.wait(timeout))
+
+    def cancel(self) -> None:
+        """Start no more reads; what is on its way still arrives."""
+        self._blocks.cancel()
+
+
+class KVStore:
+    """The KV of one model, kept in blocks of ``block_tokens`` under hashes of their tokens.
+
+    Two stores find each other's blocks when they agree on model, revision, dtype, geometry, layout,
+    block size, LoRA, rank and tenant: all of that is part of every key.
+
+    A place that fails, hangs or returns wrong bytes never makes a call fail: `get` returns less,
+    `put` drops, and `stats` says so. Exceptions are for the caller's mistakes.
+
+    Args:
+        geometry: of the model, or of one rank.
+        model: ``"name@revision"``, or a model directory whose weights are then digested (see
+            `kvkeep.store.weights_digest`), or a name together with ``revision``.
+        tiers: URLs, fastest first, or backends; see docs/store.md. What is read and written passes
+            through memory, so if the first is no ``memory://``, a buffer of 256 MiB is put there.
+        layout: of the caller's tensors, "NHD" or "HND"; blocks are stored as they are.
+        block_tokens: tokens of a block: what is found and moved as one.
+        tenant, lora, rank: further parts of the namespace; ``tenant`` can be given at each call.
+        policy: what moves where; `kvkeep.tiers.Inclusive` unless given.
+        quotas: bytes that a tenant may hold in each tier, by tenant.
+
+    Notes
+    -----
+    Thread safety: all methods, from any thread.
+
+    Cost: `put` hashes the prompt and copies what is new once; slower tiers follow in threads of
+    theirs. `get` copies once, and reads what is not in memory ahead in several threads.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        *,
+        model: str,
+        revision: str = "",
+        tiers: Sequence[str | Backend] = ("memory://1GiB",),
+        layout: Layout = "NHD",
+        block_tokens: int = 256,
+        tenant: str = "",
+        lora: str = "",
+        rank: str = "",
+        policy: TieringPolicy | None = None,
+        quotas: Mapping[str, int | str] | None = None,
+    ) -> None:
+        self.geometry = geometry
+        self.layout = layout
+        self.block_tokens = whole("block_tokens", block_tokens, 1, 1 << 20)
+        self._form = Form(geometry, layout)
+        self.namespace = store_namespace(
+            geometry, layout, block_tokens,
+            model=model, revision=revision, tenant=tenant, lora=lora, rank=rank,
+        )  # fmt: skip
+        self._names: dict[str, Names] = {}
+        self._asked = Asked()
+        limits = {tenant: parse_bytes(limit) for tenant, limit in (quotas or {}).items()}
+        front, below = open_tiers(tiers, self._form.block_shape)
+        self._tiered = TieredStore(front, below, policy)
+        self._unpin = pin_memory(front.backend)
+        for name, limit in limits.items():
+            self._tiered.set_quota(self._names_of(name).space, limit)
+
+    # --- the three that matter -------------------------------------------------------------------
+
+    def put(
+        self,
+        tokens: TokensLike,
+        kv: KV,
+        start: int = 0,
+        *,
+        wait: bool = False,
+        tail: bool = False,
+        tenant: str | None = None,
+    ) -> Put:
+        """Keep the KV of ``tokens[start:]``.
+
+        ``kv`` is ``[layers, 2, tokens, heads, dim]`` (NHD), ``[layers, 2, heads, tokens, dim]``
+        (HND), ``[layers, tokens, width]`` for latent attention, or a pair ``(k, v)`` a layer, each
+        with or without a leading batch of 1; on any device. ``start`` may lie anywhere: what comes
+        before the first whole block is left out. What is stored already is skipped, and its bytes
+        are not touched. ``tail`` keeps what comes behind the last whole block as well, to be found
+        by prompts that go on just so.
+
+        Returns as soon as memory has it. With ``wait`` it returns when the slower tiers have it,
+        too, or have failed to: 60 seconds at most for each.
+
+        Raises:
+            InvalidValue: tokens, ``start``, or the shape or dtype of ``kv`` are wrong.
+        """
+        row = as_tokens(tokens)
+        whole("start", start, 0, len(row))
+        self._form.check(kv, len(row) - start)
+        names, size = self._names_of(tenant), self.block_tokens
+        first = -(-start // size)  # the first block that is all there
+        full = names.full(row)
+        blocks, lengths = full[first:], [size] * max(0, len(full) - first)
+        end = len(full) * size
+        if tail and max(end, start) < len(row) and start <= end:
+            blocks.append(names.tails(full, row[end:])[-1])
+            lengths.append(len(row) - end)
+
+        def fill(at: int, raw: memoryview) -> None:
+            begin = (first + at) * size - start
+            self._form.write(self._form.cut(kv, begin, begin + lengths[at]), raw, lengths[at])
+
+        written = self._tiered.write(
+            blocks, self._sizes(lengths), fill, wait=PATIENCE if wait else None
+        )
+        kept = sum(lengths[at] for at in written.kept)
+        skipped = sum(lengths[at] for at in written.already)
+        dropped = sum(lengths) - kept - skipped
+        partial = len(row) - start - sum(lengths)
+        self._asked.count(puts=1, put_tokens=kept, skipped_tokens=skipped, dropped_tokens=dropped)
+        return Put(kept, skipped, dropped, partial)
+
+    def get(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        deadline: float | None = None,
+        tenant: str | None = None,
+        out: KV | None = None,
+        form: Literal["tensor", "tuples"] = "tensor",
+    ) -> tuple[KV | None, int]:
+        """The KV of the longest stored prefix of ``tokens`` beyond ``start``, and its tokens.
+
+        ``(kv, n)``: kv is of ``tokens[start : start + n]``, ``(None, 0)`` when nothing is stored.
+        Blocks are read in parallel, and end at the first that is missing, bad, or not there
+        ``deadline`` seconds from now. ``out`` is room for all of ``tokens[start:]``, in any form
+        that `put` takes, to copy into; kv is then its front. Otherwise new CPU memory is taken:
+        one tensor, or ``form="tuples"``.
+
+        Raises:
+            InvalidValue: tokens, ``start``, ``out`` or ``form`` are wrong.
+        """
+        row = as_tokens(tokens)
+        whole("start", start, 0, len(row))
+        if form not in ("tensor", "tuples"):
+            raise InvalidValue(f"form is {form!r}; it is 'tensor' or 'tuples'")
+        if out is not None:
+            self._form.check(out, len(row) - start)
+        until = None if deadline is None else time.monotonic() + deadline
+        blocks, levels, lengths = self._find(row, start, tenant)
+        skip = start % self.block_tokens if lengths else 0
+        if sum(lengths) <= skip:
+            self._asked.count(gets=1, asked_tokens=len(row) - start)
+            return None, 0
+        into = (
+            self._form.empty(sum(lengths) - skip, tuples=form == "tuples") if out is None else out
+        )
+        ends = [end - skip for end in accumulate(lengths)]
+
+        def take(at: int, raw: memoryview) -> None:
+            begin = ends[at - 1] if at else 0
+            part = self._form.cut(into, begin, ends[at])
+            self._form.read(raw, lengths[at], part, skip=0 if at else skip)
+
+        left = None if until is None else max(0.0, until - time.monotonic())
+        count = self._tiered.read(blocks, self._sizes(lengths), take, levels=levels, deadline=left)
+        got = ends[count - 1] if count else 0
+        self._asked.count(gets=1, asked_tokens=len(row) - start, hit_tokens=got)
+        return (self._form.cut(into, 0, got), got) if got else (None, 0)
+
+    def lookup(self, tokens: TokensLike, *, tenant: str | None = None) -> Lookup:
+        """How many tokens are stored as a prefix, and in which tiers; transfers nothing.
+
+        A promise it is not: what is found now may be evicted, or turn out bad, before it is read.
+        Tiers that others may write to are asked about what is not known here.
+        """
+        row = as_tokens(tokens)
+        _, levels, lengths = self._find(row, 0, tenant)
+        runs: list[tuple[str, int]] = []
+        tiers = [self._tiered.front.name, *(tier.name for tier in self._tiered.tiers)]
+        for level, length in zip(levels, lengths, strict=True):
+            if runs and runs[-1][0] == tiers[level]:
+                runs[-1] = (tiers[level], runs[-1][1] + length)
+            else:
+                runs.append((tiers[level], length))
+        return Lookup(sum(tokens for _, tokens in runs), tuple(runs))
+
+    def prefetch(
+        self, tokens: TokensLike, start: int = 0, *, tenant: str | None = None
+    ) -> Prefetch:
+        """Start bringing the KV of ``tokens`` beyond ``start`` into memory; returns at once.
+
+        As much as half of the memory tier holds. `get` then finds it there.
+        """
+        row = as_tokens(tokens)
+        whole("start", start, 0, len(row))
+        base = start - start % self.block_tokens
+        found: list[int] = []
+
+        def plan() -> tuple[list[bytes], list[int]]:
+            blocks, _, lengths = self._find(row, start, tenant)
+            found.extend(lengths)
+            return blocks, self._sizes(lengths)
+
+        handle = self._tiered.prefetch(plan)
+        return Prefetch(handle, lambda ready: base + sum(found[:ready]) if ready else 0)
+
+    # --- keeping and letting go ------------------------------------------------------------------
+
+    def pin(self, tokens: TokensLike, seconds: float, *, tenant: str | None = None) -> int:
+        """Keep what is stored of a prompt from eviction for so long; tokens that are pinned now.
+
+        In every tier that has it, each up to half of the tier.
+        """
+        if not 0 < seconds < float("inf"):
+            raise InvalidValue(f"seconds is {seconds!r}; a pin needs a time above zero to end")
+        blocks = self._names_of(tenant).full(as_tokens(tokens))
+        return self._tiered.pin(blocks, seconds) * self.block_tokens
+
+    def unpin(self, tokens: TokensLike, *, tenant: str | None = None) -> int:
+        """Let a prompt's blocks be evicted again; tokens that were pinned."""
+        blocks = self._names_of(tenant).full(as_tokens(tokens))
+        return self._tiered.unpin(blocks) * self.block_tokens
+
+    def clear(self, *, tenant: str | None = None) -> int:
+        """Delete all blocks of the tenant (of this model, in this store's form); bytes freed."""
+        return self._tiered.clear(self._names_of(tenant).space)
+
+    def flush(self, timeout: float | None = PATIENCE) -> bool:
+        """Have the slower tiers hold, as durably as their options say, what was put before.
+
+        True promises it for all that was not dropped; False: some tier could not, or not in
+        ``timeout`` seconds.
+        """
+        return self._tiered.flush(timeout)
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """`flush`, then give threads, files and memory back; a second call does nothing."""
+        self._unpin()
+        return self._tiered.close(timeout)
+
+    def stats(self) -> StoreStats:
+        """Counts since the start, and every tier at this moment."""
+        return self._asked.stats(tuple(self._tiered.stats()))
+
+    def check(self) -> None:
+        """Recount everything while nothing is on its way; AssertionError: a fault of kvkeep."""
+        self._tiered.check()
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _names_of(self, tenant: str | None) -> Names:
+        if tenant is None:
+            tenant = self.namespace.tenant
+        names = self._names.get(tenant)
+        if names is None:
+            if len(self._names) > 4096:
+                self._names.clear()
+            names = Names(replace(self.namespace, tenant=tenant), self.block_tokens)
+            self._names[tenant] = names
+        return names
+
+    def _sizes(self, lengths: Sequence[int]) -> list[int]:
+        return [self._form.raw_bytes(tokens) for tokens in lengths]
+
+    def _find(
+        self, row: TokenArray, start: int, tenant: str | None
+    ) -> tuple[list[bytes], list[int], list[int]]:
+        """Blocks stored of ``row``, from the one with token ``start`` on: ids, levels, tokens."""
+        names = self._names_of(tenant)
+        full = names.full(row)
+        first = start // self.block_tokens
+        levels = self._tiered.locate(full[first:])
+        upto = first + len(levels)
+        blocks, lengths = full[first:upto], [self.block_tokens] * len(levels)
+        tail = self._find_tail(names, full[:upto], row[upto * self.block_tokens :])
+        if tail is not None:
+            level = self._tiered.locate([tail[0]])
+            if level:
+                blocks.append(tail[0])
+                levels += level
+                lengths.append(tail[1])
+        return blocks, levels, lengths
+
+    def _find_tail(
+        self, names: Names, blocks: list[bytes], rest: TokenArray
+    ) -> tuple[bytes, int] | None:
+        """The longest tail that is known to follow ``blocks``, and its tokens.
+
+        Places that have to be asked are asked for the whole rest alone.
+        """
+        rest = rest[: self.block_tokens]
+        if not len(rest):
+            return None
+        ids = names.tails(blocks, rest)
+        if len(ids) == self.block_tokens:
+            ids.pop()  # that is a whole block, and it was not there
+        elif self._tiered.locate(ids[-1:]):
+            return ids[-1], len(ids)
+        for count in range(len(ids), 0, -1):
+            if self._tiered.knows(ids[count - 1]):
+                return ids[count - 1], count
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        places = ", ".join(tier.place for tier in self._tiered.stats())
+        return f"<KVStore of {self.namespace.model} over {places}>"

@@ -1,0 +1,38 @@
+"""Tiers: blocks in memory, and in slower and larger places behind it.
+
+record.py     a block as it lies in a tier: header, checksum, payload
+catalogue.py  what a tier holds, in which order it may go, pins and quotas
+breaker.py    leaves alone who fails again and again
+workers.py    threads with a bounded queue
+tier.py       a place below memory; where its failures become misses
+front.py      the memory in front
+flight.py     a block on its way up
+plan.py       what moves where
+tiered.py     all of it together
+opening.py    from URLs
+"""
+
+from __future__ import annotations
+
+from kvkeep.tiers.counters import Counters, TierStats
+from kvkeep.tiers.front import Front
+from kvkeep.tiers.opening import open_backend, open_tiers
+from kvkeep.tiers.plan import Exclusive, Inclusive, TieringPolicy
+from kvkeep.tiers.tier import Tier, TierOptions
+from kvkeep.tiers.tiered import Prefetch, TieredStore, Written
+
+__all__ = [
+    "Counters",
+    "Exclusive",
+    "Front",
+    "Inclusive",
+    "Prefetch",
+    "Tier",
+    "TierOptions",
+    "TierStats",
+    "TieredStore",
+    "TieringPolicy",
+    "Written",
+    "open_backend",
+    "open_tiers",
+]

@@ -1,0 +1,376 @@
+"""What a tier is known to hold, in which order it may go, and what of it is pinned."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from kvkeep.eviction import Entry, EvictionPolicy
+from kvkeep.keys import SPACE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+__all__ = ["Catalogue"]
+
+
+class _Kept(Entry):
+    """A block that the tier holds; ``size`` is in bytes of its record."""
+
+    __slots__ = ("block", "held", "noted", "pinned", "serial", "used")
+
+    def __init__(self, block: bytes, size: int, used: float) -> None:
+        super().__init__()
+        self.block = block
+        self.size = size
+        self.used = used  # Unix seconds: what a time to live counts from
+        self.serial = 0  # the same in an order that is exact, over all policies of the catalogue
+        self.pinned = 0.0  # until then; 0: not
+        self.held = 0  # by writers that still read it
+        self.noted = used  # the last use that the place itself was told of
+
+    @property
+    def may_go(self) -> bool:
+        """Whether a policy has it."""
+        return not self.held and not self.pinned
+
+
+class Catalogue:
+    """Block ids with sizes and recency; names victims by the policies of the core.
+
+    Blocks of one prompt are used last to first (see `used`), so the end of a prompt goes before
+    its beginning. A namespace with a quota has a policy of its own, all others share one; what goes
+    under pressure is the older of their candidates.
+
+    Thread safety: all methods, by one lock that is never held while anything else is called but the
+    policy. Cost: about a microsecond a block.
+    """
+
+    def __init__(
+        self,
+        policy: Callable[[], EvictionPolicy],
+        *,
+        ttl: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.ttl = ttl
+        self._make = policy
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kept: dict[bytes, _Kept] = {}
+        self._shared = policy()
+        self._own: dict[bytes, EvictionPolicy] = {}
+        self._quotas: dict[bytes, int] = {}
+        self._spaces: dict[bytes, int] = {}
+        self._bytes = 0
+        self._pinned_bytes = 0
+        self._serial = 0
+        self._pins: list[tuple[float, bytes]] = []  # a heap: when a pin may end
+
+    # --- what is there ---------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, block: object) -> bool:
+        kept = self._kept.get(block)  # type: ignore[call-overload]
+        return kept is not None and not self._expired(kept)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all records known."""
+        return self._bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that are pinned now."""
+        with self._lock:
+            self._unpin_expired()
+            return self._pinned_bytes
+
+    def leading(self, blocks: Sequence[bytes]) -> int:
+        """How many of ``blocks`` are there before the first that is not."""
+        kept = self._kept
+        if self.ttl is None:
+            for count, block in enumerate(blocks):
+                if block not in kept:
+                    return count
+            return len(blocks)
+        for count, block in enumerate(blocks):
+            if block not in self:
+                return count
+        return len(blocks)
+
+    def spaces(self) -> dict[bytes, int]:
+        """Bytes by namespace."""
+        with self._lock:
+            return dict(self._spaces)
+
+    def blocks(self, space: bytes | None = None) -> list[bytes]:
+        """All blocks, or those of one namespace."""
+        with self._lock:
+            if space is None:
+                return list(self._kept)
+            return [block for block in self._kept if block.startswith(space)]
+
+    # --- what changes it -------------------------------------------------------------------------
+
+    def add(self, block: bytes, size: int) -> None:
+        """``block`` is there now, ``size`` bytes long; it counts as used."""
+        with self._lock:
+            self._add(block, size, self._clock())
+
+    def fill(self, found: Iterable[tuple[bytes, int, float]]) -> None:
+        """Take over what a place holds: (block, bytes, last used); what is known stays as it is."""
+        oldest_first = sorted(found, key=lambda item: item[2])
+        with self._lock:
+            for block, size, used in oldest_first:
+                if block not in self._kept:
+                    self._add(block, size, used)
+
+    def used(self, blocks: Sequence[bytes], grain: float = 30.0) -> list[bytes]:
+        """A prompt used ``blocks``, in its order; those the place should be told of, last to first.
+
+        That are the ones of which it was not told for ``grain`` seconds.
+        """
+        now = self._clock()
+        tell = []
+        with self._lock:
+            for block in reversed(blocks):
+                kept = self._kept.get(block)
+                if kept is None:
+                    continue
+                kept.used = now
+                self._serial += 1
+                kept.serial = self._serial
+                policy = self._policy_of(block)
+                if kept.may_go:
+                    policy.discard(kept)
+                    policy.hit(kept)
+                    policy.add(kept)
+                else:
+                    policy.hit(kept)
+                if now - kept.noted >= grain:
+                    kept.noted = now
+                    tell.append(block)
+        return tell
+
+    def unnoted(self) -> list[bytes]:
+        """Blocks used since their place was told of it, oldest use first; now it is told."""
+        with self._lock:
+            late = [kept for kept in self._kept.values() if kept.used > kept.noted]
+            late.sort(key=lambda kept: kept.serial)
+            for kept in late:
+                kept.noted = kept.used
+            return [kept.block for kept in late]
+
+    def hold(self, block: bytes) -> None:
+        """Keep ``block`` from eviction until it is freed as often as it was held."""
+        with self._lock:
+            kept = self._kept.get(block)
+            if kept is not None:
+                if kept.may_go:
+                    self._policy_of(block).discard(kept)
+                kept.held += 1
+
+    def free(self, block: bytes) -> None:
+        """Undo one `hold`; nothing happens to what was forgotten meanwhile."""
+        with self._lock:
+            kept = self._kept.get(block)
+            if kept is not None and kept.held:
+                kept.held -= 1
+                if kept.may_go:
+                    self._policy_of(block).add(kept)
+
+    def forget(self, block: bytes) -> bool:
+        """``block`` is not there any more; whether it was known."""
+        with self._lock:
+            kept = self._kept.get(block)
+            if kept is None:
+                return False
+            if kept.may_go:
+                self._policy_of(block).discard(kept)
+            self._drop(kept)
+            return True
+
+    def victims(self, needed: int, space: bytes | None = None) -> list[bytes]:
+        """Forget what should go next until ``needed`` bytes are; fewer when no more may go.
+
+        Of one namespace only, if it has a quota and ``space`` names it.
+        """
+        gone: list[bytes] = []
+        with self._lock:
+            self._unpin_expired()
+            while needed > 0:
+                victim = self._next(space)
+                if victim is None:
+                    break
+                self._drop(victim)
+                needed -= victim.size
+                gone.append(victim.block)
+        return gone
+
+    def expired(self, limit: int = 1000) -> list[bytes]:
+        """Forget blocks that outlived their time, ``limit`` of them at most."""
+        if self.ttl is None:
+            return []
+        with self._lock:
+            old = [kept for kept in self._kept.values() if self._expired(kept)][:limit]
+            for kept in old:
+                if kept.may_go:
+                    self._policy_of(kept.block).discard(kept)
+                self._drop(kept)
+        return [kept.block for kept in old]
+
+    # --- quotas and pins -------------------------------------------------------------------------
+
+    def set_quota(self, space: bytes, limit: int) -> None:
+        """The namespace may hold ``limit`` bytes here; see `over_quota`."""
+        with self._lock:
+            self._quotas[space] = limit
+            if space in self._own:
+                return
+            policy = self._make()
+            for kept in self._kept.values():
+                if kept.block.startswith(space) and kept.may_go:
+                    self._shared.discard(kept)
+                    policy.add(kept)
+            self._own[space] = policy
+
+    def over_quota(self, space: bytes, more: int) -> int:
+        """Bytes that must go in this namespace before ``more`` come; negative: will not fit."""
+        limit = self._quotas.get(space)
+        if limit is None:
+            return 0
+        if more > limit:
+            return -1
+        return max(0, self._spaces.get(space, 0) + more - limit)
+
+    def pin(self, blocks: Sequence[bytes], seconds: float, most: int) -> int:
+        """Keep ``blocks`` from eviction for so long; how many are, with ``most`` bytes in all."""
+        until = self._clock() + seconds
+        pinned = 0
+        with self._lock:
+            self._unpin_expired()
+            for block in blocks:
+                kept = self._kept.get(block)
+                if kept is None:
+                    break
+                if not kept.pinned:
+                    if self._pinned_bytes + kept.size > most:
+                        break
+                    if kept.may_go:
+                        self._policy_of(block).discard(kept)
+                    self._pinned_bytes += kept.size
+                kept.pinned = max(kept.pinned, until)
+                heapq.heappush(self._pins, (until, block))
+                pinned += 1
+        return pinned
+
+    def unpin(self, blocks: Sequence[bytes]) -> int:
+        """Let ``blocks`` go again; how many were pinned."""
+        with self._lock:
+            there = [kept for block in blocks if (kept := self._kept.get(block)) and kept.pinned]
+            for kept in there:
+                self._let_go(kept)
+        return len(there)
+
+    # --- below here: under the lock --------------------------------------------------------------
+
+    def _policy_of(self, block: bytes) -> EvictionPolicy:
+        if not self._own:
+            return self._shared
+        return self._own.get(block[:SPACE_BYTES], self._shared)
+
+    def _add(self, block: bytes, size: int, used: float) -> None:
+        known = self._kept.get(block)
+        policy = self._policy_of(block)
+        if known is not None:  # replaced: the record may have another size
+            if known.may_go:
+                policy.discard(known)
+            self._count(block, size - known.size)
+            if known.pinned:
+                self._pinned_bytes += size - known.size
+            kept = known
+            kept.size = size
+            kept.used = used
+        else:
+            kept = self._kept[block] = _Kept(block, size, used)
+            self._count(block, size)
+        self._serial += 1
+        kept.serial = self._serial
+        policy.stored(kept, 0)
+        if kept.may_go:
+            policy.add(kept)
+
+    def _drop(self, kept: _Kept) -> None:
+        del self._kept[kept.block]
+        self._count(kept.block, -kept.size)
+        if kept.pinned:
+            self._pinned_bytes -= kept.size
+
+    def _count(self, block: bytes, change: int) -> None:
+        self._bytes += change
+        space = block[:SPACE_BYTES]
+        held = self._spaces.get(space, 0) + change
+        if held:
+            self._spaces[space] = held
+        else:
+            self._spaces.pop(space, None)
+
+    def _next(self, space: bytes | None) -> _Kept | None:
+        if space is not None and space in self._own:
+            return _popped(self._own[space])
+        oldest = _popped(self._shared)
+        for policy in self._own.values():
+            other = _popped(policy)
+            if other is None:
+                continue
+            if oldest is None:
+                oldest = other
+            elif other.serial < oldest.serial:
+                self._policy_of(oldest.block).put_back(oldest)
+                oldest = other
+            else:
+                policy.put_back(other)
+        return oldest
+
+    def _expired(self, kept: _Kept) -> bool:
+        if self.ttl is None or kept.used + self.ttl >= (now := self._clock()):
+            return False
+        return kept.pinned < now
+
+    def _unpin_expired(self) -> None:
+        now = self._clock()
+        while self._pins and self._pins[0][0] <= now:
+            kept = self._kept.get(heapq.heappop(self._pins)[1])
+            if kept is not None and kept.pinned and kept.pinned <= now:
+                self._let_go(kept)
+
+    def _let_go(self, kept: _Kept) -> None:
+        kept.pinned = 0.0
+        self._pinned_bytes -= kept.size
+        if kept.may_go:
+            self._policy_of(kept.block).add(kept)
+
+    def check(self) -> None:
+        """Recount everything; an AssertionError is a fault of kvkeep."""
+        with self._lock:
+            assert self._bytes == sum(kept.size for kept in self._kept.values())
+            pinned = [kept for kept in self._kept.values() if kept.pinned]
+            assert self._pinned_bytes == sum(kept.size for kept in pinned)
+            spaces: dict[bytes, int] = {}
+            for kept in self._kept.values():
+                space = kept.block[:SPACE_BYTES]
+                spaces[space] = spaces.get(space, 0) + kept.size
+            assert spaces == self._spaces
+            queued = len(self._shared) + sum(map(len, self._own.values()))
+            assert queued == sum(kept.may_go for kept in self._kept.values())
+
+
+def _popped(policy: EvictionPolicy) -> _Kept | None:
+    entry = policy.pop()
+    assert entry is None or isinstance(entry, _Kept)
+    return entry

@@ -1,0 +1,164 @@
+"""One block on its way up: read once, however many wait for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvkeep.tiers.front import Held
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvkeep.backends.memory import Draft
+    from kvkeep.tiers.front import Front
+    from kvkeep.tiers.tier import Tier
+
+__all__ = ["Flight"]
+
+
+class Flight:
+    """A block being read from the first of ``tiers`` that gives it.
+
+    Who wants it joins; the record stays available until all who joined have left. A tier that
+    takes longer than its timeout is given up for this block and the next one asked: its thread may
+    hang for ever and what it brings is thrown away.
+
+    ``landed`` is called, without any lock held, when it is over; more than once perhaps.
+
+    Thread safety: all methods.
+    """
+
+    def __init__(
+        self,
+        front: Front,
+        block: bytes,
+        raw_bytes: int,
+        tiers: Sequence[Tier],
+        landed: Callable[[Flight], None],
+    ) -> None:
+        self.block = block
+        self.raw_bytes = raw_bytes
+        self.source: Tier | None = None
+        """The tier that gave it."""
+        self.stays = True
+        """Whether it stays in memory; set before `start`."""
+        self._front = front
+        self._tiers = list(tiers)
+        self._changed = threading.Condition()
+        self._attempt = 0  # counts up; what an older attempt brings is thrown away
+        self._since = 0.0
+        self._joined = 0
+        self._held: Held | None = None
+        self._done = False
+        self._landed = landed
+
+    # --- those who wait --------------------------------------------------------------------------
+
+    def join(self) -> bool:
+        """Want it, too; False when it is too late for that."""
+        with self._changed:
+            if self._done and self._held is None:
+                return False
+            self._joined += 1
+            return True
+
+    def leave(self) -> None:
+        """Want it no longer, or be done with it. Nobody left: it need not be read any more."""
+        with self._changed:
+            self._joined -= 1
+            held = self._held if self._joined == 0 else None
+            if held is not None:
+                self._held = None
+        if held is not None:
+            held.release()
+
+    def wait(self, until: float | None) -> Held | None:
+        """The record, or None when no tier gave it, or not ``until`` (monotonic seconds)."""
+        with self._changed:
+            while not self._done:
+                now = time.monotonic()
+                late = self._since + self._tiers[0].timeout if self._tiers else now
+                if until is not None and now >= until:
+                    return None
+                if now >= late:
+                    self._give_up()
+                    continue
+                self._changed.wait(min(late, until if until is not None else late) - now)
+            held = self._held
+        self._landed(self)
+        return held
+
+    # --- those who read --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Ask the first tier."""
+        with self._changed:
+            self._ask()
+            done = self._done
+        if done:
+            self._landed(self)
+
+    def _ask(self) -> None:
+        """Under the lock: have the first tier's threads read it; nobody left to ask: done."""
+        while self._tiers:
+            tier, self._attempt = self._tiers[0], self._attempt + 1
+            self._since = time.monotonic()
+            if tier.reading.submit(partial(self._read, tier, self._attempt)):
+                return
+            tier.counters.count(late=1)  # its queue is full
+            self._tiers.pop(0)
+        self._done = True
+        self._changed.notify_all()
+
+    def _give_up(self) -> None:
+        """Under the lock: the first tier took too long."""
+        tier = self._tiers.pop(0)
+        tier.counters.count(late=1)
+        tier.breaker.failed(f"no answer in {tier.timeout:g} s")
+        self._ask()
+
+    def _read(self, tier: Tier, attempt: int) -> None:
+        with self._changed:
+            if attempt != self._attempt or self._done:
+                return
+            self._since = time.monotonic()  # it waited for a thread: that is not the place's fault
+            cancelled = self._done = not self._joined
+        if not cancelled:
+            draft: Draft | None = None
+
+            def place() -> memoryview:
+                nonlocal draft
+                if self.stays:
+                    draft = self._front.reserve(self.block, self.raw_bytes)
+                return draft.view if draft is not None else self._front.buffer(self.raw_bytes)
+
+            record = tier.load(self.block, self.raw_bytes, place)
+            with self._changed:
+                self._came(tier, attempt, record, draft)
+                if not self._done:
+                    return
+        self._landed(self)
+
+    def _came(
+        self, tier: Tier, attempt: int, record: memoryview | None, draft: Draft | None
+    ) -> None:
+        """Under the lock: a tier answered."""
+        mine = attempt == self._attempt and not self._done
+        if record is None or not mine:
+            if draft is not None:
+                draft.discard()
+            if mine:
+                self._tiers.pop(0)
+                self._ask()
+            return
+        held = Held(record) if draft is None else self._front.commit(draft, self.block)
+        self.source = tier
+        self._done = True
+        if self._joined:
+            self._held = held
+        else:
+            held.release()
+        self._changed.notify_all()

@@ -1,0 +1,521 @@
+"""One tier: a backend, what it is known to hold, and the edge where its failures become misses."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+from kvkeep.backends.buffers import aligned
+from kvkeep.codecs import Damaged
+from kvkeep.codecs.encrypted import ENCRYPTED
+from kvkeep.errors import OutOfRoom
+from kvkeep.eviction import LRU, EvictionPolicy
+from kvkeep.keys import SPACE_BYTES
+from kvkeep.tiers.breaker import Breaker
+from kvkeep.tiers.catalogue import Catalogue
+from kvkeep.tiers.counters import Counters, TierStats
+from kvkeep.tiers.record import HEADER_BYTES, BadRecord, OtherVersion, naming, seal, verify
+from kvkeep.tiers.workers import Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvkeep.backends import Backend
+    from kvkeep.codecs import Codec
+    from kvkeep.tiers.record import Header
+
+__all__ = ["Tier", "TierOptions"]
+
+_LOG = logging.getLogger("kvkeep.tiers")
+_RAW = 0  # the number of the codec that changes nothing
+_EXPIRE_EVERY = 60.0  # seconds
+_TRIES = 8  # rounds of making room for one record; then something else takes what is freed
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """What can be chosen of a tier besides its place.
+
+    Attributes:
+        policy: makes the eviction policies of its catalogue.
+        ttl: seconds after its last use that a block is no longer found; None: for ever.
+        queue_bytes: of records that may wait to be written.
+        readers, writers: threads.
+        breaker_limit: failures in a row after which it is left alone for a while.
+    """
+
+    policy: Callable[[], EvictionPolicy] = LRU
+    ttl: float | None = None
+    queue_bytes: int = 1 << 30
+    readers: int = 4
+    writers: int = 2
+    breaker_limit: int = 3
+
+
+class _Scratch(threading.local):
+    """A buffer for each thread, to hold what is not in its final form; grows, and is kept."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(b"")
+
+    def take(self, size: int) -> memoryview:
+        if len(self._buffer) < size:
+            self._buffer = aligned(size)
+        return self._buffer[:size]
+
+
+@dataclass(slots=True)
+class Tier:
+    """A place below memory, with its threads.
+
+    `load` and `save` do their work in the thread that calls them, one of ``reading`` and
+    ``writing``. Neither raises, whatever the backend does: here is the one place where its failure
+    becomes a miss or a drop, counted and logged, and too many in a row open the breaker.
+
+    ``indexed``: the backend has a budget, so what it holds is listed once and known from then on.
+    Without one the place has rules of its own and is asked each time.
+
+    Thread safety: all methods.
+    """
+
+    name: str
+    backend: Backend
+    codec: Codec
+    codec_of: Callable[[int], Codec | None]
+    options: TierOptions = field(default_factory=TierOptions)
+    demote: Callable[[bytes], bool] | None = None
+    """Takes a block that must go to where it goes; whether it did. Set by who has other tiers."""
+    counters: Counters = field(default_factory=Counters)
+    indexed: bool = field(init=False)
+    catalogue: Catalogue = field(init=False)
+    breaker: Breaker = field(init=False)
+    reading: Workers = field(init=False)
+    writing: Workers = field(init=False)
+    _scratch: _Scratch = field(init=False, default_factory=_Scratch)
+    _expired: float = field(init=False, default=float("-inf"))
+    _listed: float = field(init=False, default=0.0)
+    _listing: threading.Lock = field(init=False, default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self.indexed = self.backend.capacity is not None
+        self.catalogue = Catalogue(options.policy, ttl=options.ttl)
+        self.breaker = Breaker(self.name, limit=options.breaker_limit)
+        self.reading = Workers(f"{self.name} reader", options.readers, 4096)
+        self.writing = Workers(f"{self.name} writer", options.writers, options.queue_bytes)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a call counts as failed."""
+        return self.backend.timeout
+
+    # --- what is there ---------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Learn what is there; waits for it as long as for any call, then goes on without."""
+        if self.indexed:
+            self.reading.submit(self.relist)
+            self.reading.wait(self.timeout)
+
+    def relist(self) -> None:
+        """Ask the backend for all it holds: others may have written here."""
+        with self._listing:  # one at a time
+            if self.breaker.allows():
+                with _Edge(self, "list"):
+                    self.catalogue.fill(self.backend.list())
+            self._listed = time.monotonic()
+
+    def knows(self, block: bytes) -> bool:
+        """Whether ``block`` is known to be here, without asking."""
+        return self.indexed and block in self.catalogue
+
+    def may_have(self, block: bytes) -> bool:
+        """Whether it is worth trying to read ``block`` here."""
+        return self.knows(block) or self.backend.shared or not self.indexed
+
+    def probe(self, blocks: Sequence[bytes]) -> int:
+        """How many of ``blocks`` are here before the first that is not; asks the place itself.
+
+        0 when it does not answer in time.
+        """
+        if not self.backend.shared and self.indexed:
+            return self.catalogue.leading(blocks)
+        if not self.breaker.allows():
+            self.counters.count(skipped_calls=1)
+            return 0
+        answer: list[list[int | None]] = []
+        done = threading.Event()
+
+        def ask() -> None:
+            with _Edge(self, "sizes"):
+                answer.append(self.backend.sizes(blocks))
+            done.set()
+
+        if not self.reading.submit(ask) or not done.wait(self.timeout):
+            self.counters.count(late=1)
+            self.breaker.failed(f"no answer in {self.timeout:g} s")
+            return 0
+        sizes = answer[0] if answer else []
+        leading = next((i for i, size in enumerate(sizes) if size is None), len(sizes))
+        if self.indexed:
+            for block, size in zip(blocks[:leading], sizes[:leading], strict=True):
+                if block not in self.catalogue:
+                    self.catalogue.add(block, size or 0)
+        return leading
+
+    # --- reading: in a thread of `reading` -------------------------------------------------------
+
+    def load(
+        self, block: bytes, raw_bytes: int, place: Callable[[], memoryview]
+    ) -> memoryview | None:
+        """Read ``block``; the record with its payload decoded, in ``place()``, or None.
+
+        ``place`` gives room for header and ``raw_bytes``; it is called once the record is there.
+        What its header says is not to be relied on. A record that does not verify is quarantined.
+        """
+        if not self.breaker.allows():
+            self.counters.count(skipped_calls=1)
+            return None
+        known = self.knows(block)
+        started = time.monotonic()
+        room = _RecordRoom(self, raw_bytes, place)
+        record: memoryview | None = None
+        bad: str | None = None
+        with _Edge(self, "get") as edge:
+            try:
+                record = self.backend.get(block, room)
+            except _WrongSize as wrong:
+                bad = str(wrong)  # the place did its part
+        took = time.monotonic() - started
+        if edge.failed:
+            return None
+        self.counters.count(read_seconds=took)
+        if record is None and bad is None:
+            if known:
+                self.catalogue.forget(block)
+            self.counters.count(misses=1)
+            return None
+        return self._checked(block, raw_bytes, record, bad, room)
+
+    def _checked(
+        self,
+        block: bytes,
+        raw_bytes: int,
+        record: memoryview | None,
+        bad: str | None,
+        room: _RecordRoom,
+    ) -> memoryview | None:
+        try:
+            if record is None:
+                raise BadRecord(bad)
+            header = verify(record, block)
+            if header.raw_bytes != raw_bytes:
+                raise BadRecord(f"it is of {header.raw_bytes} bytes and not of {raw_bytes}")
+            codec = self._codec(header)
+            if codec is None:
+                self.counters.count(refused=1)
+                return None
+            if codec.number != _RAW:
+                record = self._decoded(codec, header, record, room)
+        except OtherVersion as other:
+            _LOG.info("tier %s: %s", self.name, other)
+            self.counters.count(refused=1)
+            return None
+        except (BadRecord, Damaged) as damage:
+            self._quarantine(block, str(damage))
+            return None
+        if self.indexed and block not in self.catalogue:
+            self.catalogue.add(block, header.record_bytes)
+        self.counters.count(hits=1, read_bytes=header.record_bytes)
+        return record
+
+    def _codec(self, header: Header) -> Codec | None:
+        """What decodes it; None where this tier promises more than the record does.
+
+        Exact KV, that is, or encryption: who could forge a plain record would get round the key.
+        """
+        if header.codec == self.codec.number:
+            return self.codec
+        if header.codec < ENCRYPTED <= self.codec.number:
+            return None
+        codec = self.codec_of(header.codec)
+        return None if codec is None or (self.codec.exact and not codec.exact) else codec
+
+    def _decoded(
+        self, codec: Codec, header: Header, record: memoryview, room: _RecordRoom
+    ) -> memoryview:
+        if room.placed:  # a raw tier met a codec: what is in its place is not in its final form
+            scratch = self._scratch.take(len(record))
+            scratch[:] = record
+            record = scratch
+        final = room.final()
+        named = naming(header.block, header.codec, header.raw_bytes)
+        codec.decode(record[HEADER_BYTES:], final[HEADER_BYTES:], named)
+        return final
+
+    def _quarantine(self, block: bytes, reason: str) -> None:
+        _LOG.warning(
+            "tier %s: block %s… is bad: %s", self.name, block[SPACE_BYTES:][:8].hex(), reason
+        )
+        self.counters.count(damaged=1)
+        self.catalogue.forget(block)
+        with _Edge(self, "quarantine"):
+            self.backend.quarantine(block, reason)
+
+    # --- writing: in a thread of `writing` -------------------------------------------------------
+
+    def save(self, block: bytes, record: memoryview) -> bool:
+        """Write ``record``, whose payload is raw KV behind room for a header; whether it is here.
+
+        ``record`` stays as it is but for its header. Whoever else may write here is asked first:
+        what is there is not sent again.
+        """
+        if self.knows(block):
+            self.counters.count(already=1)
+            return True
+        if not self.breaker.allows():
+            self.counters.count(skipped_calls=1, drops=1)
+            return False
+        with _Edge(self, "put") as edge:
+            there = self.backend.sizes([block])[0] if self.backend.shared else None
+            if there is not None:
+                self.counters.count(already=1)
+            else:
+                there = self._write(block, record)
+        if edge.failed or there is None:
+            self.counters.count(drops=1)
+            return False
+        if self.indexed:
+            self.catalogue.add(block, there)
+        return True
+
+    def _write(self, block: bytes, record: memoryview) -> int | None:
+        """Encode and put; bytes of the record, None without room."""
+        encoded = self._encoded(block, record)
+        if not self._within_quota(block, len(encoded)):
+            return None
+        for _ in range(_TRIES):
+            started = time.monotonic()
+            try:
+                self.backend.put(block, encoded)
+            except OutOfRoom as short:
+                if not self.make_room(short.needed):
+                    return None
+                continue
+            took = time.monotonic() - started
+            self.counters.count(writes=1, written_bytes=len(encoded), write_seconds=took)
+            return len(encoded)
+        return None
+
+    def _encoded(self, block: bytes, record: memoryview) -> memoryview:
+        raw = record[HEADER_BYTES:]
+        if self.codec.number != _RAW:
+            encoded = self._scratch.take(HEADER_BYTES + self.codec.bound(len(raw)))
+            named = naming(block, self.codec.number, len(raw))
+            size = self.codec.encode(raw, encoded[HEADER_BYTES:], named)
+            record = encoded[: HEADER_BYTES + size]
+        seal(record, block, self.codec.number, len(raw))
+        return record
+
+    def _within_quota(self, block: bytes, size: int) -> bool:
+        space = block[:SPACE_BYTES]
+        over = self.catalogue.over_quota(space, size)
+        if over > 0:
+            self._take_away(self.catalogue.victims(over, space))
+        return over >= 0
+
+    def make_room(self, needed: int) -> bool:
+        """Evict ``needed`` bytes; whether anything could go."""
+        if not self.indexed:
+            return False
+        victims = self.catalogue.victims(needed)
+        if not victims and self.backend.shared and time.monotonic() - self._listed > 1.0:
+            self.relist()  # others fill the place: theirs go, too
+            victims = self.catalogue.victims(needed)
+        self._take_away(victims)
+        return bool(victims)
+
+    def _take_away(self, victims: Sequence[bytes]) -> None:
+        if not victims:
+            return
+        if self.demote is not None:
+            for block in victims:
+                self.demote(block)
+        self.backend.delete(victims)
+        self.counters.count(evictions=len(victims))
+
+    def remove(self, blocks: Sequence[bytes]) -> int:
+        """Delete ``blocks``; bytes freed, 0 when the place fails."""
+        for block in blocks:
+            self.catalogue.forget(block)
+        freed = 0
+        if blocks and self.breaker.allows():
+            with _Edge(self, "delete"):
+                freed = self.backend.delete(blocks)
+        return freed
+
+    def clear(self, space: bytes | None) -> int:
+        """Delete a namespace, or everything; bytes freed."""
+        found: set[bytes] = set(self.catalogue.blocks(space))
+        if self.breaker.allows():
+            with _Edge(self, "list"):
+                listed = (item.block for item in self.backend.list())
+                found.update(block for block in listed if block.startswith(space or b""))
+        return self.remove(list(found))
+
+    def copy_to(self, other: Tier, block: bytes) -> bool:
+        """Have ``other`` save ``block`` from here, in this thread; whether it did."""
+
+        def anything(size: int) -> memoryview:
+            return aligned(size)
+
+        record: memoryview | None = None
+        with _Edge(self, "get"):
+            record = self.backend.get(block, anything)
+        if record is None:
+            return False
+        try:
+            header = verify(record, block)
+            codec = self._codec(header)
+            if codec is None:
+                return False
+            if codec.number != _RAW:
+                raw = aligned(HEADER_BYTES + header.raw_bytes)
+                named = naming(block, header.codec, header.raw_bytes)
+                codec.decode(record[HEADER_BYTES:], raw[HEADER_BYTES:], named)
+                record = raw
+        except (BadRecord, Damaged) as damage:
+            self._quarantine(block, str(damage))
+            return False
+        return other.save(block, record)
+
+    # --- upkeep ----------------------------------------------------------------------------------
+
+    def used(self, blocks: Sequence[bytes]) -> None:
+        """A prompt used ``blocks``: whether they were read here or above, they stay longer."""
+        tell = self.catalogue.used(blocks) if self.indexed else list(reversed(blocks))
+        if tell:
+            self.writing.submit(lambda: self._tell(tell), 0)
+        if self.options.ttl is not None and time.monotonic() - self._expired > _EXPIRE_EVERY:
+            self._expired = time.monotonic()
+            self.writing.submit(self.expire, 0)
+
+    def _tell(self, blocks: Sequence[bytes]) -> None:
+        if blocks and self.breaker.allows():
+            with _Edge(self, "touch"):
+                self.backend.touch(blocks)
+
+    def expire(self) -> None:
+        """Take away what outlived its time."""
+        while old := self.catalogue.expired():
+            self.remove(old)
+
+    def flush(self) -> bool:
+        """Make what was written durable, and recency known; whether the place could."""
+        self._tell(self.catalogue.unnoted())
+        if not self.breaker.allows():
+            return False
+        with _Edge(self, "flush") as edge:
+            self.backend.flush()
+        return not edge.failed
+
+    def close(self) -> None:
+        """Close the backend; its threads end by themselves."""
+        with _Edge(self, "close"):
+            self.backend.close()
+
+    def stats(self) -> TierStats:
+        """The tier at this moment; asks nobody who could be slow."""
+        return TierStats(
+            name=self.name,
+            place=self.backend.describe(),
+            codec=self.codec.name,
+            blocks=len(self.catalogue) if self.indexed else None,
+            used_bytes=self.catalogue.total_bytes if self.indexed else None,
+            capacity=self.backend.capacity,
+            pinned_bytes=self.catalogue.pinned_bytes,
+            queued_bytes=self.writing.cost,
+            breaker=self.breaker.state,
+            breaker_opened=self.breaker.opened,
+            counters=self.counters.as_dict(),
+        )
+
+    def __repr__(self) -> str:
+        return f"<Tier {self.name} {self.backend.describe()} {self.codec.name}>"
+
+
+class _WrongSize(OutOfRoom):
+    """A record is larger than any of this block could be."""
+
+
+class _RecordRoom:
+    """The room for one record: its final place where it is raw already, a scratch buffer if not.
+
+    Sizes are checked here, before any memory is taken.
+    """
+
+    def __init__(self, tier: Tier, raw_bytes: int, place: Callable[[], memoryview]) -> None:
+        self._tier = tier
+        self._raw_bytes = raw_bytes
+        self._place = place
+        self._final: memoryview | None = None
+
+    @property
+    def placed(self) -> bool:
+        """Whether the record was read into its final place."""
+        return self._final is not None
+
+    def final(self) -> memoryview:
+        """Where the decoded record goes."""
+        if self._final is None:
+            self._final = self._place()
+        return self._final
+
+    def __call__(self, size: int) -> memoryview:
+        raw = HEADER_BYTES + self._raw_bytes
+        most = max(raw, HEADER_BYTES + self._tier.codec.bound(self._raw_bytes))
+        if size > most:
+            raise _WrongSize(size, f"it has {size} bytes and can have {most} at most: the reader")
+        if size == raw and self._tier.codec.number == _RAW:
+            return self.final()
+        return self._tier._scratch.take(size)
+
+
+class _Edge:
+    """Where what a backend raises ends: counted, logged, and told to the breaker."""
+
+    __slots__ = ("_started", "_tier", "_what", "failed")
+
+    def __init__(self, tier: Tier, what: str) -> None:
+        self._tier = tier
+        self._what = what
+        self._started = 0.0
+        self.failed = False
+
+    def __enter__(self) -> Self:
+        self._started = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool:
+        tier = self._tier
+        took = time.monotonic() - self._started
+        if error is None:
+            if took > tier.timeout and self._what != "list":
+                tier.breaker.failed(f"{self._what} took {took:.1f} s")
+            else:
+                tier.breaker.succeeded()
+            return False
+        if not isinstance(error, Exception):
+            return False
+        self.failed = True
+        tier.counters.count(errors=1)
+        tier.breaker.failed(f"{self._what}: {error}")
+        _LOG.info("tier %s: %s failed: %s", tier.name, self._what, error)
+        if isinstance(error, AssertionError):
+            _LOG.error("tier %s: a fault of kvkeep", tier.name, exc_info=error)
+        return True
