@@ -1,0 +1,188 @@
+"""Several processes in one directory: killed at any instant, counted at any instant."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from disk_worker import GONE, KEYS, block_of, record, version_of
+
+from kvkeep.backends.buffers import aligned
+from kvkeep.backends.disk import DiskBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+UNIT = 4096
+CAPACITY = 400_000  # about six of the largest records: writers are out of room all the time
+
+
+def on_disk(root: Path) -> int:
+    """Bytes of all files but FORMAT and ledger, in whole units, without the help of the backend."""
+    total = 0
+    for directory, _, names in os.walk(root):
+        if directory != str(root):
+            for name in names:
+                total += -(-os.lstat(os.path.join(directory, name)).st_size // UNIT) * UNIT
+    return total
+
+
+class Workers:
+    """A process of which writers are forked: starting one takes no import."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("disk_worker.py")
+        self.process = subprocess.Popen(
+            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.line() == "ready"
+        self.said: list[str] = []
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line, "the process that starts writers is gone"
+        return line
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def start(self, job: str, root: Path, *numbers: int) -> int:
+        self.tell(f"{job} {root} {' '.join(map(str, numbers))}")
+        while not (line := self.line()).startswith("started"):
+            self.said.append(line)
+        return int(line.split()[1])
+
+    def wait(self) -> list[str]:
+        """What all of them said until they ended."""
+        self.tell("wait")
+        while (line := self.line()) != "all":
+            self.said.append(line)
+        said, self.said = self.said, []
+        assert not [line for line in said if line.startswith("raised")]
+        return said
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    workers = Workers()
+    yield workers
+    workers.close()
+
+
+class Told:
+    """What writers said they did: the version of each key, and one that was in the making."""
+
+    def __init__(self) -> None:
+        self.is_there: dict[tuple[int, int], int] = {}
+
+    def check(self, said: list[str], root: Path) -> None:
+        making: dict[int, tuple[int, int]] = {}
+        for line in said:
+            what, *numbers = line.split()
+            if what == "dead":
+                continue
+            who, key, version = map(int, numbers)
+            if what == "begin":
+                making[who] = key, version
+            else:
+                assert making.pop(who) == (key, version)
+            if what == "done":
+                self.is_there[who, key] = version
+        with DiskBackend(root, CAPACITY) as backend:
+            found = {one.block: one.size for one in backend.list()}
+            assert os.listdir(root / "tmp") == []
+            assert backend.used() == on_disk(root) <= CAPACITY
+            assert backend.odd == 0
+            for who in (1, 2):
+                for key in range(KEYS):
+                    version = self.verified(backend, block_of(who, key), found)
+                    allowed = {self.is_there.get((who, key), GONE)}
+                    if making.get(who, (None, 0))[0] == key:
+                        allowed.add(making[who][1])
+                    assert version in allowed, f"key {key} of {who}, {making}"
+                    self.is_there[who, key] = version
+
+    def verified(self, backend: DiskBackend, block: bytes, found: dict[bytes, int]) -> int:
+        data = backend.get(block, aligned)
+        assert found.get(block) == (None if data is None else len(data))
+        if data is None:
+            return GONE
+        assert data == record(block, version_of(data)), "bytes that nobody wrote like this"
+        return version_of(data)
+
+
+def test_a_hundred_killed_writers(workers: Workers, tmp_path: Path) -> None:
+    """Nothing torn, nothing finished lost, nothing left over, the budget exact: each time."""
+    chance = random.Random(11)
+    told, changes = Told(), 0
+    for _ in range(50):
+        pids = [
+            workers.start("work", tmp_path, CAPACITY, who, chance.randrange(1 << 30), 1 << 30)
+            for who in (1, 2)
+        ]
+        for pid in pids:
+            time.sleep(chance.uniform(0, 0.06))
+            os.kill(pid, signal.SIGKILL)
+        said = workers.wait()
+        changes += sum(line.startswith("done") for line in said)
+        told.check(said, tmp_path)
+    assert changes > 1000, "they were killed before they did anything"
+
+
+def test_the_budget_holds_at_any_instant(workers: Workers, tmp_path: Path) -> None:
+    """Two processes that are out of room all the time; the ledger says what is there."""
+    for who in (1, 2):
+        workers.start("work", tmp_path, CAPACITY, who, who, 700)
+    while not (tmp_path / "ledger").exists():
+        time.sleep(0.001)
+    most, samples = 0, 0
+    with open(tmp_path / "ledger", "rb", buffering=0) as ledger:
+        while samples < 200:
+            fcntl.flock(ledger, fcntl.LOCK_EX)
+            held = on_disk(tmp_path)
+            magic, unmarked, used = struct.unpack("<8sQQ", os.pread(ledger.fileno(), 24, 0))
+            fcntl.flock(ledger, fcntl.LOCK_UN)
+            assert held <= CAPACITY
+            if unmarked:
+                assert (magic, used) == (b"kvledger", held)
+            most, samples = max(most, held), samples + 1
+            time.sleep(0.002)
+    said = workers.wait()
+    assert most > CAPACITY * 0.7, "they never had much"
+    assert sum(line.startswith("full") for line in said) > 10
+    assert all(line.endswith(" 0") for line in said if line.startswith("dead"))
+    Told().check(said, tmp_path)
+
+
+def test_a_fork_goes_on_with_the_backend(workers: Workers, tmp_path: Path) -> None:
+    """While threads of its parent are in the middle of puts."""
+    workers.start("fork", tmp_path, 1 << 30, 99, 0, 40)
+    assert [line.split()[2] for line in workers.wait()] == ["0"]
+    with DiskBackend(tmp_path) as backend:
+        blocks = [one.block for one in backend.list()]
+        assert len(blocks) == 2 * 7
+        for block in blocks:
+            data = backend.get(block, aligned)
+            assert data is not None
+            assert data[:48] == block
+        assert backend.used() == on_disk(tmp_path) == 2 * 7 * 2 * UNIT
+        assert os.listdir(tmp_path / "tmp") == []
