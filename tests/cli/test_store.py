@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvkeep.backends import TierURL
 from kvkeep.backends.buffers import aligned
 from kvkeep.backends.disk import DiskBackend
 from kvkeep.cli import main
 from kvkeep.cli.store_look import codec_name
 from kvkeep.cli.store_place import age
+from kvkeep.tiers import open_backend
 from kvkeep.tiers.record import HEADER_BYTES, seal
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 KVKEEP = [sys.executable, "-W", "error", "-m", "kvkeep"]
@@ -414,10 +417,54 @@ def test_a_dead_server_is_one_line(url: str, capsys: pytest.CaptureFixture[str])
     captured = capsys.readouterr()
     assert captured.out.startswith(url), "the others are done"
     assert captured.err.count("\n") == 1
-    assert captured.err.startswith(f"kvkeep: error: valkey://someone:***@127.0.0.1:{port}: ")
+    assert captured.err.startswith("kvkeep: error: ")
+    assert captured.err.count(str(port)) in {1, 2}
+    assert "refused" in captured.err
     assert "secret" not in captured.err
     answer = answered(capsys, "verify", dead, code=1)
     assert set(answer) == {"url", "error"}
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """The URL of an empty server of this test's own."""
+    program = shutil.which("valkey-server") or shutil.which("redis-server")
+    if program is None:
+        pytest.skip("neither valkey-server nor redis-server is installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "Ready to accept connections" in line:
+                break
+        yield f"valkey://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_server(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "ls", server) == [f"{server} is empty"]
+    with open_backend(TierURL(server)) as backend:
+        for number in range(5):
+            backend.put(block(A, number), record(block(A, number)))
+        wrong = record(block(A, 3))
+        wrong[-1] ^= 1
+        backend.put(block(A, 3), wrong)
+    assert said(capsys, "ls", server)[2].split()[:2] == [A.hex(), "5"]
+    answer = answered(capsys, "stat", server)
+    assert (answer["blocks"], answer["quarantined"], answer["capacity"]) == (5, None, None)
+    answer = answered(capsys, "verify", server, "--repair", code=1)
+    assert [one["block"] for one in answer["found"]] == [block(A, 3).hex()]
+    assert answered(capsys, "verify", server)["sound"] == 4
+    assert answered(capsys, "gc", server, "--size", str(2 * RECORD))["blocks"] == 2
+    assert answered(capsys, "rm", server, "--space", "a0a0", "--yes")["blocks"] == 2
+    assert said(capsys, "ls", server) == [f"{server} is empty"]
 
 
 def test_ages() -> None:

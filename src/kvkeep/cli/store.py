@@ -89,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
             answer = _done(action, text, args)
         except BackendFailed as error:
             line = " ".join(str(error).split())
-            print(f"kvkeep: error: {url.safe}: {line}", file=sys.stderr)
+            if (url.place or url.path) not in line:
+                line = f"{url.safe}: {line}"
+            print(f"kvkeep: error: {line}", file=sys.stderr)
             answers.append({"url": url.safe, "error": line})
             code = _FAILED
             continue

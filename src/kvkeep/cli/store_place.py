@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Place", "Space", "age", "bar", "columns", "opened", "remove", "spaces_of"]
 
-_AT_ONCE = 256
+_AT_ONCE = 64
 # Options of a tier that do not matter here: a URL can be given as the store has it.
 _NOT_ASKED = ("codec", "encrypt", "policy", "ttl", "queue", "readers", "writers")
 
