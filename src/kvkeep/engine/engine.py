@@ -151,6 +151,15 @@ class Engine:
         keeper, self._keeper = self._keeper, None
         return keeper is None or keeper.close(timeout)
 
+    def clear_store(self, namespace: NamespaceLike | None = None) -> int:
+        """Delete what the store has of one namespace, or of all seen here; returns the bytes.
+
+        Safe from any thread. Without a store there is nothing to delete.
+        """
+        space = None if namespace is None else as_namespace(namespace)
+        keeper = self._keeper
+        return 0 if keeper is None else keeper.clear(space)
+
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""

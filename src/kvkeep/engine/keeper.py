@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import fields, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvkeep.engine.forms import Forms
@@ -36,7 +35,11 @@ __all__ = ["Keeper"]
 _AHEAD = 8
 # A pause of an engine that has nothing to compute: how late it sees that a prefetch is done.
 _PAUSE_S = 0.002
+# For what is on its way to the store when it is cleared.
+_CLEAR_S = 5.0
 _FOLDED = "namespace "
+# Whose namespaces are remembered, so that all of them can be cleared.
+_MOST_TENANTS = 65_536
 
 
 class Keeper:
@@ -79,7 +82,15 @@ class Keeper:
         forms = Forms(runner.tensors, store.layout)
         self._writes = Writes(store, runner.tensors, forms, did)
         self._loads = Loads(store, runner.tensors, forms, self._writes.known, timeout=timeout)
-        self._tenant = lru_cache(1024)(self._tenant_of)
+        self._tenants: dict[Namespace, str] = {}  # those seen, the oldest forgotten
+
+    def _tenant(self, namespace: Namespace) -> str:
+        tenant = self._tenants.get(namespace)
+        if tenant is None:
+            tenant = self._tenants[namespace] = self._tenant_of(namespace)
+            if len(self._tenants) > _MOST_TENANTS:
+                del self._tenants[next(iter(self._tenants))]
+        return tenant
 
     def _tenant_of(self, namespace: Namespace) -> str:
         """The store's tenant for what must not be mixed here.
@@ -192,6 +203,17 @@ class Keeper:
             self._writes.offer(trail, sequence, answer.computed, tenant, last=last)
 
     # --- the end -----------------------------------------------------------------------------
+
+    def clear(self, namespace: Namespace | None = None) -> int:
+        """Delete what the store has of one namespace, or of all seen here; returns the bytes.
+
+        Safe from any thread. What running requests go on to write is there again afterwards.
+        """
+        spaces = list(self._tenants) if namespace is None else [namespace]
+        self._writes.flush(_CLEAR_S)  # else it would come back by itself
+        freed = sum(self._store.clear(tenant=self._tenant_of(space)) for space in spaces)
+        self._writes.known.clear()
+        return freed
 
     def close(self, timeout: float) -> bool:
         """Wait until the store has and keeps all that was handed over; whether it came to that."""

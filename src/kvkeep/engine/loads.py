@@ -17,6 +17,8 @@ from collections import deque
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from kvkeep.engine.forms import Buffers
 from kvkeep.engine.writes import block_keys
 
@@ -213,8 +215,9 @@ class Loads:
         tokens = load.tokens[: load._ready if stop == load._stop else stop]
         kv, count = self._store.get(tokens, start, deadline=seconds, tenant=load.tenant)
         count = min(count, stop - start)
-        if kv is None or count <= 0:
+        if count <= 0:
             return 0
+        assert isinstance(kv, torch.Tensor), "the form that was asked for"
         self._forms.by_page(kv, count, block)
         return count
 

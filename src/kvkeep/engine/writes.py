@@ -96,6 +96,11 @@ class Known:
             for key in stored:  # the last may be a tail that stands among both
                 self._note(key)
 
+    def clear(self) -> None:
+        """Nothing is stored any more but what is on its way."""
+        with self._lock:
+            self._keys.clear()
+
     def _note(self, key: bytes) -> None:
         self._keys[key] = time.monotonic()
         self._keys.move_to_end(key)
