@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test check bench clean
+.PHONY: help setup serve demo servers test check bench clean
 
 help:            ## show this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -25,11 +25,22 @@ serve: setup     ## serve the bundled model over HTTP (SERVE_ARGS="--model PATH 
 demo: setup      ## play a conversation through the real service: cold against warm
 	@$(BIN)/kvkeep demo
 
+# The store is tested against a real server. Debian's package has one; RUNLEVEL=1 keeps the package
+# from starting a service of its own. Without it those tests are skipped, and say so.
+servers:
+	@command -v redis-server >/dev/null || command -v valkey-server >/dev/null || { \
+	  echo "== installing redis-server for the tests"; \
+	  export RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive; \
+	  SUDO=$$(test "$$(id -u)" = 0 || echo "sudo -n"); \
+	  INSTALL="$$SUDO apt-get install -qq -y --no-install-recommends redis-server"; \
+	  $$INSTALL >/dev/null 2>&1 || { $$SUDO apt-get update -qq && $$INSTALL; } >/dev/null 2>&1 || \
+	  echo "   not to be had: tests against a Valkey or Redis server will be skipped"; }
+
 check: setup     ## lint, format and strict types
 	@echo "== ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@echo "== mypy --strict"; $(BIN)/mypy
 
-test: check      ## check, then all the tests
+test: check servers ## check, then all the tests
 	@echo "== pytest, two workers with a core each (5 to 9 minutes)"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
