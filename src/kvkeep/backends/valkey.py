@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 from kvkeep.backends.base import Backend, Listed, Room
-from kvkeep.backends.valkey_nodes import Address, Nodes, Number, Topology
+from kvkeep.backends.valkey_nodes import Address, Nodes, Number
+from kvkeep.backends.valkey_options import ValkeyOptions
 from kvkeep.backends.valkey_wire import (
     MAX_VALUE,
     Answer,
@@ -21,8 +19,9 @@ from kvkeep.backends.valkey_wire import (
     Wire,
     around_value,
     command,
+    connect,
 )
-from kvkeep.errors import BackendFailed, InvalidValue, OutOfRoom, require
+from kvkeep.errors import BackendFailed, OutOfRoom
 from kvkeep.geometry.units import format_bytes
 from kvkeep.keys import BLOCK_ID_BYTES, SPACE_BYTES
 
@@ -35,30 +34,6 @@ __all__ = ["ValkeyBackend", "ValkeyOptions"]
 
 _FORMAT: Final = b"1"
 _SCANNED: Final = 500  # keys that a server looks at for each piece of a listing
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValkeyOptions:
-    """Which server, who we are there, and how it is used.
-
-    ``expire`` is in seconds, None where keys stay until the server's own rules take them.
-    ``password`` and ``username`` are in no representation. ``ca``, ``cert`` and ``key`` are files:
-    whom to trust (None: whom the system trusts), and what to show a server that wants to see it.
-    """
-
-    host: str
-    port: int = 6379
-    database: int = 0
-    username: str | None = field(default=None, repr=False)
-    password: str | None = field(default=None, repr=False)
-    tls: bool = False
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
-    cluster: Topology = "auto"
-    connections: int = 4
-    expire: float | None = None
-    prefix: str = "kvkeep"
 
 
 class ValkeyBackend(Backend):
@@ -98,7 +73,7 @@ class ValkeyBackend(Backend):
     def __init__(self, options: ValkeyOptions) -> None:
         self.options = options
         self.timeout = 5.0
-        self._redis = require("redis", "valkey")
+        self._tls = options.tls_context()
         self._prefix = f"{options.prefix}:".encode() + _FORMAT + b":"
         self._nodes = Nodes(
             (options.host, options.port), options.cluster, options.connections, self._dial
@@ -107,7 +82,7 @@ class ValkeyBackend(Backend):
     @classmethod
     def from_url(cls, url: TierURL) -> ValkeyBackend:
         """Take a URL as it stands above. Does not connect, so a server may be down."""
-        return cls(_options(url))
+        return cls(ValkeyOptions.from_url(url))
 
     def put(self, block: bytes, record: memoryview) -> None:
         """Keep ``record``; see `Backend.put`. It is sent from where it lies, without a copy."""
@@ -271,106 +246,21 @@ class ValkeyBackend(Backend):
         except (Lost, ServerSays) as error:
             raise BackendFailed(f"{self.describe()}: {error}") from error
 
-    def _dial(self, address: Address, seconds: float) -> Wire:
-        """Connect, encrypt and log in, which the library knows how to do."""
+    def _dial(self, address: Address, deadline: float) -> Wire:
         options = self.options
-        host, port = address
-        arguments: dict[str, Any] = {}
-        kind = self._redis.Connection
-        if options.tls:
-            kind = self._redis.SSLConnection
-            arguments = {
-                "ssl_ca_certs": options.ca,
-                "ssl_certfile": options.cert,
-                "ssl_keyfile": options.key,
-                "ssl_cert_reqs": "required",
-                "ssl_check_hostname": True,
-            }
-        connection = kind(
-            host=host,
-            port=port,
-            db=options.database,
-            username=options.username,
-            password=options.password,
-            socket_timeout=seconds,
-            socket_connect_timeout=seconds,
-            socket_keepalive=True,
-            protocol=2,
-            **arguments,
-        )
+        wire = connect(address, deadline, self._tls)
         try:
-            connection.connect()
-        except self._redis.TimeoutError as error:
-            raise TimedOut(str(error)) from error
-        except (self._redis.RedisError, ValueError) as error:  # ValueError: bytes that are no text
-            connection.disconnect()
-            raise Lost(str(error)) from error
-        # The library has no other way to its socket, and none to read without a copy.
-        return Wire(connection._sock, connection.disconnect)
-
-
-def _options(url: TierURL) -> ValkeyOptions:
-    if url.host is None:
-        raise InvalidValue(f"{url.safe} names no host; such as valkey://localhost:6379")
-    if url.text("size") is not None:
-        raise InvalidValue(
-            f"{url.safe} takes no size: the server has its own; set its maxmemory, and "
-            "maxmemory-policy allkeys-lru"
-        )
-    place = url.path.strip("/")
-    if not re.fullmatch(r"[0-9]{0,9}", place):
-        raise InvalidValue(f"{url.safe} ends in {place!r}; a database is a number such as /0")
-    prefix = cast("str", url.text("prefix", "kvkeep"))
-    if not re.fullmatch(r"[A-Za-z0-9._:/-]{1,100}", prefix):
-        raise InvalidValue(f"prefix={prefix} in {url.safe}; letters, digits and . _ : / - only")
-    tls = url.scheme in {"valkeys", "rediss"}
-    files = {name: _file(url, name) for name in ("ca", "cert", "key")}
-    given = [name for name, path in files.items() if path]
-    if given and not tls:
-        raise InvalidValue(f"{url.safe} has {given[0]}= but no TLS; write valkeys://")
-    if files["key"] and not files["cert"]:
-        raise InvalidValue(f"{url.safe} has key= without cert=, the certificate it belongs to")
-    options = ValkeyOptions(
-        host=url.host,
-        port=6379 if url.port is None else url.port,
-        database=int(place or 0),
-        username=url.username,
-        password=_password(url),
-        tls=tls,
-        cluster=cast("Topology", url.choice("cluster", ("auto", "yes", "no"), "auto")),
-        connections=url.number("connections", 4, 1, 256),
-        expire=url.seconds("expire"),
-        prefix=prefix,
-        **files,
-    )
-    if options.cluster == "yes" and options.database:
-        raise InvalidValue(f"{url.safe} names a database; a cluster has number 0 only")
-    url.finish()
-    return options
-
-
-def _password(url: TierURL) -> str | None:
-    path = _file(url, "password_file")
-    if path is None:
-        return url.password
-    if url.password is not None:
-        raise InvalidValue(f"{url.safe} has a password and password_file=; give one of them")
-    password = Path(path).read_text("utf-8").rstrip("\r\n")
-    if not password:
-        raise InvalidValue(f"password_file={path} in {url.safe} is empty")
-    return password
-
-
-def _file(url: TierURL, name: str) -> str | None:
-    """Take an option that names a file, and see that it can be read."""
-    path = url.text(name)
-    if path is not None:
-        try:
-            with Path(path).open("rb"):
-                pass
-        except OSError as error:
-            raise InvalidValue(f"{name}={path} in {url.safe} cannot be read: {error}") from error
-    return path
+            if options.password is not None or options.username is not None:
+                who = [options.username.encode()] if options.username is not None else []
+                wire.send(command(b"AUTH", *who, (options.password or "").encode()))
+                wire.expect_ok()
+            if options.database:
+                wire.send(command(b"SELECT", options.database))
+                wire.expect_ok()
+        except BaseException:
+            wire.close()
+            raise
+        return wire
 
 
 def _scanned(answer: Answer) -> tuple[bytes, list[bytes]]:

@@ -57,11 +57,11 @@ class _Pool:
             wire.deadline = deadline
             try:
                 yield wire
-            except ServerSays:
-                self._put_back(wire)
-                raise
-            except BaseException:
-                wire.close()  # an answer may still be under way: nobody must read it as theirs
+            except BaseException as error:
+                if _is_redirection(error):
+                    self._put_back(wire)
+                else:
+                    wire.close()  # an answer may be under way: nobody must read it as theirs
                 raise
             self._put_back(wire)
         finally:
@@ -74,7 +74,7 @@ class _Pool:
                     raise Lost("the backend is closed")
                 wire = self._idle.pop() if self._idle else None
             if wire is None:
-                return self._dial(self.address, max(0.001, deadline - time.monotonic()))
+                return self._dial(self.address, deadline)
             if wire.usable():
                 return wire
             wire.close()  # the server was restarted meanwhile, or has had enough of us
@@ -287,7 +287,7 @@ def _slots_of(answer: Answer, asked: Address) -> list[Address | None]:
     return slots
 
 
-def _is_redirection(answer: Answer) -> bool:
+def _is_redirection(answer: object) -> bool:
     return isinstance(answer, ServerSays) and answer.code in {"MOVED", "ASK"}
 
 

@@ -1,0 +1,368 @@
+"""Valkey and Redis on bad days: dead, hung, slow, cut off, talking nonsense."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from servers import Server, free_port, make_certificates, needs_server, server
+
+from kvkeep.backends import TierURL
+from kvkeep.backends.valkey import ValkeyBackend
+from kvkeep.errors import BackendFailed
+from kvkeep.testing.backend_hooks import Rooms, block_id, content, get, put, sizes_listed
+from kvkeep.testing.backend_threads import together
+from kvkeep.testing.proxy import FaultProxy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = needs_server
+A, B, C = (block_id(number) for number in range(3))
+SHORT_S = 0.15
+LARGE = 3 << 20
+
+Call = "Callable[[ValkeyBackend], object]"
+CALLS = {
+    "put": lambda backend: put(backend, C, content(C, 1, 200_000)),
+    "get": lambda backend: get(backend, A),
+    "sizes": lambda backend: backend.sizes([A, B]),
+    "delete": lambda backend: backend.delete([C]),
+    "list": lambda backend: list(backend.list()),
+    "touch": lambda backend: backend.touch([A]),
+    "quarantine": lambda backend: backend.quarantine(C, "a test"),
+}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Server]:
+    with server() as one:
+        yield one
+
+
+@pytest.fixture
+def proxy(running: Server) -> Iterator[FaultProxy]:
+    running.ask("FLUSHALL")
+    with FaultProxy(running.address) as one:
+        yield one
+
+
+@pytest.fixture
+def backend(proxy: FaultProxy) -> Iterator[ValkeyBackend]:
+    """A backend behind the proxy with two records, and a connection that was used."""
+    with open_url(f"valkey://{proxy.address}") as one:
+        put(one, A, content(A, 0, LARGE))
+        put(one, B, content(B, 0, 1000))
+        one.timeout = SHORT_S
+        yield one
+
+
+def open_url(text: str) -> ValkeyBackend:
+    return ValkeyBackend.from_url(TierURL(text))
+
+
+def assert_sound(backend: ValkeyBackend) -> None:
+    """Everything works, and what was there is right."""
+    backend.timeout = 10.0
+    assert get(backend, B) == content(B, 0, 1000)
+    assert get(backend, A) == content(A, 0, LARGE)
+    assert backend.sizes([A, B]) == [LARGE, 1000]
+    put(backend, C, b"after")
+    assert get(backend, C) == b"after"
+    assert backend.delete([C]) == 5
+
+
+def fails_in_time(backend: ValkeyBackend, call: Callable[[ValkeyBackend], object]) -> str:
+    """It raises `BackendFailed`, not much later than it may: what it says."""
+    start = time.monotonic()
+    with pytest.raises(BackendFailed) as caught:
+        call(backend)
+    taken = time.monotonic() - start
+    assert taken < 10 * backend.timeout, f"{taken:.2f} s, and {backend.timeout} s were given"
+    return str(caught.value)
+
+
+# --- dead and back ---------------------------------------------------------------------------
+
+
+def test_a_server_that_is_not_there_yet() -> None:
+    with open_url(f"valkey://127.0.0.1:{free_port()}") as backend:
+        for call in CALLS.values():
+            fails_in_time(backend, call)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_refused_and_back(proxy: FaultProxy, backend: ValkeyBackend, name: str) -> None:
+    proxy.refuse()
+    for _ in range(3):
+        assert "refused" in fails_in_time(backend, CALLS[name])
+    proxy.heal()
+    assert_sound(backend)
+
+
+def test_killed_and_started_again() -> None:
+    """Idle connections have ended meanwhile: nobody notices."""
+    with server("--appendonly", "yes", "--appendfsync", "always") as one, open_url(one.url) as kv:
+        together(
+            *[lambda who=who: put(kv, block_id(who), content(A, who, 5000)) for who in range(4)]
+        )
+        for _ in range(2):
+            one.kill()
+            fails_in_time(kv, CALLS["get"])
+            one.start()
+            assert get(kv, A) == content(A, 0, 5000)
+        one.kill()
+        one.start()
+        for who in range(4):
+            assert get(kv, block_id(who)) == content(A, who, 5000)
+
+
+def test_killed_under_load() -> None:
+    """Every call is right or a failure, and all is well when the server is."""
+    with server() as one, open_url(one.url) as kv:
+        stop = threading.Event()
+        failures: list[BackendFailed] = []
+
+        def work(who: int) -> None:
+            block, number = block_id(who), 0
+            while not stop.is_set():
+                number += 1
+                try:
+                    put(kv, block, content(block, number, 300_000))
+                    found = get(kv, block)
+                except BackendFailed as error:
+                    failures.append(error)
+                    stop.wait(0.01)
+                    continue
+                assert found in {content(block, number, 300_000), None}
+
+        def kill() -> None:
+            for _ in range(3):
+                stop.wait(0.1)
+                one.kill()
+                one.start()
+            stop.set()
+
+        together(kill, *[lambda who=who: work(who) for who in range(8)])
+        assert failures
+        put(kv, A, b"alive")
+        assert get(kv, A) == b"alive"
+
+
+# --- hung and slow ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_hung(proxy: FaultProxy, backend: ValkeyBackend, name: str) -> None:
+    """On the connection that is open, and on new ones."""
+    proxy.hang()
+    for _ in range(3):
+        assert "did not answer in" in fails_in_time(backend, CALLS[name])
+    proxy.heal()
+    assert_sound(backend)
+
+
+def test_a_late_answer_is_nobodys(proxy: FaultProxy, backend: ValkeyBackend) -> None:
+    """The answer to a call that gave up must not become that of the next one."""
+    for _ in range(5):
+        proxy.delay(SHORT_S * 1.5)
+        fails_in_time(backend, CALLS["get"])
+        fails_in_time(backend, CALLS["sizes"])
+        proxy.heal()
+        assert get(backend, B) == content(B, 0, 1000)
+        assert backend.sizes([B, C]) == [1000, None]
+
+
+def test_bytes_that_trickle_do_not_buy_time(proxy: FaultProxy, backend: ValkeyBackend) -> None:
+    proxy.slow(200_000, side="answers")
+    assert "did not answer in" in fails_in_time(backend, CALLS["get"])
+    proxy.slow(200_000, side="requests")
+    large = memoryview(bytes(32 << 20))
+    assert "did not answer in" in fails_in_time(backend, lambda one: one.put(C, large))
+    proxy.heal()
+    assert_sound(backend)
+    assert get(backend, C) is None, "half a record was put"
+
+
+def test_slow_but_in_time(proxy: FaultProxy, backend: ValkeyBackend) -> None:
+    backend.timeout = 20.0
+    proxy.slow(LARGE * 4, side="both")
+    assert get(backend, A) == content(A, 0, LARGE)
+    put(backend, C, content(C, 0, 500_000))
+    proxy.heal()
+    assert get(backend, C) == content(C, 0, 500_000)
+
+
+def test_who_waits_for_a_connection_waits_no_longer(proxy: FaultProxy) -> None:
+    """Twelve calls and one connection to a server that hangs: together they take about two
+    time-outs, since whoever waits for the connection has its own time running."""
+    with open_url(f"valkey://{proxy.address}?connections=1") as backend:
+        put(backend, A, b"x")
+        backend.timeout = SHORT_S
+        proxy.hang()
+        together(*[lambda: fails_in_time(backend, CALLS["get"]) for _ in range(12)])
+        proxy.heal()
+        backend.timeout = 10.0
+        assert get(backend, A) == b"x"
+
+
+# --- cut off ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_cut_in_an_answer(proxy: FaultProxy, backend: ValkeyBackend, name: str, after: int) -> None:
+    proxy.cut(after)
+    for _ in range(2):  # on a connection that is open, and while a new one is made
+        fails_in_time(backend, CALLS[name])
+    proxy.heal()
+    assert_sound(backend)
+
+
+@pytest.mark.parametrize("after", [10, 1000, LARGE // 2, LARGE - 1, LARGE + 9, LARGE + 10])
+def test_cut_in_a_value(proxy: FaultProxy, backend: ValkeyBackend, after: int) -> None:
+    """`$3145728`, CRLF, the value, CRLF: up to its last byte."""
+    backend.timeout = 5.0
+    proxy.cut(after + 1)
+    rooms = Rooms()
+    with pytest.raises(BackendFailed):
+        backend.get(A, rooms)
+    proxy.heal()
+    assert_sound(backend)
+
+
+@pytest.mark.parametrize("after", [0, 4, 150, 100_000, 199_999])
+def test_cut_in_a_put_leaves_what_was_there(
+    proxy: FaultProxy, backend: ValkeyBackend, after: int
+) -> None:
+    put(backend, C, b"before")
+    proxy.cut(after, side="requests")
+    fails_in_time(backend, CALLS["put"])
+    proxy.heal()
+    assert get(backend, C) == b"before"
+    assert_sound(backend)
+
+
+# --- nonsense --------------------------------------------------------------------------------
+
+NONSENSE = [
+    b"HTTP/1.1 400 Bad Request\r\nServer: x\r\n\r\n",
+    b"\r\n",
+    b"\r\n\r\n$5\r\n",
+    b"$-2\r\n",
+    b"$99999999999999999999\r\n",
+    b"$600000000\r\n",
+    b"$5\r\nworld, and more\r\n",
+    b"$\r\n",
+    b"*-7\r\n",
+    b"*2000000000\r\n",
+    b"*1\r\n" * 50,
+    b"*2\r\n$1\r\n0\r\n:3\r\n",
+    b":\xff\r\n",
+    b":1_0\r\n",
+    b"%1\r\n+a\r\n+b\r\n",
+    b"-\xff\xfe\r\n",
+    b"-\r\n",
+    b"-MOVED 1\r\n",
+    b"-ASK one two:three\r\n",
+    bytes(100_000),
+    b"x" * 100_000,
+    b"+PONG\r\n",
+]
+
+
+@pytest.mark.parametrize("text", NONSENSE, ids=lambda text: repr(text[:20]))
+def test_nonsense_is_a_failure(proxy: FaultProxy, backend: ValkeyBackend, text: bytes) -> None:
+    """Whatever is asked, on an open connection and on a new one; and then all is well again."""
+    for call in CALLS.values():
+        backend.timeout = 10.0
+        assert get(backend, B) == content(B, 0, 1000)
+        backend.timeout = SHORT_S
+        proxy.replace(text)
+        for _ in range(2):
+            fails_in_time(backend, call)
+        proxy.heal()
+    assert_sound(backend)
+
+
+@pytest.mark.parametrize("place", range(13))
+def test_a_flipped_bit_is_found_or_is_the_values(
+    proxy: FaultProxy, backend: ValkeyBackend, place: int
+) -> None:
+    """`$3145728`, CRLF, three bytes of the value: only there may it go unseen here."""
+    proxy.flip(every=LARGE * 2, first=place)
+    if place < 10:
+        fails_in_time(backend, CALLS["get"])
+    else:
+        found = get(backend, A)
+        assert found is not None
+        assert found[place - 10] == content(A, 0, LARGE)[place - 10] ^ 1
+    proxy.heal()
+    assert_sound(backend)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_flipped_bits_everywhere(proxy: FaultProxy, backend: ValkeyBackend, name: str) -> None:
+    """No call does anything but fail, or answer; and none hurts those that come after."""
+    for every in (1, 2, 3, 5, 9):
+        for first in range(every):
+            proxy.flip(every, first)
+            with contextlib.suppress(BackendFailed):
+                CALLS[name](backend)
+            proxy.heal()
+            assert get(backend, B) == content(B, 0, 1000)
+    assert_sound(backend)
+
+
+def test_requests_that_arrive_garbled(proxy: FaultProxy, backend: ValkeyBackend) -> None:
+    """The server says what it thinks of that and hangs up."""
+    for every in (1, 2, 5):
+        proxy.flip(every, side="requests")
+        for name in ("get", "sizes"):
+            fails_in_time(backend, CALLS[name])
+        proxy.heal()
+        assert get(backend, B) == content(B, 0, 1000)
+    assert_sound(backend)
+
+
+def test_what_nobody_asked_for_is_not_read(proxy: FaultProxy, backend: ValkeyBackend) -> None:
+    """An answer too many ends the connection, it does not shift all that follow by one."""
+    proxy.replace(b"$4\r\nmine\r\n:7\r\n")
+    try:
+        assert get(backend, A) == b"mine"  # well-formed: only a record's checksum can tell
+    finally:
+        proxy.heal()
+    assert_sound(backend)
+    assert set(sizes_listed(backend)) == {A, B}
+
+
+# --- the same with TLS -----------------------------------------------------------------------
+
+
+def test_faults_behind_tls(tmp_path: Path) -> None:
+    certificates = make_certificates(tmp_path)
+    with (
+        server(password="sesame", certificates=certificates) as one,
+        FaultProxy(one.address) as proxy,
+        open_url(f"valkeys://:sesame@{proxy.address}?ca={certificates.ca}") as backend,
+    ):
+        put(backend, A, content(A, 0, LARGE))
+        put(backend, B, content(B, 0, 1000))
+        for fault in (
+            proxy.hang,
+            proxy.refuse,
+            lambda: proxy.cut(LARGE // 2),
+            lambda: proxy.slow(100_000),
+            lambda: proxy.flip(every=100_000, first=500),
+            lambda: proxy.replace(b"+OK\r\n"),
+        ):
+            backend.timeout = 3 * SHORT_S
+            fault()
+            for _ in range(2):
+                assert "sesame" not in fails_in_time(backend, CALLS["get"])
+            proxy.heal()
+            assert_sound(backend)
