@@ -1,0 +1,564 @@
+"""Plain Transformers models over the store: the same answers, and less computed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+from kvkeep.errors import IllegalStep, InvalidValue, UnsupportedModel
+from kvkeep.geometry import KVGeometry
+from kvkeep.integrations.transformers import KeptModel, revision_of
+from kvkeep.models import bundled_model
+from kvkeep.store import KVStore
+from kvkeep.store.weights import weights_digest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.model
+
+BLOCK = 16
+WINDOW = 9  # smaller than the prompts, and no divisor of a block
+VOCABULARY = 160
+
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,  # large, so that one wrong byte of KV shows in the answer
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+FAMILIES = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": WINDOW},
+    "Gemma": {},
+    "Gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16},
+    "Gemma3Text": {
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+
+
+def build(family="Llama", *, seed=7, **changes):
+    """A random model of the family, the same at every call."""
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **FAMILIES[family], **changes})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A Llama that no test changes."""
+    return build()
+
+
+@pytest.fixture
+def kept(model):
+    """It, over a store of the test's own."""
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+        yield kept
+
+
+def prompt(tokens, seed=1):
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (1, tokens), generator=random)
+
+
+def computed(model):
+    """A list that grows by the tokens of each forward pass of ``model`` from now on."""
+    counts = []
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda _, given, __: counts.append(given[0].numel()))
+    return counts
+
+
+# --- the same answers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tokens", [5, BLOCK, BLOCK + 1, 4 * BLOCK + 7])
+def test_greedy_answers_are_those_of_the_model_alone(family, tokens):
+    model = build(family)
+    first = prompt(tokens)
+    expected = model.generate(first, max_new_tokens=12)
+    turn = torch.cat((expected, prompt(3, seed=2)), 1)  # a conversation goes on
+    expected_turn = model.generate(turn, max_new_tokens=12)
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+        for _ in range(2):
+            assert torch.equal(kept.generate(first, max_new_tokens=12), expected)
+        assert kept.last.loaded == tokens - 1
+        assert torch.equal(kept.generate(input_ids=turn, max_new_tokens=12), expected_turn)
+        assert kept.last.loaded == expected.shape[1] - 1
+
+
+def test_only_what_was_not_stored_is_computed(model):
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+        counts = computed(model)
+        text = kept.generate(prompt(40), max_new_tokens=10)
+        assert counts == [40] + [1] * 9
+        assert kept.last[:2] == (40, 0)
+        counts.clear()
+        kept.generate(torch.cat((text, prompt(5, seed=2)), 1), max_new_tokens=1)
+        assert kept.last.prompt == 55
+        assert kept.last.loaded == 49  # the last token that was generated was never computed
+        assert counts == [55 - 49]
+        other = torch.cat((text[:, :35], prompt(5, seed=3)), 1)
+        kept.generate(other, max_new_tokens=1)
+        assert kept.last[:2] == (40, 32)  # where texts part, blocks count
+
+
+def test_one_token_is_always_computed(kept):
+    """Else there would be no logits to choose the first new token from."""
+    ids = prompt(2 * BLOCK)
+    kept.generate(ids, max_new_tokens=4)
+    counts = computed(kept.model)
+    kept.generate(ids, max_new_tokens=1)
+    assert counts == [1]
+
+
+def test_wrong_kv_would_be_seen(kept):
+    """The test of the tests above: with keys of other tokens the answer is another one."""
+    ids = prompt(4 * BLOCK)
+    expected = kept.generate(ids, max_new_tokens=12)
+    loaded = kept.load(ids)
+    loaded.cache.layers[0].values[..., 3, :] += 1
+    other = kept.model.generate(ids, past_key_values=loaded.cache, max_new_tokens=12)
+    assert not torch.equal(other, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_loaded_is_bit_for_bit_what_was_computed(dtype):
+    model = build().to(dtype)
+    ids = prompt(3 * BLOCK + 5)
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+        cache = DynamicCache()
+        with torch.inference_mode():
+            model(ids, past_key_values=cache)
+        assert kept.save(ids[:, :-2], DynamicCache()) == 0
+        assert kept.save(ids, cache) == ids.shape[1]
+        longer = torch.cat((ids, prompt(1)), 1)
+        loaded = kept.load(longer)
+        assert loaded.tokens == ids.shape[1]
+        assert kept.load(ids).tokens == 3 * BLOCK
+        assert loaded.cache.get_seq_length() == loaded.tokens
+        for mine, theirs in zip(loaded.cache.layers, cache.layers, strict=True):
+            assert mine.keys.dtype == dtype
+            assert torch.equal(mine.keys, theirs.keys[..., : loaded.tokens, :])
+            assert torch.equal(mine.values, theirs.values[..., : loaded.tokens, :])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"return_dict_in_generate": True, "output_logits": True},
+        {"repetition_penalty": 1.3},
+        {"prefill_chunk_size": 7},
+        {"generation_config": GenerationConfig(max_new_tokens=10, num_beams=2)},
+        {"attention_mask": torch.ones(1, 50, dtype=torch.long)},
+        {"eos_token_id": list(range(100))},
+        {"pad_token_id": int(prompt(50)[0, 0])},
+    ],
+    ids=lambda how: next(iter(how)),
+)
+@pytest.mark.parametrize("family", ["Llama", "Gemma3Text"])
+def test_other_ways_to_generate(family, how):
+    model = build(family)
+    how = {"max_new_tokens": 10, **how} if "generation_config" not in how else how
+    mask = {"attention_mask": torch.ones(1, 50, dtype=torch.long)}
+    expected = model.generate(prompt(50), **{**mask, **how})
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+        for _ in range(2):
+            found = kept.generate(prompt(50), **how)
+            assert torch.equal(
+                getattr(found, "sequences", found), getattr(expected, "sequences", expected)
+            )
+        assert kept.last.loaded == 49
+        following = torch.cat((prompt(50), prompt(9, seed=4)), 1)
+        expected = model.generate(following, max_new_tokens=5)
+        assert torch.equal(kept.generate(following, max_new_tokens=5), expected)
+
+
+def test_sampled_answers_share_what_came_before(kept):
+    torch.manual_seed(1)
+    expected = kept.model.generate(
+        prompt(50), do_sample=True, num_return_sequences=4, max_new_tokens=6
+    )
+    for _ in range(2):
+        torch.manual_seed(1)
+        found = kept.generate(prompt(50), do_sample=True, num_return_sequences=4, max_new_tokens=6)
+        assert torch.equal(found, expected)
+    assert kept.last.loaded == 49
+
+
+def test_a_streamer_gets_every_token(kept):
+    class Heard(BaseStreamer):
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.tokens.append(None)
+
+    for _ in range(2):
+        heard = Heard()
+        text = kept.generate(prompt(40), max_new_tokens=5, streamer=heard)
+        assert heard.tokens == [*text[0].tolist(), None]
+
+
+# --- load and save ---------------------------------------------------------------------------
+
+
+def test_a_loop_of_ones_own(kept):
+    ids = prompt(40)
+    text = kept.model.generate(ids, max_new_tokens=8)
+    for _ in range(2):
+        cache, loaded = kept.load(ids)
+        now = ids
+        with torch.inference_mode():
+            logits = kept.model(ids[:, loaded:], past_key_values=cache).logits
+            for _ in range(8):
+                now = torch.cat((now, logits[:, -1:].argmax(-1)), 1)
+                logits = kept.model(now[:, -1:], past_key_values=cache).logits
+        kept.save(now, cache)
+        assert torch.equal(now, text)
+    assert loaded == 2 * BLOCK
+
+
+def test_rows_and_batches_of_one(kept):
+    text = kept.generate(prompt(40), max_new_tokens=1)
+    assert kept.load(text[0]).tokens == kept.load(text).tokens == 40
+
+
+def test_a_loaded_cache_is_the_callers_own(kept):
+    ids = prompt(3 * BLOCK)
+    expected = kept.generate(ids, max_new_tokens=6)
+    for layer in kept.load(ids).cache.layers:
+        layer.keys.fill_(9)
+        layer.values.fill_(9)
+    assert torch.equal(kept.generate(ids, max_new_tokens=6), expected)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_a_static_cache_is_stored_as_it_is(family):
+    model = build(family)
+    ids = prompt(3 * BLOCK)
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+        assert kept.save(ids, cache) == 3 * BLOCK
+        expected = model.generate(ids, max_new_tokens=9)
+        assert torch.equal(kept.generate(ids, max_new_tokens=9), expected)
+        assert kept.last.loaded >= 2 * BLOCK
+
+
+def test_a_window_that_was_passed_cannot_be_stored():
+    model = build("Mistral")
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(prompt(3 * BLOCK), past_key_values=cache)
+    with (
+        KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept,
+        pytest.raises(InvalidValue, match=r"holds the last 8 of 48 tokens; compute with .* load"),
+    ):
+        kept.save(prompt(3 * BLOCK), cache)
+
+
+def test_caches_that_do_not_fit_are_refused(kept):
+    cache = DynamicCache()
+    with torch.inference_mode():
+        kept.model(prompt(20), past_key_values=cache)
+    with pytest.raises(InvalidValue, match="holds 20 tokens and input_ids are 19"):
+        kept.save(prompt(19), cache)
+    assert kept.save(prompt(20), DynamicCache()) == 0
+    cache.layers.pop()
+    with pytest.raises(InvalidValue, match="has 2 layers"):
+        kept.save(prompt(20), cache)
+    two = DynamicCache()
+    with torch.inference_mode():
+        kept.model(prompt(20).repeat(2, 1), past_key_values=two)
+    with pytest.raises(InvalidValue, match="holds 2 texts"):
+        kept.save(prompt(20), two)
+
+
+# --- who finds what --------------------------------------------------------------------------
+
+
+def loaded_by(model, store, tokens, **how):
+    with KeptModel(model, tiers=store, block_tokens=BLOCK, **how) as kept:
+        return kept.load(tokens).tokens
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    """A disk tier in which ``model`` stored a text."""
+    tiers = ["memory://16MiB", f"file://{tmp_path}/kv?size=64MiB"]
+    with KeptModel(model, tiers=tiers, block_tokens=BLOCK) as kept:
+        kept.generate(prompt(60), max_new_tokens=3)
+        assert kept.store.flush(30)
+    return tiers
+
+
+def test_the_same_model_loaded_again_finds_it(folder):
+    assert loaded_by(build(), folder, prompt(60)) == 59
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 8},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rms_norm_eps": 1e-3},
+        {"family": "Qwen2"},
+        {"family": "Mistral", "sliding_window": None},
+    ],
+    ids=str,
+)
+def test_another_model_does_not(folder, other):
+    assert loaded_by(build(**other), folder, prompt(60)) == 0
+
+
+def test_another_dtype_does_not(folder):
+    assert loaded_by(build().half(), folder, prompt(60)) == 0
+
+
+def test_a_fine_tune_of_one_layer_does_not(folder):
+    tuned = build()
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    assert loaded_by(tuned, folder, prompt(60)) == 0
+
+
+def test_another_tenant_does_not(folder):
+    assert loaded_by(build(), folder, prompt(60), tenant="mallory") == 0
+
+
+def test_names_and_places_do_not_matter(tmp_path):
+    """The revision is what the weights are, not where they lie or what they are called."""
+    model = build()
+    model.save_pretrained(tmp_path / "there")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "there")
+    again.config.use_cache = False
+    assert revision_of(again) == revision_of(model)
+    assert revision_of(model).startswith(weights_digest(tmp_path / "there"))
+
+
+def test_a_store_that_is_shared(model):
+    geometry = KVGeometry.from_config(model.config)
+    store = KVStore(
+        geometry, model="llama", revision=revision_of(model), layout="HND", block_tokens=BLOCK
+    )
+    with store:
+        with KeptModel(model, store=store) as one, KeptModel(model, store=store) as two:
+            one.generate(prompt(50), max_new_tokens=1)
+            assert two.load(prompt(50)).tokens == 49
+            alice = KeptModel(model, store=store, tenant="alice")
+            assert alice.load(prompt(50)).tokens == 0
+        assert KeptModel(model, store=store).load(prompt(50)).tokens == 49  # still open
+
+
+@pytest.mark.parametrize("other", [{"num_hidden_layers": 2}, {"head_dim": 8}])
+def test_a_store_for_another_model_is_refused(model, other):
+    geometry = KVGeometry.from_config(build(**other).config)
+    with (
+        KVStore(geometry, model="other@1", layout="HND") as store,
+        pytest.raises(InvalidValue, match="this model needs"),
+    ):
+        KeptModel(model, store=store)
+
+
+def test_a_store_in_another_layout_is_refused(model):
+    with (
+        KVStore(KVGeometry.from_config(model.config), model="m@1", layout="NHD") as store,
+        pytest.raises(InvalidValue, match="in layout HND"),
+    ):
+        KeptModel(model, store=store)
+
+
+# --- disk ------------------------------------------------------------------------------------
+
+AGAIN = """
+import sys, torch, transformers
+from kvkeep.integrations.transformers import KeptModel
+from kvkeep.models import bundled_model
+model = transformers.AutoModelForCausalLM.from_pretrained(bundled_model())
+ids = torch.arange(100, 300)[None]
+with KeptModel(model, tiers=["memory://16MiB", sys.argv[1]], block_tokens=16) as kept:
+    text = kept.generate(ids, max_new_tokens=8)
+print(kept.last.loaded, *text[0].tolist())
+"""
+
+
+def run_again(url):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", AGAIN, url],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    loaded, *tokens = map(int, done.stdout.split())
+    return loaded, tokens
+
+
+def block_files(folder: Path):
+    """The files that hold records, the larger part of all bytes."""
+    return [file for file in folder.rglob("*") if file.is_file() and file.stat().st_size > 8192]
+
+
+def test_a_process_started_later_goes_on_from_disk(tmp_path):
+    url = f"file://{tmp_path}/kv?size=64MiB"
+    cold, expected = run_again(url)
+    assert cold == 0
+    assert run_again(url) == (199, expected)
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "remove"])
+def test_blocks_that_were_damaged_are_computed_again(folder, tmp_path, harm):
+    model = build()
+    expected = model.generate(prompt(60), max_new_tokens=9)
+    files = block_files(tmp_path / "kv")
+    assert files
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        match harm:
+            case "flip":
+                file.write_bytes(content)
+            case "truncate":
+                file.write_bytes(content[: len(content) // 2])
+            case "empty":
+                file.write_bytes(b"")
+            case "remove":
+                file.unlink()
+    with KeptModel(model, tiers=folder, block_tokens=BLOCK) as kept:
+        assert torch.equal(kept.generate(prompt(60), max_new_tokens=9), expected)
+        assert kept.last.loaded == 0
+
+
+# --- mistakes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({}, "needs one prompt"),
+        ({"inputs": prompt(5), "input_ids": prompt(5)}, "needs one prompt"),
+        ({"inputs": prompt(10).reshape(2, 5)}, r"\(2, 5\); one text at a time"),
+        ({"inputs": prompt(5)[0]}, r"\[1, tokens\] is needed"),
+        ({"inputs": prompt(5)[:, :0]}, "at least one token"),
+        ({"inputs": prompt(5), "attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}, "1 zeros"),
+        ({"inputs": prompt(5), "attention_mask": torch.ones(1, 4)}, "without padding"),
+        ({"inputs": prompt(5), "past_key_values": DynamicCache()}, "does not take past_key_"),
+        ({"inputs": prompt(5), "cache_implementation": "static"}, "as a DynamicCache"),
+        ({"inputs": prompt(5), "generation_config": GenerationConfig(use_cache=False)}, "use_cac"),
+        ({"inputs": prompt(5), "use_cache": False}, "nothing to keep"),
+        ({"inputs": prompt(5), "token_healing": True}, "token_healing"),
+        ({"inputs": prompt(5), "prompt_lookup_num_tokens": 3}, "does not go on from a cache"),
+        ({"inputs": prompt(5), "assistant_model": build()}, "does not go on from a cache"),
+        ({"inputs": prompt(5), "inputs_embeds": torch.zeros(1, 5, 64)}, "pass input_ids"),
+        ({"inputs": prompt(5), "pixel_values": torch.zeros(1, 3)}, "pixel_values would change"),
+        ({"inputs": prompt(5), "position_ids": prompt(5)}, "position_ids would change"),
+    ],
+)
+def test_what_generate_refuses(kept, how, said):
+    if isinstance(how.get("past_key_values"), DynamicCache):
+        with torch.inference_mode():
+            kept.model(prompt(2), past_key_values=how["past_key_values"])
+    with pytest.raises(InvalidValue, match=said):
+        kept.generate(**{"max_new_tokens": 2, **how})
+    assert kept.last is None
+
+
+def test_weights_that_change_are_noticed():
+    model = build()
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+        kept.generate(prompt(40), max_new_tokens=1)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+        for call in (kept.generate, kept.load):
+            with pytest.raises(IllegalStep, match="make another one"):
+                call(prompt(40))
+
+
+def test_dropout_is_not_stored():
+    model = build().train()
+    with (
+        KeptModel(model, tiers=["memory://16MiB"]) as kept,
+        pytest.raises(IllegalStep, match=r"model\.eval\(\)"),
+    ):
+        kept.generate(prompt(5), max_new_tokens=1)
+
+
+def test_models_that_cannot_be_kept_are_refused(model):
+    config = transformers.DeepseekV3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, first_k_dense_replace=1,
+        kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    refused = {
+        "latent attention": transformers.AutoModelForCausalLM.from_config(config),
+        "got Linear": torch.nn.Linear(2, 2),
+        "got LlamaModel": model.model,
+    }
+    for said, other in refused.items():
+        with pytest.raises(UnsupportedModel, match=said):
+            KeptModel(other)
+    spread = build()
+    spread.hf_device_map = {"model": 0, "lm_head": "cpu"}
+    with pytest.raises(UnsupportedModel, match="lies on 0, cpu"):
+        KeptModel(spread)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_lengths_that_change_every_key_are_left_out(rope_type):
+    """Beyond the length, the same tokens have other keys: nothing of such a text is exchanged."""
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        rope |= {"original_max_position_embeddings": 64}
+    positions = 256 if rope_type == "longrope" else 64
+    model, alone = (
+        build(rope_parameters=rope, max_position_embeddings=positions) for _ in range(2)
+    )  # two, because a model remembers how long its last text was
+    text = prompt(120)
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+        for tokens, loaded in ((40, 0), (40, 39), (100, 0), (45, 39), (100, 0), (50, 44)):
+            expected = alone.generate(text[:, :tokens], max_new_tokens=9)
+            found = kept.generate(text[:, :tokens], max_new_tokens=9)
+            assert torch.equal(found, expected)
+            assert kept.last.loaded == loaded
+
+
+def test_the_bundled_model_three_lines():
+    model = transformers.AutoModelForCausalLM.from_pretrained(bundled_model())
+    inputs = transformers.AutoTokenizer.from_pretrained(bundled_model())(
+        "def dedent(text):\n" * 40, return_tensors="pt"
+    )
+    expected = model.generate(**inputs, max_new_tokens=10)
+    with KeptModel(model) as kept:
+        for _ in range(2):
+            assert torch.equal(kept.generate(**inputs, max_new_tokens=10), expected)
+        assert kept.last.loaded == kept.last.prompt - 1
+    assert "LlamaForCausalLM" in repr(kept)
