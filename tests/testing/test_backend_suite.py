@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import threading
 import time
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from hypothesis import Phase, settings
@@ -17,7 +19,6 @@ from kvkeep.testing.backend_suite import BackendTests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 
 class DictBackend(Backend):
@@ -87,6 +88,25 @@ class TestKeptDict(BackendTests):
 
     def make_backend(self, tmp_path: Path) -> Backend:
         return KeptDict(tmp_path)
+
+
+class TestTheOneInTheDocuments(BackendTests):
+    persistent = True
+
+    def make_backend(self, tmp_path: Path) -> Backend:
+        backend = documented()(tmp_path / "kv.db")
+        assert isinstance(backend, Backend)
+        return backend
+
+
+@functools.cache
+def documented() -> Any:
+    """The class that docs/backends.md shows."""
+    text = (Path(__file__).parents[2] / "docs" / "backends.md").read_text("utf-8")
+    code = text.split("```python\n")[1].split("\n\n\nwith ")[0]
+    shown: dict[str, Any] = {}
+    exec(code, shown)
+    return shown["SQLiteBackend"]
 
 
 def test_a_url_opens_it() -> None:
