@@ -88,6 +88,11 @@ class Server:
             assert time.monotonic() < end, "the server does not answer"
             time.sleep(0.01)
 
+    def freeze(self) -> None:
+        """It hangs: connections are made, nothing is answered; `stop` ends that too."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
     def kill(self) -> None:
         """As `kill -9` does."""
         self._end(signal.SIGKILL)
@@ -167,11 +172,16 @@ def cluster(masters: int) -> Iterator[list[Server]]:
             for other in nodes:
                 met = other.ask("CLUSTER", "MEET", "127.0.0.1", str(node.port), bus)
                 assert met == b"+OK"
-        end = time.monotonic() + PATIENCE_S
-        while not all(_agrees(node, masters) for node in nodes):
-            assert time.monotonic() < end, "the cluster does not come together"
-            time.sleep(0.02)
+        come_together(nodes)
         yield nodes
+
+
+def come_together(nodes: list[Server]) -> None:
+    """Wait until every node serves its slots."""
+    end = time.monotonic() + PATIENCE_S
+    while not all(_agrees(node, len(nodes)) for node in nodes):
+        assert time.monotonic() < end, "the cluster does not come together"
+        time.sleep(0.02)
 
 
 def _agrees(node: Server, masters: int) -> bool:

@@ -197,8 +197,7 @@ class Nodes:
             with pool.wire(deadline) as wire:
                 yield wire
         except Lost:
-            if self._slots is not None:
-                self._stale = True  # its keys may be another's soon
+            self._avoid(address)
             raise
 
     def close(self) -> None:
@@ -208,6 +207,14 @@ class Nodes:
             pools, self._pools = list(self._pools.values()), {}
         for pool in pools:
             pool.close()
+
+    def _avoid(self, address: Address) -> None:
+        """A node failed: its keys may be another's soon, and others are asked for the map first."""
+        with self._lock:
+            self._stale = self._stale or self._slots is not None
+            if address in self._known:
+                self._known.remove(address)
+                self._known.append(address)
 
     def _redirected(self, error: ServerSays, asked: Address) -> Address:
         """Where ``error`` sends us; raises it again if it is about something else."""
@@ -236,10 +243,6 @@ class Nodes:
                     answer = wire.answer()
             except Lost as error:
                 failure = error
-                with self._lock:  # the others first next time, when there is time again
-                    if address in self._known:
-                        self._known.remove(address)
-                        self._known.append(address)
                 continue
             self._learn(answer, address)
             return self._slots

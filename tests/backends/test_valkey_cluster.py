@@ -1,0 +1,232 @@
+"""A Valkey or Redis cluster: blocks on several nodes, which move and die."""
+
+from __future__ import annotations
+
+import binascii
+import itertools
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from servers import Server, cluster, come_together, needs_server, server
+
+from kvkeep.backends import TierURL
+from kvkeep.backends.valkey import ValkeyBackend
+from kvkeep.errors import BackendFailed
+from kvkeep.testing.backend_hooks import block_id, content, get, put, sizes_listed
+from kvkeep.testing.backend_suite import BackendTests
+from kvkeep.testing.proxy import FaultProxy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = needs_server
+BLOCKS = [block_id(number) for number in range(60)]
+SLOTS = 16384
+numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[Server]]:
+    with cluster(3) as three:
+        yield three
+
+
+@pytest.fixture
+def backend(nodes: list[Server]) -> Iterator[ValkeyBackend]:
+    with open_url(f"{nodes[0].url}?prefix=c{next(numbers)}") as one:
+        yield one
+
+
+def open_url(text: str) -> ValkeyBackend:
+    return ValkeyBackend.from_url(TierURL(text))
+
+
+def home(backend: ValkeyBackend, block: bytes, nodes: list[Server]) -> Server:
+    """Where a block lies while nothing has moved."""
+    slot = slot_of(backend, block)
+    return next(
+        node
+        for number, node in enumerate(nodes)
+        if slot < SLOTS * (number + 1) // len(nodes)
+    )  # fmt: skip
+
+
+def slot_of(backend: ValkeyBackend, block: bytes) -> int:
+    return binascii.crc_hqx(backend._name(block), 0) % SLOTS
+
+
+def name_of(node: Server) -> str:
+    return node.ask("CLUSTER", "MYID").decode()
+
+
+class TestCluster(BackendTests):
+    persistent = True
+    examples = 15
+
+    @pytest.fixture(autouse=True)
+    def at(self, nodes: list[Server]) -> None:
+        self.url = nodes[1].url
+
+    def make_backend(self, tmp_path: Path) -> ValkeyBackend:
+        self.place = f"{self.url}?cluster=yes&connections=2&prefix=s{next(numbers)}"
+        return open_url(self.place)
+
+    def reopen(self, tmp_path: Path) -> ValkeyBackend:
+        return open_url(self.place)
+
+
+def test_blocks_spread_over_all_nodes(nodes: list[Server], backend: ValkeyBackend) -> None:
+    for block in BLOCKS:
+        put(backend, block, content(block, 0, 100))
+    for node in nodes:
+        assert node.ask("KEYS", f"{backend.options.prefix}:*").startswith(b"*")
+        own = [block for block in BLOCKS if home(backend, block, nodes) is node]
+        assert len(own) > 5
+        assert all(node.ask("EXISTS", backend._name(block)) == b":1" for block in own)
+    for node in nodes:  # and all of them are found, whomever we know first
+        with open_url(f"{node.url}?prefix={backend.options.prefix}") as other:
+            assert sizes_listed(other) == dict.fromkeys(BLOCKS, 100)
+            assert other.sizes(BLOCKS) == [100] * 60
+            assert get(other, BLOCKS[7]) == content(BLOCKS[7], 0, 100)
+
+
+def test_what_a_cluster_is_is_asked_or_said(nodes: list[Server]) -> None:
+    with open_url(f"{nodes[0].url}?cluster=no") as alone:
+        away = next(block for block in BLOCKS if home(alone, block, nodes) is not nodes[0])
+        with pytest.raises(BackendFailed, match="MOVED"):
+            put(alone, away, b"x")
+    with server() as single, open_url(f"{single.url}?cluster=yes") as backend:
+        with pytest.raises(BackendFailed, match="cluster support disabled"):
+            get(backend, BLOCKS[0])
+        with open_url(f"{single.url}?cluster=auto") as works:
+            put(works, BLOCKS[0], b"x")
+    with open_url(f"{nodes[0].url}/3") as third, pytest.raises(BackendFailed, match="SELECT"):
+        get(third, BLOCKS[0])
+
+
+@contextmanager
+def on_its_way(slot: int, source: Server, target: Server) -> Iterator[None]:
+    """A slot is being moved; at the end it has been."""
+    import_from = target.ask("CLUSTER", "SETSLOT", str(slot), "IMPORTING", name_of(source))
+    migrate_to = source.ask("CLUSTER", "SETSLOT", str(slot), "MIGRATING", name_of(target))
+    assert (import_from, migrate_to) == (b"+OK", b"+OK")
+    yield
+    for node in (target, source):
+        assert node.ask("CLUSTER", "SETSLOT", str(slot), "NODE", name_of(target)) == b"+OK"
+
+
+def move(backend: ValkeyBackend, block: bytes, source: Server, target: Server) -> None:
+    name = backend._name(block)
+    moved = source.ask("MIGRATE", "127.0.0.1", str(target.port), name, "0", "5000")
+    assert moved == b"+OK"
+
+
+def test_a_slot_that_moves_is_followed(nodes: list[Server], backend: ValkeyBackend) -> None:
+    block = BLOCKS[0]
+    others = BLOCKS[1:20]
+    for one in [block, *others]:
+        put(backend, one, content(one, 0, 50_000))
+    source = home(backend, block, nodes)
+    target = next(node for node in nodes if node is not source)
+    slot = slot_of(backend, block)
+    expected = [50_000] * 20
+    for start, end in ((source, target), (target, source)):
+        with on_its_way(slot, start, end):
+            assert get(backend, block) == content(block, 0, 50_000), "it has not left yet"
+            assert backend.sizes([block, *others]) == expected
+            move(backend, block, start, end)
+            for _ in range(3):  # we are sent after it each time
+                assert get(backend, block) == content(block, 0, 50_000)
+                assert backend.sizes([block, *others]) == expected
+            assert backend.delete([block]) == 50_000
+            assert get(backend, block) is None
+            put(backend, block, content(block, 0, 50_000))
+            assert end.ask("ASKING")  # an answer, on a connection of its own
+            backend.touch([block])
+        assert sizes_listed(backend) == dict.fromkeys([block, *others], 50_000)
+        assert backend.sizes([block, *others]) == expected
+        put(backend, block, content(block, 0, 50_000))
+        assert get(backend, block) == content(block, 0, 50_000)
+        assert end.ask("EXISTS", backend._name(block)) == b":1"
+
+
+def test_a_backend_that_slept_through_a_move(nodes: list[Server], backend: ValkeyBackend) -> None:
+    """Its map is old: MOVED corrects it."""
+    block = BLOCKS[3]
+    put(backend, block, b"before")
+    source = home(backend, block, nodes)
+    target = next(node for node in nodes if node is not source)
+    for start, end in ((source, target), (target, source)):
+        with on_its_way(slot_of(backend, block), start, end):
+            move(backend, block, start, end)
+        assert backend.sizes([block]) == [6]
+        assert get(backend, block) == b"before"
+
+
+def test_a_node_that_dies_takes_its_own_blocks_only() -> None:
+    with cluster(3) as nodes, open_url(nodes[0].url) as backend:
+        for node in nodes:  # else the others stop when one is gone
+            assert node.ask("CONFIG", "SET", "cluster-require-full-coverage", "no") == b"+OK"
+        for block in BLOCKS:
+            put(backend, block, content(block, 0, 100))
+        backend.timeout = 1.0
+        dead = nodes[0]  # the one that the URL names
+        dead.kill()
+        for block in BLOCKS:
+            if home(backend, block, nodes) is dead:
+                with pytest.raises(BackendFailed):
+                    get(backend, block)
+            else:
+                assert get(backend, block) == content(block, 0, 100)
+        with pytest.raises(BackendFailed):
+            backend.sizes(BLOCKS)
+        dead.start()
+        come_together(nodes)
+        backend.timeout = 10.0
+        gone = [block for block in BLOCKS if home(backend, block, nodes) is dead]
+        put(backend, gone[0], b"again")
+        assert get(backend, gone[0]) == b"again"
+
+        nodes[1].freeze()
+        backend.timeout = 0.3
+        own = [block for block in BLOCKS if home(backend, block, nodes) is nodes[1]]
+        others = [block for block in BLOCKS if home(backend, block, nodes) is nodes[2]]
+        for frozen, other in zip(own, others[:5], strict=False):
+            with pytest.raises(BackendFailed):
+                get(backend, frozen)
+            assert get(backend, other) == content(other, 0, 100)
+
+
+def test_a_map_that_makes_no_sense(nodes: list[Server]) -> None:
+    with FaultProxy(nodes[0].address) as proxy:
+        for text in (
+            b"*0\r\n",
+            b"$1\r\nx\r\n",
+            b"*1\r\n:1\r\n",
+            b"*1\r\n*1\r\n:1\r\n",
+            b"*1\r\n*3\r\n:0\r\n:99999\r\n*2\r\n$1\r\nh\r\n:1\r\n",
+            b"*1\r\n*3\r\n:0\r\n:1\r\n*2\r\n$1\r\nh\r\n$1\r\np\r\n",
+            b"*1\r\n*3\r\n:0\r\n:1\r\n*2\r\n$1\r\n\xff\r\n:1\r\n",
+        ):
+            proxy.replace(text)
+            with open_url(f"valkey://{proxy.address}") as backend:
+                backend.timeout = 0.5
+                with pytest.raises(BackendFailed):
+                    get(backend, BLOCKS[0])
+                proxy.heal()
+                backend.timeout = 10.0
+                put(backend, BLOCKS[0], b"x")
+                assert get(backend, BLOCKS[0]) == b"x"
+
+
+def test_redirections_without_end(nodes: list[Server]) -> None:
+    with FaultProxy(nodes[0].address) as proxy, open_url(f"valkey://{proxy.address}") as backend:
+        put(backend, BLOCKS[0], b"x")
+        backend.timeout = 2.0
+        backend._nodes._slots = [("127.0.0.1", proxy.port)] * SLOTS
+        for kind in (b"MOVED", b"ASK"):
+            proxy.replace(b"-%s 3 127.0.0.1:%d\r\n" % (kind, proxy.port))
+            with pytest.raises(BackendFailed, match=r"sent us on|ASK"):
+                get(backend, BLOCKS[0])
