@@ -146,10 +146,13 @@ class Engine:
         Drops the requests that are left. Returns whether the store has it all; without a store
         there is nothing to wait for. Closing twice is fine; `add` and `step` are over.
         """
-        for request in list(self._scheduler.requests.values()):
-            self.abort(request)
-        keeper, self._keeper = self._keeper, None
-        return keeper is None or keeper.close(timeout)
+        try:
+            for request in list(self._scheduler.requests.values()):
+                self.abort(request)
+        finally:
+            keeper, self._keeper = self._keeper, None
+            flushed = keeper is None or keeper.close(timeout)
+        return flushed
 
     def clear_store(self, namespace: NamespaceLike | None = None) -> int:
         """Delete what the store has of one namespace, or of all seen here; returns the bytes.

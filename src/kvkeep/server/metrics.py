@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -27,6 +27,25 @@ _ENGINE_COUNTERS = {
     "kvkeep_preemptions": ("preempted", "Times that a running request gave its pages back"),
     "kvkeep_draft_tokens_proposed": ("drafted_tokens", "Tokens guessed from the prompt"),
     "kvkeep_draft_tokens_accepted": ("accepted_drafts", "Guessed tokens that were right"),
+}
+# The same, where the engine has a store.
+_KEEPER_COUNTERS = {
+    "kvkeep_store_loaded_tokens": ("loaded_tokens", "Tokens that came from the store into pages"),
+    "kvkeep_store_late_loads": ("late_loads", "Times the store took longer than a request waits"),
+    "kvkeep_store_kept_tokens": ("kept_tokens", "Tokens handed to the store"),
+    "kvkeep_store_unkept_tokens": ("unkept_tokens", "Computed tokens that it was too slow to take"),
+}
+_STORE_COUNTERS = {
+    "kvkeep_store_asked_tokens": ("asked_tokens", "Tokens that the store was asked for"),
+    "kvkeep_store_hit_tokens": ("hit_tokens", "Of these, tokens that it gave"),
+    "kvkeep_store_put_tokens": ("put_tokens", "Tokens that it took in"),
+    "kvkeep_store_skipped_tokens": ("skipped_tokens", "Tokens given to it that it had already"),
+    "kvkeep_store_dropped_tokens": ("dropped_tokens", "Tokens given to it that found no room"),
+}
+_TIER_GAUGES = {
+    "kvkeep_store_used_bytes": ("used_bytes", "Bytes in the tier, of all who share it"),
+    "kvkeep_store_capacity_bytes": ("capacity", "What the tier may hold"),
+    "kvkeep_store_queued_bytes": ("queued_bytes", "Bytes that wait to be written"),
 }
 
 
@@ -55,6 +74,11 @@ class Metrics:
         self.cached_tokens = Counter(
             "kvkeep_cached_tokens", "Of these, tokens that were reused", registry=registry
         )
+        self.loaded_tokens = Counter(
+            "kvkeep_loaded_tokens",
+            "Of the cached tokens, those that came from the store",
+            registry=registry,
+        )
         self.generated_tokens = Counter(
             "kvkeep_generated_tokens", "Tokens generated", registry=registry
         )
@@ -77,9 +101,16 @@ class Metrics:
             registry=registry,
         )
 
-    def exposition(self, cache: CacheStats, engine: Mapping[str, float]) -> bytes:
+    def exposition(
+        self,
+        cache: CacheStats,
+        engine: Mapping[str, float],
+        store: Mapping[str, Any] | None = None,
+    ) -> bytes:
         """The text that Prometheus reads, with the state given. Cost: well below a millisecond."""
         self._state.take(cache, engine)
+        if store is not None:
+            self._state.take_store(engine, store)
         return generate_latest(self._registry)
 
 
@@ -109,6 +140,31 @@ class _State(Collector):
                 for name, (key, text) in _ENGINE_COUNTERS.items()
             ),
         ]
+
+    def take_store(self, engine: Mapping[str, float], store: Mapping[str, Any]) -> None:
+        """Add what the store and its tiers tell; a tier's figures bear its name."""
+        for counters, source in ((_KEEPER_COUNTERS, engine), (_STORE_COUNTERS, store)):
+            self._families += [
+                CounterMetricFamily(name, text, source[key])
+                for name, (key, text) in counters.items()
+            ]
+        tiers = store["tiers"]
+        for name, (key, text) in _TIER_GAUGES.items():
+            self._families.append(gauge := GaugeMetricFamily(name, text, labels=["tier"]))
+            for tier in tiers:
+                if tier[key] is not None:
+                    gauge.add_metric([tier["name"]], tier[key])
+        breaker = GaugeMetricFamily(
+            "kvkeep_store_breaker_open", "1 while a failing tier is left alone", labels=["tier"]
+        )
+        self._families.append(breaker)
+        for tier in tiers:
+            breaker.add_metric([tier["name"]], tier["breaker"] != "closed")
+        for key in tiers[0]["counters"]:
+            name, text = f"kvkeep_store_{key}", f"A tier's {key.replace('_', ' ')}"
+            self._families.append(counter := CounterMetricFamily(name, text, labels=["tier"]))
+            for tier in tiers:
+                counter.add_metric([tier["name"]], tier["counters"][key])
 
     def collect(self) -> Iterator[Metric]:
         """What was taken last."""

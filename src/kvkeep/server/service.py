@@ -7,7 +7,7 @@ import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvkeep.errors import QueueFull
 from kvkeep.keys import Namespace
@@ -43,7 +43,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.metrics = Metrics()
-        self.worker = Worker(engine)
+        self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
         self.draining = False
         self._tickets: set[Ticket] = set()
@@ -57,7 +57,7 @@ class Service:
         self.worker.start()
 
     def stop(self) -> None:
-        """End; what still runs is given up. Waits for the engine's step at hand."""
+        """End; what still runs is given up. Waits for the engine's step at hand, and its store."""
         self.worker.stop()
         self._tokenizing.shutdown(cancel_futures=True)
         self._counting.shutdown(cancel_futures=True)
@@ -98,6 +98,20 @@ class Service:
         cache = await asyncio.to_thread(self.engine.cache.stats)
         engine = await self.worker.call(self.engine.stats)
         return cache, {**engine.as_dict()}
+
+    async def store_stats(self) -> dict[str, Any] | None:
+        """What the engine's store holds and has done; None without one."""
+        store = self.engine.store
+        return None if store is None else (await asyncio.to_thread(store.stats)).as_dict()
+
+    async def clear(self, salt: str | None) -> tuple[int, int]:
+        """Forget one ``cache_salt`` or all, in the pool and in the store: pages, and bytes there.
+
+        The store first: what is loaded meanwhile is in the pool, and goes with it.
+        """
+        space = None if salt is None else self.namespace(salt)
+        stored = await asyncio.to_thread(self.engine.clear_store, space)
+        return await asyncio.to_thread(self.engine.cache.clear, space), stored
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -232,5 +246,6 @@ class Ticket:
         if done is not None:
             metrics.prompt_tokens.inc(done.prompt_tokens)
             metrics.cached_tokens.inc(done.cached_tokens)
+            metrics.loaded_tokens.inc(done.loaded_tokens)
             self.outcome = done.choices[0].finish_reason
             self._service.note_seconds(now - self._begun)

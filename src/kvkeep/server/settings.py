@@ -19,7 +19,8 @@ class Settings:
     ``name`` is what clients call the model. ``api_key`` is asked of every request but /health.
     Bodies are at most ``max_body_bytes``, prompts ``max_prompt_tokens`` (None: what the model and
     the pool take). A request takes ``request_timeout_s`` seconds at most, from its head to its last
-    byte; at the end of the service those that run have ``drain_timeout_s`` seconds more.
+    byte; at the end of the service those that run have ``drain_timeout_s`` seconds more, and what
+    they computed has ``flush_timeout_s`` to reach the engine's store, if it has one.
     ``draft_tokens`` are guessed for requests that do not say. ``hosts`` are the names in a Host
     header that are served (None: all): on a loopback address, only its own names, or a page in a
     browser could reach the server under a name of its own (DNS rebinding).
@@ -31,6 +32,7 @@ class Settings:
     max_prompt_tokens: int | None = None
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
+    flush_timeout_s: float = 10.0
     draft_tokens: int = 0
     hosts: frozenset[str] | None = LOOPBACK_HOSTS
 
@@ -45,7 +47,7 @@ class Settings:
         whole("draft_tokens", self.draft_tokens, 0)
         if self.max_prompt_tokens is not None:
             whole("max_prompt_tokens", self.max_prompt_tokens, 1)
-        for name in ("request_timeout_s", "drain_timeout_s"):
+        for name in ("request_timeout_s", "drain_timeout_s", "flush_timeout_s"):
             seconds = getattr(self, name)
             if not 0 <= seconds < math.inf:
                 raise InvalidValue(f"{name} is a number of seconds, 0 or more; got {seconds}")

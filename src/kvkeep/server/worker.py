@@ -97,8 +97,9 @@ class Worker:
     Thread safety: `start`, `submit`, `abort` and `call` are for the event loop.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, flush_timeout_s: float = 10.0) -> None:
         self._engine = engine
+        self._flush_timeout_s = flush_timeout_s
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvkeep engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -121,7 +122,10 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the step at hand, give all requests up, and wait for the thread."""
+        """End after the step at hand, give all requests up, and wait for the thread.
+
+        Which waits until the engine's store has what was computed, ``flush_timeout_s`` at most.
+        """
 
         def end() -> None:
             self._stopping = True
@@ -253,6 +257,14 @@ class Worker:
             log.exception("the engine could not give its requests up")
         finally:
             self._send()
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            if not self._engine.close(self._flush_timeout_s):
+                log.warning("the store did not take all that was computed in time")
+        except Exception:
+            log.exception("the engine could not be closed")
 
 
 def _each(calls: list[Callable[[], None]]) -> None:

@@ -14,6 +14,7 @@ from kvkeep.server.schemas.answers import (
     ChatChunkChoice,
     CompletionAnswer,
     CompletionChoice,
+    ExtraUsage,
     MessageAnswer,
     MessageDelta,
     PromptDetails,
@@ -195,5 +196,8 @@ def usage_of(completions: Sequence[Completion]) -> Usage:
         total_tokens=prompt + generated,
         prompt_tokens_details=PromptDetails(
             cached_tokens=sum(completion.cached_tokens for completion in completions)
+        ),
+        kvkeep=ExtraUsage(
+            loaded_tokens=sum(completion.loaded_tokens for completion in completions)
         ),
     )

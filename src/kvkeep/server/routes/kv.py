@@ -17,9 +17,9 @@ router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
 
 @router.get("/stats", responses=READ_ERRORS, operation_id="kv_stats")
 async def stats(service: ServiceOf) -> KVStats:
-    """What cache and engine hold and have done."""
+    """What cache, engine and store hold and have done."""
     cache, engine = await service.stats()
-    return KVStats(cache=cache.as_dict(), engine=engine)
+    return KVStats(cache=cache.as_dict(), engine=engine, store=await service.store_stats())
 
 
 @router.get(
@@ -48,7 +48,6 @@ async def show(
 
 @router.post("/clear", responses=ERRORS, operation_id="kv_clear")
 async def clear(asked: ClearQuestion, service: ServiceOf) -> ClearAnswer:
-    """Forget what no running request uses."""
-    space = None if asked.cache_salt is None else service.namespace(asked.cache_salt)
-    pages = await asyncio.to_thread(service.engine.cache.clear, space)
-    return ClearAnswer(pages=pages)
+    """Forget what no running request uses, in the store as well."""
+    pages, stored = await service.clear(asked.cache_salt)
+    return ClearAnswer(pages=pages, stored_bytes=stored)

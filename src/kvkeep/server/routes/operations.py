@@ -27,5 +27,5 @@ async def health(service: ServiceOf) -> HealthAnswer:
 async def metrics(service: ServiceOf) -> Response:
     """Prometheus' text format."""
     cache, engine = await service.stats()
-    text = service.metrics.exposition(cache, engine)
+    text = service.metrics.exposition(cache, engine, await service.store_stats())
     return Response(text, headers={"content-type": service.metrics.content_type})

@@ -16,6 +16,7 @@ __all__ = [
     "CompletionChoice",
     "CompletionLogprobs",
     "ErrorAnswer",
+    "ExtraUsage",
     "MessageAnswer",
     "MessageDelta",
     "Model",
@@ -50,6 +51,12 @@ class PromptDetails(Answer):
     cached_tokens: int = Field(description="Were reused, not computed. Exact.")
 
 
+class ExtraUsage(Answer):
+    """What kvkeep tells besides."""
+
+    loaded_tokens: int = Field(description="Of the cached tokens: came from the store.")
+
+
 class Usage(Answer):
     """Tokens of all prompts and all answers."""
 
@@ -57,6 +64,7 @@ class Usage(Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    kvkeep: ExtraUsage
 
 
 class TokenScore(Answer):

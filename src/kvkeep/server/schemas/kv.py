@@ -1,6 +1,6 @@
 """``/kv``: a look into the cache."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
@@ -15,6 +15,7 @@ class KVStats(Answer):
 
     cache: dict[str, int | float]
     engine: dict[str, int | float]
+    store: dict[str, Any] | None = Field(description="Null for a server without tiers.")
 
 
 class Hidden(Answer):
@@ -65,6 +66,7 @@ class ClearAnswer(Answer):
     """What was forgotten."""
 
     pages: int
+    stored_bytes: int = Field(description="In all tiers; of salts that were used since the start.")
 
 
 class HealthAnswer(Answer):
