@@ -198,6 +198,15 @@ def test_a_node_that_dies_takes_its_own_blocks_only() -> None:
                 get(backend, frozen)
             assert get(backend, other) == content(other, 0, 100)
 
+        # Another takes over what the frozen one had: whoever failed there asks where to go.
+        for node in (nodes[0], nodes[2]):
+            slot = str(slot_of(backend, own[0]))
+            assert node.ask("CLUSTER", "SETSLOT", slot, "NODE", name_of(nodes[2])) == b"+OK"
+        with pytest.raises(BackendFailed):
+            get(backend, own[0])
+        put(backend, own[0], b"elsewhere")
+        assert nodes[2].ask("GET", backend._name(own[0])) == b"elsewhere"
+
 
 def test_a_map_that_makes_no_sense(nodes: list[Server]) -> None:
     with FaultProxy(nodes[0].address) as proxy:
