@@ -15,11 +15,13 @@ keyfile.py     the files that keys are in
 from __future__ import annotations
 
 from kvkeep.codecs.base import BlockShape, Codec, Damaged
+from kvkeep.codecs.encrypted import ENCRYPTED
 from kvkeep.codecs.keyfile import generate_key, load_key
 from kvkeep.codecs.named import CODECS, codec_of, make_codec
 
 __all__ = [
     "CODECS",
+    "ENCRYPTED",
     "BlockShape",
     "Codec",
     "Damaged",

@@ -1,0 +1,135 @@
+"""Encryption: nothing is read without the key, and nothing passes for another block."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from codec_blocks import KEY, LLAMA, NAME, SHAPES, block, decode, encode, every_codec
+
+from kvkeep.codecs import Damaged, codec_of, make_codec
+from kvkeep.codecs.encrypted import EncryptedCodec
+from kvkeep.errors import InvalidValue
+
+OTHER = bytes(reversed(KEY))
+
+
+@pytest.fixture(params=["raw", "lossless", "int8"])
+def codec(request):
+    return make_codec(request.param, LLAMA, KEY)
+
+
+def test_the_plain_bytes_are_nowhere_in_it():
+    raw = b"a prompt that nobody else should read " * 40
+    encoded = encode(make_codec("raw", SHAPES["opaque"], KEY), raw)
+    assert len(encoded) == len(raw) + 44
+    assert b"prompt" not in encoded
+
+
+def test_a_block_is_bound_to_its_name(codec):
+    """Who can write the store cannot serve one block for another."""
+    raw = block(LLAMA, 32)
+    encoded = encode(codec, raw, b"block one")
+    assert len(decode(codec, encoded, len(raw), b"block one")) == len(raw)
+    for name in (b"block two", b"", b"block one\0", b"block on"):
+        with pytest.raises(Damaged):
+            decode(codec, encoded, len(raw), name)
+
+
+def test_each_bit_is_covered():
+    codec = make_codec("raw", SHAPES["opaque"], KEY)
+    encoded = encode(codec, b"16 bytes of text")
+    for bit in range(len(encoded) * 8):
+        bad = bytearray(encoded)
+        bad[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(Damaged):
+            decode(codec, bytes(bad), 16)
+
+
+def test_another_key_reads_nothing(codec):
+    raw = block(LLAMA, 32)
+    encoded = encode(codec, raw)
+    other = make_codec(codec.inner.name, LLAMA, OTHER)
+    with pytest.raises(Damaged, match="another key"):
+        decode(other, encoded, len(raw))
+
+
+def test_the_same_key_reads_what_another_process_wrote(codec):
+    raw = block(LLAMA, 32)
+    encoded = encode(codec, raw)
+    other = codec_of(codec.number, LLAMA, KEY)
+    assert other is not None
+    assert decode(other, encoded, len(raw)) == decode(codec, encoded, len(raw))
+
+
+def test_one_codec_s_bytes_are_not_another_s():
+    """The number is authenticated: int8 codes cannot be passed off as raw bytes, say."""
+    raw = os.urandom(1000)
+    shape = SHAPES["opaque"]
+    encoded = encode(make_codec("raw", shape, KEY), raw)
+    with pytest.raises(Damaged):
+        decode(make_codec("lossless", shape, KEY), encoded, len(raw))
+
+
+def test_nonces_and_salts_do_not_come_again():
+    codec = make_codec("raw", SHAPES["opaque"], KEY)
+    nonces = {encode(codec, b"same")[16:28] for _ in range(2000)}
+    assert len(nonces) == 2000
+    salts = {encode(make_codec("raw", SHAPES["opaque"], KEY), b"")[:16] for _ in range(50)}
+    assert len(salts) == 50
+
+
+def test_a_forked_process_does_not_repeat_its_parent_s_nonces():
+    """It has the same record key: what a counter draws would come twice."""
+    code = """if True:
+        import os, sys
+        from kvkeep.codecs import BlockShape, make_codec
+        codec = make_codec("raw", BlockShape(), bytes(32))
+        out = bytearray(48)
+        reader, writer = os.pipe()
+        if not os.fork():
+            codec.encode(memoryview(b"same"), memoryview(out), b"")
+            os.write(writer, out)
+            os._exit(0)
+        os.wait()
+        theirs = os.read(reader, 48)
+        codec.encode(memoryview(b"same"), memoryview(out), b"")
+        back = bytearray(4)
+        codec.decode(memoryview(theirs), memoryview(back), b"")
+        assert back == b"same"
+        assert theirs[:16] == out[:16], "another salt: then nonces may be anything"
+        assert theirs[16:28] != out[16:28]
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_format_as_it_is_written_down():
+    """Read with nothing of ours: docs/codecs.md and two primitives."""
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    raw = block(LLAMA, 3)
+    encoded = encode(make_codec("lossless", LLAMA, KEY), raw)
+    hkdf = HKDF(algorithm=SHA256(), length=32, salt=encoded[:16], info=b"kvkeep record key 1")
+    plain = AESGCM(hkdf.derive(KEY)).decrypt(encoded[16:28], encoded[28:], b"\x41" + NAME)
+    assert decode(make_codec("lossless", LLAMA), plain, len(raw)) == raw
+
+
+def test_numbers_and_names():
+    for plain, secret in zip(every_codec(LLAMA), every_codec(LLAMA, KEY), strict=True):
+        assert secret.number == 64 + plain.number
+        assert secret.name == f"{plain.name}+aes-256-gcm"
+        assert secret.exact == plain.exact
+        assert KEY.hex() not in repr(secret) + str(vars(secret))
+        assert repr(KEY) not in repr(secret) + str(vars(secret))
+
+
+def test_wrong_keys_and_layers_are_refused():
+    for key in (b"", KEY[:31], KEY + b"\0", KEY.hex().encode()):
+        with pytest.raises(InvalidValue, match="32"):
+            make_codec("raw", LLAMA, key)
+    with pytest.raises(InvalidValue, match="encrypts already"):
+        EncryptedCodec(make_codec("raw", LLAMA, KEY), KEY)

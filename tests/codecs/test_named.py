@@ -1,0 +1,81 @@
+"""Codecs by name and by number."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from codec_blocks import KEY, LLAMA, SHAPES
+
+from kvkeep.codecs import CODECS, BlockShape, codec_of, make_codec
+from kvkeep.errors import InvalidValue, MissingExtra
+
+NUMBERS = {"raw": 0, "lossless": 1, "int8": 2, "fp8": 3}
+
+
+def test_numbers_are_for_good():
+    """They stand in records on disks: a codec may come, none may get another's number."""
+    assert {name: make_codec(name, LLAMA).number for name in CODECS} == NUMBERS
+    assert [make_codec(name, LLAMA).name for name in CODECS] == list(CODECS)
+    assert [make_codec(name, LLAMA).exact for name in CODECS] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_a_number_says_is_what_was_made(name):
+    for key in (None, KEY):
+        made = make_codec(name, LLAMA, key)
+        found = codec_of(made.number, LLAMA, KEY)
+        assert found is not None
+        assert (found.name, found.number) == (made.name, made.number)
+
+
+@pytest.mark.parametrize("number", [-1, 4, 63, 68, 128, 255, 2**31])
+def test_numbers_that_nobody_has(number):
+    assert codec_of(number, LLAMA, KEY) is None
+
+
+def test_what_cannot_be_read_with_what_is_there():
+    assert codec_of(64, LLAMA) is None
+    assert codec_of(2, BlockShape()) is None
+    assert codec_of(3, SHAPES["fp8"]) is None
+    assert codec_of(66, BlockShape(), KEY) is None
+
+
+@pytest.mark.parametrize("name", ["", "zstd", "RAW", "raw ", "int4"])
+def test_other_names_are_refused(name):
+    with pytest.raises(InvalidValue, match="raw, lossless, int8, fp8"):
+        make_codec(name, LLAMA)
+
+
+def test_importing_codecs_needs_neither_torch_nor_the_others():
+    code = (
+        "import sys; import kvkeep.codecs as c; c.make_codec('raw', c.BlockShape());"
+        "bad = {'torch', 'numcodecs', 'cryptography', 'zstandard'} & set(sys.modules);"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "module", "extra"),
+    [
+        ("lossless", None, "numcodecs", "store"),
+        ("int8", None, "torch", "torch"),
+        ("raw", KEY, "cryptography", "encryption"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, key, module, extra):
+    for loaded in [one for one in sys.modules if one.partition(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, loaded)
+
+    class Gone:
+        @staticmethod
+        def find_spec(wanted, path=None, target=None):
+            del path, target
+            if wanted.partition(".")[0] == module:
+                raise ModuleNotFoundError(f"No module named {wanted!r}", name=wanted)
+
+    monkeypatch.setattr(sys, "meta_path", [Gone, *sys.meta_path])
+    with pytest.raises(MissingExtra, match=rf"kvkeep\[{extra}\]"):
+        make_codec(name, LLAMA, key)
