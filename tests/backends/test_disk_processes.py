@@ -134,6 +134,7 @@ def test_a_hundred_killed_writers(workers: Workers, tmp_path: Path) -> None:
     """Nothing torn, nothing finished lost, nothing left over, the budget exact: each time."""
     chance = random.Random(11)
     told, changes = Told(), 0
+    observer = DiskBackend(tmp_path, CAPACITY)  # counted once, so later it has to trust the ledger
     for _ in range(50):
         pids = [
             workers.start("work", tmp_path, CAPACITY, who, chance.randrange(1 << 30), 1 << 30)
@@ -144,8 +145,9 @@ def test_a_hundred_killed_writers(workers: Workers, tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
         said = workers.wait()
         changes += sum(line.startswith("done") for line in said)
+        assert observer.used() == on_disk(tmp_path) <= CAPACITY
         told.check(said, tmp_path)
-    assert changes > 1000, "they were killed before they did anything"
+    assert changes > 200, "they were killed before they did anything"
 
 
 def test_the_budget_holds_at_any_instant(workers: Workers, tmp_path: Path) -> None:

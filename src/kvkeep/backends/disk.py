@@ -223,8 +223,9 @@ class DiskBackend(Backend):
         """Set the modification time; where that is not allowed, recency is not remembered."""
         with self._translated("touched"):
             for block in blocks:
+                now = time.time_ns()
                 try:
-                    os.utime(self._home.path(block), follow_symlinks=False)
+                    os.utime(self._home.path(block), ns=(now, now), follow_symlinks=False)
                 except OSError as error:
                     # A read-only store is still good for reading.
                     if error.errno not in ABSENT | _READ_ONLY:
@@ -305,7 +306,8 @@ class DiskBackend(Backend):
         write_whole(fd, record, direct=self._is_direct(size))
         if size != padded(size):
             os.ftruncate(fd, size)
-        os.utime(fd)  # finer than the clock that stamps writes: records keep their order
+        # The kernel stamps writes by a coarse clock; by this one records keep their order.
+        os.utime(fd, ns=(now := time.time_ns(), now))
         if self._syncing.mode == "always":
             os.fsync(fd)
 

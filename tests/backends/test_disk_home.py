@@ -1,0 +1,155 @@
+"""The directory of records: whose it is, and what it refuses to be."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvkeep import InvalidValue
+from kvkeep.backends.disk import DiskBackend
+from kvkeep.testing.backend_hooks import block_id, get, put, sizes_listed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+A = block_id(1)
+FORMAT = b"kvkeep blocks 1\n"
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def snapshot(path: Path) -> dict[str, bytes | None]:
+    return {
+        str(one.relative_to(path)): one.read_bytes() if one.is_file() else None
+        for one in path.rglob("*")
+    }
+
+
+def test_it_is_made_with_all_above_it(tmp_path: Path) -> None:
+    DiskBackend(tmp_path / "a" / "b" / "store")
+    assert mode(tmp_path / "a" / "b" / "store") == 0o700
+
+
+def test_an_empty_directory_is_taken_and_tightened(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store").chmod(0o755)
+    DiskBackend(tmp_path / "store")
+    assert mode(tmp_path / "store") == 0o700
+    (tmp_path / "store").chmod(0o750)
+    DiskBackend(tmp_path / "store")
+    assert mode(tmp_path / "store") == 0o700
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "lost+found/", "ab" * 16 + "/"])
+def test_a_directory_with_other_things_is_left_alone(tmp_path: Path, name: str) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    store.chmod(0o755)
+    (store / name).mkdir() if name.endswith("/") else (store / name).write_bytes(b"mine")
+    before = snapshot(store)
+    with pytest.raises(InvalidValue, match=r"not kvkeep's.*beneath it"):
+        DiskBackend(store)
+    assert snapshot(store) == before
+    assert mode(store) == 0o755
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"kvkeep blocks 2\n", "kvkeep blocks 2.*writes.*kvkeep blocks 1.*delete"),
+        (b"kvkeep blocks \xff\n", "another directory"),
+        (b"PNG", "not kvkeep's"),
+        (b"kvkeep blocks 1", "delete"),  # torn: not trusted
+        (FORMAT + b"and more", "delete"),
+    ],
+)
+def test_another_format_is_refused_politely(tmp_path: Path, text: bytes, said: str) -> None:
+    store = tmp_path / "store"
+    with DiskBackend(store) as backend:
+        put(backend, A, b"record")
+    (store / "FORMAT").write_bytes(text)
+    before = snapshot(store)
+    with pytest.raises(InvalidValue, match=said):
+        DiskBackend(store)
+    assert snapshot(store) == before
+
+
+@pytest.mark.parametrize("there", [(), ("tmp",), ("tmp", "quarantine"), ("ledger",), ("FORMAT",)])
+def test_who_was_killed_while_making_it_is_no_stranger(
+    tmp_path: Path, there: tuple[str, ...]
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    for name in there:
+        if name in {"tmp", "quarantine"}:
+            (store / name).mkdir()
+        else:
+            (store / name).touch()
+    with DiskBackend(store) as backend:
+        put(backend, A, b"record")
+        assert backend.used() == 4096
+    assert (store / "FORMAT").read_bytes() == FORMAT
+
+
+def test_a_format_without_the_rest_is_completed(tmp_path: Path) -> None:
+    """As backups and careless deletes leave it."""
+    store = tmp_path / "store"
+    with DiskBackend(store) as backend:
+        put(backend, A, b"record")
+    for name in ("tmp", "quarantine"):
+        (store / name).rmdir()
+    (store / "ledger").unlink()
+    with DiskBackend(store) as backend:
+        assert get(backend, A) == b"record"
+        assert backend.used() == 4096
+        put(backend, A, b"again")
+
+
+@pytest.mark.parametrize("kind", ["file", "beneath a file", "dangling"])
+def test_what_can_be_no_directory_is_said(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    place = {"file": file, "beneath a file": file / "store", "dangling": tmp_path / "loop"}[kind]
+    if kind == "dangling":
+        place.symlink_to(place)
+    with pytest.raises(InvalidValue, match="cannot hold records"):
+        DiskBackend(place)
+
+
+def test_a_link_to_a_directory_is_followed_once(tmp_path: Path) -> None:
+    """Where it leads later does not matter to who has it open."""
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    with DiskBackend(tmp_path / "link") as backend:
+        (tmp_path / "link").unlink()
+        put(backend, A, b"record")
+        assert sizes_listed(backend) == {A: 6}
+    assert (tmp_path / "disk" / "FORMAT").exists()
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a directory to another user")
+    store = tmp_path / "store"
+    store.mkdir()
+    os.chown(store, 12345, 12345)
+    with pytest.raises(InvalidValue, match=r"user 12345.*of its own"):
+        DiskBackend(store)
+    assert os.listdir(store) == []
+
+
+def test_directories_of_namespaces_go_when_they_are_empty(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    other = block_id(1, space=7)
+    with DiskBackend(store) as backend:
+        put(backend, A, b"record")
+        put(backend, other, b"record")
+        backend.delete([other])
+        put(DiskBackend(store), A, b"counts first")
+        assert sorted(p.name for p in store.iterdir() if len(p.name) == 32) == ["00" * 16]
+        put(backend, other, b"again")
+        assert get(backend, other) == b"again"
