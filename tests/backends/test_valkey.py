@@ -156,7 +156,7 @@ def test_each_scheme_has_its_default(scheme: str) -> None:
         ("valkey://host?size=4GiB", "maxmemory"),
         ("valkey://host?cluster=maybe", "auto, yes, no"),
         ("valkey://host?connections=0", "connections"),
-        ("valkey://host?expire=soon", "a time such as"),
+        ("valkey://host?expire=soon", "expire=soon"),
         ("valkey://host?prefix=a*", "letters, digits"),
         ("valkey://host?prefix={a}", "letters, digits"),
         ("valkey://host?prefix=", "letters, digits"),

@@ -167,7 +167,8 @@ def test_commands_as_they_are_written() -> None:
     assert head + end == command(b"SET", b"k", b"")
 
 
-@pytest.mark.parametrize("host", ["a..b", "x" * 300])
-def test_a_host_that_nobody_knows(host: str) -> None:
+@pytest.mark.parametrize(("host", "port"), [("a..b", 1), ("x" * 300, 1), ("127.0.0.1", 99999)])
+def test_a_place_that_cannot_be(host: str, port: int) -> None:
+    """As a server that redirects may name it."""
     with pytest.raises(Lost, match="cannot be found"):
-        connect((host, 1), time.monotonic() + 5.0, None)
+        connect((host, port), time.monotonic() + 5.0, None)

@@ -8,6 +8,7 @@ good, ASK for this once, while a slot is on its way.
 from __future__ import annotations
 
 import binascii
+import re
 import threading
 import time
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ T = TypeVar("T")
 
 SLOTS: Final = 16384
 _REDIRECTIONS: Final = 5
+_REDIRECTION: Final = re.compile(
+    r"(MOVED|ASK) (?P<slot>[0-9]{1,5}) (?P<host>\S*):(?P<port>[0-9]{1,5})", re.ASCII
+)
 _ASKING: Final = command(b"ASKING")
 _BATCH: Final = 1000  # commands sent before their answers are read
 
@@ -218,16 +222,13 @@ class Nodes:
 
     def _redirected(self, error: ServerSays, asked: Address) -> Address:
         """Where ``error`` sends us; raises it again if it is about something else."""
-        if not _is_redirection(error) or self._topology == "no":
+        found = _REDIRECTION.fullmatch(str(error))
+        if found is None or self._topology == "no":
             raise error
-        try:
-            _, slot, place = str(error).split(" ")
-            host, _, port = place.rpartition(":")
-            address = (host or asked[0], int(port))
-            if error.code == "MOVED" and self._slots is not None:
-                self._slots[int(slot)] = address
-        except (ValueError, IndexError) as wrong:
-            raise Garbled(f"the server redirects to nowhere: {error}") from wrong
+        address = (found["host"] or asked[0], int(found["port"]))
+        slot = int(found["slot"])
+        if error.code == "MOVED" and self._slots is not None and slot < SLOTS:
+            self._slots[slot] = address
         self._stale = self._stale or error.code == "MOVED"  # where one went, others did
         return address
 
@@ -291,7 +292,7 @@ def _slots_of(answer: Answer, asked: Address) -> list[Address | None]:
 
 
 def _is_redirection(answer: object) -> bool:
-    return isinstance(answer, ServerSays) and answer.code in {"MOVED", "ASK"}
+    return isinstance(answer, ServerSays) and _REDIRECTION.fullmatch(str(answer)) is not None
 
 
 def _number(wire: Wire) -> Number:

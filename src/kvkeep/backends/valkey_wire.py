@@ -115,7 +115,7 @@ def connect(address: tuple[str, int], deadline: float, tls: ssl.SSLContext | Non
             except OSError as error:
                 plain.close()
                 failure = error
-    except (OSError, UnicodeError) as error:  # UnicodeError: no name that could be asked for
+    except (OSError, UnicodeError, OverflowError) as error:  # no such name, or no such port
         raise Lost(f"{host} cannot be found: {error}") from error
     if isinstance(failure, TimeoutError):
         raise TimedOut("it timed out while connecting") from failure
