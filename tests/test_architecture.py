@@ -33,7 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "store": {"tiers", "codecs", "backends"},
     "models": set(),
     "engine": {"cache", "store", "pages", "models"},
-    "integrations": {"cache", "store", "pages"},
+    "integrations": {"cache", "store", "pages", "tiers", "backends"},
     "server": {
         "engine",
         "cache",
@@ -53,6 +53,7 @@ ROOMS: dict[str, set[str]] = {
         "store",
         "tiers",
         "backends",
+        "codecs",
     },
 }
 # Under TYPE_CHECKING alone: the names of types, where a room handles what is another's.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvkeep.errors import InvalidValue, whole
-from kvkeep.geometry.units import parse_bytes
+from kvkeep.geometry.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -78,15 +78,10 @@ class TierURL:
         value = self.text(name)
         if value is None:
             return default
-        units = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-        unit = next((unit for unit in units if value.endswith(unit)), "")
         try:
-            seconds = float(value.removesuffix(unit)) * units.get(unit, 1.0)
-        except ValueError:
-            seconds = -1.0
-        if not 0 < seconds < float("inf"):
-            raise InvalidValue(f"{name}={value} in {self.safe}; a time such as 500ms, 30s or 7d")
-        return seconds
+            return parse_seconds(value)
+        except InvalidValue as error:
+            raise InvalidValue(f"{name}={value} in {self.safe}: {error}") from error
 
     def number(self, name: str, default: int, low: int, high: int) -> int:
         """Take a whole number in ``low`` … ``high``."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from kvkeep.backends.buffers import aligned
 from kvkeep.cli.store_place import Answer, bar, remove, spaces_of
 from kvkeep.errors import InvalidValue, whole
-from kvkeep.geometry.units import format_bytes, parse_bytes
+from kvkeep.geometry.units import format_bytes, parse_bytes, parse_seconds
 from kvkeep.tiers.record import BadRecord, OtherVersion
 from kvkeep.tiers.record import verify as verify_record
 
@@ -29,7 +29,6 @@ _BAD = 1
 _DECLINED = 1
 _MOST_THREADS = 64
 _FEWEST_DIGITS = 4
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 # --- verify ----------------------------------------------------------------------------------
@@ -144,7 +143,7 @@ def gc(place: Place, args: argparse.Namespace) -> Answer:
 
     What killed writers left behind went when the place was opened, as it does each time.
     """
-    older = None if args.older is None else _seconds(args.older)
+    older = None if args.older is None else parse_seconds(args.older)
     budget = place.backend.capacity if args.size is None else parse_bytes(args.size)
     records = sorted(place.records(), key=lambda record: record.used)
     going = _going(records, older, budget)
@@ -178,13 +177,6 @@ def _going(records: list[Listed], older: float | None, budget: int | None) -> li
         going.append(record)
         excess -= record.size
     return going
-
-
-def _seconds(text: str) -> float:
-    number, unit = text[:-1], text[-1:]
-    if not (number.isascii() and number.isdigit() and unit in _UNITS):
-        raise InvalidValue(f"--older is {text!r}; a time such as 30m, 12h or 7d is needed")
-    return float(int(number) * _UNITS[unit])
 
 
 # --- rm --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.backends.buffers import aligned
 from kvkeep.cli.store_place import Answer, age, bar, columns, spaces_of
+from kvkeep.codecs import CODECS, ENCRYPTED
 from kvkeep.errors import whole
 from kvkeep.geometry.units import format_bytes
 from kvkeep.keys import SPACE_BYTES
@@ -28,16 +29,13 @@ _AGES: tuple[tuple[str, int | None], ...] = (
     ("30 days", 30 * 86_400), ("longer ago", None),
 )  # fmt: skip
 _BAR = 30
-# Numbers of codecs are theirs for good. The codecs themselves need torch, which a look does not.
-_CODECS = {0: "raw", 1: "lossless", 2: "int8", 3: "fp8"}
-_ENCRYPTED = 64
 
 
 def codec_name(number: int) -> str:
     """What the codec with this number is called in URLs."""
-    if number >= _ENCRYPTED:
-        return f"encrypted {codec_name(number - _ENCRYPTED)}"
-    return _CODECS.get(number, f"codec {number}")
+    if number >= ENCRYPTED:
+        return f"encrypted {codec_name(number - ENCRYPTED)}"
+    return CODECS[number] if number < len(CODECS) else f"codec {number}"
 
 
 # --- ls --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvkeep.backends import TierURL
 from kvkeep.errors import InvalidValue, MissingExtra, require
 from kvkeep.keys import SPACE_BYTES
-from kvkeep.tiers import open_backend
+from kvkeep.tiers import TIER_OPTIONS, open_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "Place", "Space", "age", "bar", "columns", "opened", "remove", "spaces_of"]
 
 _AT_ONCE = 64
-# Options of a tier that do not matter here: a URL can be given as the store has it.
-_NOT_ASKED = ("codec", "encrypt", "policy", "ttl", "queue", "readers", "writers")
 
 
 class Answer(NamedTuple):
@@ -94,9 +92,9 @@ def opened(text: str) -> Iterator[Place]:
         )
     if url.scheme == "file" and not Path(url.path).is_dir():
         raise InvalidValue(f"{url.path} is no directory: nothing was stored there")
-    for option in _NOT_ASKED:
-        url.text(option)
     timeout = url.seconds("timeout")
+    for option in TIER_OPTIONS:
+        url.text(option)  # of no matter here: a URL can be given as the store has it
     with open_backend(url) as backend:
         url.finish()
         backend.timeout = timeout or backend.timeout

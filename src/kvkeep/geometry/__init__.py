@@ -2,7 +2,7 @@
 
     shape.py        KVGeometry: bytes per token and page, pages in a budget, tensor-parallel shards
     dtypes.py       element types and their spellings
-    units.py        amounts of memory as text: "24GiB" to bytes and back
+    units.py        amounts of memory and times as text: "24GiB" to bytes and back
     huggingface.py  a geometry from a Hugging Face configuration, read without Transformers:
                     fields.py reads it, families.py refuses, windows.py says which layers slide
 
@@ -13,6 +13,13 @@ from __future__ import annotations
 
 from kvkeep.geometry.dtypes import DTYPES, normalise_dtype
 from kvkeep.geometry.shape import KVGeometry
-from kvkeep.geometry.units import format_bytes, parse_bytes
+from kvkeep.geometry.units import format_bytes, parse_bytes, parse_seconds
 
-__all__ = ["DTYPES", "KVGeometry", "format_bytes", "normalise_dtype", "parse_bytes"]
+__all__ = [
+    "DTYPES",
+    "KVGeometry",
+    "format_bytes",
+    "normalise_dtype",
+    "parse_bytes",
+    "parse_seconds",
+]

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Amounts of memory, and times, as people write them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, SupportsIndex
 
 from kvkeep.errors import InvalidValue, whole
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["format_bytes", "parse_bytes", "parse_seconds"]
 
 _BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _BYTES: Final[dict[str, int]] = {
@@ -19,6 +19,9 @@ _BYTES: Final[dict[str, int]] = {
 }
 # Thirty digits are more bytes than there are, and few enough for int() to take at once.
 _AMOUNT: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([A-Za-z]*)")
+
+_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_TIME: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(ms|s|m|h|d)")
 
 
 def parse_bytes(amount: str | SupportsIndex) -> int:
@@ -60,3 +63,16 @@ def format_bytes(amount: SupportsIndex) -> str:
             break
     ones, tenth = divmod(tenths, 10)
     return f"{ones}.{tenth} {unit}" if tenth else f"{ones} {unit}"
+
+
+def parse_seconds(text: str) -> float:
+    """Give a time in seconds: ``"500ms"``, ``"30s"``, ``"10m"``, ``"12h"``, ``"7d"``.
+
+    Raises:
+        InvalidValue: the text is no such time, or not above zero.
+    """
+    match = _TIME.fullmatch(text.strip())
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if not seconds:
+        raise InvalidValue(f"{text!r} is no time above zero; write 500ms, 30s, 10m, 12h or 7d")
+    return seconds

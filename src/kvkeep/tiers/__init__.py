@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from kvkeep.tiers.counters import Counters, TierStats
 from kvkeep.tiers.front import Front
-from kvkeep.tiers.opening import open_backend, open_tiers
+from kvkeep.tiers.opening import TIER_OPTIONS, open_backend, open_tiers
 from kvkeep.tiers.plan import Exclusive, Inclusive, TieringPolicy
 from kvkeep.tiers.tier import Tier, TierOptions
 from kvkeep.tiers.tiered import Prefetch, TieredStore, Written
 
 __all__ = [
+    "TIER_OPTIONS",
     "Counters",
     "Exclusive",
     "Front",

@@ -18,7 +18,10 @@ from kvkeep.tiers.tier import Tier, TierOptions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["open_backend", "open_tiers"]
+__all__ = ["TIER_OPTIONS", "open_backend", "open_tiers"]
+
+TIER_OPTIONS = ("codec", "encrypt", "policy", "ttl", "timeout", "queue", "readers", "writers")
+"""Options that every tier has; the others are its backend's."""
 
 BUFFER_BYTES = 256 << 20
 """The memory in front of tiers among which there is none: what is read and written passes it."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from kvkeep.backends.buffers import aligned
-from kvkeep.codecs import Damaged
-from kvkeep.codecs.encrypted import ENCRYPTED
+from kvkeep.codecs import ENCRYPTED, Damaged
 from kvkeep.errors import OutOfRoom
 from kvkeep.eviction import LRU, EvictionPolicy
 from kvkeep.keys import SPACE_BYTES
