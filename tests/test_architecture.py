@@ -76,7 +76,7 @@ EXTERNAL: dict[str, set[str]] = {
     "flash_attn_interface": {"engine.flash"},
     "safetensors": {"engine", "store"},
     "xxhash": {"tiers"},
-    "numcodecs": {"codecs"}, "zstandard": {"codecs"},
+    "numcodecs": {"codecs"},
     "cryptography": {"codecs"},
     "redis": {"backends.valkey"}, "hiredis": {"backends.valkey"},
     "obstore": {"backends.objects"},
