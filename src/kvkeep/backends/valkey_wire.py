@@ -97,6 +97,8 @@ def connect(address: tuple[str, int], deadline: float, tls: ssl.SSLContext | Non
     A name with several addresses has each tried, with an equal part of the time that is left.
     """
     host, port = address
+    if not 0 < port < 1 << 16:  # as a server that redirects may say; the system would wrap it
+        raise Lost(f"{host}:{port} cannot be found: there is no such port")
     failure: OSError = TimeoutError()
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -115,7 +117,7 @@ def connect(address: tuple[str, int], deadline: float, tls: ssl.SSLContext | Non
             except OSError as error:
                 plain.close()
                 failure = error
-    except (OSError, UnicodeError, OverflowError) as error:  # no such name, or no such port
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name that could be asked for
         raise Lost(f"{host} cannot be found: {error}") from error
     if isinstance(failure, TimeoutError):
         raise TimedOut("it timed out while connecting") from failure
