@@ -82,16 +82,16 @@ class Home:
 
     def entries(self, space: str) -> Iterator[Entry]:
         """All that lies in the directory ``space``; what is no file counts 0 bytes."""
+        directory = os.path.join(self.root, space)
         try:
-            with os.scandir(os.path.join(self.root, space)) as listing:
-                # All at once, and by name: what is replaced meanwhile could be there twice.
-                entries = {entry.name: entry for entry in listing}
+            # Each name once: what is replaced meanwhile could be there twice.
+            names = dict.fromkeys(os.listdir(directory))
         except FileNotFoundError:
             return  # it was empty, and somebody took it away
         prefix = bytes.fromhex(space)
-        for name, entry in entries.items():
+        for name in names:
             try:
-                found = entry.stat(follow_symlinks=False)
+                found = os.stat(f"{directory}/{name}", follow_symlinks=False)
             except FileNotFoundError:
                 continue
             if not stat.S_ISREG(found.st_mode):
