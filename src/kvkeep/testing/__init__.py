@@ -2,6 +2,10 @@
 
     PrefixIndexTests   the contract of `kvkeep.prefix.base`; subclass it with your index
     PolicyTests        the contract of `kvkeep.eviction.base`; subclass it with your policy
+    BackendTests       the contract of `kvkeep.backends.base`; subclass it with your backend
+    CountingBackend    a backend around another that counts the calls
+    FaultyBackend      the same, failing, hanging, slow or lying on demand
+    FaultProxy         a TCP proxy that refuses, hangs, cuts, slows and garbles on demand
     NaiveCache         what a cache stores, as whole token lists: the model to compare with
     TaggedPages        an engine's KV memory in which every slot knows what was written to it
     strategies         hypothesis strategies: prompts that share prefixes, tokens in every form
@@ -30,21 +34,39 @@ from kvkeep.errors import require
 
 if TYPE_CHECKING:
     from kvkeep.testing import strategies
+    from kvkeep.testing.backend_suite import BackendTests
+    from kvkeep.testing.faulty import CountingBackend, FaultyBackend
     from kvkeep.testing.memory import TaggedPages
     from kvkeep.testing.naive import NaiveCache
     from kvkeep.testing.policy_suite import PolicyTests
     from kvkeep.testing.prefix_suite import PrefixIndexTests
+    from kvkeep.testing.proxy import FaultProxy
 
-__all__ = ["NaiveCache", "PolicyTests", "PrefixIndexTests", "TaggedPages", "strategies"]
+__all__ = [
+    "BackendTests",
+    "CountingBackend",
+    "FaultProxy",
+    "FaultyBackend",
+    "NaiveCache",
+    "PolicyTests",
+    "PrefixIndexTests",
+    "TaggedPages",
+    "strategies",
+]
 
 _HOMES = {
+    "BackendTests": "kvkeep.testing.backend_suite",
+    "CountingBackend": "kvkeep.testing.faulty",
+    "FaultProxy": "kvkeep.testing.proxy",
+    "FaultyBackend": "kvkeep.testing.faulty",
     "NaiveCache": "kvkeep.testing.naive",
     "PolicyTests": "kvkeep.testing.policy_suite",
     "PrefixIndexTests": "kvkeep.testing.prefix_suite",
     "TaggedPages": "kvkeep.testing.memory",
 }
 _ASSERTING = (
-    "policy_suite", "prefix_driver", "prefix_finding", "prefix_forgetting", "prefix_holding",
+    "backend_hooks", "backend_suite", "backend_threads", "backend_walk", "policy_suite",
+    "prefix_driver", "prefix_finding", "prefix_forgetting", "prefix_holding",
     "prefix_pins", "prefix_walk", "naive",
 )  # fmt: skip
 
