@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from kvkeep.errors import InvalidValue
+from kvkeep.errors import InvalidValue, whole
 from kvkeep.keys import KEY_BYTES, as_namespace, space_of
-from kvkeep.tiers import TieredStore, open_tiers
+from kvkeep.store.stats import seconds_of
+from kvkeep.tiers import TieredStore, TieringPolicy, open_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvkeep.backends import Backend
     from kvkeep.keys import NamespaceLike
-    from kvkeep.tiers import Prefetch, TieringPolicy, TierStats
+    from kvkeep.tiers import Prefetch, TierStats
 
 __all__ = ["BlockStore"]
 
@@ -37,6 +38,8 @@ class BlockStore:
         tiers: Sequence[str | Backend] = ("memory://1GiB",),
         policy: TieringPolicy | None = None,
     ) -> None:
+        if policy is not None and not isinstance(policy, TieringPolicy):
+            raise InvalidValue(f"policy is {policy!r}; a TieringPolicy is needed, as Inclusive()")
         self.namespace = as_namespace(namespace)
         self._space = space_of(self.namespace)
         front, below = open_tiers(tiers)
@@ -59,6 +62,8 @@ class BlockStore:
         """
         blocks = self._blocks(keys)
         views = _views(buffers, len(keys))
+        if wait is not None:
+            seconds_of("wait", wait)
 
         def fill(at: int, raw: memoryview) -> None:
             raw[:] = views[at]
@@ -84,7 +89,9 @@ class BlockStore:
         blocks = self._blocks(keys)
         views = _views(buffers, len(keys))
         if any(view.readonly for view in views):
-            raise InvalidValue("a buffer to read into is read-only")
+            raise InvalidValue("a buffer to read into is read-only; a writable one is needed")
+        if deadline is not None:
+            seconds_of("deadline", deadline)
 
         def take(at: int, raw: memoryview) -> None:
             views[at][:] = raw
@@ -96,12 +103,20 @@ class BlockStore:
         return len(self._tiered.locate(self._blocks(keys)))
 
     def prefetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Prefetch:
-        """Start bringing blocks of so many bytes into memory; returns at once."""
+        """Start bringing blocks of so many bytes into memory; returns at once.
+
+        Raises:
+            InvalidValue: not as many sizes as keys, or a size that is none.
+        """
         blocks = self._blocks(keys)
+        if len(sizes) != len(blocks):
+            raise InvalidValue(f"{len(sizes)} sizes are given for {len(blocks)} keys")
+        sizes = [whole("the size of a block", size, 1) for size in sizes]
         return self._tiered.prefetch(lambda: (blocks, sizes))
 
     def pin(self, keys: Sequence[bytes], seconds: float) -> int:
         """Keep leading blocks from eviction for so long; how many are pinned."""
+        seconds_of("seconds", seconds, ends=True)
         return self._tiered.pin(self._blocks(keys), seconds)
 
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -130,7 +145,7 @@ class BlockStore:
 
     def _blocks(self, keys: Sequence[bytes]) -> list[bytes]:
         for key in keys:
-            if len(key) != KEY_BYTES or type(key) is not bytes:
+            if type(key) is not bytes or len(key) != KEY_BYTES:
                 raise InvalidValue(f"a block key is {KEY_BYTES} bytes, got {key!r}")
         return [self._space + key for key in keys]
 
@@ -152,7 +167,17 @@ class BlockStore:
 def _views(buffers: Sequence[memoryview | bytes], count: int) -> list[memoryview]:
     if len(buffers) != count:
         raise InvalidValue(f"{len(buffers)} buffers are given for {count} keys")
-    views = [memoryview(buffer).cast("B") for buffer in buffers]
-    if not all(len(view) for view in views):
-        raise InvalidValue("a block has at least one byte")
-    return views
+    return [_view(buffer) for buffer in buffers]
+
+
+def _view(buffer: memoryview | bytes) -> memoryview:
+    try:
+        view = memoryview(buffer)
+        if view.nbytes:
+            return view.cast("B")
+    except (TypeError, BufferError) as error:
+        raise InvalidValue(
+            f"a buffer is {type(buffer).__name__}; bytes are needed, or what gives its memory in "
+            f"one piece, in C order: {error}"
+        ) from error
+    raise InvalidValue("a block has at least one byte; an empty buffer is given")

@@ -80,13 +80,33 @@ class Form:
         if isinstance(kv, torch.Tensor):
             self._check_tensor(kv, tokens)
             return
-        layers = list(kv)
+        layers = self._layers(kv)
         if len(layers) != self.geometry.layers:
             raise InvalidValue(f"kv has {len(layers)} layers; the model has {self.geometry.layers}")
         for number, layer in enumerate(layers):
             parts = self._layer(layer, number)
             for part, (heads, width) in zip(parts, self._parts, strict=True):
                 self._check_part(part, number, heads, width, tokens)
+
+    def check_room(self, out: KV, tokens: int) -> None:
+        """Refuse what `check` does, and memory in which a number has no place of its own."""
+        self.check(out, tokens)
+        parts = [out] if isinstance(out, torch.Tensor) else self._flat(out)
+        for part in parts:
+            sizes = zip(part.shape, part.stride(), strict=True)
+            if any(size > 1 and not stride for size, stride in sizes):
+                raise InvalidValue(
+                    f"out has the strides {part.stride()}, so several of its elements are one: "
+                    "give memory with a place for each, as torch.empty does"
+                )
+
+    @staticmethod
+    def _layers(kv: object) -> Sequence[object]:
+        if not isinstance(kv, tuple | list):
+            raise InvalidValue(
+                f"kv is {type(kv).__name__}; it is a tensor, or a tuple or list of layers"
+            )
+        return kv
 
     def _check_tensor(self, kv: Tensor, tokens: int) -> None:
         if not self.blockwise:
@@ -151,6 +171,10 @@ class Form:
             for number, layer in enumerate(kv)
         )
 
+    # Inference mode: nothing here is of use to autograd, which would refuse to copy from or into
+    # some tensors that it knows, and into those that were made in inference mode.
+
+    @torch.inference_mode()
     def write(self, kv: KV, raw: memoryview, tokens: int) -> None:
         """Copy ``kv``, of so many tokens, into the raw bytes of a block."""
         if isinstance(kv, torch.Tensor):
@@ -159,6 +183,7 @@ class Form:
         for mine, theirs in zip(self._pieces(raw, tokens), self._flat(kv), strict=True):
             mine.copy_(theirs.view(mine.shape) if theirs.dim() > mine.dim() else theirs)
 
+    @torch.inference_mode()
     def read(self, raw: memoryview, tokens: int, kv: KV, *, skip: int = 0) -> None:
         """Copy raw bytes of a block of so many tokens, but the first ``skip``, into ``kv``."""
         axis, count = self.token_axis, tokens - skip

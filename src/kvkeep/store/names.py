@@ -37,13 +37,15 @@ def store_namespace(
     Raises:
         InvalidValue: it is not said which weights, or which rank of several.
     """
-    if not revision and "@" in model:
-        model, _, revision = model.rpartition("@")
-    if not revision and Path(model).is_dir():
+    if not isinstance(model, str):
+        raise InvalidValue(f"model is {model!r}; it is text: 'name@revision', or a directory")
+    if not revision and Path(model).is_dir():  # before "@" is looked for: paths may have one, too
         from kvkeep.store.weights import weights_digest  # noqa: PLC0415 - reads files: when asked
 
         revision = weights_digest(model)
-        model = Path(model).name
+        model = Path(model).resolve().name
+    elif not revision and "@" in model:
+        model, _, revision = model.rpartition("@")
     if not model or not revision:
         raise InvalidValue(
             f"model is {model!r} without a revision; KV of other weights under the same name would "

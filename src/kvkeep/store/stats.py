@@ -1,15 +1,34 @@
-"""What a store answers and reports."""
+"""What a store is asked, answers and reports."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import asdict, dataclass
+from math import inf, isnan
+from numbers import Real
 from typing import TYPE_CHECKING
+
+from kvkeep.errors import InvalidValue
 
 if TYPE_CHECKING:
     from kvkeep.tiers import TierStats
 
-__all__ = ["Asked", "Lookup", "Put", "StoreStats"]
+__all__ = ["Asked", "Lookup", "Put", "StoreStats", "seconds_of"]
+
+
+def seconds_of(name: str, value: object, *, ends: bool = False) -> float:
+    """A time as callers give it, in seconds; one that ``ends`` is above zero and not infinite.
+
+    Raises:
+        InvalidValue: it is none.
+    """
+    number = float("nan")
+    if not isinstance(value, bool) and isinstance(value, Real):
+        number = float(value)
+    if isnan(number) or (ends and not 0 < number < inf):
+        kind = "a time above zero that ends" if ends else "a number"
+        raise InvalidValue(f"{name} is {value!r}; {kind}, in seconds, is needed")
+    return number
 
 
 @dataclass(frozen=True, slots=True)

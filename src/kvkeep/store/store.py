@@ -8,12 +8,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, Self
 
 from kvkeep.errors import InvalidValue, whole
-from kvkeep.geometry import parse_bytes
+from kvkeep.geometry import KVGeometry, parse_bytes
 from kvkeep.store.forms import Form
 from kvkeep.store.names import Names, store_namespace
 from kvkeep.store.pinning import pin_memory
-from kvkeep.store.stats import Asked, Lookup, Put
-from kvkeep.tiers import TieredStore, open_tiers
+from kvkeep.store.stats import Asked, Lookup, Put, seconds_of
+from kvkeep.tiers import TieredStore, TieringPolicy, open_tiers
 from kvkeep.tokens import as_tokens
 
 if TYPE_CHECKING:
@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from kvkeep.backends import Backend
-    from kvkeep.geometry import KVGeometry
     from kvkeep.store.forms import KV, Layout
     from kvkeep.store.stats import StoreStats
     from kvkeep.tiers import Prefetch as BlockPrefetch
-    from kvkeep.tiers import TieringPolicy
     from kvkeep.tokens import TokenArray, TokensLike
 
 __all__ = ["KVStore", "Prefetch"]
@@ -83,6 +81,9 @@ class KVStore:
         policy: what moves where; `kvkeep.tiers.Inclusive` unless given.
         quotas: bytes that a tenant may hold in each tier, by tenant.
 
+    Raises:
+        InvalidValue: one of them is wrong; nothing stays open.
+
     Notes
     -----
     Thread safety: all methods, from any thread.
@@ -106,6 +107,10 @@ class KVStore:
         policy: TieringPolicy | None = None,
         quotas: Mapping[str, int | str] | None = None,
     ) -> None:
+        if not isinstance(geometry, KVGeometry):
+            raise InvalidValue(f"geometry is {geometry!r}; a KVGeometry is needed")
+        if policy is not None and not isinstance(policy, TieringPolicy):
+            raise InvalidValue(f"policy is {policy!r}; a TieringPolicy is needed, as Inclusive()")
         self.geometry = geometry
         self.layout = layout
         self.block_tokens = whole("block_tokens", block_tokens, 1, 1 << 20)
@@ -116,12 +121,15 @@ class KVStore:
         )  # fmt: skip
         self._names: dict[str, Names] = {}
         self._asked = Asked()
-        limits = {tenant: parse_bytes(limit) for tenant, limit in (quotas or {}).items()}
+        limits = {
+            self._names_of(tenant).space: parse_bytes(limit)
+            for tenant, limit in (quotas or {}).items()
+        }
         front, below = open_tiers(tiers, self._form.block_shape)
         self._tiered = TieredStore(front, below, policy)
         self._unpin = pin_memory(front.backend)
-        for name, limit in limits.items():
-            self._tiered.set_quota(self._names_of(name).space, limit)
+        for space, limit in limits.items():
+            self._tiered.set_quota(space, limit)
 
     # --- the three that matter -------------------------------------------------------------------
 
@@ -202,8 +210,10 @@ class KVStore:
         if form not in ("tensor", "tuples"):
             raise InvalidValue(f"form is {form!r}; it is 'tensor' or 'tuples'")
         if out is not None:
-            self._form.check(out, len(row) - start)
-        until = None if deadline is None else time.monotonic() + deadline
+            self._form.check_room(out, len(row) - start)
+        until = None
+        if deadline is not None:
+            until = time.monotonic() + seconds_of("deadline", deadline)
         blocks, levels, lengths = self._find(row, start, tenant)
         skip = start % self.block_tokens if lengths else 0
         if sum(lengths) <= skip:
@@ -269,15 +279,14 @@ class KVStore:
 
         In every tier that has it, each up to half of the tier.
         """
-        if not 0 < seconds < float("inf"):
-            raise InvalidValue(f"seconds is {seconds!r}; a pin needs a time above zero to end")
-        blocks = self._names_of(tenant).full(as_tokens(tokens))
-        return self._tiered.pin(blocks, seconds) * self.block_tokens
+        seconds_of("seconds", seconds, ends=True)
+        blocks, _, lengths = self._find(as_tokens(tokens), 0, tenant)
+        return sum(lengths[: self._tiered.pin(blocks, seconds)])
 
     def unpin(self, tokens: TokensLike, *, tenant: str | None = None) -> int:
         """Let a prompt's blocks be evicted again; tokens that were pinned."""
-        blocks = self._names_of(tenant).full(as_tokens(tokens))
-        return self._tiered.unpin(blocks) * self.block_tokens
+        blocks, _, lengths = self._find(as_tokens(tokens), 0, tenant)
+        return sum(lengths[: self._tiered.unpin(blocks)])
 
     def clear(self, *, tenant: str | None = None) -> int:
         """Delete all blocks of the tenant (of this model, in this store's form); bytes freed."""
@@ -309,6 +318,8 @@ class KVStore:
     def _names_of(self, tenant: str | None) -> Names:
         if tenant is None:
             tenant = self.namespace.tenant
+        if not isinstance(tenant, str):
+            raise InvalidValue(f"tenant is {tenant!r}; it is text")
         names = self._names.get(tenant)
         if names is None:
             if len(self._names) > 4096:
