@@ -74,11 +74,10 @@ EXTERNAL: dict[str, set[str]] = {
     },
     "flash_attn": {"engine.flash"},  # if it is installed
     "flash_attn_interface": {"engine.flash"},
-    "safetensors": {"engine", "store"},
+    "safetensors": {"engine"},
     "xxhash": {"tiers"},
     "numcodecs": {"codecs"},
     "cryptography": {"codecs"},
-    "redis": {"backends.valkey"}, "hiredis": {"backends.valkey"},
     "obstore": {"backends.objects"},
     "jinja2": {"engine"},
     "fastapi": {"server"}, "starlette": {"server"}, "uvicorn": {"server"},
