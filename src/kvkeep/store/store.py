@@ -214,7 +214,7 @@ class KVStore:
         until = None
         if deadline is not None:
             until = time.monotonic() + seconds_of("deadline", deadline)
-        blocks, levels, lengths = self._find(row, start, tenant)
+        blocks, levels, lengths = self._find(row, start, tenant, until)
         skip = start % self.block_tokens if lengths else 0
         if sum(lengths) <= skip:
             self._asked.count(gets=1, asked_tokens=len(row) - start)
@@ -332,18 +332,18 @@ class KVStore:
         return [self._form.raw_bytes(tokens) for tokens in lengths]
 
     def _find(
-        self, row: TokenArray, start: int, tenant: str | None
+        self, row: TokenArray, start: int, tenant: str | None, until: float | None = None
     ) -> tuple[list[bytes], list[int], list[int]]:
         """Blocks stored of ``row``, from the one with token ``start`` on: ids, levels, tokens."""
         names = self._names_of(tenant)
         full = names.full(row)
         first = start // self.block_tokens
-        levels = self._tiered.locate(full[first:])
+        levels = self._tiered.locate(full[first:], until)
         upto = first + len(levels)
         blocks, lengths = full[first:upto], [self.block_tokens] * len(levels)
-        tail = self._find_tail(names, full[:upto], row[upto * self.block_tokens :])
+        tail = self._find_tail(names, full[:upto], row[upto * self.block_tokens :], until)
         if tail is not None:
-            level = self._tiered.locate([tail[0]])
+            level = self._tiered.locate([tail[0]], until)
             if level:
                 blocks.append(tail[0])
                 levels += level
@@ -351,7 +351,7 @@ class KVStore:
         return blocks, levels, lengths
 
     def _find_tail(
-        self, names: Names, blocks: list[bytes], rest: TokenArray
+        self, names: Names, blocks: list[bytes], rest: TokenArray, until: float | None
     ) -> tuple[bytes, int] | None:
         """The longest tail that is known to follow ``blocks``, and its tokens.
 
@@ -363,7 +363,7 @@ class KVStore:
         ids = names.tails(blocks, rest)
         if len(ids) == self.block_tokens:
             ids.pop()  # that is a whole block, and it was not there
-        elif self._tiered.locate(ids[-1:]):
+        elif self._tiered.locate(ids[-1:], until):
             return ids[-1], len(ids)
         for count in range(len(ids), 0, -1):
             if self._tiered.knows(ids[count - 1]):

@@ -135,10 +135,10 @@ class Tier:
         """Whether it is worth trying to read ``block`` here."""
         return self.knows(block) or self.backend.shared or not self.indexed
 
-    def probe(self, blocks: Sequence[bytes]) -> int:
+    def probe(self, blocks: Sequence[bytes], until: float | None = None) -> int:
         """How many of ``blocks`` are here before the first that is not; asks the place itself.
 
-        0 when it does not answer in time.
+        0 when it does not answer in time, or not ``until`` (monotonic seconds).
         """
         if not self.backend.shared and self.indexed:
             return self.catalogue.leading(blocks)
@@ -153,9 +153,14 @@ class Tier:
                 answer.append(self.backend.sizes(blocks))
             done.set()
 
-        if not self.reading.submit(ask) or not done.wait(self.timeout):
+        patience = self.timeout
+        if until is not None:
+            patience = min(patience, max(0.0, until - time.monotonic()))
+        asked = self.reading.submit(ask)
+        if not asked or not done.wait(patience):
             self.counters.count(late=1)
-            self.breaker.failed(f"no answer in {self.timeout:g} s")
+            if not asked or patience == self.timeout:  # else `ask` will tell how it went
+                self.breaker.failed(f"no answer in {self.timeout:g} s")
             return 0
         sizes = answer[0] if answer else []
         leading = next((i for i, size in enumerate(sizes) if size is None), len(sizes))

@@ -97,11 +97,12 @@ class TieredStore:
 
     # --- finding ---------------------------------------------------------------------------------
 
-    def locate(self, blocks: Sequence[bytes]) -> list[int]:
+    def locate(self, blocks: Sequence[bytes], until: float | None = None) -> list[int]:
         """The level that each of ``blocks`` would come from, up to the first that is nowhere.
 
         0 is memory. Places that may hold more than is known are asked about what is not known:
-        one question of at most their timeout each, and none where all is known.
+        one question of at most their timeout each, not beyond ``until`` (monotonic seconds), and
+        none where all is known.
         """
         levels: list[int] = []
         probed: dict[int, int] = {}  # position → level, of what was asked for
@@ -114,7 +115,7 @@ class TieredStore:
             if level is None:
                 upto = at + _PROBES[min(asked, len(_PROBES) - 1)]
                 asked += 1
-                probed |= self._probe(blocks[at:upto], at)
+                probed |= self._probe(blocks[at:upto], at, until)
                 level = probed.get(at)
             if level is None:
                 break
@@ -133,12 +134,12 @@ class TieredStore:
                 return level
         return None
 
-    def _probe(self, blocks: Sequence[bytes], at: int) -> dict[int, int]:
+    def _probe(self, blocks: Sequence[bytes], at: int, until: float | None) -> dict[int, int]:
         """Ask shared places, faster ones first; each about what those before it do not have."""
         found: dict[int, int] = {}
         for level, tier in enumerate(self.tiers, start=1):
             if tier.backend.shared or not tier.indexed:
-                count = tier.probe(blocks[len(found) :])
+                count = tier.probe(blocks[len(found) :], until)
                 for _ in range(count):
                     found[at + len(found)] = level
             if len(found) == len(blocks):
@@ -170,7 +171,7 @@ class TieredStore:
         until = None if deadline is None else time.monotonic() + deadline
         ahead: deque[Flight | Held] = deque()
         if levels is None:
-            levels = self.locate(blocks)
+            levels = self.locate(blocks, until)
         count = started = 0
         try:
             while count < len(levels):
