@@ -58,9 +58,16 @@ def test_it_reuses_and_answers_the_same(capsys):
     follow_up = rows["follow-up", demo.FOLLOW_UP]
     assert follow_up["reused_tokens"] > rows["again", demo.ASKED[-1]]["prompt_tokens"] - 16
     assert shown["reused_tokens"] == sum(row["reused_tokens"] for row in rows.values())
-    assert shown["reused_tokens"] == shown["cache"]["hit_tokens"]
+    # After the restart it came from disk, not from the pool.
+    restarted = rows["restarted", demo.ASKED[0]]
+    assert (
+        restarted["loaded_tokens"] == restarted["reused_tokens"] == restarted["prompt_tokens"] - 1
+    )
+    assert {row["loaded_tokens"] for row in rows.values() if row is not restarted} == {0}
+    from_pool = shown["reused_tokens"] - restarted["reused_tokens"]
+    assert from_pool == shown["cache"]["hit_tokens"]
     assert shown["cache"]["sequences"] == 0
-    assert shown["engine"]["finished"] == 2 * demo.REQUESTS + 1  # and what warms up
+    assert shown["engine"]["finished"] == 2 * (demo.REQUESTS - 1) + 1  # and what warms up
     assert_nothing_is_left(shown["url"])
 
 
@@ -80,12 +87,14 @@ def test_the_table(short, capsys):
     starts = [("first", demo.ASKED[0]), *(("again", name) for name in demo.ASKED[1:])]
     starts += [("follow-up", demo.FOLLOW_UP), ("tenant a", demo.ASKED[0])]
     starts += [("tenant b", demo.ASKED[0]), *(("at once", name) for name in demo.CLIENTS)]
+    starts += [("restarted", demo.ASKED[0])]
     table = [line for line in lines if line.rstrip().endswith("yes")]
     for (request, about), line in zip(starts, table, strict=True):
         assert re.match(rf" *{request} +{re.escape(about)} +\d", line)
         assert "…" not in line  # it fits
     (totals,) = [line for line in lines if "% reused" in line]
     assert "× sooner (median)" in totals
+    assert any("prompt tokens came from disk" in line for line in lines)
     assert "kvkeep serve" in lines[-1]
     assert curl.startswith("curl ")
     assert_nothing_is_left(url_in(lines[0]))

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -37,10 +38,10 @@ ENDLESS = {"prompt": "Return a copy", "max_tokens": 8000, "ignore_eos": True, "t
 @contextmanager
 def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen, str, str]]:
     """The process, its address, and the curl that it prints."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    with subprocess.Popen(
+    with tempfile.TemporaryDirectory() as cache, subprocess.Popen(
         [*KVKEEP, "serve", *SMALL, *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache, **environment},
     ) as process:  # fmt: skip
         try:
             says, curl = process.stdout.readline(), process.stdout.readline()
@@ -201,3 +202,70 @@ def test_a_missing_package_says_which_extra_brings_it(module):
     assert (done.returncode, done.stdout) == (2, "")
     needed = f"{module} is needed here; install it with: pip install 'kvkeep[server]'"
     assert done.stderr == f"kvkeep: error: {needed}\n"
+
+
+# --- the store -------------------------------------------------------------------------------
+
+LONG = {"prompt": [7, 8, 9] * 200, "max_tokens": 12, "temperature": 0}
+
+
+def asked(url):
+    """The answer's text, and how many tokens were loaded."""
+    answer = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60).raise_for_status().json()
+    return answer["choices"][0]["text"], answer["usage"]["kvkeep"]["loaded_tokens"]
+
+
+def test_what_was_computed_outlives_the_process(tmp_path):
+    """By default, in the user's cache; a signal is enough for it to be there."""
+    told = []
+    for _ in range(2):
+        with serving(XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
+            assert str(tmp_path / "kvkeep" / "store") in process.stdout.readline()
+            told.append(asked(url))
+            process.send_signal(signal.SIGTERM)
+            assert ended(process)[0] == 0
+    (text, none), (again, loaded) = told
+    assert (text, none, loaded) == (again, 0, 599)
+
+
+def test_named_tiers_and_none(tmp_path):
+    with serving("--no-store", XDG_CACHE_HOME=str(tmp_path)) as (_, url, _):
+        text, _ = asked(url)
+        assert httpx.get(f"{url}/kv/stats").json()["store"] is None
+    place = f"file://{tmp_path}/tier?size=64MiB&codec=lossless"
+    for loaded in (0, 599):
+        arguments = ["--tier", place, "--block-tokens", "64"]
+        with serving(*arguments, XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
+            assert asked(url) == (text, loaded)
+            process.send_signal(signal.SIGTERM)
+            assert ended(process)[0] == 0
+    assert not (tmp_path / "kvkeep" / "store").exists()
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_not_to_serve(tmp_path):
+    (tmp_path / "kvkeep").write_text("in the way")
+    with serving(XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
+        assert process.stdout.readline().strip().endswith("kept in memory://1GiB")
+        assert asked(url)[1] == 0
+        process.send_signal(signal.SIGTERM)
+        code, log = ended(process)
+    assert code == 0
+    assert "nothing is kept on disk" in log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tier", "ftp://x"], "no tier is called ftp"),
+        (["--tier", "memory://1MiB", "--no-store"], "--no-store"),
+        (["--block-tokens", "40"], "multiple of the page size"),
+        (["--tier", "memory://1MiB?codec=nonsense"], "codec"),
+        (["--load-timeout", "-1"], "seconds"),
+    ],
+)
+def test_a_wrong_store_is_one_line(arguments, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["serve", *SMALL, *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvkeep: error: ")
+    assert said in line

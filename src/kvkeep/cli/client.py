@@ -30,6 +30,7 @@ class Heard:
     finish_reason: str
     prompt_tokens: int
     cached_tokens: int
+    loaded_tokens: int
     generated_tokens: int
     ttft_s: float
     seconds: float
@@ -78,6 +79,7 @@ def ask(url: str, path: str, body: dict[str, Any]) -> Heard:
         finish_reason=finish_reason,
         prompt_tokens=usage["prompt_tokens"],
         cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        loaded_tokens=usage.get("kvkeep", {}).get("loaded_tokens", 0),
         generated_tokens=usage["completion_tokens"],
         ttft_s=ttft,
         seconds=seconds,

@@ -1,4 +1,7 @@
-"""``kvkeep demo``: a conversation over one document through the real service, cold and warm."""
+"""``kvkeep demo``: a conversation over one document through the real service, cold and warm.
+
+At its end the service is stopped and started again, to be asked what it was asked before.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import inspect
 import json
 import sys
+import tempfile
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,9 +17,11 @@ from functools import partial
 from importlib import import_module
 from statistics import median
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from kvkeep.cli.client import ask, get
 from kvkeep.cli.model import add_model_arguments, choose_threads, load, progress
+from kvkeep.cli.tiers import add_store_arguments, open_store
 from kvkeep.errors import require
 
 if TYPE_CHECKING:
@@ -42,7 +48,8 @@ ASKED = ("textwrap.dedent", "heapq.merge", "shutil.copytree", "random.shuffle")
 FOLLOW_UP = "textwrap.shorten"
 TENANTS = ("a", "b")
 CLIENTS = ("json.dumps", "os.makedirs", "textwrap.wrap", "shutil.rmtree")
-REQUESTS = len(ASKED) + 1 + len(TENANTS) + len(CLIENTS)
+RESTARTED = "restarted"
+REQUESTS = len(ASKED) + 1 + len(TENANTS) + len(CLIENTS) + 1
 DIFFERENT = 1
 NEXT = """\
 Next: kvkeep serve (or make serve), and when it listens
@@ -58,6 +65,7 @@ class Row:
     about: str
     prompt_tokens: int
     reused_tokens: int
+    loaded_tokens: int
     generated_tokens: int
     ttft_cold_s: float
     ttft_warm_s: float
@@ -78,9 +86,11 @@ def add_parser(commands: Commands) -> None:
         help="start the service, play a conversation over a long document, and compare",
         description="Start the service, ask it about one long document over HTTP, and stop it. "
         "Every request is sent twice: cold, with nothing to reuse, and warm. Fails if the two "
-        "answers to one of them differ.",
+        "answers to one of them differ. Then start it again, and ask once more: what the tiers "
+        "have is not computed again.",
     )
     add_model_arguments(parser, memory="256MiB")
+    add_store_arguments(parser, default="memory, and a folder that is deleted at the end")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=64, help="of an answer")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -89,16 +99,24 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Play, compare, print; 1 if the two answers to a request differ."""
     choose_threads(args)  # before torch comes
-    engine, name = _load(args)
-    chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
-    # The service ends first: then all clients come to an end too, whatever they wait for.
-    with ThreadPoolExecutor(len(CLIENTS), "kvkeep client") as clients, serving(engine, name) as url:
-        if not args.json:
-            print(f"{name} is served at {url} while this lasts", flush=True)
-        with progress("asking, cold and warm", of=2 * REQUESTS) as advance:
-            demo = Demo(url, clients, advance, max_tokens=args.max_tokens, chat=chat)
-            rows = demo.play()
-        stats = clients.submit(get, url, "/kv/stats").result()
+    name = "kvkeep-tiny" if args.model is None else args.model.resolve().name
+    # The services end first: then all clients come to an end too, whatever they wait for.
+    with (
+        ThreadPoolExecutor(len(CLIENTS), "kvkeep client") as clients,
+        _tiers(args) as tiers,
+    ):
+        demo = Demo(clients, max_tokens=args.max_tokens)
+        with _service(args, name, tiers) as (engine, url):
+            if not args.json:
+                print(f"{name} is served at {url} while this lasts", flush=True)
+            with progress("asking, cold and warm", of=2 * (REQUESTS - 1)) as advance:
+                rows = demo.play(url, engine, advance)
+            stats = clients.submit(get, url, "/kv/stats").result()
+        with (
+            _service(args, name, tiers) as (engine, again),
+            progress("asking again", of=2) as advance,
+        ):
+            rows += demo.ask_again(again, engine, advance)
     if args.json:
         print(json.dumps(_as_json(url, name, rows, stats)))
     else:
@@ -106,7 +124,19 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(row.same_text for row in rows) else DIFFERENT
 
 
-def _load(args: argparse.Namespace) -> tuple[Engine, str]:
+@contextmanager
+def _tiers(args: argparse.Namespace) -> Iterator[list[str]]:
+    """The tiers that were named, or some that are gone afterwards."""
+    if args.tier:
+        yield args.tier
+        return
+    with tempfile.TemporaryDirectory(prefix="kvkeep-demo-") as folder:
+        yield ["memory://64MiB", f"file://{quote(folder)}?size=4GiB"]
+
+
+@contextmanager
+def _service(args: argparse.Namespace, name: str, tiers: list[str]) -> Iterator[tuple[Engine, str]]:
+    """A model, a pool and a store, served from scratch: nothing is left of one before but tiers."""
     with progress("starting"):
         from kvkeep.cache import PagedCache  # noqa: PLC0415
         from kvkeep.engine import Engine  # noqa: PLC0415 - seconds, for torch
@@ -114,8 +144,11 @@ def _load(args: argparse.Namespace) -> tuple[Engine, str]:
         require("kvkeep.server", "server")  # what it lacks is said before the model is loaded
     # float32: in half precision the order of summing can decide between two like tokens.
     runner, tokenizer = load(args, dtype="float32")
-    engine = Engine(runner, PagedCache(runner.num_pages, runner.page_size), tokenizer)
-    return engine, "kvkeep-tiny" if args.model is None else args.model.resolve().name
+    with open_store(args, runner, name=name, tiers=tiers) as store:
+        cache = PagedCache(runner.num_pages, runner.page_size)
+        engine = Engine(runner, cache, tokenizer, store=store)
+        with serving(engine, name) as url:
+            yield engine, url
 
 
 @contextmanager
@@ -146,31 +179,23 @@ def serving(engine: Engine, name: str) -> Iterator[str]:
 
 
 class Demo:
-    """The script, played against the service at ``url``; ``advance`` is called for each answer."""
+    """The script, played against one service and then the next.
 
-    def __init__(
-        self,
-        url: str,
-        clients: ThreadPoolExecutor,
-        advance: Callable[[], object],
-        *,
-        max_tokens: int,
-        chat: bool,
-    ) -> None:
-        self._url = url
+    ``advance`` is called for each answer.
+    """
+
+    def __init__(self, clients: ThreadPoolExecutor, *, max_tokens: int) -> None:
+        self._url = ""
+        self._chat = False
+        self._advance: Callable[[], object] = lambda: None
         self._clients = clients
-        self._advance = advance
         self._max_tokens = max_tokens
-        self._chat = chat
         self._document = read_document()
         self._salts = 0
 
-    def play(self) -> list[Row]:
-        """The whole conversation, row by row."""
-        warm_up = [{"role": "user", "content": _question(ASKED[0])}]
-        # Torch's, unmeasured. Asked by a client's thread as all others are: an interrupt, which
-        # comes to this one, then cannot come between a socket and its end.
-        self._clients.submit(self._ask, warm_up, self._new_salt(), store=False).result()
+    def play(self, url: str, engine: Engine, advance: Callable[[], object]) -> list[Row]:
+        """The whole conversation with the service at ``url``, row by row."""
+        self._meet(url, engine, advance)
         first, *others = ASKED
         rows = self._both("first", [first])
         for name in others:
@@ -179,6 +204,19 @@ class Demo:
         for tenant in TENANTS:
             rows += self._both(f"tenant {tenant}", [first], salt=f"tenant {tenant}")
         return rows + self._both("at once", CLIENTS)
+
+    def ask_again(self, url: str, engine: Engine, advance: Callable[[], object]) -> list[Row]:
+        """What was asked first, of another service: its pool is empty."""
+        self._meet(url, engine, advance)
+        return self._both(RESTARTED, ASKED[:1])
+
+    def _meet(self, url: str, engine: Engine, advance: Callable[[], object]) -> None:
+        self._url, self._advance = url, advance
+        self._chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
+        warm_up = [{"role": "user", "content": _question(ASKED[0])}]
+        # Torch's, unmeasured. Asked by a client's thread as all others are: an interrupt, which
+        # comes to this one, then cannot come between a socket and its end.
+        self._clients.submit(self._ask, warm_up, self._new_salt(), store=False).result()
 
     def _both(
         self,
@@ -261,6 +299,7 @@ def _row(request: str, about: str, cold: Heard, warm: Heard) -> Row:
         about=about,
         prompt_tokens=warm.prompt_tokens,
         reused_tokens=warm.cached_tokens,
+        loaded_tokens=warm.loaded_tokens,
         generated_tokens=warm.generated_tokens,
         ttft_cold_s=cold.ttft_s,
         ttft_warm_s=warm.ttft_s,
@@ -303,7 +342,8 @@ def _print(rows: list[Row]) -> None:
         "warm      what others have computed before is reused\n"
         "TTFT      time to first token, as the client sees it\n"
         "tenant …  has a cache_salt of its own and shares with nobody\n"
-        f"at once   {len(CLIENTS)} clients in the same moment, cold as well as warm"
+        f"at once   {len(CLIENTS)} clients in the same moment, cold as well as warm\n"
+        "restarted the service was stopped and started again: its pool is empty"
     )
     console.print(_table(rows))
     say(f"> {_question(rows[0].about)}\n{rows[0].text.strip()}\n")
@@ -312,6 +352,12 @@ def _print(rows: list[Row]) -> None:
     if totals["ttft_median_ratio"] is not None:
         line += f"; answers that reuse began {totals['ttft_median_ratio']:.1f}× sooner (median)"
     say(line)
+    last = rows[-1]
+    say(
+        f"After the restart {last.loaded_tokens:,} of {last.prompt_tokens:,} prompt tokens came "
+        f"from disk:\nthe first token after {_milliseconds(last.ttft_warm_s)} instead of "
+        f"{_milliseconds(last.ttft_cold_s)}"
+    )
     if not all(row.same_text for row in rows):
         print("kvkeep: the warm answers are not the cold ones", file=sys.stderr)
     print(NEXT)  # as it is, whatever the width: it is to be copied

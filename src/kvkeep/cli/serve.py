@@ -7,10 +7,12 @@ import ipaddress
 import logging
 import os
 import sys
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.model import add_model_arguments, choose_threads, load
+from kvkeep.cli.tiers import add_store_arguments, open_default_store, open_store
 from kvkeep.errors import InvalidValue
 from kvkeep.geometry.units import format_bytes
 
@@ -19,8 +21,9 @@ if TYPE_CHECKING:
     import socket
 
     from kvkeep.cli.model import Commands
-    from kvkeep.engine import Engine
+    from kvkeep.engine import Engine, Runner
     from kvkeep.server import Settings
+    from kvkeep.store import KVStore
 
 __all__ = ["add_parser", "run"]
 
@@ -39,6 +42,14 @@ def add_parser(commands: Commands) -> None:
     )
     add_model_arguments(parser, memory="4GiB")
     parser.add_argument("--dtype", help="float32, float16 or bfloat16 (default: as saved)")
+    add_store_arguments(
+        parser,
+        default="1 GiB of memory, and $XDG_CACHE_HOME/kvkeep/store with at most 20 GiB and a tenth "
+        "of what is free",
+    )
+    parser.add_argument(
+        "--no-store", action="store_true", help="keep nothing but what is in the pool"
+    )
     parser.add_argument("--name", help="what clients call the model (default: its directory's)")
     address = parser.add_argument_group("address and access")
     address.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine")
@@ -88,6 +99,20 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
         default=30.0,
         help="seconds that running requests have once it is to end (default: 30)",
     )
+    limits.add_argument(
+        "--flush-timeout",
+        metavar="S",
+        type=float,
+        default=10.0,
+        help="seconds that what they computed then has to reach the tiers (default: 10)",
+    )
+    limits.add_argument(
+        "--load-timeout",
+        metavar="S",
+        type=float,
+        default=2.0,
+        help="seconds that a request waits for the tiers at most (default: 2)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,12 +130,30 @@ def run(args: argparse.Namespace) -> int:
     with bind(args.host, args.port) as bound:
         runner, tokenizer = load(args, dtype=args.dtype)
         cache = PagedCache(runner.num_pages, runner.page_size)
-        engine = Engine(runner, cache, tokenizer, limits=limits)
         logging.basicConfig(
             level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
         )
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        return _serve(engine, settings, bound)
+        with _store(args, runner, settings.name) or nullcontext() as store:
+            engine = Engine(
+                runner,
+                cache,
+                tokenizer,
+                limits=limits,
+                store=store,
+                load_timeout=args.load_timeout,
+            )
+            return _serve(engine, settings, bound)
+
+
+def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | None:
+    if args.no_store:
+        if args.tier:
+            raise InvalidValue("--no-store keeps nothing; leave out it, or --tier")
+        return None
+    if args.tier:
+        return open_store(args, runner, name=name, tiers=args.tier)
+    return open_default_store(args, runner, name=name)
 
 
 def _serve(engine: Engine, settings: Settings, bound: socket.socket) -> int:
@@ -142,6 +185,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         max_prompt_tokens=args.max_prompt_tokens,
         request_timeout_s=args.request_timeout,
         drain_timeout_s=args.drain_timeout,
+        flush_timeout_s=args.flush_timeout,
         draft_tokens=args.draft_tokens,
         hosts=hosts,
     )
@@ -167,6 +211,9 @@ def _announce(engine: Engine, settings: Settings, url: str) -> None:
         f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'",
         flush=True,
     )
+    if engine.store is not None:
+        places = ", ".join(tier.place for tier in engine.store.stats().tiers)
+        print(f"what the pool lets go of is kept in {places}", flush=True)
     if settings.hosts is None and settings.api_key is None:
         print(
             "kvkeep: whoever can reach this address can use it, and read what is cached: "

@@ -202,6 +202,7 @@ class Loads:
                     load._due = None
                     self._arrived(load, Piece(start, tokens, block))
                 if start + tokens < stop:
+                    self._lost(load, start + tokens)
                     break
                 start = stop
                 left -= time.monotonic() - began
@@ -220,6 +221,11 @@ class Loads:
         assert isinstance(kv, torch.Tensor), "the form that was asked for"
         self._forms.by_page(kv, count, block)
         return count
+
+    def _lost(self, load: Load, start: int) -> None:
+        """What was found is not there, or is bad: it is to be written again once it is computed."""
+        keys = block_keys(load.namespace, load.tokens, self._block)[start // self._block :]
+        self._known.found([], missing=keys, asked=time.monotonic())
 
     def _arrived(self, load: Load, piece: Piece) -> None:
         with self._lock:

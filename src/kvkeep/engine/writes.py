@@ -34,6 +34,9 @@ _QUEUE_BLOCKS = 64
 # Of so many blocks it is remembered that they were offered: about 10 MiB.
 _REMEMBERED = 65_536
 _TOKEN_BYTES = 4
+# How long a block waits for room in the store, and how often it asks.
+_ROOM_S = 1.0
+_AGAIN_S = 0.01
 # Further than any sequence is long.
 _NEVER = 1 << 62
 
@@ -146,6 +149,7 @@ class Writes:
         self._buffers = Buffers(count, pages, tensors.page_bytes, pinned=pinned)
         self._queue: SimpleQueue[_Write | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._patient = True
         self._unwritten = 0
         self._changed = threading.Condition()
 
@@ -234,13 +238,23 @@ class Writes:
                 self._changed.notify_all()
 
     def _put(self, write: _Write) -> bool:
+        """Whether the store has taken it, maybe not at once: slower tiers have to make room.
+
+        Who waits here waits for no step, and later blocks stay in their pages meanwhile.
+        """
         count = len(write.tokens) - write.start
         pages = -(-count // self._tensors.page_size)
         kv = self._forms.by_token(write.block[:pages], count)
-        put = self._store.put(
-            write.tokens, kv, start=write.start, tail=write.tail, tenant=write.tenant
-        )
-        return not put.dropped
+        end = time.monotonic() + (_ROOM_S if self._patient else 0.0)
+        while True:
+            put = self._store.put(
+                write.tokens, kv, start=write.start, tail=write.tail, tenant=write.tenant
+            )
+            # Once in vain is enough, until there is room again.
+            self._patient = not put.dropped
+            if not put.dropped or time.monotonic() > end:
+                return not put.dropped
+            time.sleep(_AGAIN_S)
 
     # --- the end -----------------------------------------------------------------------------
 
