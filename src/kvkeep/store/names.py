@@ -39,7 +39,8 @@ def store_namespace(
     """
     if not isinstance(model, str):
         raise InvalidValue(f"model is {model!r}; it is text: 'name@revision', or a directory")
-    if not revision and Path(model).is_dir():  # before "@" is looked for: paths may have one, too
+    # A directory first: its path may have an "@" that parts no revision from a name.
+    if model and not revision and Path(model).is_dir():
         from kvkeep.store.weights import weights_digest  # noqa: PLC0415 - reads files: when asked
 
         revision = weights_digest(model)
