@@ -31,6 +31,7 @@ __all__ = ["Tier", "TierOptions"]
 _LOG = logging.getLogger("kvkeep.tiers")
 _RAW = 0  # the number of the codec that changes nothing
 _EXPIRE_EVERY = 60.0  # seconds
+_ENVELOPE = 1 << 16  # bytes that any codec may need beyond those of another
 _TRIES = 8  # rounds of making room for one record; then something else takes what is freed
 
 
@@ -480,7 +481,8 @@ class _RecordRoom:
 
     def __call__(self, size: int) -> memoryview:
         raw = HEADER_BYTES + self._raw_bytes
-        most = max(raw, HEADER_BYTES + self._tier.codec.bound(self._raw_bytes))
+        # Whichever codec wrote it: one that this tier does not take is refused later, not damaged.
+        most = HEADER_BYTES + self._tier.codec.bound(self._raw_bytes) + _ENVELOPE
         if size > most:
             raise _WrongSize(size, f"it has {size} bytes and can have {most} at most: the reader")
         if size == raw and self._tier.codec.number == _RAW:
