@@ -44,8 +44,9 @@ test: check servers ## check, then all the tests
 	@echo "== pytest, two workers with a core each (5 to 9 minutes)"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
-bench: setup     ## measure the core, then the engine beside Transformers (ten minutes)
+bench: setup     ## measure the core, the store beside the machine, the engine beside Transformers
 	@$(BIN)/python benchmarks/core.py
+	@$(BIN)/python benchmarks/store.py
 	@$(BIN)/python benchmarks/engine.py
 
 clean:           ## remove the virtual environment and caches
