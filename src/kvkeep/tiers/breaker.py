@@ -20,7 +20,7 @@ class Breaker:
 
     Closed: everything passes. Open: nothing does, for ``pause`` seconds at first and twice as long
     after each failed try, ``longest`` at most. Then one call is let through; if it succeeds the
-    breaker closes.
+    breaker closes. One that never comes back is followed by another after the same pause.
 
     Thread safety: all methods. Cost: below a microsecond.
     """
@@ -59,10 +59,18 @@ class Breaker:
         with self._lock:
             if self._until is None:
                 return True
-            if self._trying or self._clock() < self._until:
+            now = self._clock()
+            if now < self._until:
                 return False
             self._trying = True
+            self._until = now + self._pause  # it may hang: then somebody else has to try
             return True
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a call could not be made now; asks without making one."""
+        until = self._until
+        return until is not None and self._clock() < until
 
     def succeeded(self) -> None:
         """A call did its work."""
@@ -82,7 +90,7 @@ class Breaker:
         with self._lock:
             self._failures += 1
             if self._until is not None:
-                if not self._trying:
+                if not self._trying and self._clock() < self._until:
                     return  # began before it opened
                 self._pause = min(2 * self._pause, self._longest)
             elif self._failures < self._limit:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["Workers"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    work: Callable[[], object]
+    cost: int
+    given_up: Callable[[], object] | None
 
 
 class Workers:
@@ -29,8 +37,9 @@ class Workers:
     def __init__(self, name: str, threads: int, limit: int) -> None:
         self.name = name
         self._threads = threads
-        self._limit = limit
-        self._jobs: deque[tuple[Callable[[], object], int]] = deque()
+        self.limit = limit
+        self._jobs: deque[_Job] = deque()
+        self._running: dict[_Job, float] = {}  # since when
         self._changed = threading.Condition()
         self._started = 0
         self._free = 0  # threads that wait for a job
@@ -48,18 +57,32 @@ class Workers:
         """Jobs that wait or run."""
         return self._unfinished
 
-    def submit(self, job: Callable[[], object], cost: int = 1, wait: float = 0.0) -> bool:
+    @property
+    def longest(self) -> float:
+        """Seconds that the job which runs longest has been running."""
+        with self._changed:
+            since = min(self._running.values(), default=None)
+        return 0.0 if since is None else time.monotonic() - since
+
+    def submit(
+        self,
+        job: Callable[[], object],
+        cost: int = 1,
+        wait: float | None = 0.0,
+        given_up: Callable[[], object] | None = None,
+    ) -> bool:
         """Have ``job`` done; False, and not taken, when the queue is full or closed.
 
-        A full queue is waited for, ``wait`` seconds at most. A job must not raise: what it raises
-        is logged, and lost.
+        A full queue is waited for, ``wait`` seconds at most, None: as long as it takes.
+        ``given_up`` is called in place of ``job`` when it was taken and `close` found no time for
+        it. A job must not raise: what it raises is logged, and lost.
         """
         with self._changed:
-            if wait and not self._has_room(cost):
+            if wait != 0.0 and not self._has_room(cost):
                 self._changed.wait_for(lambda: self._has_room(cost), wait)
             if self._closed or not self._has_room(cost):
                 return False
-            self._jobs.append((job, cost))
+            self._jobs.append(_Job(job, cost, given_up))
             self._unfinished += 1
             self._cost += cost
             if len(self._jobs) > self._free and self._started < self._threads:
@@ -76,21 +99,21 @@ class Workers:
             return self._changed.wait_for(lambda: not self._unfinished, timeout)
 
     def close(self, timeout: float) -> bool:
-        """Do what waits, for ``timeout`` seconds, then stop; whether all was done."""
+        """Do what waits, for ``timeout`` seconds, then give it up; whether all was done."""
         end = time.monotonic() + timeout
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         done = self.wait(max(0.0, end - time.monotonic()))
         with self._changed:
-            for _, cost in self._jobs:  # given up
-                self._unfinished -= 1
-                self._cost -= cost
+            left = list(self._jobs)
             self._jobs.clear()
+        for job in left:
+            self._finish(job, job.given_up)
         return done
 
     def _has_room(self, cost: int) -> bool:
-        return self._closed or not self._unfinished or self._cost + cost <= self._limit
+        return self._closed or not self._unfinished or self._cost + cost <= self.limit
 
     def _work(self) -> None:
         while True:
@@ -102,13 +125,19 @@ class Workers:
                         return
                     self._changed.wait()
                 self._free -= 1
-                job, cost = self._jobs.popleft()
-            try:
-                job()
-            except Exception:  # noqa: BLE001 - the thread has to live on; nothing should come here
-                _LOG.exception("a job of tier %s failed", self.name)
+                job = self._jobs.popleft()
+                self._running[job] = time.monotonic()
+            self._finish(job, job.work)
             del job  # what it holds must not live until the next one comes
-            with self._changed:
-                self._unfinished -= 1
-                self._cost -= cost
-                self._changed.notify_all()
+
+    def _finish(self, job: _Job, work: Callable[[], object] | None) -> None:
+        try:
+            if work is not None:
+                work()
+        except BaseException:  # noqa: BLE001 - a library's panic is one; the thread has to live on
+            _LOG.exception("a job of tier %s failed", self.name)
+        with self._changed:
+            self._running.pop(job, None)
+            self._unfinished -= 1
+            self._cost -= job.cost
+            self._changed.notify_all()
