@@ -171,6 +171,22 @@ class Tier:
                     self.catalogue.add(block, size or 0)
         return leading
 
+    def recheck(self, blocks: Sequence[bytes]) -> None:
+        """Have forgotten, soon, what others took away of ``blocks``: else puts would skip it."""
+        known = [block for block in blocks if self.knows(block)] if self.backend.shared else []
+
+        def ask() -> None:
+            if self.breaker.allows():
+                sizes: list[int | None] = []
+                with _Edge(self, "sizes"):
+                    sizes = self.backend.sizes(known)
+                for block, size in zip(known, sizes, strict=False):  # none, if it failed
+                    if size is None:
+                        self.catalogue.forget(block)
+
+        if known:
+            self.reading.submit(ask)
+
     # --- reading: in a thread of `reading` -------------------------------------------------------
 
     def load(

@@ -193,6 +193,9 @@ class TieredStore:
             for waiting in ahead:
                 _let_go(waiting)
         self._used(blocks[:count])
+        if count < len(levels):  # where one block is gone, others may be
+            for tier in self.tiers:
+                tier.recheck(blocks[count : len(levels)])
         return count
 
     def _window(self, raw_bytes: int) -> int:
