@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import math
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
+from kvkeep.backends.buffers import aligned
 from kvkeep.codecs import BlockShape
 from kvkeep.errors import InvalidValue
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["Form", "Layout"]
 
 Layout = Literal["NHD", "HND"]
+
+_LARGE: Final = 16 << 20
+"""Bytes: smaller tensors are in memory that the process keeps and has touched before."""
 
 
 class Form:
@@ -152,14 +157,18 @@ class Form:
     def empty(self, tokens: int, *, tuples: bool = False) -> KV:
         """Room for so many tokens, in memory of its own."""
         if self.blockwise and not tuples:
-            return torch.empty(self.shape(tokens), dtype=self.dtype)
+            return self._new(self.shape(tokens))
         return [
-            tuple(
-                torch.empty(self._part_shape(tokens, *part), dtype=self.dtype)
-                for part in self._parts
-            )
+            tuple(self._new(self._part_shape(tokens, *part)) for part in self._parts)
             for _ in range(self.geometry.layers)
         ]
+
+    def _new(self, shape: tuple[int, ...]) -> Tensor:
+        size = math.prod(shape) * self.dtype.itemsize
+        if size < _LARGE:
+            return torch.empty(shape, dtype=self.dtype)
+        # What costs most of a copy into new memory is touching it; in huge pages that is a third.
+        return torch.frombuffer(aligned(size), dtype=self.dtype).view(shape)
 
     def cut(self, kv: KV, start: int, stop: int) -> KV:
         """Tokens ``start`` … ``stop`` of ``kv``, sharing its memory."""
