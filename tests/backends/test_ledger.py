@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvkeep.backends import Listed
-from kvkeep.backends.ledger import Ledger
+from kvkeep.backends.ledger import Ledger, Move
 from kvkeep.errors import OutOfRoom
 
 if TYPE_CHECKING:
@@ -43,67 +43,59 @@ class LedgerWalk(RuleBasedStateMachine):
         super().__init__()
         self.place = Place()
         self.ledger = Ledger(100, "a test", self.place.list)
-        self.putting: list[tuple[bytes, int]] = []
-        self.deleting: list[tuple[list[bytes], int]] = []
+        self.moves: list[tuple[Move, bool]] = []  # and whether it had its effect already
 
     @rule(block=st.sampled_from(BLOCKS), size=SIZES)
     def begin_put(self, block: bytes, size: int) -> None:
-        if any(one == block for one, _ in self.putting):
-            return
         try:
-            self.ledger.reserve(block, size)
+            self.moves.append((self.ledger.putting(block, size), False))
         except OutOfRoom:
-            # In a place where nothing moves, this is so exactly when it does not fit.
-            if not self.putting and not self.deleting:
+            if not self.moves:  # where nothing moves, this is so exactly when it does not fit
                 held = sum(self.place.sizes.values()) - self.place.sizes.get(block, 0)
                 assert held + size > 100
-            return
-        self.putting.append((block, size))
 
-    @precondition(lambda self: self.putting)
-    @rule(which=st.integers(0, 9), arrived=st.booleans(), failed=st.booleans())
-    def end_put(self, which: int, arrived: bool, failed: bool) -> None:
-        block, size = self.putting.pop(which % len(self.putting))
-        if arrived or not failed:
-            self.place.sizes[block] = size
-        if failed:
-            self.ledger.unknown(size)
-        else:
-            self.ledger.settle(block, size)
-
-    @rule(blocks=st.lists(st.sampled_from(BLOCKS), unique=True))
+    @rule(blocks=st.lists(st.sampled_from(BLOCKS), unique=True, min_size=1, max_size=2))
     def begin_delete(self, blocks: list[bytes]) -> None:
-        if any(one in blocks for one, _ in self.putting):
-            return
-        self.deleting.append((blocks, self.ledger.going(blocks)))
+        self.moves.append((self.ledger.deleting(blocks), False))
 
-    @precondition(lambda self: self.deleting)
-    @rule(which=st.integers(0, 9), failed=st.booleans())
-    def end_delete(self, which: int, failed: bool) -> None:
-        blocks, size = self.deleting.pop(which % len(self.deleting))
-        moving = {block for block, _ in self.putting}
-        if failed:
-            self.ledger.unknown(size)
-            return
-        for block in blocks:
-            if block not in moving:  # else it is put after this
+    @precondition(lambda self: self.moves)
+    @rule(which=st.integers(0, 9))
+    def has_its_effect(self, which: int) -> None:
+        """The place does it; we have not heard of it."""
+        at = which % len(self.moves)
+        move, did = self.moves[at]
+        if not did:
+            for block in move.blocks:
                 self.place.sizes.pop(block, None)
-        self.ledger.gone(size)
+                if move.new:
+                    self.place.sizes[block] = move.new
+        self.moves[at] = (move, True)
+
+    @precondition(lambda self: self.moves)
+    @rule(which=st.integers(0, 9), failed=st.sampled_from([False, False, False, True]))
+    def end(self, which: int, failed: bool) -> None:
+        if not failed:
+            self.has_its_effect(which)
+        move, _ = self.moves.pop(which % len(self.moves))
+        (self.ledger.failed if failed else self.ledger.done)(move)
 
     @invariant()
     def the_capacity_is_never_passed(self) -> None:
         assert sum(self.place.sizes.values()) <= 100
 
+    @rule()
+    def count(self) -> None:
+        if not self.moves:
+            assert self.ledger.used() == sum(self.place.sizes.values())
+
     def teardown(self) -> None:
-        while self.deleting:
-            self.end_delete(0, failed=True)
-        while self.putting:
-            self.end_put(0, arrived=True, failed=True)
-        assert self.ledger.used() == sum(self.place.sizes.values())
+        while self.moves:
+            self.end(0, failed=False)
+        self.count()
 
 
 TestLedgerWalk = LedgerWalk.TestCase
-TestLedgerWalk.settings = settings(max_examples=200, deadline=None)
+TestLedgerWalk.settings = settings(max_examples=300, deadline=None)
 
 
 def test_it_lists_once_and_again_after_a_failure() -> None:
@@ -111,12 +103,11 @@ def test_it_lists_once_and_again_after_a_failure() -> None:
     place.sizes[BLOCKS[0]] = 30
     ledger = Ledger(100, "a test", place.list)
     assert place.listings == 0
-    ledger.reserve(BLOCKS[1], 70)
-    ledger.settle(BLOCKS[1], 70)
+    ledger.done(ledger.putting(BLOCKS[1], 70))
     assert (ledger.used(), place.listings) == (100, 1)
-    ledger.reserve(BLOCKS[1], 10)
+    move = ledger.putting(BLOCKS[1], 10)
     assert ledger.used() == 110, "the old one is there until the new one has come"
-    ledger.unknown(10)
+    ledger.failed(move)
     place.sizes[BLOCKS[2]] = 5
     assert (ledger.used(), place.listings) == (35, 2)
 
@@ -127,9 +118,9 @@ def test_a_listing_that_fails_is_tried_again() -> None:
     ledger = Ledger(100, "a test", place.list)
     for _ in range(2):
         with pytest.raises(ConnectionResetError):
-            ledger.reserve(BLOCKS[0], 1)
+            ledger.putting(BLOCKS[0], 1)
     place.failing = False
-    ledger.reserve(BLOCKS[0], 100)
+    ledger.putting(BLOCKS[0], 100)
     assert ledger.used() == 100
 
 
@@ -138,9 +129,8 @@ def test_what_changes_while_it_lists_counts() -> None:
     place = Place()
     place.sizes = dict.fromkeys(BLOCKS[:3], 10)
     ledger = Ledger(100, "a test", place.list)
-    ledger.reserve(BLOCKS[3], 40)
-    ledger.reserve(BLOCKS[2], 1)
-    ledger.unknown(1)  # so that it lists anew
+    move = ledger.putting(BLOCKS[3], 40)
+    ledger.failed(ledger.putting(BLOCKS[2], 1))  # so that it lists anew
     listed, go_on = threading.Event(), threading.Event()
 
     def slow() -> Iterator[Listed]:
@@ -153,8 +143,8 @@ def test_what_changes_while_it_lists_counts() -> None:
     lister = threading.Thread(target=lambda: used.append(ledger.used()))
     lister.start()
     assert listed.wait(60)
-    ledger.settle(BLOCKS[3], 40)
-    ledger.gone(ledger.going(BLOCKS[:2]))
+    ledger.done(move)
+    ledger.done(ledger.deleting(BLOCKS[:2]))
     go_on.set()
     lister.join(60)
     assert used == [50]

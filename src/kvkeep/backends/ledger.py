@@ -12,14 +12,28 @@ if TYPE_CHECKING:
 
     from kvkeep.backends.base import Listed
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "Move"]
+
+
+class Move:
+    """A put or delete that is on its way: bytes that count as held until it is over."""
+
+    __slots__ = ("blocks", "clear", "listing", "new", "size")
+
+    def __init__(self, blocks: Sequence[bytes], size: int, new: int, listing: int) -> None:
+        self.blocks = blocks
+        self.size = size
+        self.new = new  # bytes of each block afterwards
+        self.listing = listing  # the last listing that had begun before
+        self.clear = True  # no other move of the same blocks at the same time
 
 
 class Ledger:
     """Bytes held, from a listing and from what is put and deleted by us.
 
     What is on its way in or out counts as held: the sum errs to the safe side. When a call failed,
-    nobody knows what it did, and the place is listed again before the next put.
+    or two were about one block at once, nobody knows what is there, and the place is listed again
+    before the next put.
 
     Notes:
         Thread safe. ``listing`` is called outside of the lock that the others need.
@@ -32,54 +46,76 @@ class Ledger:
         self._sizes: dict[bytes, int] = {}
         self._held = 0
         self._moving = 0
+        self._moves: dict[bytes, list[Move]] = {}
         self._known = False
         self._doubts = 0
+        self._listings = 0
         self._since: dict[bytes, int] | None = None  # what changed while a listing runs
         self._lock = threading.Lock()
         self._only_lister = threading.Lock()
 
-    def reserve(self, block: bytes, size: int) -> None:
+    def putting(self, block: bytes, size: int) -> Move:
         """Count ``size`` bytes that are about to be put, or raise `OutOfRoom`.
 
-        `settle` or `unknown` must follow.
+        `done` or `failed` must follow.
         """
         self._know()
         with self._lock:
             before = self._sizes.get(block, 0)
             if self._held - before + self._moving + size > self._capacity:
                 raise OutOfRoom(size, self._where)
-            self._moving += size
+            return self._begin([block], size, size)
 
-    def settle(self, block: bytes, size: int) -> None:
-        """What was reserved is there now, in place of what was."""
+    def deleting(self, blocks: Sequence[bytes]) -> Move:
+        """These are about to be deleted; `done` or `failed` must follow."""
         with self._lock:
-            self._moving -= size
-            self._write(block, size)
+            return self._begin(blocks, sum(self._write(block, 0) for block in blocks), 0)
 
-    def going(self, blocks: Sequence[bytes]) -> int:
-        """These are about to be deleted: bytes to give to `gone` or `unknown` afterwards."""
+    def done(self, move: Move) -> None:
+        """It was done as asked."""
         with self._lock:
-            size = sum(self._write(block, 0) for block in blocks)
-            self._moving += size
-            return size
+            self._end(move)
+            # A listing since the delete began may be from before it, or after.
+            if not move.clear or (move.new == 0 and move.listing != self._listings):
+                self._doubt()
+            for block in move.blocks:
+                if move.new:
+                    self._write(block, move.new)
 
-    def gone(self, size: int) -> None:
-        """What was `going` is deleted."""
+    def failed(self, move: Move) -> None:
+        """It failed, and may have been done all the same."""
         with self._lock:
-            self._moving -= size
-
-    def unknown(self, size: int) -> None:
-        """A put or delete of so many bytes failed, and may have been done all the same."""
-        with self._lock:
-            self._moving -= size
-            self._known = False
-            self._doubts += 1
+            self._end(move)
+            self._doubt()
 
     def used(self) -> int:
         """Bytes held; lists the place if that must be."""
         self._know()
         with self._lock:
             return self._held + self._moving
+
+    def _begin(self, blocks: Sequence[bytes], size: int, new: int) -> Move:
+        move = Move(blocks, size, new, self._listings)
+        self._moving += size
+        for block in blocks:
+            others = self._moves.setdefault(block, [])
+            others.append(move)
+            if len(others) > 1:
+                for one in others:
+                    one.clear = False
+        return move
+
+    def _end(self, move: Move) -> None:
+        self._moving -= move.size
+        for block in move.blocks:
+            others = self._moves[block]
+            others.remove(move)
+            if not others:
+                del self._moves[block]
+
+    def _doubt(self) -> None:
+        self._known = False
+        self._doubts += 1
 
     def _write(self, block: bytes, size: int) -> int:
         """Note that ``block`` has ``size`` bytes, 0 for none; how many it had."""
@@ -98,6 +134,7 @@ class Ledger:
                 if self._known:
                     return
                 doubts, self._since = self._doubts, {}
+                self._listings += 1
             try:
                 listed = {one.block: one.size for one in self._listing()}
             except BaseException:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from obstore import GetResult
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
+    from kvkeep.backends.ledger import Move
     from kvkeep.backends.urls import TierURL
 
     Opener = Callable[[float], ObjectStore]
@@ -103,22 +104,14 @@ class ObjectBackend(Backend):
 
     def put(self, block: bytes, record: memoryview) -> None:
         """Send ``record``; in place at once, when all of it has arrived."""
-        if self._ledger is not None:
-            self._ledger.reserve(block, len(record))
-        try:
-            with self._translated("put"):
-                self._obstore.put(
-                    self._store(),
-                    self._path(block),
-                    bytes(record) if self._copies else record,
-                    use_multipart=False,
-                )
-        except BaseException:
-            if self._ledger is not None:
-                self._ledger.unknown(len(record))
-            raise
-        if self._ledger is not None:
-            self._ledger.settle(block, len(record))
+        move = None if self._ledger is None else self._ledger.putting(block, len(record))
+        with self._counted(move), self._translated("put"):
+            self._obstore.put(
+                self._store(),
+                self._path(block),
+                bytes(record) if self._copies else record,
+                use_multipart=False,
+            )
 
     def get(self, block: bytes, room: Room) -> memoryview | None:
         """Stream the record into the room; one copy from what the network brought."""
@@ -165,18 +158,10 @@ class ObjectBackend(Backend):
         sizes = self.sizes(blocks)
         there = {block: size for block, size in zip(blocks, sizes, strict=True) if size is not None}
         names = [self._path(block) for block in there]
-        ledger = self._ledger
-        going = 0 if ledger is None else ledger.going(blocks)
-        try:
-            with self._translated("delete"):
-                for at in range(0, len(names), _PAGE):
-                    self._take(names[at : at + _PAGE])
-        except BaseException:
-            if ledger is not None:
-                ledger.unknown(going)
-            raise
-        if ledger is not None:
-            ledger.gone(going)
+        move = None if self._ledger is None else self._ledger.deleting(blocks)
+        with self._counted(move), self._translated("delete"):
+            for at in range(0, len(names), _PAGE):
+                self._take(names[at : at + _PAGE])
         return sum(there.values())
 
     def list(self) -> Iterator[Listed]:
@@ -248,6 +233,19 @@ class ObjectBackend(Backend):
             for name in names:
                 with suppress(FileNotFoundError):
                     self._obstore.delete(self._store(), name)
+
+    @contextmanager
+    def _counted(self, move: Move | None) -> Iterator[None]:
+        """Tell the ledger how ``move`` ended."""
+        if self._ledger is None or move is None:
+            yield
+            return
+        try:
+            yield
+        except BaseException:
+            self._ledger.failed(move)
+            raise
+        self._ledger.done(move)
 
     @contextmanager
     def _translated(self, doing: str, missing: type[Exception] | None = None) -> Iterator[None]:
