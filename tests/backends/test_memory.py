@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import resource
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -71,6 +73,18 @@ def test_a_url_names_the_size(text: str) -> None:
 def test_a_url_names_it_once(text: str) -> None:
     with pytest.raises(InvalidValue, match=r"memory://|amount|size"):
         MemoryBackend.from_url(TierURL(text))
+
+
+@pytest.mark.parametrize(("touch", "waits"), [("yes", False), ("no", True)])
+def test_memory_that_was_touched_is_there(touch: str, waits: bool) -> None:
+    url = TierURL(f"memory://128MiB?touch={touch}")
+    with MemoryBackend.from_url(url) as backend:
+        url.finish()
+        with backend.reserve(block_id(1), 128 << 20) as draft:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            np.frombuffer(draft.view, np.uint8)[::ALIGNMENT] = 1
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert (faults >= 32) == waits, f"{faults} faults; in huge pages it is 64"
 
 
 # --- drafts ----------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
+import numpy as np
+
 from kvkeep.backends.base import ALIGNMENT
 from kvkeep.backends.buffers import aligned
 from kvkeep.errors import InvalidValue, whole
@@ -96,6 +98,15 @@ class Arena:
     def view(self, offset: int, size: int) -> memoryview:
         """``size`` writable bytes from ``offset`` on."""
         return self.buffer[offset : offset + size]
+
+    def touch(self) -> None:
+        """Take all of the memory from the system now. Only before the first `allocate`.
+
+        Later, whoever writes to a page first waits for it: with huge pages as long as for the
+        copy itself, in a virtual machine whose host has to find the memory ten times as long.
+        """
+        assert not self._taken, "an arena is touched before it is used"
+        np.frombuffer(self.buffer, np.uint8)[::ALIGNMENT] = 0  # other threads run meanwhile
 
     def close(self) -> None:
         """Let go of the memory, which goes with the last view of it. What is free stays so."""

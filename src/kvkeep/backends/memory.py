@@ -120,9 +120,14 @@ class MemoryBackend(Backend):
 
     scheme: ClassVar[str] = "memory"
 
-    def __init__(self, size: int) -> None:
-        """Map ``size`` bytes (at least 4096); see `Arena`. Raises `InvalidValue`."""
+    def __init__(self, size: int, *, touch: bool = False) -> None:
+        """Map ``size`` bytes (at least 4096), and `touch` them; see `Arena`.
+
+        Raises `InvalidValue`.
+        """
         self.arena = Arena(size)
+        if touch:
+            self.arena.touch()
         self.capacity: int = self.arena.size
         self._lock = threading.Lock()
         self._closed = False
@@ -139,13 +144,13 @@ class MemoryBackend(Backend):
 
     @classmethod
     def from_url(cls, url: TierURL) -> MemoryBackend:
-        """``memory://4GiB``, or ``memory://?size=4GiB``."""
+        """``memory://4GiB``, or ``memory://?size=4GiB``; takes ``touch``."""
         size = url.size("size")
         if url.place and size is None and not url.path.strip("/"):
             size = parse_bytes(url.place)
         elif url.place or url.path.strip("/") or size is None:
             raise InvalidValue(f"{url.safe} has to name its size once, as in memory://4GiB")
-        return cls(size)
+        return cls(size, touch=url.choice("touch", ("yes", "no"), "no") == "yes")
 
     # -- places -----------------------------------------------------------------------------------
 
