@@ -205,10 +205,10 @@ class FaultProxy:
     def _start(self, client: socket.socket, server: socket.socket) -> None:
         link = _Link(client, server)
         pipes = [_Pipe(self, link, answers=False), _Pipe(self, link, answers=True)]
-        with self._changed:
+        with self._changed:  # who finds a pipe may join it
             self._pipes.update(pipes)
-        for pipe in pipes:
-            pipe.start()
+            for pipe in pipes:
+                pipe.start()
 
     def __enter__(self) -> Self:
         return self
