@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -49,7 +50,10 @@ class House:
         self.did = engine.stats()
         for prompt, completion in zip(prompts, done, strict=True):
             assert [*completion.tokens] == self.bench.greedy(prompt, count)
-        assert not [one.name for one in threading.enumerate() if "kvkeep" in one.name]
+        end = time.monotonic() + 5  # a reader of the store may be at its last block
+        while any("kvkeep" in one.name for one in threading.enumerate()):
+            assert time.monotonic() < end, threading.enumerate()
+            time.sleep(0.005)
         return done
 
 
@@ -114,7 +118,9 @@ def test_damaged_files_are_computed(make_house, prompt, tmp_path):
         file.write_bytes(raw)
     (answer,) = house.ask(text)  # which compares with the model's own answer
     assert answer.loaded_tokens < 99
-    (healed,) = house.ask(text)
+    # Blocks behind the first bad one are not read, and so not known to be bad until the next time.
+    for _ in files:
+        (healed,) = house.ask(text)
     assert healed.loaded_tokens == 99
 
 
