@@ -90,6 +90,11 @@ class Catalogue:
             self._unpin_expired()
             return self._pinned_bytes
 
+    def outlived(self, block: bytes) -> bool:
+        """Whether ``block`` is known, and not used for longer than it may be found."""
+        kept = self._kept.get(block)
+        return kept is not None and self._expired(kept)
+
     def leading(self, blocks: Sequence[bytes]) -> int:
         """How many of ``blocks`` are there before the first that is not."""
         kept = self._kept
@@ -123,12 +128,18 @@ class Catalogue:
             self._add(block, size, self._clock())
 
     def fill(self, found: Iterable[tuple[bytes, int, float]]) -> None:
-        """Take over what a place holds: (block, bytes, last used); what is known stays as it is."""
+        """Take over what a place holds: (block, bytes, last used).
+
+        What is known stays where it is in the order, but others may have used it later.
+        """
         oldest_first = sorted(found, key=lambda item: item[2])
         with self._lock:
             for block, size, used in oldest_first:
-                if block not in self._kept:
+                known = self._kept.get(block)
+                if known is None:
                     self._add(block, size, used)
+                elif used > known.used:
+                    known.used = known.noted = used
 
     def used(self, blocks: Sequence[bytes], grain: float = 30.0) -> list[bytes]:
         """A prompt used ``blocks``, in its order; those the place should be told of, last to first.
@@ -233,9 +244,16 @@ class Catalogue:
             if space in self._own:
                 return
             policy = self._make()
-            for kept in self._kept.values():
-                if kept.block.startswith(space) and kept.may_go:
+            mine = [kept for kept in self._kept.values() if kept.block.startswith(space)]
+            for kept in mine:
+                if kept.may_go:
                     self._shared.discard(kept)
+            # The new policy's clock begins at 0: it has to see what happened, in that order.
+            for kept in sorted(mine, key=lambda kept: kept.stored):
+                policy.stored(kept, kept.priority)
+            for kept in sorted(mine, key=lambda kept: kept.serial):
+                policy.used(kept)
+                if kept.may_go:
                     policy.add(kept)
             self._own[space] = policy
 
@@ -248,16 +266,19 @@ class Catalogue:
             return -1
         return max(0, self._spaces.get(space, 0) + more - limit)
 
-    def pin(self, blocks: Sequence[bytes], seconds: float, most: int) -> int:
-        """Keep ``blocks`` from eviction for so long; how many are, with ``most`` bytes in all."""
+    def pin(self, blocks: Sequence[bytes], seconds: float, most: int) -> list[bytes]:
+        """Keep those of ``blocks`` that are here from eviction for so long; which they are.
+
+        From the first on, while pins hold no more than ``most`` bytes in all.
+        """
         until = self._clock() + seconds
-        pinned = 0
+        pinned: list[bytes] = []
         with self._lock:
             self._unpin_expired()
             for block in blocks:
                 kept = self._kept.get(block)
-                if kept is None:
-                    break
+                if kept is None or self._expired(kept):
+                    continue
                 if not kept.pinned:
                     if self._pinned_bytes + kept.size > most:
                         break
@@ -266,16 +287,20 @@ class Catalogue:
                     self._pinned_bytes += kept.size
                 kept.pinned = max(kept.pinned, until)
                 heapq.heappush(self._pins, (until, block))
-                pinned += 1
+                pinned.append(block)
         return pinned
 
-    def unpin(self, blocks: Sequence[bytes]) -> int:
-        """Let ``blocks`` go again; how many were pinned."""
+    def unpin(self, blocks: Sequence[bytes]) -> list[bytes]:
+        """Let ``blocks`` go again; which were pinned."""
         with self._lock:
-            there = [kept for block in blocks if (kept := self._kept.get(block)) and kept.pinned]
-            for kept in there:
-                self._let_go(kept)
-        return len(there)
+            self._unpin_expired()
+            unpinned: list[bytes] = []
+            for block in blocks:
+                kept = self._kept.get(block)
+                if kept is not None and kept.pinned:
+                    self._let_go(kept)
+                    unpinned.append(block)
+        return unpinned
 
     # --- below here: under the lock --------------------------------------------------------------
 

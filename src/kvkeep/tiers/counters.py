@@ -17,7 +17,7 @@ class Counters:
         misses: thought to be here, and not found.
         late: not here within the tier's timeout, or the queue of its readers was full.
         damaged: read, and not what was stored: quarantined.
-        refused: of a format version or a lossy codec that this tier does not take.
+        refused: of a format version, a length or a lossy codec that was not asked for here.
         errors: calls that failed.
         skipped_calls: calls not made because the circuit breaker was open.
         writes: written.

@@ -7,6 +7,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvkeep.errors import BackendFailed
 from kvkeep.tiers.front import Held
 
 if TYPE_CHECKING:
@@ -45,11 +46,13 @@ class Flight:
         """The tier that gave it."""
         self.stays = True
         """Whether it stays in memory; set before `start`."""
+        self.removed = False
+        """Whether the block was deleted everywhere meanwhile; set and read by who made this."""
         self._front = front
         self._tiers = list(tiers)
         self._changed = threading.Condition()
         self._attempt = 0  # counts up; what an older attempt brings is thrown away
-        self._since = 0.0
+        self._since = time.monotonic()  # who joins may wait before it was started
         self._joined = 0
         self._held: Held | None = None
         self._done = False
@@ -106,9 +109,15 @@ class Flight:
         while self._tiers:
             tier, self._attempt = self._tiers[0], self._attempt + 1
             self._since = time.monotonic()
-            if tier.reading.submit(partial(self._read, tier, self._attempt)):
+            if tier.breaker.blocks:  # not to wait for a thread, which may hang, to be told so
+                tier.counters.count(skipped_calls=1)
+            elif tier.reading.submit(
+                partial(self._read, tier, self._attempt),
+                given_up=partial(self._ended, tier, self._attempt),
+            ):
                 return
-            tier.counters.count(late=1)  # its queue is full
+            else:
+                tier.counters.count(late=1)  # its queue is full
             self._tiers.pop(0)
         self._done = True
         self._changed.notify_all()
@@ -135,12 +144,27 @@ class Flight:
                     draft = self._front.reserve(self.block, self.raw_bytes)
                 return draft.view if draft is not None else self._front.buffer(self.raw_bytes)
 
-            record = tier.load(self.block, self.raw_bytes, place)
-            with self._changed:
-                self._came(tier, attempt, record, draft)
-                if not self._done:
-                    return
-        self._landed(self)
+            record: memoryview | None = None
+            try:
+                record = tier.load(self.block, self.raw_bytes, place)
+            finally:  # whatever it raised: nobody is to wait for it, nor its draft to keep room
+                self._ended(tier, attempt, record, draft)
+        else:
+            self._landed(self)
+
+    def _ended(
+        self,
+        tier: Tier,
+        attempt: int,
+        record: memoryview | None = None,
+        draft: Draft | None = None,
+    ) -> None:
+        """A tier answered, or never will."""
+        with self._changed:
+            self._came(tier, attempt, record, draft)
+            over = self._done
+        if over:
+            self._landed(self)
 
     def _came(
         self, tier: Tier, attempt: int, record: memoryview | None, draft: Draft | None
@@ -154,11 +178,14 @@ class Flight:
                 self._tiers.pop(0)
                 self._ask()
             return
-        held = Held(record) if draft is None else self._front.commit(draft, self.block)
-        self.source = tier
         self._done = True
+        self._changed.notify_all()
+        try:
+            held = Held(record) if draft is None else self._front.commit(draft, self.block)
+        except BackendFailed:
+            return  # memory was closed meanwhile
+        self.source = tier
         if self._joined:
             self._held = held
         else:
             held.release()
-        self._changed.notify_all()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
+from kvkeep.backends.arena import Arena
 from kvkeep.backends.buffers import aligned
 from kvkeep.errors import OutOfRoom
 from kvkeep.eviction import LRU
@@ -53,10 +55,12 @@ class Front:
     Records here are never verified and their headers are not to be relied on: a header is written
     when a record leaves for another tier.
 
-    Thread safety: all methods.
-    """
+    Thread safety: all methods. One lock makes the arena and the catalogue change together: else a
+    block that is put while an older record of it is evicted would be known and not be there.
 
-    name = "memory"
+    Attributes:
+        leaving_bytes: of blocks that `leave` named and that did not go yet.
+    """
 
     def __init__(
         self,
@@ -73,6 +77,9 @@ class Front:
         self.capacity = backend.arena.size
         self.evicted: Callable[[bytes], None] | None = None
         """Told of every block that had to make room; set by who has other tiers."""
+        self.leaving_bytes = 0
+        self._leaving: dict[bytes, int] = {}  # still in the arena, in no order any more
+        self._lock = threading.Lock()
 
     def __contains__(self, block: object) -> bool:
         assert isinstance(block, bytes)
@@ -90,50 +97,95 @@ class Front:
     def reserve(self, block: bytes, raw_bytes: int) -> Draft | None:
         """Room for a record, which others have to leave; None when nothing more may go."""
         size = HEADER_BYTES + raw_bytes
-        over = self.catalogue.over_quota(block[:SPACE_BYTES], size)
-        if over < 0:
-            return None
+        space = block[:SPACE_BYTES]
+        over = self.catalogue.over_quota(space, size)
+        if over > 0:
+            self._evict(over, space)
+            over = self.catalogue.over_quota(space, size)
         if over:
-            self._evict(self.catalogue.victims(over, block[:SPACE_BYTES]))
+            return None
         for _ in range(_TRIES):
             try:
                 return self.backend.reserve(block, size)
             except OutOfRoom as short:
                 if short.needed > self.capacity:
                     return None
-                victims = self.catalogue.victims(short.needed)
-                if not victims:
+                if not self._evict(short.needed):
                     return None
-                self._evict(victims)
         return None
 
     def commit(self, draft: Draft, block: bytes) -> Held:
-        """Make a draft's record findable; access to it, writable until it was sealed."""
-        lease = draft.commit(lease=True)
-        assert lease is not None
-        self.catalogue.add(block, len(lease.view))
+        """Make a draft's record findable; access to it, writable until it was sealed.
+
+        Raises:
+            BackendFailed: the memory was closed.
+        """
+        with self._lock:
+            lease = draft.commit(lease=True)
+            assert lease is not None
+            self.catalogue.add(block, len(lease.view))
+            self._stay(block)
         return Held(lease.place, lease)
 
     def buffer(self, raw_bytes: int) -> memoryview:
         """Room for a record outside of the arena, for when there is none or it need not stay."""
         return aligned(HEADER_BYTES + raw_bytes)
 
-    def leaving(self, needed: int) -> list[bytes]:
-        """Blocks to take elsewhere so that ``needed`` bytes come free; still to be found here."""
-        return self.catalogue.victims(needed)
+    def leave(self, needed: int) -> list[bytes]:
+        """Blocks to take elsewhere so that ``needed`` bytes come free: `gone` has to follow.
+
+        Until then they are still found here.
+        """
+        with self._lock:
+            blocks = self.catalogue.victims(needed)
+            for block, size in zip(blocks, self.backend.sizes(blocks), strict=True):
+                self._leaving[block] = Arena.extent(size or 0)
+                self.leaving_bytes += self._leaving[block]
+        return blocks
+
+    def gone(self, block: bytes) -> None:
+        """``block``, which was to `leave`, did, or is given up; unless it came back meanwhile."""
+        with self._lock:
+            if self._stay(block):
+                self.backend.delete([block])
+                self.counters.count(evictions=1)
 
     def remove(self, blocks: Sequence[bytes]) -> int:
         """Delete ``blocks``; their bytes."""
-        for block in blocks:
-            self.catalogue.forget(block)
-        return self.backend.delete(blocks)
+        with self._lock:
+            for block in blocks:
+                self.catalogue.forget(block)
+                self._stay(block)
+            return self.backend.delete(blocks)
 
-    def _evict(self, victims: Sequence[bytes]) -> None:
+    def check(self) -> None:
+        """Recount; an AssertionError is a fault of kvkeep."""
+        self.backend.check()
+        self.catalogue.check()
+        with self._lock:
+            assert self.leaving_bytes == sum(self._leaving.values())
+            known = {*self.catalogue.blocks(), *self._leaving}
+            there = {item.block for item in self.backend.list()}
+            assert known == there, (
+                f"{len(known ^ there)} blocks are in memory or its catalogue only"
+            )
+
+    def _stay(self, block: bytes) -> bool:
+        """Under the lock: it does not leave any more; whether it was about to."""
+        size = self._leaving.pop(block, None)
+        self.leaving_bytes -= size or 0
+        return size is not None
+
+    def _evict(self, needed: int, space: bytes | None = None) -> bool:
+        """Have blocks go at once; whether any could."""
+        with self._lock:
+            victims = self.catalogue.victims(needed, space)
+            self.backend.delete(victims)
         if self.evicted is not None:
             for block in victims:
                 self.evicted(block)
-        self.backend.delete(victims)
         self.counters.count(evictions=len(victims))
+        return bool(victims)
 
     def stats(self) -> TierStats:
         """The memory at this moment."""

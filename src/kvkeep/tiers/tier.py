@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvkeep.backends.buffers import aligned
 from kvkeep.codecs import ENCRYPTED, Damaged
-from kvkeep.errors import OutOfRoom
+from kvkeep.errors import MissingExtra, OutOfRoom
 from kvkeep.eviction import LRU, EvictionPolicy
 from kvkeep.keys import SPACE_BYTES
 from kvkeep.tiers.breaker import Breaker
@@ -32,6 +32,8 @@ _LOG = logging.getLogger("kvkeep.tiers")
 _RAW = 0  # the number of the codec that changes nothing
 _EXPIRE_EVERY = 60.0  # seconds
 _ENVELOPE = 1 << 16  # bytes that any codec may need beyond those of another
+_TELL_COST = 1024  # bytes that a block's name counts while it waits to be told, roughly
+_REFUSED_KEPT = 1 << 16
 _TRIES = 8  # rounds of making room for one record; then something else takes what is freed
 
 
@@ -98,6 +100,8 @@ class Tier:
     _expired: float = field(init=False, default=float("-inf"))
     _listed: float = field(init=False, default=0.0)
     _listing: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _refused: dict[bytes, None] = field(init=False, default_factory=dict)
+    """Blocks whose record is not for us: as if not here, to be written anew."""
 
     def __post_init__(self) -> None:
         options = self.options
@@ -122,19 +126,31 @@ class Tier:
 
     def relist(self) -> None:
         """Ask the backend for all it holds: others may have written here."""
-        with self._listing:  # one at a time
+        if not self._listing.acquire(timeout=self.timeout):  # one at a time
+            return  # it hangs; who waits here has other things to do
+        try:
             if self.breaker.allows():
                 with _Edge(self, "list"):
                     self.catalogue.fill(self.backend.list())
             self._listed = time.monotonic()
+        finally:
+            self._listing.release()
 
     def knows(self, block: bytes) -> bool:
         """Whether ``block`` is known to be here, without asking."""
-        return self.indexed and block in self.catalogue
+        return self.indexed and block in self.catalogue and block not in self._refused
 
     def may_have(self, block: bytes) -> bool:
         """Whether it is worth trying to read ``block`` here."""
-        return self.knows(block) or self.backend.shared or not self.indexed
+        if self.backend.shared or not self.indexed:
+            return not self.catalogue.outlived(block)
+        return self.knows(block)
+
+    def is_away(self) -> bool:
+        """Whether writing here is of no use now: it hangs, or is left alone."""
+        if self.writing.longest > self.timeout:
+            self.breaker.failed(f"a write takes longer than {self.timeout:g} s")
+        return self.breaker.blocks
 
     def probe(self, blocks: Sequence[bytes], until: float | None = None) -> int:
         """How many of ``blocks`` are here before the first that is not; asks the place itself.
@@ -142,7 +158,7 @@ class Tier:
         0 when it does not answer in time, or not ``until`` (monotonic seconds).
         """
         if not self.backend.shared and self.indexed:
-            return self.catalogue.leading(blocks)
+            return next((i for i, block in enumerate(blocks) if not self.knows(block)), len(blocks))
         if not self.breaker.allows():
             self.counters.count(skipped_calls=1)
             return 0
@@ -164,9 +180,13 @@ class Tier:
                 self.breaker.failed(f"no answer in {self.timeout:g} s")
             return 0
         sizes = answer[0] if answer else []
-        leading = next((i for i, size in enumerate(sizes) if size is None), len(sizes))
+        leading = 0
+        for block, size in zip(blocks, sizes, strict=False):
+            if size is None or block in self._refused or self.catalogue.outlived(block):
+                break
+            leading += 1
         if self.indexed:
-            for block, size in zip(blocks[:leading], sizes[:leading], strict=True):
+            for block, size in zip(blocks[:leading], sizes, strict=False):
                 if block not in self.catalogue:
                     self.catalogue.add(block, size or 0)
         return leading
@@ -233,17 +253,17 @@ class Tier:
             if record is None:
                 raise BadRecord(bad)
             header = verify(record, block)
-            if header.raw_bytes != raw_bytes:
-                raise BadRecord(f"it is of {header.raw_bytes} bytes and not of {raw_bytes}")
+            if header.raw_bytes != raw_bytes:  # it is right, and who asks is wrong
+                self.counters.count(refused=1)
+                return None
             codec = self._codec(header)
             if codec is None:
-                self.counters.count(refused=1)
+                self._refuse(block, f"codec {header.codec} is not for this tier")
                 return None
             if codec.number != _RAW:
                 record = self._decoded(codec, header, record, room)
-        except OtherVersion as other:
-            _LOG.info("tier %s: %s", self.name, other)
-            self.counters.count(refused=1)
+        except (OtherVersion, MissingExtra) as other:
+            self._refuse(block, str(other))
             return None
         except (BadRecord, Damaged) as damage:
             self._quarantine(block, str(damage))
@@ -252,6 +272,14 @@ class Tier:
             self.catalogue.add(block, header.record_bytes)
         self.counters.count(hits=1, read_bytes=header.record_bytes)
         return record
+
+    def _refuse(self, block: bytes, reason: str) -> None:
+        """A record is whole, but not for us: it stays until it is written anew."""
+        _LOG.info("tier %s: %s", self.name, reason)
+        self.counters.count(refused=1)
+        if len(self._refused) >= _REFUSED_KEPT:
+            self._refused.clear()
+        self._refused[block] = None
 
     def _codec(self, header: Header) -> Codec | None:
         """What decodes it; None where this tier promises more than the record does.
@@ -301,7 +329,9 @@ class Tier:
             self.counters.count(skipped_calls=1, drops=1)
             return False
         with _Edge(self, "put") as edge:
-            there = self.backend.sizes([block])[0] if self.backend.shared else None
+            there: int | None = None
+            if self.backend.shared and block not in self._refused:
+                there = self.backend.sizes([block])[0]
             if there is not None:
                 self.counters.count(already=1)
             else:
@@ -311,11 +341,14 @@ class Tier:
             return False
         if self.indexed:
             self.catalogue.add(block, there)
+        self._refused.pop(block, None)
         return True
 
     def _write(self, block: bytes, record: memoryview) -> int | None:
         """Encode and put; bytes of the record, None without room."""
         encoded = self._encoded(block, record)
+        if len(encoded) > (self.backend.capacity or len(encoded)):
+            return None  # nothing that could go would make room for it
         if not self._within_quota(block, len(encoded)):
             return None
         for _ in range(_TRIES):
@@ -346,27 +379,34 @@ class Tier:
         over = self.catalogue.over_quota(space, size)
         if over > 0:
             self._take_away(self.catalogue.victims(over, space))
-        return over >= 0
+            over = self.catalogue.over_quota(space, size)
+        return over == 0
 
     def make_room(self, needed: int) -> bool:
-        """Evict ``needed`` bytes; whether anything could go."""
-        if not self.indexed:
-            return False
-        victims = self.catalogue.victims(needed)
-        if not victims and self.backend.shared and time.monotonic() - self._listed > 1.0:
-            self.relist()  # others fill the place: theirs go, too
-            victims = self.catalogue.victims(needed)
-        self._take_away(victims)
-        return bool(victims)
+        """Evict ``needed`` bytes; whether anything could go.
 
-    def _take_away(self, victims: Sequence[bytes]) -> None:
+        What others took away before frees nothing.
+        """
+        freed = 0
+        while self.indexed and freed < needed:
+            victims = self.catalogue.victims(needed - freed)
+            if not victims and self.backend.shared and time.monotonic() - self._listed > 1.0:
+                self.relist()  # others fill the place: theirs go, too
+                victims = self.catalogue.victims(needed - freed)
+            if not victims:
+                break
+            freed += self._take_away(victims)
+        return freed > 0
+
+    def _take_away(self, victims: Sequence[bytes]) -> int:
+        """Delete what the catalogue gave up; bytes freed."""
         if not victims:
-            return
+            return 0
         if self.demote is not None:
             for block in victims:
                 self.demote(block)
-        self.backend.delete(victims)
         self.counters.count(evictions=len(victims))
+        return self.backend.delete(victims)
 
     def remove(self, blocks: Sequence[bytes]) -> int:
         """Delete ``blocks``; bytes freed, 0 when the place fails."""
@@ -418,8 +458,8 @@ class Tier:
     def used(self, blocks: Sequence[bytes]) -> None:
         """A prompt used ``blocks``: whether they were read here or above, they stay longer."""
         tell = self.catalogue.used(blocks) if self.indexed else list(reversed(blocks))
-        if tell:
-            self.writing.submit(lambda: self._tell(tell), 0)
+        if tell and not self.is_away():
+            self.writing.submit(lambda: self._tell(tell), _TELL_COST * len(tell))
         if self.options.ttl is not None and time.monotonic() - self._expired > _EXPIRE_EVERY:
             self._expired = time.monotonic()
             self.writing.submit(self.expire, 0)
@@ -430,7 +470,9 @@ class Tier:
                 self.backend.touch(blocks)
 
     def expire(self) -> None:
-        """Take away what outlived its time."""
+        """Take away what outlived its time, unless others used it."""
+        if self.backend.shared:
+            self.relist()
         while old := self.catalogue.expired():
             self.remove(old)
 
@@ -532,12 +574,10 @@ class _Edge:
             else:
                 tier.breaker.succeeded()
             return False
-        if not isinstance(error, Exception):
-            return False
         self.failed = True
         tier.counters.count(errors=1)
         tier.breaker.failed(f"{self._what}: {error}")
         _LOG.info("tier %s: %s failed: %s", tier.name, self._what, error)
         if isinstance(error, AssertionError):
             _LOG.error("tier %s: a fault of kvkeep", tier.name, exc_info=error)
-        return True
+        return isinstance(error, Exception)

@@ -26,6 +26,7 @@ __all__ = ["Prefetch", "TieredStore", "Written"]
 
 _WINDOW = 16  # blocks read ahead, at most
 _PROBES = (1, 16, 64, 256)  # blocks asked for at once: few at first, most prompts are not there
+_QUEUED_SHARE = 0.75  # of memory that may wait to be written to a tier; the rest moves on
 _HEADROOM = 0.1  # of memory that is kept free where evicted blocks have to be written first
 
 
@@ -87,12 +88,16 @@ class TieredStore:
         self._touches = Touches()
         self._lock = threading.Lock()
         self._flights: dict[bytes, Flight] = {}
-        self._queued: set[tuple[bytes, str]] = set()  # blocks that a tier is to write
+        # Blocks that a tier is to write, and who is told when it did. What was deleted meanwhile
+        # has no mark any more.
+        self._queued: dict[tuple[bytes, str], list[Callable[[bool], None]]] = {}
         self._prefetching = Workers("prefetch", 4, 256)
         self._closed = False
         front.evicted = self._evicted_above
+        share = int(front.capacity * _QUEUED_SHARE)
         for level, tier in enumerate(self.tiers, start=1):
             tier.demote = partial(self._demote_below, level)
+            tier.writing.limit = min(tier.writing.limit, share)
             tier.open()
 
     # --- finding ---------------------------------------------------------------------------------
@@ -167,6 +172,23 @@ class TieredStore:
 
         Returns how many blocks were handed over.
         """
+        count = self._read(
+            blocks, raw_bytes, sink, levels=levels, deadline=deadline, cancelled=cancelled
+        )
+        for block in blocks[:count]:
+            self._asked_for(block)
+        return count
+
+    def _read(
+        self,
+        blocks: Sequence[bytes],
+        raw_bytes: Sequence[int],
+        sink: Callable[[int, memoryview], None],
+        *,
+        levels: Sequence[int] | None = None,
+        deadline: float | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> int:
         self._check_open()
         until = None if deadline is None else time.monotonic() + deadline
         ahead: deque[Flight | Held] = deque()
@@ -211,6 +233,9 @@ class TieredStore:
             flight = self._flights.get(block)
             if flight is not None and flight.join():
                 return flight
+            held = self.front.lease(block)  # its flight may just have landed
+            if held is not None:
+                return held
             places = [tier for tier in self.tiers if tier.may_have(block)]
             # Where it was found first; the others, should that place fail.
             places.sort(key=lambda tier: tier is not self.tiers[level - 1])
@@ -236,11 +261,46 @@ class TieredStore:
             if self._flights.get(flight.block) is not flight:
                 return
             del self._flights[flight.block]
-        tier = flight.source
-        if tier is not None and flight.stays and flight.block in self.front:
-            if self.policy.leaves(1 + self.tiers.index(tier)):
-                tier.writing.submit(partial(tier.remove, [flight.block]))
+            tier = flight.source
+            leaves = tier is not None and self.policy.leaves(1 + self.tiers.index(tier))
+        if flight.removed:
+            self.front.remove([flight.block])
+        elif tier is not None and flight.stays and flight.block in self.front:
+            if leaves:
+                tier.writing.submit(partial(self._leave, tier, flight.block))
             self._demote_ahead()
+
+    def _leave(self, tier: Tier, block: bytes) -> None:
+        """Take ``block`` away from ``tier`` because memory has it: in a thread of the tier.
+
+        It may be on its way back already. Whoever wants it written while it is being deleted has
+        it queued again.
+        """
+        mark = (block, tier.name)
+        with self._lock:
+            if mark in self._queued or block not in self.front.catalogue:
+                return
+            self._queued[mark] = []
+        tier.remove([block])
+        with self._lock:
+            waiting = self._queued.pop(mark, [])
+        for then in waiting:
+            self._queue(tier, block, 0.0, then)
+
+    def _asked_for(self, block: bytes) -> None:
+        """Count it, and write the block to the tiers that admit it from this time on."""
+        with self._lock:
+            touches = self._touches.touch(block)
+            if touches == 1:
+                return  # not put here lately
+            new = [
+                tier
+                for level, tier in enumerate(self.tiers, start=1)
+                if self.policy.admits(level, touches) > self.policy.admits(level, touches - 1)
+            ]
+        for tier in new:
+            if not tier.knows(block) and block in self.front:
+                self._queue(tier, block, 0.0)
 
     def prefetch(self, plan: Callable[[], tuple[Sequence[bytes], Sequence[int]]]) -> Prefetch:
         """Bring blocks into memory, as far as half of it holds them; returns at once.
@@ -250,22 +310,26 @@ class TieredStore:
         self._check_open()
         handle = Prefetch()
 
-        def arrived(at: int, raw: memoryview) -> None:
-            del raw
-            handle._ready = at + 1
-
         def bring() -> None:
             try:
                 if not self._closed and not handle._cancelled:
                     blocks, sizes = plan()
                     fit = self._fit(sizes)
-                    self.read(
+
+                    def arrived(at: int, raw: memoryview) -> None:
+                        del raw
+                        if blocks[at] in self.front:
+                            handle._ready = at + 1
+                        else:  # memory had no room for it
+                            handle._cancelled = True
+
+                    self._read(
                         blocks[:fit], sizes[:fit], arrived, cancelled=lambda: handle._cancelled
                     )
             finally:
                 handle._over.set()
 
-        if not self._prefetching.submit(bring):
+        if not self._prefetching.submit(bring, given_up=handle._over.set):
             handle._over.set()
         return handle
 
@@ -290,10 +354,11 @@ class TieredStore:
         """Keep ``blocks``; ``fill(i, raw)`` writes the bytes of those that are not here yet.
 
         It returns when memory has them; slower tiers follow, as the policy says. When no room can
-        be made the rest is dropped. With ``wait``, a full queue is waited for, up to so many
-        seconds in each tier, and so is the end of all writing.
+        be made the rest is dropped. With ``wait``, full queues are waited for, up to so many
+        seconds in all, and so is the end of all writing.
         """
         self._check_open()
+        until = 0.0 if wait is None else time.monotonic() + wait
         written = Written()
         for at, block in enumerate(blocks):
             with self._lock:
@@ -302,12 +367,12 @@ class TieredStore:
             if held is not None or any(tier.knows(block) for tier in self.tiers):
                 written.already.append(at)
             else:
-                held = self._keep(at, block, raw_bytes[at], fill, wait)
+                held = self._keep(at, block, raw_bytes[at], fill, until)
                 if held is None:
                     break
                 written.kept.append(at)
             if held is not None:
-                self._write_below(block, held, touches, wait)
+                self._write_below(block, touches, until)
                 held.release()
         kept, already = len(written.kept), len(written.already)
         self._used(blocks[: kept + already])
@@ -315,7 +380,7 @@ class TieredStore:
         self.front.counters.count(writes=kept, already=already, drops=len(blocks) - kept - already)
         if wait is not None:
             for tier in self.tiers:
-                tier.writing.wait(wait)
+                tier.writing.wait(_left(until))
         return written
 
     def _keep(
@@ -324,12 +389,12 @@ class TieredStore:
         block: bytes,
         raw_bytes: int,
         fill: Callable[[int, memoryview], None],
-        wait: float | None,
+        until: float,
     ) -> Held | None:
         draft = self.front.reserve(block, raw_bytes)
-        if draft is None and wait is not None and raw_bytes + HEADER_BYTES <= self.front.capacity:
+        if draft is None and _left(until) and raw_bytes + HEADER_BYTES <= self.front.capacity:
             for tier in self.tiers:  # what waits to be written holds memory
-                tier.writing.wait(wait)
+                tier.writing.wait(_left(until))
             draft = self.front.reserve(block, raw_bytes)
         if draft is None:
             return None
@@ -338,12 +403,12 @@ class TieredStore:
             self.front.counters.count(written_bytes=len(draft.view))
             return self.front.commit(draft, block)
 
-    def _write_below(self, block: bytes, held: Held, touches: int, wait: float | None) -> None:
+    def _write_below(self, block: bytes, touches: int, until: float) -> None:
         for level, tier in enumerate(self.tiers, start=1):
             with self._lock:
                 admitted = self.policy.admits(level, touches)
             if admitted and not tier.knows(block):
-                self._queue(tier, block, wait)
+                self._queue(tier, block, _left(until))
 
     def _queue(
         self,
@@ -352,37 +417,53 @@ class TieredStore:
         wait: float | None,
         then: Callable[[bool], None] | None = None,
     ) -> bool:
-        """Have ``tier`` write ``block`` from memory; False when its queue is full."""
+        """Have ``tier`` write ``block`` from memory; False when its queue is full, or it is away.
+
+        A full queue is waited for, ``wait`` seconds at most, None: as long as it takes. ``then`` is
+        told, in any case, whether the tier has it.
+        """
         mark = (block, tier.name)
         with self._lock:
-            if mark in self._queued:
+            waiting = self._queued.get(mark)
+            if waiting is not None:
+                waiting += [then] if then is not None else []
                 return True
-            self._queued.add(mark)
+            self._queued[mark] = [then] if then is not None else []
         held = self.front.lease(block)
         self.front.catalogue.hold(block)
-
-        def save() -> None:
-            saved = False
-            try:
-                if held is not None:
-                    saved = tier.save(block, held.record)
-            finally:
-                done(saved)
 
         def done(saved: bool) -> None:
             if held is not None:
                 held.release()
             self.front.catalogue.free(block)
             with self._lock:
-                self._queued.discard(mark)
-            if then is not None:
-                then(saved)
+                told = self._queued.pop(mark, None)
+            if told is None and saved:  # deleted meanwhile
+                tier.remove([block])
+            for one in told or ():
+                one(saved)
+
+        def save() -> None:
+            saved = False
+            try:
+                with self._lock:
+                    wanted = mark in self._queued
+                if held is None:  # it left memory meanwhile
+                    saved = tier.knows(block)
+                    tier.counters.count(drops=int(not saved))
+                elif wanted:
+                    saved = tier.save(block, held.record)
+            finally:
+                done(saved)
+
+        def drop() -> None:
+            tier.counters.count(drops=1)
+            done(saved=False)
 
         cost = 0 if held is None else len(held.record)
-        if tier.writing.submit(save, cost, wait or 0.0):
+        if not tier.is_away() and tier.writing.submit(save, cost, wait, drop):
             return True
-        tier.counters.count(drops=1)
-        done(saved=False)
+        drop()
         return False
 
     # --- making room -----------------------------------------------------------------------------
@@ -393,31 +474,28 @@ class TieredStore:
             if self.policy.demotes(0, 1 << 30) is None:
                 return
         low = int(self.front.capacity * (1 - _HEADROOM))
-        excess = self.front.backend.used() - low
+        excess = self.front.backend.used() - self.front.leaving_bytes - low
         if excess > 0:
-            for block in self.front.leaving(excess):
-                if not self._demote(block):
-                    self.front.remove([block])
+            for block in self.front.leave(excess):
+                self._demote(block)
 
-    def _demote(self, block: bytes, wait: float | None = None) -> bool:
-        """Move ``block`` from memory to where it goes; False when it just goes."""
+    def _demote(self, block: bytes) -> None:
+        """Move ``block``, which is to leave memory, to where it goes, if it goes anywhere."""
         with self._lock:
             level = self.policy.demotes(0, self._touches.count(block))
-        if level is None or level > len(self.tiers):
-            return False
-        tier = self.tiers[level - 1]
+            tier = None if level is None or level > len(self.tiers) else self.tiers[level - 1]
+            known = tier is None or (
+                tier.knows(block) and (block, tier.name) not in self._queued  # it may be leaving
+            )
+        if tier is None or known:
+            self.front.gone(block)
+            return
 
         def moved(saved: bool) -> None:
-            self.front.counters.count(
-                demotions=int(saved), demotions_dropped=int(not saved), evictions=1
-            )
-            self.front.backend.delete([block])
+            self.front.counters.count(demotions=int(saved), demotions_dropped=int(not saved))
+            self.front.gone(block)
 
-        if tier.knows(block):
-            self.front.counters.count(evictions=1)
-            self.front.backend.delete([block])
-            return True
-        return self._queue(tier, block, wait, moved)
+        self._queue(tier, block, 0.0, moved)
 
     def _evicted_above(self, block: bytes) -> None:
         """A block had to leave memory at once."""
@@ -451,30 +529,40 @@ class TieredStore:
 
         Pins hold at most half of a tier.
         """
-        return max(
-            catalogue.pin(blocks, seconds, capacity // 2)
-            for catalogue, capacity in [
-                (self.front.catalogue, self.front.capacity),
-                *((tier.catalogue, tier.backend.capacity or 0) for tier in self.tiers),
-            ]
-        )
+        pinned = set(self.front.catalogue.pin(blocks, seconds, self.front.capacity // 2))
+        for tier in self.tiers:
+            pinned.update(tier.catalogue.pin(blocks, seconds, (tier.backend.capacity or 0) // 2))
+        return next((at for at, block in enumerate(blocks) if block not in pinned), len(blocks))
 
     def unpin(self, blocks: Sequence[bytes]) -> int:
         """Let ``blocks`` be evicted again; how many were pinned somewhere."""
-        return max(
-            catalogue.unpin(blocks)
-            for catalogue in [self.front.catalogue, *(tier.catalogue for tier in self.tiers)]
-        )
+        unpinned = set(self.front.catalogue.unpin(blocks))
+        for tier in self.tiers:
+            unpinned.update(tier.catalogue.unpin(blocks))
+        return len(unpinned)
 
     def remove(self, blocks: Sequence[bytes]) -> int:
-        """Delete ``blocks`` everywhere; bytes freed."""
+        """Delete ``blocks`` everywhere, on their way up and down, too; bytes freed."""
+        gone = set(blocks)
+        self._call_off(lambda block: block in gone)
         return self.front.remove(blocks) + sum(tier.remove(blocks) for tier in self.tiers)
 
     def clear(self, space: bytes | None = None) -> int:
         """Delete a namespace, or everything that can be listed; bytes freed."""
+        self._call_off(lambda block: block.startswith(space or b""))
         mine = [item.block for item in self.front.backend.list()]
         freed = self.front.remove([block for block in mine if block.startswith(space or b"")])
         return freed + sum(tier.clear(space) for tier in self.tiers)
+
+    def _call_off(self, deleted: Callable[[bytes], bool]) -> None:
+        """Have what is deleted not come back from where it is on its way to."""
+        with self._lock:
+            for flight in self._flights.values():
+                flight.removed |= deleted(flight.block)
+            told = [self._queued.pop(mark) for mark in [*self._queued] if deleted(mark[0])]
+        for waiting in told:
+            for then in waiting:
+                then(False)
 
     def set_quota(self, space: bytes, limit: int) -> None:
         """A namespace may hold ``limit`` bytes in each tier that has a budget."""
@@ -491,20 +579,21 @@ class TieredStore:
         good = self._settle(until)
         flushed: list[bool] = []
         for tier in self.tiers:
-            tier.writing.submit(partial(_flush, tier, flushed), 0)
+            tier.writing.submit(partial(_flush, tier, flushed), 0, _left(until))
         written = [tier.writing.wait(_left(until)) for tier in self.tiers]
         return good and all(written) and flushed == [True] * len(self.tiers)
 
     def _settle(self, until: float | None) -> bool:
-        """Copy down what lies in memory alone and would be lost with it."""
+        """Copy down what lies in memory alone and would be lost with it; whether all of it was."""
+        saved: list[bool] = []
         for item in self.front.backend.list():
             with self._lock:
                 touches = self._touches.count(item.block)
                 level = self.policy.demotes(0, touches)
             if level is not None and level <= len(self.tiers):
-                self._queue(self.tiers[level - 1], item.block, _left(until))
+                self._queue(self.tiers[level - 1], item.block, _left(until), saved.append)
         written = [tier.writing.wait(_left(until)) for tier in self.tiers]
-        return all(written)
+        return all(written) and all(saved)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Flush, ``timeout`` seconds at most, and give everything back; whether all was written.
@@ -521,7 +610,10 @@ class TieredStore:
         for tier in self.tiers:
             good &= tier.writing.close(_left(until) or 0.0)
             tier.reading.close(0.0)
-            tier.close()
+            # A place that hangs may do so here as well; it is left to itself then.
+            closing = threading.Thread(target=tier.close, name=f"kvkeep {tier.name}", daemon=True)
+            closing.start()
+            closing.join(max(0.5, _left(until) or 0.0))
         self.front.backend.close()
         return good
 
@@ -531,12 +623,9 @@ class TieredStore:
 
     def check(self) -> None:
         """Recount; for when nothing is on its way. An AssertionError is a fault of kvkeep."""
-        self.front.backend.check()
-        for catalogue in [self.front.catalogue, *(tier.catalogue for tier in self.tiers)]:
-            catalogue.check()
-        known = set(self.front.catalogue.blocks())
-        there = {item.block for item in self.front.backend.list()}
-        assert known == there, f"{len(known ^ there)} blocks are in memory or its catalogue only"
+        self.front.check()
+        for tier in self.tiers:
+            tier.catalogue.check()
 
     def _check_open(self) -> None:
         if self._closed:
