@@ -81,19 +81,21 @@ def read_header(record: memoryview | bytes) -> Header:
     """Read a header; of the payload nothing is looked at.
 
     Raises:
-        OtherVersion: it is of another format version.
+        OtherVersion: it is of another format version, or has flags.
         BadRecord: it is no header, or a damaged one.
     """
     head = bytes(record[:HEADER_BYTES])
     if len(head) < HEADER_BYTES:
         raise BadRecord(f"{len(head)} bytes are no record: a header has {HEADER_BYTES}")
-    magic, version, codec, _, block, raw_bytes = _NAME.unpack_from(head)
+    magic, version, codec, flags, block, raw_bytes = _NAME.unpack_from(head)
     if magic != _MAGIC:
         raise BadRecord("it does not begin as a record does")
     if require("xxhash", "store").xxh3_64_digest(head[:_SUM_AT]) != head[_SUM_AT:]:
         raise BadRecord("the header's checksum is wrong")
     if version != VERSION:
         raise OtherVersion(f"the record has format version {version}; this kvkeep reads {VERSION}")
+    if flags:
+        raise OtherVersion(f"the record has flags {flags:#x}, which this kvkeep does not know")
     payload_bytes, checksum = _REST.unpack_from(head, _NAME.size)
     return Header(block, codec, raw_bytes, payload_bytes, checksum)
 
