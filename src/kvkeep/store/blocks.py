@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvkeep.errors import InvalidValue, whole
 from kvkeep.keys import KEY_BYTES, as_namespace, space_of
-from kvkeep.store.stats import seconds_of
+from kvkeep.store.stats import closed_is_illegal, seconds_of
 from kvkeep.tiers import TieredStore, TieringPolicy, open_tiers
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ class BlockStore:
         def fill(at: int, raw: memoryview) -> None:
             raw[:] = views[at]
 
-        written = self._tiered.write(blocks, [len(view) for view in views], fill, wait=wait)
+        with closed_is_illegal():
+            written = self._tiered.write(blocks, [len(view) for view in views], fill, wait=wait)
         return len(written.kept) + len(written.already)
 
     def get(
@@ -96,7 +97,9 @@ class BlockStore:
         def take(at: int, raw: memoryview) -> None:
             views[at][:] = raw
 
-        return self._tiered.read(blocks, [len(view) for view in views], take, deadline=deadline)
+        sizes = [len(view) for view in views]
+        with closed_is_illegal():
+            return self._tiered.read(blocks, sizes, take, deadline=deadline)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many of ``keys`` are there before the first that is not; transfers nothing."""

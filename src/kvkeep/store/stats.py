@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import inf, isnan
 from numbers import Real
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import InvalidValue
+from kvkeep.errors import BackendFailed, IllegalStep, InvalidValue
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvkeep.tiers import TierStats
 
-__all__ = ["Asked", "Lookup", "Put", "StoreStats", "seconds_of"]
+__all__ = ["Asked", "Lookup", "Put", "StoreStats", "closed_is_illegal", "seconds_of"]
+
+
+@contextmanager
+def closed_is_illegal() -> Iterator[None]:
+    """Raise `IllegalStep` where memory says that it was closed while it was being used."""
+    try:
+        yield
+    except BackendFailed as error:
+        raise IllegalStep("the store was closed by another thread") from error
 
 
 def seconds_of(name: str, value: object, *, ends: bool = False) -> float:

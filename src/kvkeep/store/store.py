@@ -12,7 +12,7 @@ from kvkeep.geometry import KVGeometry, parse_bytes
 from kvkeep.store.forms import Form
 from kvkeep.store.names import Names, store_namespace
 from kvkeep.store.pinning import pin_memory
-from kvkeep.store.stats import Asked, Lookup, Put, seconds_of
+from kvkeep.store.stats import Asked, Lookup, Put, closed_is_illegal, seconds_of
 from kvkeep.tiers import TieredStore, TieringPolicy, open_tiers
 from kvkeep.tokens import as_tokens
 
@@ -157,6 +157,7 @@ class KVStore:
 
         Raises:
             InvalidValue: tokens, ``start``, or the shape or dtype of ``kv`` are wrong.
+            IllegalStep: the store is closed.
         """
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
@@ -174,9 +175,10 @@ class KVStore:
             begin = (first + at) * size - start
             self._form.write(self._form.cut(kv, begin, begin + lengths[at]), raw, lengths[at])
 
-        written = self._tiered.write(
-            blocks, self._sizes(lengths), fill, wait=PATIENCE if wait else None
-        )
+        with closed_is_illegal():
+            written = self._tiered.write(
+                blocks, self._sizes(lengths), fill, wait=PATIENCE if wait else None
+            )
         kept = sum(lengths[at] for at in written.kept)
         skipped = sum(lengths[at] for at in written.already)
         dropped = sum(lengths) - kept - skipped
@@ -204,6 +206,7 @@ class KVStore:
 
         Raises:
             InvalidValue: tokens, ``start``, ``out`` or ``form`` are wrong.
+            IllegalStep: the store is closed.
         """
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
@@ -230,7 +233,9 @@ class KVStore:
             self._form.read(raw, lengths[at], part, skip=0 if at else skip)
 
         left = None if until is None else max(0.0, until - time.monotonic())
-        count = self._tiered.read(blocks, self._sizes(lengths), take, levels=levels, deadline=left)
+        sizes = self._sizes(lengths)
+        with closed_is_illegal():
+            count = self._tiered.read(blocks, sizes, take, levels=levels, deadline=left)
         got = ends[count - 1] if count else 0
         self._asked.count(gets=1, asked_tokens=len(row) - start, hit_tokens=got)
         return (self._form.cut(into, 0, got), got) if got else (None, 0)
