@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import sys
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from store_kv import counter, disk, get, open_store, put, quiet, records
-from writer_process import Processes, prompt
+from writer_process import UNIT, Processes, on_disk, prompt
 
 sys.path.append(str(Path(__file__).parents[1] / "backends"))
 from servers import needs_server, server
@@ -19,7 +18,6 @@ from servers import needs_server, server
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-UNIT = 4096
 PATIENCE = 30.0
 
 
@@ -121,13 +119,3 @@ def test_two_writers_of_the_same_on_one_server(processes: Processes) -> None:
                 assert put(store, prompt(0, family, 44), wait=True).tokens == 44
             assert counter(store, "already") == 30
             assert counter(store, "writes") == 3
-
-
-def on_disk(root: Path) -> int:
-    """Bytes of all files but FORMAT and ledger, in whole units, without the store's help."""
-    total = 0
-    for directory, _, names in os.walk(root):
-        if directory != str(root):
-            for name in names:
-                total += -(-os.lstat(os.path.join(directory, name)).st_size // UNIT) * UNIT
-    return total

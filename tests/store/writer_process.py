@@ -20,6 +20,8 @@ from store_kv import counter, get, open_store, put, quiet
 
 from kvkeep.tiers import Exclusive, Inclusive
 
+UNIT = 4096
+"""Bytes in whole numbers of which a directory counts its files."""
 FAMILIES = 400
 """Prompts of different beginnings; each writer has its own, see `prompt`."""
 
@@ -28,6 +30,16 @@ def prompt(who: int, family: int, length: int) -> range:
     """Prompts of one family are prefixes of each other; no two families share a block."""
     start = (who * FAMILIES + family) * 1000
     return range(start, start + length)
+
+
+def on_disk(root: Path) -> int:
+    """Bytes of all files but FORMAT and ledger, in whole units, without the store's help."""
+    total = 0
+    for directory, _, names in os.walk(root):
+        if directory != str(root):
+            for name in names:
+                total += -(-os.lstat(os.path.join(directory, name)).st_size // UNIT) * UNIT
+    return total
 
 
 def say(*words: object) -> None:
