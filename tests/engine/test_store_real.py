@@ -37,6 +37,7 @@ class House:
             runner.tensors.k(layer).fill_(1e3)
             runner.tensors.v(layer).fill_(1e3)
         cache = PagedCache(runner.num_pages, runner.page_size)
+        before = set(threading.enumerate())
         with self.store(**more) as store:
             engine = Engine(
                 runner, cache, limits=Limits(max_running=4), store=store, load_timeout=load_timeout
@@ -51,8 +52,8 @@ class House:
         for prompt, completion in zip(prompts, done, strict=True):
             assert [*completion.tokens] == self.bench.greedy(prompt, count)
         end = time.monotonic() + 5  # a reader of the store may be at its last block
-        while any("kvkeep" in one.name for one in threading.enumerate()):
-            assert time.monotonic() < end, threading.enumerate()
+        while left := {*threading.enumerate()} - before:
+            assert time.monotonic() < end, left
             time.sleep(0.005)
         return done
 

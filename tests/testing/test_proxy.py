@@ -268,7 +268,7 @@ def test_a_reset_ends_what_is_open_and_nothing_else(proxy: FaultProxy) -> None:
 def test_a_dead_target_is_a_connection_that_ends(echo: Echo, proxy: FaultProxy) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         proxy.target = gone.getsockname()
-    with client(proxy) as one, pytest.raises(ConnectionResetError):
+    with pytest.raises(ConnectionResetError), client(proxy) as one:  # when it connects, or reads
         one.recv(1)
     proxy.target = echo.address
     with client(proxy) as one:
