@@ -320,7 +320,7 @@ class Catalogue:
                 self._pinned_bytes += size - known.size
             kept = known
             kept.size = size
-            kept.used = used
+            kept.used = kept.noted = used
         else:
             kept = self._kept[block] = _Kept(block, size, used)
             self._count(block, size)

@@ -1,0 +1,391 @@
+"""The catalogue of a tier, beside a model that is too simple to be wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvkeep.eviction import LRU, POLICIES
+from kvkeep.keys import SPACE_BYTES
+from kvkeep.testing.backend_hooks import block_id
+from kvkeep.tiers.catalogue import Catalogue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+SPACES = [number.to_bytes(SPACE_BYTES, "big") for number in range(3)]
+BLOCKS = [block_id(number, space) for space in range(3) for number in range(5)]
+A, B, C, D, E = BLOCKS[:5]  # one space
+X, Y = BLOCKS[5:7]  # another
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Known:
+    size: int
+    order: int
+    used: float
+    held: int = 0
+    pinned: float = 0.0
+
+
+class Machine(RuleBasedStateMachine):
+    """Every method of the catalogue; what may go is said by the model, in LRU also what does."""
+
+    name = "lru"
+
+    @initialize(ttl=st.sampled_from([None, None, 50.0]))
+    def begin(self, ttl: float | None) -> None:
+        self.clock = Clock()
+        self.ttl = ttl
+        self.catalogue = Catalogue(POLICIES[self.name], ttl=ttl, clock=self.clock)
+        self.known: dict[bytes, Known] = {}
+        self.quotas: dict[bytes, int] = {}
+        self.order = 0
+
+    # --- the model ---------------------------------------------------------------------------
+
+    def next(self) -> int:
+        self.order += 1
+        return self.order
+
+    def may_go(self, space: bytes | None = None) -> list[bytes]:
+        """Oldest first. Only where a pin is asked about does it end."""
+        blocks = [
+            block
+            for block, one in self.known.items()
+            if not one.held and one.pinned <= self.clock.now
+            if space not in self.quotas or block.startswith(space or b"")
+        ]
+        return sorted(blocks, key=lambda block: self.known[block].order)
+
+    def expired(self, block: bytes) -> bool:
+        one = self.known[block]
+        old = self.ttl is not None and one.used + self.ttl < self.clock.now
+        return old and one.pinned < self.clock.now
+
+    def bytes_of(self, blocks: Iterable[bytes]) -> int:
+        return sum(self.known[block].size for block in blocks)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    @rule(block=st.sampled_from(BLOCKS), size=st.integers(1, 9))
+    def add(self, block: bytes, size: int) -> None:
+        self.catalogue.add(block, size)
+        one = self.known.get(block) or Known(0, 0, 0.0)
+        one.size, one.order, one.used = size, self.next(), self.clock.now
+        self.known[block] = one
+
+    @rule(
+        found=st.lists(
+            st.tuples(st.sampled_from(BLOCKS), st.integers(1, 9), st.floats(900.0, 1000.0)),
+            max_size=6,
+            unique_by=lambda item: item[0],
+        )
+    )
+    def fill(self, found: list[tuple[bytes, int, float]]) -> None:
+        self.catalogue.fill(iter(found))
+        for block, size, used in sorted(found, key=lambda item: item[2]):
+            one = self.known.setdefault(block, Known(size, -1, used))
+            if one.order < 0:
+                one.order = self.next()
+            one.used = max(used, one.used)
+
+    @rule(blocks=st.lists(st.sampled_from(BLOCKS), max_size=6, unique=True))
+    def used(self, blocks: list[bytes]) -> None:
+        tell = self.catalogue.used(blocks, grain=0.0)
+        assert tell == [block for block in reversed(blocks) if block in self.known]
+        for block in tell:
+            self.known[block].order = self.next()
+            self.known[block].used = self.clock.now
+        assert self.catalogue.unnoted() == []
+
+    @rule(block=st.sampled_from(BLOCKS))
+    def hold(self, block: bytes) -> None:
+        self.catalogue.hold(block)
+        if block in self.known:
+            self.known[block].held += 1
+
+    @rule(block=st.sampled_from(BLOCKS))
+    def free(self, block: bytes) -> None:
+        self.catalogue.free(block)
+        if block in self.known:
+            self.known[block].held = max(0, self.known[block].held - 1)
+
+    @rule(block=st.sampled_from(BLOCKS))
+    def forget(self, block: bytes) -> None:
+        assert self.catalogue.forget(block) == (self.known.pop(block, None) is not None)
+
+    @rule(needed=st.integers(0, 30), space=st.sampled_from([None, None, *SPACES]))
+    def victims(self, needed: int, space: bytes | None) -> None:
+        possible = self.may_go(space)
+        gone = self.catalogue.victims(needed, space)
+        assert len(set(gone)) == len(gone)
+        assert set(gone) <= set(possible)
+        freed = self.bytes_of(gone)
+        assert freed >= needed or set(gone) == set(possible), "as much as is asked for, or all"
+        assert not gone or self.bytes_of(gone[:-1]) < needed, "and not more than that"
+        self.check_order(gone, possible)
+        for block in gone:
+            del self.known[block]
+
+    def check_order(self, gone: Sequence[bytes], possible: Sequence[bytes]) -> None:
+        if self.name == "lru":
+            assert gone == possible[: len(gone)]
+
+    @rule(limit=st.sampled_from([1, 2, 1000]))
+    def expire(self, limit: int) -> None:
+        old = {block for block in self.known if self.expired(block)}
+        gone = self.catalogue.expired(limit)
+        assert set(gone) <= old
+        assert len(gone) == min(limit, len(old))
+        for block in gone:
+            del self.known[block]
+
+    @rule(seconds=st.floats(0.0, 30.0))
+    def time_goes_by(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule(
+        blocks=st.lists(st.sampled_from(BLOCKS), max_size=5),
+        seconds=st.floats(1.0, 60.0),
+        most=st.integers(0, 40),
+    )
+    def pin(self, blocks: list[bytes], seconds: float, most: int) -> None:
+        held = self.bytes_of(b for b, one in self.known.items() if one.pinned > self.clock.now)
+        expected = []
+        for block in blocks:
+            one = self.known.get(block)
+            if one is None or self.expired(block):
+                continue
+            if one.pinned <= self.clock.now:
+                if held + one.size > most:
+                    break
+                held += one.size
+            one.pinned = max(one.pinned, self.clock.now + seconds)
+            expected.append(block)
+        assert self.catalogue.pin(blocks, seconds, most) == expected
+
+    @rule(blocks=st.lists(st.sampled_from(BLOCKS), max_size=5))
+    def unpin(self, blocks: list[bytes]) -> None:
+        pinned = self.catalogue.unpin(blocks)
+        now, expected = self.clock.now, []
+        for block in blocks:
+            one = self.known.get(block)
+            if one is not None and one.pinned > now:
+                one.pinned = 0.0
+                expected.append(block)
+        assert pinned == expected
+
+    @precondition(lambda self: self.name == "lru" or not self.quotas)
+    @rule(space=st.sampled_from(SPACES), limit=st.integers(0, 30))
+    def set_quota(self, space: bytes, limit: int) -> None:
+        self.catalogue.set_quota(space, limit)
+        self.quotas[space] = limit
+
+    # --- what always holds -------------------------------------------------------------------
+
+    @invariant()
+    def it_adds_up(self) -> None:
+        if not hasattr(self, "catalogue"):
+            return
+        catalogue, known = self.catalogue, self.known
+        catalogue.check()
+        assert set(catalogue.blocks()) == set(known)
+        assert len(catalogue) == len(known)
+        assert catalogue.total_bytes == self.bytes_of(known)
+        there = [block for block in BLOCKS if block in known and not self.expired(block)]
+        assert [block for block in BLOCKS if block in catalogue] == there
+        assert [b for b in BLOCKS if catalogue.outlived(b)] == [
+            b for b in BLOCKS if b in known and b not in there
+        ]
+        missing = next((i for i, b in enumerate(BLOCKS) if b not in there), len(BLOCKS))
+        assert catalogue.leading(BLOCKS) == missing
+        for space in SPACES:
+            mine = {block for block in known if block.startswith(space)}
+            assert set(catalogue.blocks(space)) == mine
+            held = self.bytes_of(mine)
+            assert catalogue.spaces().get(space, 0) == held
+            limit = self.quotas.get(space)
+            over = catalogue.over_quota(space, 7)
+            expected = 0 if limit is None else -1 if limit < 7 else max(0, held + 7 - limit)
+            assert over == expected
+
+    @invariant()
+    def what_is_pinned_is_counted(self) -> None:
+        if hasattr(self, "catalogue"):
+            pinned = [b for b, one in self.known.items() if one.pinned > self.clock.now]
+            assert self.catalogue.pinned_bytes == self.bytes_of(pinned)
+
+
+def machine_of(policy: str) -> Any:
+    kind = type(policy.upper(), (Machine,), {"name": policy})
+    case = kind.TestCase
+    long = os.environ.get("KVKEEP_FUZZ") == "long"
+    case.settings = settings(
+        max_examples=1000 if long else 80, stateful_step_count=30, deadline=None
+    )
+    return case
+
+
+TestLru, TestLfu, TestFifo, TestSlru, TestPriority = map(
+    machine_of, ["lru", "lfu", "fifo", "slru", "priority"]
+)
+
+
+def test_every_policy_has_its_machine() -> None:
+    assert {"lru", "lfu", "fifo", "slru", "priority"} == set(POLICIES)
+
+
+# --- one by one ------------------------------------------------------------------------------
+
+
+def filled(*blocks: bytes, policy: str = "lru", clock: Clock | None = None) -> Catalogue:
+    catalogue = Catalogue(POLICIES[policy], clock=clock or Clock())
+    for block in blocks:
+        catalogue.add(block, 10)
+    return catalogue
+
+
+def test_the_end_of_a_prompt_goes_first() -> None:
+    catalogue = filled(A, B, C)
+    catalogue.used([A, B, C])
+    assert catalogue.victims(20) == [C, B]
+
+
+def test_recency_outlives_a_quota_that_comes_later() -> None:
+    """As it is with a disk tier: it is listed first, and then its quotas are set."""
+    catalogue = filled(A, B, C, X)
+    catalogue.used([A])
+    catalogue.set_quota(SPACES[0], 1000)
+    catalogue.add(D, 10)
+    catalogue.used([B])
+    assert catalogue.victims(100, SPACES[0]) == [C, A, D, B]
+    assert catalogue.victims(100) == [X]
+
+
+def test_fifo_stays_so_when_a_quota_comes_later() -> None:
+    catalogue = filled(A, B, C, policy="fifo")
+    catalogue.used([A])
+    catalogue.set_quota(SPACES[0], 1000)
+    catalogue.add(D, 10)
+    assert catalogue.victims(100, SPACES[0]) == [A, B, C, D]
+
+
+def test_lfu_keeps_its_counts_when_a_quota_comes_later() -> None:
+    catalogue = filled(A, B, C, policy="lfu")
+    catalogue.used([A])
+    catalogue.used([A])
+    catalogue.used([B])
+    catalogue.set_quota(SPACES[0], 1000)
+    assert catalogue.victims(100, SPACES[0]) == [C, B, A]
+
+
+def test_the_oldest_goes_whoever_has_a_quota() -> None:
+    catalogue = filled(A, X, B, Y)
+    catalogue.set_quota(SPACES[0], 1000)
+    assert [catalogue.victims(1)[0] for _ in range(4)] == [A, X, B, Y]
+
+
+def test_a_block_named_twice_is_unpinned_once() -> None:
+    catalogue = filled(A, B)
+    assert catalogue.pin([A, A, B], 10, 100) == [A, A, B]
+    assert catalogue.pinned_bytes == 20
+    assert catalogue.unpin([A, A]) == [A]
+    assert catalogue.pinned_bytes == 10
+    catalogue.check()
+
+
+def test_what_is_not_there_does_not_end_a_pin() -> None:
+    assert filled(B, C).pin([A, B, C], 10, 100) == [B, C]
+
+
+def test_a_pin_ends_and_can_be_made_longer() -> None:
+    clock = Clock()
+    catalogue = filled(A, B, clock=clock)
+    catalogue.pin([A, B], 10, 100)
+    catalogue.pin([A], 30, 100)
+    catalogue.pin([A], 5, 100)  # not shorter
+    clock.now += 11
+    assert catalogue.victims(100) == [B]
+    clock.now += 20
+    assert catalogue.victims(100) == [A]
+
+
+def test_others_keep_a_block_young() -> None:
+    clock = Clock()
+    catalogue = Catalogue(LRU, ttl=100, clock=clock)
+    catalogue.add(A, 1)
+    clock.now += 90
+    catalogue.fill([(A, 1, clock.now)])
+    clock.now += 90
+    assert A in catalogue
+    assert catalogue.expired() == []
+    assert catalogue.unnoted() == [], "the place knows it"
+
+
+def test_a_use_is_told_once_in_a_while() -> None:
+    clock = Clock()
+    catalogue = filled(A, B, clock=clock)
+    clock.now += 20
+    assert catalogue.used([A, B]) == []
+    assert catalogue.unnoted() == [B, A]
+    assert catalogue.unnoted() == []
+    clock.now += 30
+    assert catalogue.used([A, B]) == [B, A]
+    assert catalogue.unnoted() == []
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_threads(policy: str) -> None:
+    catalogue = Catalogue(POLICIES[policy])
+    catalogue.set_quota(SPACES[1], 50)
+    wrong: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            for _ in range(400):
+                block = chance.choice(BLOCKS)
+                match chance.randrange(7):
+                    case 0 | 1:
+                        catalogue.add(block, chance.randint(1, 9))
+                    case 2:
+                        catalogue.used(chance.sample(BLOCKS, 4))
+                    case 3:
+                        catalogue.hold(block)
+                        catalogue.free(block)
+                    case 4:
+                        catalogue.pin([block], 0.0001, 40)
+                    case 5:
+                        catalogue.victims(20)
+                    case _:
+                        catalogue.forget(block)
+        except BaseException as error:  # noqa: BLE001 - shown below
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+    catalogue.check()
+    catalogue.unpin(BLOCKS)
+    catalogue.victims(10_000)
+    assert len(catalogue) == catalogue.total_bytes == catalogue.pinned_bytes == 0
