@@ -66,6 +66,11 @@ def test_what_must_not_be_mixed_does_not_find_each_other(tmp_path: Path) -> None
     assert finds(url) == 16
 
 
+def test_every_geometry_has_a_namespace_of_its_own() -> None:
+    shapes = [BASE["shape"], *SHAPES.values()]
+    assert len({namespace("m@1", shape, rank="tp0/2") for shape in shapes}) == len(shapes)
+
+
 def test_windows_and_names_written_otherwise_do_find_each_other(tmp_path: Path) -> None:
     url = disk(tmp_path / "d")
     with open_store("memory://1MiB", url, **BASE) as store:
