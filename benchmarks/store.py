@@ -170,11 +170,11 @@ def disk(bench: Bench) -> None:
     raw = str(bench.directory / "dd")
     times: dict[str, list[float]] = {"put": [], "get": [], "write": [], "read": []}
     for turn in range(bench.rounds + 1):  # the first is to warm up
-        front = warm(bench.size + (64 << 20))
+        front = warm(2 * bench.size)
         with KVStore(LLAMA, model="bench@1", tiers=[front, url]) as store:
             put = seconds(lambda: (store.put(tokens, kv), store.flush()))
         write = dd("/dev/zero", raw, "oflag=direct", bench.blocks)
-        front = warm(bench.size + (64 << 20))
+        front = warm(2 * bench.size)
         with KVStore(LLAMA, model="bench@1", tiers=[front, url]) as store:
             get = seconds(lambda: store.get(tokens, out=out))
             assert torch.equal(out, kv)

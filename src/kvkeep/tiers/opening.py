@@ -26,7 +26,6 @@ TIER_OPTIONS = ("codec", "encrypt", "policy", "ttl", "timeout", "queue", "reader
 BUFFER_BYTES = 256 << 20
 """The memory in front of tiers among which there is none: what is read and written passes it."""
 
-_QUEUE_BYTES = 1 << 30
 _HOMES = {
     "memory": "memory.MemoryBackend",
     "file": "disk.DiskBackend",
@@ -120,7 +119,7 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> Front | Ti
     options = TierOptions(
         policy=policy,
         ttl=ttl,
-        queue_bytes=url.size("queue") or _QUEUE_BYTES,
+        queue_bytes=url.size("queue"),
         readers=url.number("readers", 4, 1, 64),
         writers=url.number("writers", 2, 1, 64),
     )

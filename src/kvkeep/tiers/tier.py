@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -44,14 +45,14 @@ class TierOptions:
     Attributes:
         policy: makes the eviction policies of its catalogue.
         ttl: seconds after its last use that a block is no longer found; None: for ever.
-        queue_bytes: of records that may wait to be written.
+        queue_bytes: of records that may wait to be written; None: as much as memory holds.
         readers, writers: threads.
         breaker_limit: failures in a row after which it is left alone for a while.
     """
 
     policy: Callable[[], EvictionPolicy] = LRU
     ttl: float | None = None
-    queue_bytes: int = 1 << 30
+    queue_bytes: int | None = None
     readers: int = 4
     writers: int = 2
     breaker_limit: int = 3
@@ -109,7 +110,9 @@ class Tier:
         self.catalogue = Catalogue(options.policy, ttl=options.ttl)
         self.breaker = Breaker(self.name, limit=options.breaker_limit)
         self.reading = Workers(f"{self.name} reader", options.readers, 4096)
-        self.writing = Workers(f"{self.name} writer", options.writers, options.queue_bytes)
+        self.writing = Workers(
+            f"{self.name} writer", options.writers, options.queue_bytes or sys.maxsize
+        )
 
     @property
     def timeout(self) -> float:

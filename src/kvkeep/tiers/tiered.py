@@ -97,7 +97,7 @@ class TieredStore:
         share = int(front.capacity * _QUEUED_SHARE)
         for level, tier in enumerate(self.tiers, start=1):
             tier.demote = partial(self._demote_below, level)
-            tier.writing.limit = min(tier.writing.limit, share)
+            tier.writing.limit = min(tier.options.queue_bytes or share, share)
             tier.open()
 
     # --- finding ---------------------------------------------------------------------------------
@@ -360,6 +360,7 @@ class TieredStore:
         self._check_open()
         until = 0.0 if wait is None else time.monotonic() + wait
         written = Written()
+        full: set[str] = set()  # what comes behind a block that a tier dropped is of no use there
         for at, block in enumerate(blocks):
             with self._lock:
                 touches = self._touches.touch(block)
@@ -372,7 +373,7 @@ class TieredStore:
                     break
                 written.kept.append(at)
             if held is not None:
-                self._write_below(block, touches, until)
+                self._write_below(block, touches, until, full)
                 held.release()
         kept, already = len(written.kept), len(written.already)
         self._used(blocks[: kept + already])
@@ -403,12 +404,16 @@ class TieredStore:
             self.front.counters.count(written_bytes=len(draft.view))
             return self.front.commit(draft, block)
 
-    def _write_below(self, block: bytes, touches: int, until: float) -> None:
+    def _write_below(self, block: bytes, touches: int, until: float, full: set[str]) -> None:
         for level, tier in enumerate(self.tiers, start=1):
             with self._lock:
                 admitted = self.policy.admits(level, touches)
-            if admitted and not tier.knows(block):
-                self._queue(tier, block, _left(until))
+            if not admitted or tier.knows(block):
+                continue
+            if tier.name in full:
+                tier.counters.count(drops=1)
+            elif not self._queue(tier, block, _left(until)):
+                full.add(tier.name)
 
     def _queue(
         self,
