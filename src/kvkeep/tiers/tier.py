@@ -89,8 +89,8 @@ class Tier:
     codec: Codec
     codec_of: Callable[[int], Codec | None]
     options: TierOptions = field(default_factory=TierOptions)
-    demote: Callable[[bytes], bool] | None = None
-    """Takes a block that must go to where it goes; whether it did. Set by who has other tiers."""
+    demote: Callable[[bytes], None] | None = None
+    """Takes a block that must go to where it goes, if anywhere. Set by who has other tiers."""
     counters: Counters = field(default_factory=Counters)
     indexed: bool = field(init=False)
     catalogue: Catalogue = field(init=False)
@@ -430,8 +430,11 @@ class Tier:
                 found.update(block for block in listed if block.startswith(space or b""))
         return self.remove(list(found))
 
-    def copy_to(self, other: Tier, block: bytes) -> bool:
-        """Have ``other`` save ``block`` from here, in this thread; whether it did."""
+    def fetch(self, block: bytes) -> memoryview | None:
+        """The raw record of ``block`` in memory of its own, read in this thread, to take it away.
+
+        What its header says is not to be relied on.
+        """
 
         def anything(size: int) -> memoryview:
             return aligned(size)
@@ -440,12 +443,12 @@ class Tier:
         with _Edge(self, "get"):
             record = self.backend.get(block, anything)
         if record is None:
-            return False
+            return None
         try:
             header = verify(record, block)
             codec = self._codec(header)
             if codec is None:
-                return False
+                return None
             if codec.number != _RAW:
                 raw = aligned(HEADER_BYTES + header.raw_bytes)
                 named = naming(block, header.codec, header.raw_bytes)
@@ -453,8 +456,8 @@ class Tier:
                 record = raw
         except (BadRecord, Damaged) as damage:
             self._quarantine(block, str(damage))
-            return False
-        return other.save(block, record)
+            return None
+        return record
 
     # --- upkeep ----------------------------------------------------------------------------------
 
@@ -478,6 +481,20 @@ class Tier:
             self.relist()
         while old := self.catalogue.expired():
             self.remove(old)
+
+    def settled(self, timeout: float | None) -> bool:
+        """Wait until nothing is left to write, ``timeout`` seconds at most; whether that is so.
+
+        A place that takes longer than its own timeout for something is not waited for.
+        """
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            hangs = self.timeout - self.writing.longest
+            left = min(hangs, until - time.monotonic())
+            if self.writing.wait(max(0.0, left)):
+                return True
+            if hangs <= 0 or time.monotonic() >= until:
+                return False
 
     def flush(self) -> bool:
         """Make what was written durable, and recency known; whether the place could."""

@@ -27,6 +27,7 @@ __all__ = ["Prefetch", "TieredStore", "Written"]
 _WINDOW = 16  # blocks read ahead, at most
 _PROBES = (1, 16, 64, 256)  # blocks asked for at once: few at first, most prompts are not there
 _QUEUED_SHARE = 0.75  # of memory that may wait to be written to a tier; the rest moves on
+_PATIENCE = 0.2  # of a tier's timeout that one above it waits for it to take what is evicted
 _HEADROOM = 0.1  # of memory that is kept free where evicted blocks have to be written first
 
 
@@ -214,7 +215,7 @@ class TieredStore:
         finally:
             for waiting in ahead:
                 _let_go(waiting)
-        self._used(blocks[:count])
+        self.used(blocks[:count])
         if count < len(levels):  # where one block is gone, others may be
             for tier in self.tiers:
                 tier.recheck(blocks[count : len(levels)])
@@ -324,7 +325,10 @@ class TieredStore:
                             handle._cancelled = True
 
                     self._read(
-                        blocks[:fit], sizes[:fit], arrived, cancelled=lambda: handle._cancelled
+                        blocks[:fit],
+                        sizes[:fit],
+                        arrived,
+                        cancelled=lambda: handle._cancelled or self._closed,
                     )
             finally:
                 handle._over.set()
@@ -376,12 +380,12 @@ class TieredStore:
                 self._write_below(block, touches, until, full)
                 held.release()
         kept, already = len(written.kept), len(written.already)
-        self._used(blocks[: kept + already])
+        self.used(blocks[: kept + already])
         self._demote_ahead()
         self.front.counters.count(writes=kept, already=already, drops=len(blocks) - kept - already)
         if wait is not None:
             for tier in self.tiers:
-                tier.writing.wait(_left(until))
+                tier.settled(_left(until))
         return written
 
     def _keep(
@@ -395,7 +399,7 @@ class TieredStore:
         draft = self.front.reserve(block, raw_bytes)
         if draft is None and _left(until) and raw_bytes + HEADER_BYTES <= self.front.capacity:
             for tier in self.tiers:  # what waits to be written holds memory
-                tier.writing.wait(_left(until))
+                tier.settled(_left(until))
             draft = self.front.reserve(block, raw_bytes)
         if draft is None:
             return None
@@ -510,18 +514,40 @@ class TieredStore:
             return
         self.front.counters.count(demotions_dropped=1)
 
-    def _demote_below(self, level: int, block: bytes) -> bool:
-        """A block has to leave tier ``level``: copy it one down, in the thread that calls."""
+    def _demote_below(self, level: int, block: bytes) -> None:
+        """A block has to leave tier ``level``: copy it one down, in threads of both.
+
+        A slow place holds up the one above only a little: one that hangs would take it along.
+        """
         with self._lock:
             target = self.policy.demotes(level, self._touches.count(block))
         if target is None or target > len(self.tiers):
-            return False
+            return
         source, tier = self.tiers[level - 1], self.tiers[target - 1]
-        moved = tier.knows(block) or source.copy_to(tier, block)
-        source.counters.count(demotions=int(moved), demotions_dropped=int(not moved))
-        return moved
+        over = threading.Event()
 
-    def _used(self, blocks: Sequence[bytes]) -> None:
+        def ended(moved: bool) -> None:
+            source.counters.count(demotions=int(moved), demotions_dropped=int(not moved))
+            over.set()
+
+        if tier.knows(block):
+            ended(moved=True)
+            return
+        patience = time.monotonic() + _PATIENCE * min(source.timeout, tier.timeout)
+        stuck = tier.is_away() or tier.writing.longest > _PATIENCE * tier.timeout
+        record = None if stuck else source.fetch(block)
+        if record is None:
+            ended(moved=False)
+            return
+        save = partial(_save, tier, block, record, ended)
+        drop = partial(ended, moved=False)
+        if tier.writing.submit(save, len(record), _left(patience), drop):
+            over.wait(_left(patience))
+        else:
+            drop()
+
+    def used(self, blocks: Sequence[bytes]) -> None:
+        """A prompt used ``blocks``, wherever it found them: they stay longer, in every tier."""
         if blocks:
             self.front.catalogue.used(blocks)
             for tier in self.tiers:
@@ -585,7 +611,7 @@ class TieredStore:
         flushed: list[bool] = []
         for tier in self.tiers:
             tier.writing.submit(partial(_flush, tier, flushed), 0, _left(until))
-        written = [tier.writing.wait(_left(until)) for tier in self.tiers]
+        written = [tier.settled(_left(until)) for tier in self.tiers]
         return good and all(written) and flushed == [True] * len(self.tiers)
 
     def _settle(self, until: float | None) -> bool:
@@ -597,7 +623,7 @@ class TieredStore:
                 level = self.policy.demotes(0, touches)
             if level is not None and level <= len(self.tiers):
                 self._queue(self.tiers[level - 1], item.block, _left(until), saved.append)
-        written = [tier.writing.wait(_left(until)) for tier in self.tiers]
+        written = [tier.settled(_left(until)) for tier in self.tiers]
         return all(written) and all(saved)
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -612,9 +638,14 @@ class TieredStore:
         until = time.monotonic() + timeout
         self._prefetching.close(0.0)
         good = self.flush(timeout)
+        threads = [(tier, work) for tier in self.tiers for work in (tier.reading, tier.writing)]
+        for tier, work in threads:
+            good &= work is tier.reading or tier.settled(_left(until))
+            work.close(0.0)
+        for tier, work in threads:  # what is on its way ends in time, unless its place hangs
+            work.join(min(_left(until) or 0.0, tier.timeout - work.longest))
+        self._prefetching.join(_left(until) or 0.0)
         for tier in self.tiers:
-            good &= tier.writing.close(_left(until) or 0.0)
-            tier.reading.close(0.0)
             # A place that hangs may do so here as well; it is left to itself then.
             closing = threading.Thread(target=tier.close, name=f"kvkeep {tier.name}", daemon=True)
             closing.start()
@@ -639,6 +670,14 @@ class TieredStore:
 
 def _flush(tier: Tier, flushed: list[bool]) -> None:
     flushed.append(tier.flush())
+
+
+def _save(tier: Tier, block: bytes, record: memoryview, ended: Callable[[bool], None]) -> None:
+    saved = False
+    try:
+        saved = tier.save(block, record)
+    finally:
+        ended(saved)
 
 
 def _let_go(waiting: Flight | Held) -> None:

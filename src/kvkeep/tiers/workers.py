@@ -41,7 +41,7 @@ class Workers:
         self._jobs: deque[_Job] = deque()
         self._running: dict[_Job, float] = {}  # since when
         self._changed = threading.Condition()
-        self._started = 0
+        self._started: list[threading.Thread] = []
         self._free = 0  # threads that wait for a job
         self._unfinished = 0
         self._cost = 0
@@ -85,11 +85,11 @@ class Workers:
             self._jobs.append(_Job(job, cost, given_up))
             self._unfinished += 1
             self._cost += cost
-            if len(self._jobs) > self._free and self._started < self._threads:
-                self._started += 1
-                threading.Thread(
-                    target=self._work, name=f"kvkeep {self.name} {self._started}", daemon=True
-                ).start()
+            if len(self._jobs) > self._free and len(self._started) < self._threads:
+                name = f"kvkeep {self.name} {len(self._started) + 1}"
+                thread = threading.Thread(target=self._work, name=name, daemon=True)
+                thread.start()
+                self._started.append(thread)
             self._changed.notify_all()  # some of those that wait may wait for room
         return True
 
@@ -111,6 +111,17 @@ class Workers:
         for job in left:
             self._finish(job, job.given_up)
         return done
+
+    def join(self, timeout: float) -> bool:
+        """After `close`: wait for the threads to end, ``timeout`` seconds for what they still do.
+
+        False when that was not enough.
+        """
+        if not self.wait(timeout):
+            return False
+        for thread in self._started:
+            thread.join()  # it has nothing left to do
+        return True
 
     def _has_room(self, cost: int) -> bool:
         return self._closed or not self._unfinished or self._cost + cost <= self.limit
