@@ -1,0 +1,173 @@
+"""Tiers that hang, fail or are slow: what that costs, and that everything else goes on."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from tier_bench import SHORT, get, name, put, settle, there, until
+
+from kvkeep.tiers import Exclusive
+
+if TYPE_CHECKING:
+    from tier_bench import Bench
+
+    from kvkeep.tiers import TieredStore
+
+LONG = 20.0
+"""Seconds that nobody waits for: a call that takes a tenth of it waited for something hung."""
+
+
+def emptied(store: TieredStore) -> TieredStore:
+    """Nothing in memory any more; what is below stays."""
+    settle(store)
+    store.front.remove([item.block for item in store.front.backend.list()])
+    return store
+
+
+def test_a_hung_read_costs_its_timeout_and_the_next_tier_has_it(bench: Bench) -> None:
+    slow, good = bench.memory(64), bench.memory(64)
+    first = bench.tier(slow, timeout=SHORT, pause=LONG)
+    store = bench.store(16, first, good)
+    put(store, range(8))
+    emptied(store)
+    slow.hang("get")
+    started = time.monotonic()
+    assert get(store, range(8)) == 8
+    took = time.monotonic() - started
+    assert SHORT <= took < LONG / 10
+    assert first.counters.late >= 3
+    assert first.breaker.state == "open"
+    assert store.tiers[1].counters.hits == 8
+    # From now on it costs nothing.
+    emptied_blocks = [name(number) for number in range(8)]
+    store.front.remove(emptied_blocks)
+    asked = slow.calls["get"]
+    started = time.monotonic()
+    assert get(store, range(8)) == 8
+    assert time.monotonic() - started < SHORT
+    assert slow.calls["get"] == asked
+    assert first.counters.skipped_calls > 0
+
+
+def test_two_hung_tiers_cost_two_timeouts_and_the_third_has_it(bench: Bench) -> None:
+    slow = [bench.memory(64), bench.memory(64)]
+    tiers = [bench.tier(place, timeout=SHORT, pause=LONG) for place in slow]
+    store = bench.store(16, *tiers, bench.disk())
+    put(store, range(4))
+    emptied(store)
+    for place in slow:
+        place.hang("get")
+    started = time.monotonic()
+    assert get(store, range(4)) == 4
+    assert 2 * SHORT <= time.monotonic() - started < LONG / 10
+    assert [tier.breaker.state for tier in store.tiers] == ["open", "open", "closed"]
+
+
+def test_two_slow_tiers_that_are_in_time_are_waited_for(bench: Bench) -> None:
+    places = [bench.memory(64), bench.disk()]
+    store = bench.store(16, *places)
+    put(store, range(12))
+    emptied(store)
+    for place in places:
+        place.slow(0.02, "get")
+    store.tiers[0].remove([name(number) for number in range(1, 12, 2)])
+    assert get(store, range(12)) == 12
+    assert [tier.counters.hits for tier in store.tiers] == [6, 6]
+    assert [tier.counters.late for tier in store.tiers] == [0, 0]
+    assert [tier.breaker.state for tier in store.tiers] == ["closed", "closed"]
+
+
+@pytest.mark.parametrize("how", ["fail", "hang"])
+def test_it_is_tried_again_later_and_comes_back(how: str, bench: Bench) -> None:
+    place = bench.memory(64)
+    tier = bench.tier(place, timeout=SHORT, pause=0.1)
+    store = bench.store(16, tier)
+    put(store, range(4))
+    emptied(store)
+    place.hang("get") if how == "hang" else place.fail("get")
+    for _ in range(3):
+        get(store, range(4))
+    assert tier.breaker.state != "closed"
+    opened = tier.breaker.opened
+    until(lambda: not tier.breaker.blocks)
+    assert get(store, range(4)) == 0, "the try failed, too"
+    assert tier.breaker.opened > opened
+    place.heal()
+    until(lambda: get(store, range(4)) == 4)
+    assert tier.breaker.state == "closed"
+
+
+def test_writes_to_a_hung_tier_are_dropped_and_memory_goes_on(bench: Bench) -> None:
+    place = bench.memory(256)
+    tier = bench.tier(place, timeout=SHORT, pause=LONG)
+    store = bench.store(16, tier)
+    place.hang("put")
+    for first in range(0, 64, 4):
+        assert len(put(store, range(first, first + 4)).kept) == 4
+        assert get(store, range(first, first + 4)) == 4
+        time.sleep(0.02)
+    assert tier.breaker.state == "open"
+    assert tier.counters.drops > 0
+    assert tier.counters.writes == 0
+    place.heal()
+    settle(store)
+
+
+def test_waiting_for_writes_costs_a_hung_tier_its_timeout(bench: Bench) -> None:
+    hung, good = bench.memory(64), bench.memory(64)
+    store = bench.store(16, bench.tier(hung, timeout=SHORT, pause=LONG), good)
+    hung.hang("put")
+    started = time.monotonic()
+    assert put(store, range(4), wait=LONG).kept == [0, 1, 2, 3]
+    assert time.monotonic() - started < LONG / 4
+    assert there(store.tiers[1]) == [0, 1, 2, 3]
+    hung.heal()
+
+
+def test_a_flush_says_that_it_hangs_and_does_the_others(bench: Bench) -> None:
+    hung, good = bench.memory(64), bench.disk()
+    store = bench.store(16, bench.tier(hung, timeout=SHORT, pause=LONG), good)
+    hung.hang("put")
+    put(store, range(4))
+    started = time.monotonic()
+    assert not store.flush(LONG)
+    assert time.monotonic() - started < LONG / 4
+    assert good.calls["flush"] == 1
+    hung.heal()
+    settle(store)
+    assert store.flush(LONG)
+
+
+def test_a_close_flushes_those_that_do_not_hang(bench: Bench) -> None:
+    hung, good = bench.memory(64), bench.disk()
+    store = bench.store(16, bench.tier(hung, timeout=SHORT), good)
+    hung.hang("put", "close")
+    put(store, range(4))
+    started = time.monotonic()
+    assert not store.close(2.0)
+    assert time.monotonic() - started < LONG / 4
+    assert good.calls["flush"] == 1
+    assert good.calls["close"] == 1
+
+
+def test_a_hung_tier_does_not_take_the_one_above_it_along(bench: Bench) -> None:
+    """What tier 1 evicts goes to tier 2, which hangs: tier 1 goes on reading and writing."""
+    upper, lower = bench.memory(8), bench.memory(64)
+    tiers = [
+        bench.tier(upper, timeout=2 * SHORT, pause=LONG),
+        bench.tier(lower, timeout=2 * SHORT, pause=LONG),
+    ]
+    store = bench.store(8, *tiers, policy=Exclusive())
+    lower.hang("put")
+    for first in range(0, 60, 2):
+        put(store, range(first, first + 2))
+        time.sleep(0.03)
+    assert store.flush(0.0) in {True, False}
+    assert tiers[0].breaker.opened == 0, "tier 1 is well"
+    until(lambda: tiers[0].writing.unfinished == 0)
+    for number in there(tiers[0]):
+        assert get(store, [number]) == 1
+    assert tiers[0].counters.demotions_dropped > 0
+    lower.heal()
