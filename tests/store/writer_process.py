@@ -132,6 +132,7 @@ def main() -> None:
         url, *numbers = arguments
         if (pid := os.fork()) == 0:
             try:
+                say("started", os.getpid())  # by itself: nothing that it says can come before this
                 JOBS[job](url, *map(int, numbers))
             except BaseException as error:  # noqa: BLE001 - the test hears of it
                 where = traceback.format_exc().replace("\n", " | ")
@@ -139,7 +140,6 @@ def main() -> None:
                 os._exit(1)
             os._exit(0)
         running.add(pid)
-        say("started", pid)
 
 
 class Processes:
