@@ -67,7 +67,7 @@ class DictStore:
         self.hung = threading.Event()
         self.lookups_hang = threading.Event()
         self.drops = False
-        self.cancelled = 0
+        self.cancelled = self.touched = 0
         self._at = 1 if geometry.latent_dim is not None else 3 if layout == "HND" else 2
 
     def _ends(self, tenant, tokens):
@@ -100,6 +100,9 @@ class DictStore:
         while self.lookups_hang.is_set():
             time.sleep(0.001)
         return Lookup(max(self._ends(tenant, tokens), default=0))
+
+    def touch(self, tokens, *, tenant=None):
+        self.touched += 1
 
     def prefetch(self, tokens, start=0, *, tenant=None):
         return Prefetch(self, self.lookup(tokens, tenant=tenant).tokens)

@@ -174,3 +174,20 @@ def test_the_pool_lets_go_and_memory_has_it(make_house, prompt):
                 assert answer.cached_tokens == (199 if turn else 0)
         assert engine.stats().loaded_tokens > 199
         assert engine.close()
+
+
+def test_what_the_pool_always_has_is_in_use_below(make_house, prompt):
+    block = 3 * 2 * 2 * 16 * 4 * BLOCK  # layers, K and V, heads, dim, float32
+    house = make_house(f"memory://{12 * (block + 8192)}")
+    system = prompt(2 * BLOCK, 1)
+    texts = [np.concatenate((system, prompt(BLOCK, at + 2))) for at in range(16)]
+    with house.store() as store:
+        runner = house.bench.runner
+        engine = Engine(runner, PagedCache(runner.num_pages, runner.page_size), store=store)
+        for text in texts:
+            engine.generate([text], SamplingParams(max_tokens=2))
+        engine.close()
+        (memory,) = store.stats().tiers
+        assert memory.counters["evictions"] > 0
+        assert store.lookup(texts[0]).tokens == store.lookup(system).tokens == len(system)
+        assert engine.stats().kept_tokens == len(system) + 16 * BLOCK  # it was never written again

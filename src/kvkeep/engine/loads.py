@@ -151,6 +151,8 @@ class Loads:
         keys = block_keys(load.namespace, tokens, self._block)
         stored = block_keys(load.namespace, tokens[:found], self._block)
         self._known.found(stored, missing=keys[found // self._block :], asked=asked)
+        if load.have >= self._block:  # the pool had it, and the store is to know that it is in use
+            self._store.touch(tokens[: min(found, load.have)], tenant=tenant)
         if self.wanted(load) and found - load.have >= self._size:
             prefetch = self._store.prefetch(tokens[:found], load.have, tenant=tenant)
             with self._lock:

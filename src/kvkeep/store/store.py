@@ -257,6 +257,16 @@ class KVStore:
                 runs.append((tiers[level], length))
         return Lookup(sum(tokens for _, tokens in runs), tuple(runs))
 
+    def touch(self, tokens: TokensLike, *, tenant: str | None = None) -> None:
+        """Say that a prompt used the KV of ``tokens``, found elsewhere; transfers nothing.
+
+        `get` and `put` say so themselves. Without it, what an engine has in its own memory all the
+        time would be what goes first here. Blocks that are not stored are passed over.
+        """
+        row = as_tokens(tokens)
+        with closed_is_illegal():
+            self._tiered.used(self._names_of(tenant).full(row))
+
     def prefetch(
         self, tokens: TokensLike, start: int = 0, *, tenant: str | None = None
     ) -> Prefetch:
