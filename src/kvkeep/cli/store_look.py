@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["codec_name", "ls", "stat"]
 
 _AGES: tuple[tuple[str, int | None], ...] = (
-    ("1 minute", 60), ("1 hour", 3600), ("1 day", 86_400), ("7 days", 7 * 86_400),
-    ("30 days", 30 * 86_400), ("longer ago", None),
+    ("under 1 minute", 60), ("1 minute … 1 hour", 3600), ("1 hour … 1 day", 86_400),
+    ("1 … 7 days", 7 * 86_400), ("7 … 30 days", 30 * 86_400), ("over 30 days", None),
 )  # fmt: skip
 _BAR = 30
 
@@ -185,9 +185,8 @@ def _totals(answer: dict[str, object], sample: _Sample) -> list[str]:
     if sample.headers:
         codecs = ", ".join(f"{name} {count}" for name, count in sample.codecs.items())
         ratio = sample.raw_bytes / sample.record_bytes
-        lines.append(
-            f"  of {len(sample.headers)} records read: {codecs}; {ratio:.2f}× smaller than the KV"
-        )
+        smaller = f"; {ratio:.2f}× smaller than the KV" if ratio > 1.005 else ""
+        lines.append(f"  of {len(sample.headers)} records read: {codecs}{smaller}")
     if sample.bad:
         lines.append(f"  of the records read {sample.bad} are bad: see kvkeep store verify")
     return lines
@@ -198,7 +197,7 @@ def _histogram(ages: list[list[Listed]]) -> list[str]:
     sizes = [sum(record.size for record in inside) for inside in ages]
     if not any(sizes):
         return []
-    rows = [("  used within", "blocks", "bytes")]
+    rows = [("  since last use", "blocks", "bytes")]
     for (name, _), inside, size in zip(_AGES, ages, sizes, strict=True):
         rows.append((f"    {name}", f"{len(inside):,}", format_bytes(size)))
     bars = ["", *("█" * -(-_BAR * size // max(sizes)) for size in sizes)]
