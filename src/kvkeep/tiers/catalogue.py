@@ -206,10 +206,13 @@ class Catalogue:
             self._drop(kept)
             return True
 
-    def victims(self, needed: int, space: bytes | None = None) -> list[bytes]:
+    def victims(
+        self, needed: int, space: bytes | None = None, outlived: list[bytes] | None = None
+    ) -> list[bytes]:
         """Forget what should go next until ``needed`` bytes are; fewer when no more may go.
 
-        Of one namespace only, if it has a quota and ``space`` names it.
+        Of one namespace only, if it has a quota and ``space`` names it. What outlived its time is
+        added to ``outlived`` instead, if that is given.
         """
         gone: list[bytes] = []
         with self._lock:
@@ -220,7 +223,8 @@ class Catalogue:
                     break
                 self._drop(victim)
                 needed -= victim.size
-                gone.append(victim.block)
+                into = gone if outlived is None or not self._expired(victim) else outlived
+                into.append(victim.block)
         return gone
 
     def expired(self, limit: int = 1000) -> list[bytes]:

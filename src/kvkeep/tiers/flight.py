@@ -87,7 +87,7 @@ class Flight:
                 if until is not None and now >= until:
                     return None
                 if now >= late:
-                    self._give_up()
+                    self._give_up()  # of no tiers at all, too: it may not have been started yet
                     continue
                 self._changed.wait(min(late, until if until is not None else late) - now)
             held = self._held
@@ -123,10 +123,11 @@ class Flight:
         self._changed.notify_all()
 
     def _give_up(self) -> None:
-        """Under the lock: the first tier took too long."""
-        tier = self._tiers.pop(0)
-        tier.counters.count(late=1)
-        tier.breaker.failed(f"no answer in {tier.timeout:g} s")
+        """Under the lock: the first tier, if there is one, took too long."""
+        if self._tiers:
+            tier = self._tiers.pop(0)
+            tier.counters.count(late=1)
+            tier.breaker.failed(f"no answer in {tier.timeout:g} s")
         self._ask()
 
     def _read(self, tier: Tier, attempt: int) -> None:

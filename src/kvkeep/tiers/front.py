@@ -83,13 +83,11 @@ class Front:
 
     def __contains__(self, block: object) -> bool:
         assert isinstance(block, bytes)
-        if self.catalogue.ttl is not None and block not in self.catalogue:
-            return False
-        return self.backend.contains(block)
+        return not self._outlived(block) and self.backend.contains(block)
 
     def lease(self, block: bytes) -> Held | None:
         """Access to a record that is here."""
-        if self.catalogue.ttl is not None and block not in self.catalogue:
+        if self._outlived(block):
             return None
         lease = self.backend.lease(block)
         return None if lease is None else Held(lease.place, lease)
@@ -134,13 +132,16 @@ class Front:
     def leave(self, needed: int) -> list[bytes]:
         """Blocks to take elsewhere so that ``needed`` bytes come free: `gone` has to follow.
 
-        Until then they are still found here.
+        Until then they are still found here. What outlived its time just goes.
         """
+        old: list[bytes] = []
         with self._lock:
-            blocks = self.catalogue.victims(needed)
+            blocks = self.catalogue.victims(needed, outlived=old)
+            self.backend.delete(old)
             for block, size in zip(blocks, self.backend.sizes(blocks), strict=True):
                 self._leaving[block] = Arena.extent(size or 0)
                 self.leaving_bytes += self._leaving[block]
+        self.counters.count(evictions=len(old))
         return blocks
 
     def gone(self, block: bytes) -> None:
@@ -169,6 +170,12 @@ class Front:
             assert known == there, (
                 f"{len(known ^ there)} blocks are in memory or its catalogue only"
             )
+
+    def _outlived(self, block: bytes) -> bool:
+        """Whether it was not used for longer than it may be found; what leaves was, just now."""
+        if self.catalogue.ttl is None:
+            return False
+        return block not in self.catalogue and block not in self._leaving
 
     def _stay(self, block: bytes) -> bool:
         """Under the lock: it does not leave any more; whether it was about to."""

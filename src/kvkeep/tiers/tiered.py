@@ -282,11 +282,13 @@ class TieredStore:
             if mark in self._queued or block not in self.front.catalogue:
                 return
             self._queued[mark] = []
-        tier.remove([block])
-        with self._lock:
-            waiting = self._queued.pop(mark, [])
-        for then in waiting:
-            self._queue(tier, block, 0.0, then)
+        try:
+            tier.remove([block])
+        finally:
+            with self._lock:
+                waiting = self._queued.pop(mark, [])
+            for then in waiting:
+                self._queue(tier, block, 0.0, then)
 
     def _asked_for(self, block: bytes) -> None:
         """Count it, and write the block to the tiers that admit it from this time on."""
@@ -377,8 +379,10 @@ class TieredStore:
                     break
                 written.kept.append(at)
             if held is not None:
-                self._write_below(block, touches, until, full)
-                held.release()
+                try:
+                    self._write_below(block, touches, until, full)
+                finally:
+                    held.release()
         kept, already = len(written.kept), len(written.already)
         self.used(blocks[: kept + already])
         self._demote_ahead()
@@ -470,10 +474,13 @@ class TieredStore:
             done(saved=False)
 
         cost = 0 if held is None else len(held.record)
-        if not tier.is_away() and tier.writing.submit(save, cost, wait, drop):
-            return True
-        drop()
-        return False
+        taken = False
+        try:
+            taken = not tier.is_away() and tier.writing.submit(save, cost, wait, drop)
+        finally:  # Ctrl-C while it waited, too
+            if not taken:
+                drop()
+        return taken
 
     # --- making room -----------------------------------------------------------------------------
 

@@ -1,0 +1,154 @@
+"""Ctrl-C, panics of libraries and unlucky instants: whatever is raised where, nothing is leaked."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tier_bench import PAGE, RAW, Bench, above, checked, content, get, name, put, settle, there
+
+from kvkeep.backends.memory import MemoryBackend
+from kvkeep.tiers import Exclusive, Front
+from kvkeep.tiers.flight import Flight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Panic(BaseException):
+    """What a library written in another language raises when it is broken."""
+
+
+def raises_at(last: int, error: BaseException) -> Callable[[int, memoryview], None]:
+    """A sink or fill that does its work up to a block, and not that."""
+
+    def copy(at: int, raw: memoryview) -> None:
+        if at == last:
+            raise error
+        if not raw.readonly:
+            raw[:] = content(name(at), len(raw))
+
+    return copy
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Panic(), ValueError("no such tensor")])
+def test_a_fill_that_raises(bench: Bench, error: BaseException) -> None:
+    """What came before it is kept; its own room is free again, and the block can be put."""
+    store = bench.store(8, bench.disk())
+    blocks = [name(number) for number in range(6)]
+    with pytest.raises(type(error)):
+        store.write(blocks, [RAW] * 6, raises_at(3, error))
+    settle(store)
+    checked(store)
+    assert above(store) == there(store.tiers[0]) == [0, 1, 2]
+    assert put(store, range(6)).kept == [3, 4, 5]
+    assert get(store, range(6)) == 6
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Panic(), ValueError("no such tensor")])
+def test_a_sink_that_raises(bench: Bench, error: BaseException) -> None:
+    """What was read ahead is let go, from memory or on its way; it can be read again."""
+    store = bench.store(8, bench.disk())
+    put(store, range(16), wait=10)
+    blocks = [name(number) for number in range(16)]
+    for last in (0, 3, 15):
+        with pytest.raises(type(error)):
+            store.read(blocks, [RAW] * 16, raises_at(last, error))
+        settle(store)
+        checked(store)
+    assert get(store, range(16)) == 16
+
+
+def test_ctrl_c_while_a_full_queue_is_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the block's room nor its mark stays: it can be evicted, and written later."""
+    place = bench.disk()
+    tier = bench.tier(place, writers=1, queue_bytes=PAGE)
+    store = bench.store(8, tier)
+    place.hang("put")
+    put(store, [0])
+    place.wait_inside("put")
+    wait = threading.Condition.wait
+
+    def interrupted(self: threading.Condition, timeout: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return wait(self, timeout)
+
+    monkeypatch.setattr(threading.Condition, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        put(store, [1, 2], wait=10)
+    monkeypatch.undo()
+    assert {block for block, _ in store._queued} == {name(0)}
+    place.heal()
+    settle(store)
+    checked(store)
+    assert above(store) == [0, 1]
+    assert put(store, [1, 2], wait=10).kept == [1]
+    assert there(tier) == [0, 1, 2]
+
+
+def test_a_place_that_panics_while_a_promoted_block_is_taken_away(bench: Bench) -> None:
+    """The block can still be moved down again."""
+    place = bench.disk()
+    store = bench.store(8, place, policy=Exclusive())
+    put(store, range(2))
+    assert store.flush(10)
+    store.front.remove([name(number) for number in range(2)])
+    panic: Any = Panic()
+    place.fail("delete", error=panic)
+    assert get(store, range(2)) == 2
+    settle(store)
+    assert place.calls["delete"]
+    place.heal()
+    checked(store)
+    assert store.flush(10)
+    assert there(store.tiers[0]) == [0, 1]
+
+
+def test_who_joins_a_flight_that_nobody_can_make(bench: Bench) -> None:
+    """It may wait before that one was started, of which there is nothing to wait for."""
+    over: list[Flight] = []
+    flight = Flight(Front(MemoryBackend(PAGE)), name(0), RAW, [], over.append)
+    assert flight.join()
+    assert flight.join()
+    assert flight.wait(None) is None
+    flight.start()
+    assert flight.wait(None) is None
+    assert over[0] is flight
+    del bench
+
+
+@pytest.mark.parametrize("ttl", [None, 1000.0])
+def test_blocks_move_down_from_memory_with_a_time_to_live(bench: Bench, ttl: float | None) -> None:
+    """While one is on its way it is found as before, and it arrives."""
+    place = bench.disk()
+    front = Front(MemoryBackend(16 * PAGE), ttl=ttl)
+    store = bench.store(front, place, policy=Exclusive())
+    place.hang("put")
+    put(store, range(15))
+    place.wait_inside("put")
+    assert get(store, range(15)) == 15
+    place.heal()
+    settle(store)
+    assert above(store) == list(range(14))
+    assert there(store.tiers[0]) == [14]
+    assert front.counters.demotions == 1
+    assert get(store, range(15)) == 15
+
+
+def test_what_outlived_its_time_does_not_move_down(bench: Bench) -> None:
+    place = bench.disk()
+    front = Front(MemoryBackend(16 * PAGE), ttl=1000.0)
+    store = bench.store(front, place, policy=Exclusive())
+    put(store, range(8))
+    later = front.catalogue._clock() + 2000
+    front.catalogue._clock = lambda: later
+    put(store, range(8, 16))
+    settle(store)
+    assert above(store) == [*range(6), *range(8, 16)]
+    assert there(store.tiers[0]) == []
+    assert get(store, range(8, 16)) == 8
+    assert get(store, range(1)) == 0
