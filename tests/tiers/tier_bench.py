@@ -6,6 +6,7 @@ books that agree, and no thread that outlives `close`.
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -99,11 +100,12 @@ def threads_of(*tiers: str) -> list[str]:
 class Bench:
     """Makes places, tiers and stores, and takes them apart again."""
 
+    _numbers = itertools.count(1)  # what a test that failed left behind is nobody else's
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._places: list[FaultyBackend] = []
         self._stores: list[TieredStore] = []
-        self._names = 0
 
     def memory(self, blocks: int) -> FaultyBackend:
         """Memory for so many blocks, known to us alone."""
@@ -130,11 +132,10 @@ class Bench:
         **options: Any,
     ) -> Tier:
         """A tier with a name of its own; its breaker tries again ``pause`` seconds later."""
-        self._names += 1
         if timeout is not None:
             place.timeout = timeout
         tier = Tier(
-            f"t{self._names}",
+            f"t{next(self._numbers)}",
             place,
             make_codec(codec, SHAPE, key),
             partial(codec_of, shape=SHAPE, key=key),

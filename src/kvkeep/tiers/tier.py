@@ -288,7 +288,12 @@ class Tier:
         """What decodes it; None where this tier promises more than the record does.
 
         Exact KV, that is, or encryption: who could forge a plain record would get round the key.
+
+        Raises:
+            BadRecord: it is raw, and of another length than it says.
         """
+        if header.codec == _RAW and header.payload_bytes != header.raw_bytes:
+            raise BadRecord(f"{header.payload_bytes} raw bytes, and it says {header.raw_bytes}")
         if header.codec == self.codec.number:
             return self.codec
         if header.codec < ENCRYPTED <= self.codec.number:

@@ -1,0 +1,325 @@
+"""One tier: what it takes for a block, what it refuses, what it takes out, and what it counts."""
+
+from __future__ import annotations
+
+import random
+import struct
+from typing import TYPE_CHECKING
+
+import pytest
+import xxhash
+from tier_bench import PAGE, RAW, Bench, above, content, get, name, put, settle, there
+
+from kvkeep.backends.buffers import aligned
+from kvkeep.tiers import Inclusive
+from kvkeep.tiers.record import HEADER_BYTES, read_header, seal
+
+if TYPE_CHECKING:
+    from kvkeep.testing import FaultyBackend
+    from kvkeep.tiers import Tier
+
+KEY = bytes(range(32))
+BLOCK = name(0)
+
+
+def raw_record(block: bytes, size: int = RAW) -> memoryview:
+    """A record as memory has it: room for a header, and the raw bytes."""
+    record = aligned(HEADER_BYTES + size)
+    record[HEADER_BYTES:] = content(block, size)
+    return record
+
+
+def load(tier: Tier, block: bytes, size: int = RAW) -> bytes | None:
+    """The raw bytes that a tier reads; None: it has none for us."""
+    record = tier.load(block, size, lambda: aligned(HEADER_BYTES + size))
+    return None if record is None else bytes(record[HEADER_BYTES:])
+
+
+def stored(place: FaultyBackend, block: bytes) -> memoryview:
+    """The record as it lies in the place."""
+    record = place.inner.get(block, aligned)
+    assert record is not None
+    return record
+
+
+def forged(
+    record: memoryview, *, version: int | None = None, raw_bytes: int | None = None
+) -> memoryview:
+    """The record with fields of its header changed and its checksum made right again."""
+    changed = aligned(len(record))
+    changed[:] = record
+    if version is not None:
+        struct.pack_into("<H", changed, 8, version)
+    if raw_bytes is not None:
+        struct.pack_into("<Q", changed, 64, raw_bytes)
+    changed[120:128] = xxhash.xxh3_64_digest(bytes(changed[:120]))
+    return changed
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("size", [4, 1000, RAW, 3 * PAGE, 100_000])
+def test_what_is_saved_is_loaded(codec: str, key: bytes | None, size: int, bench: Bench) -> None:
+    tier = bench.tier(bench.disk(), codec, key=key)
+    assert tier.save(BLOCK, raw_record(BLOCK, size))
+    assert load(tier, BLOCK, size) == content(BLOCK, size)
+    assert tier.counters.hits == tier.counters.writes == 1
+    assert tier.counters.read_bytes == tier.counters.written_bytes > HEADER_BYTES
+    assert tier.catalogue.total_bytes == tier.counters.written_bytes
+
+
+@pytest.mark.parametrize("fault", ["flip", "truncate"])
+def test_what_is_damaged_above_is_found_good_below(fault: str, bench: Bench) -> None:
+    bad, good = bench.disk(at="bad"), bench.disk(at="good")
+    store = bench.store(16, bad, good)
+    put(store, range(8))
+    settle(store)
+    store.front.remove([name(number) for number in range(8)])
+    getattr(bad, fault)(times=3)
+    assert get(store, range(8)) == 8
+    settle(store)
+    first, second = store.tiers
+    assert (first.counters.damaged, first.counters.hits) == (3, 5)
+    assert (second.counters.damaged, second.counters.hits) == (0, 3)
+    assert bad.calls["quarantine"] == 3
+    assert len(there(first)) == 5, "what was bad is not found again"
+    assert first.breaker.state == "closed", "the place did what it was asked to"
+    # It is put there anew by the next put, and once.
+    put(store, range(8), wait=20)
+    assert there(first) == list(range(8))
+    assert first.counters.writes == 11
+    assert second.counters.writes == 8
+
+
+def damages(record: memoryview) -> dict[str, bytes]:
+    """What a place could have in the place of a record."""
+    whole = bytes(record)
+    other = raw_record(name(1))
+    seal(other, name(1), 0, RAW)
+    return {
+        "a flipped bit in the payload": whole[:-1] + bytes([whole[-1] ^ 1]),
+        "a flipped bit in the header": whole[:20] + bytes([whole[20] ^ 16]) + whole[21:],
+        "its end is missing": whole[:-1],
+        "its header alone": whole[:HEADER_BYTES],
+        "half a header": whole[:60],
+        "one byte": whole[:1],
+        "something hangs behind it": whole + b"\0",
+        "nothing known": random.Random(1).randbytes(len(whole)),
+        "zeros": bytes(len(whole)),
+        "another block's": bytes(other),
+        "a length that is not its own": bytes(forged(memoryview(whole + b"more"), raw_bytes=RAW)),
+    }
+
+
+@pytest.mark.parametrize("kind", damages(memoryview(bytes(200))))
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_what_is_not_the_record_is_taken_out(kind: str, codec: str, bench: Bench) -> None:
+    place = bench.disk()
+    tier = bench.tier(place, codec)
+    assert tier.save(BLOCK, raw_record(BLOCK))
+    bad = aligned(len(damages(stored(place, BLOCK))[kind]))
+    bad[:] = damages(stored(place, BLOCK))[kind]
+    place.inner.put(BLOCK, bad)
+    assert load(tier, BLOCK) is None
+    assert (tier.counters.damaged, tier.counters.hits, tier.counters.errors) == (1, 0, 0)
+    assert place.calls["quarantine"] == 1
+    assert there(tier) == []
+    assert not tier.knows(BLOCK)
+    assert tier.breaker.state == "closed"
+    assert tier.save(BLOCK, raw_record(BLOCK))
+    assert load(tier, BLOCK) == content(BLOCK)
+
+
+@pytest.mark.parametrize("more", [-8, 8])
+def test_a_raw_record_whose_length_is_not_the_one_it_names_is_damaged(
+    more: int, bench: Bench
+) -> None:
+    """Its checksums are right, as somebody's would be who writes records and gets it wrong."""
+    place = bench.disk()
+    tier = bench.tier(place)
+    record = aligned(HEADER_BYTES + RAW + more)
+    seal(record, BLOCK, 0, RAW)
+    place.inner.put(BLOCK, record)
+    assert load(tier, BLOCK) is None
+    assert (tier.counters.damaged, tier.counters.hits) == (1, 0)
+    assert there(tier) == []
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_memory_is_not_taken_for_a_record_that_is_too_large(codec: str, bench: Bench) -> None:
+    place = bench.disk(4096)
+    tier = bench.tier(place, codec)
+    huge = aligned(2 << 20)
+    seal(huge, BLOCK, tier.codec.number, RAW)
+    place.inner.put(BLOCK, huge)
+    taken: list[int] = []
+
+    def room() -> memoryview:
+        taken.append(1)
+        return aligned(HEADER_BYTES + RAW)
+
+    assert tier.load(BLOCK, RAW, room) is None
+    assert not taken
+    assert len(tier._scratch._buffer) < 1 << 20
+    assert (tier.counters.damaged, there(tier)) == (1, [])
+    assert tier.breaker.state == "closed"
+
+
+def test_another_length_than_was_asked_for_is_refused_and_stays(bench: Bench) -> None:
+    place = bench.disk()
+    tier = bench.tier(place)
+    tier.save(BLOCK, raw_record(BLOCK))
+    assert load(tier, BLOCK, RAW - 100) is None
+    assert (tier.counters.refused, tier.counters.damaged) == (1, 0)
+    assert there(tier) == [0]
+    assert load(tier, BLOCK) == content(BLOCK)
+
+
+def test_exact_records_of_another_codec_are_read(bench: Bench) -> None:
+    place = bench.disk()
+    written = bench.tier(place, "lossless")
+    written.save(BLOCK, raw_record(BLOCK))
+    assert read_header(stored(place, BLOCK)).codec == 1
+    raw = bench.tier(place, "raw")
+    assert load(raw, BLOCK) == content(BLOCK)
+    raw.save(name(1), raw_record(name(1)))
+    assert load(written, name(1)) == content(name(1))
+    assert (raw.counters.hits, written.counters.hits) == (1, 1)
+
+
+REFUSED = {
+    "lossy in an exact tier": (("int8", None), ("raw", None)),
+    "plain in an encrypted tier": (("raw", None), ("raw", KEY)),
+    "encrypted without a key": (("raw", KEY), ("raw", None)),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_records_that_are_not_for_a_tier_are_refused_and_written_anew(
+    kind: str, bench: Bench
+) -> None:
+    theirs, ours = REFUSED[kind]
+    place = bench.disk()
+    written = bench.tier(place, theirs[0], key=theirs[1])
+    written.save(BLOCK, raw_record(BLOCK))
+    before = bytes(stored(place, BLOCK))
+    tier = bench.tier(place, ours[0], key=ours[1])
+    store = bench.store(16, tier)
+    assert get(store, [0]) == 0
+    assert (tier.counters.refused, tier.counters.damaged) == (1, 0)
+    assert place.calls["quarantine"] == 0
+    assert bytes(stored(place, BLOCK)) == before, "it stays as it is"
+    assert tier.breaker.state == "closed"
+    assert put(store, [0], wait=20).kept == [0], "as if it were not there"
+    assert read_header(stored(place, BLOCK)).codec == tier.codec.number
+    store.front.remove([BLOCK])
+    assert get(store, [0]) == 1
+
+
+def test_another_version_is_refused_and_written_anew(bench: Bench) -> None:
+    place = bench.disk()
+    tier = bench.tier(place)
+    tier.save(BLOCK, raw_record(BLOCK))
+    place.inner.put(BLOCK, forged(stored(place, BLOCK), version=9))
+    store = bench.store(16, tier)
+    assert store.knows(BLOCK)
+    assert get(store, [0]) == 0
+    assert (tier.counters.refused, tier.counters.damaged) == (1, 0)
+    assert there(tier) == [0]
+    assert not store.knows(BLOCK)
+    assert store.locate([BLOCK]) == []
+    assert put(store, [0], wait=20).kept == [0]
+    store.front.remove([BLOCK])
+    assert get(store, [0]) == 1
+
+
+def test_the_wrong_key_is_damage(bench: Bench) -> None:
+    place = bench.disk()
+    bench.tier(place, "raw", key=KEY).save(BLOCK, raw_record(BLOCK))
+    other = bench.tier(place, "raw", key=bytes(32))
+    assert load(other, BLOCK) is None
+    assert (other.counters.damaged, other.counters.refused) == (1, 0)
+
+
+def test_what_the_place_lost_is_a_miss_and_is_forgotten(bench: Bench) -> None:
+    place = bench.memory(16)
+    tier = bench.tier(place)
+    place.lose(times=1)
+    assert tier.save(BLOCK, raw_record(BLOCK)), "it said so"
+    assert tier.knows(BLOCK)
+    assert load(tier, BLOCK) is None
+    assert (tier.counters.misses, tier.counters.damaged) == (1, 0)
+    assert not tier.knows(BLOCK)
+
+
+def test_what_others_wrote_is_not_sent_again(bench: Bench) -> None:
+    place = bench.disk()
+    ours, theirs = bench.tier(place), bench.tier(place)
+    theirs.save(BLOCK, raw_record(BLOCK))
+    assert ours.save(BLOCK, raw_record(BLOCK))
+    assert (ours.counters.already, ours.counters.writes) == (1, 0)
+    assert place.calls["put"] == 1
+    assert ours.knows(BLOCK)
+
+
+def test_a_block_larger_than_the_tier_lets_nothing_go(bench: Bench) -> None:
+    tier = bench.tier(bench.memory(4))
+    for number in range(4):
+        assert tier.save(name(number), raw_record(name(number)))
+    assert not tier.save(name(9), raw_record(name(9), 5 * PAGE))
+    assert there(tier) == [0, 1, 2, 3]
+    assert (tier.counters.drops, tier.counters.evictions) == (1, 0)
+
+
+def test_a_place_that_finds_no_room_whatever_goes_is_given_up(bench: Bench) -> None:
+    place = bench.memory(4)
+    tier = bench.tier(place)
+    for number in range(4):
+        tier.save(name(number), raw_record(name(number)))
+    place.fill_up()
+    assert not tier.save(name(9), raw_record(name(9)))
+    assert tier.counters.drops == 1
+    assert tier.breaker.state == "closed", "full is not broken"
+    place.heal()
+    assert tier.save(name(9), raw_record(name(9)))
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_a_mixed_bag_of_faults_never_gives_a_wrong_byte(codec: str, bench: Bench) -> None:
+    place = bench.disk(2048)
+    tier = bench.tier(place, codec, breaker_limit=1 << 30)
+    chance = random.Random(9)
+    blocks = [name(number) for number in range(20)]
+    sizes = [chance.choice([100, RAW, 9000]) for _ in blocks]
+    for _ in range(300):
+        at = chance.randrange(len(blocks))
+        fault = chance.choice(["flip", "truncate", "lose", "fill_up", "fail", ""])
+        if fault:
+            getattr(place, fault)(times=1)
+        if chance.random() < 0.5:
+            tier.save(blocks[at], raw_record(blocks[at], sizes[at]))
+        found = load(tier, blocks[at], sizes[at])
+        assert found is None or found == content(blocks[at], sizes[at])
+        place.heal()
+    for block, size in zip(blocks, sizes, strict=True):
+        found = load(tier, block, size)
+        if found is None:
+            assert tier.save(block, raw_record(block, size))
+            found = load(tier, block, size)
+        assert found == content(block, size)
+    tier.catalogue.check()
+
+
+def test_a_store_over_a_damaged_tier_alone_ends_at_the_first_bad_block(bench: Bench) -> None:
+    place = bench.disk()
+    store = bench.store(16, place, policy=Inclusive())
+    put(store, range(6))
+    settle(store)
+    store.front.remove([name(number) for number in range(6)])
+    bad = stored(place, name(3))
+    bad[-1] ^= 1
+    place.inner.put(name(3), bad)
+    assert get(store, range(6)) == 3
+    settle(store)
+    assert 3 not in there(store.tiers[0])
+    assert set(above(store)) >= {0, 1, 2}
