@@ -62,7 +62,10 @@ def open_backend(url: TierURL) -> Backend:
             )
         kind = found[url.scheme].load()
     backend = kind.from_url(url)
-    assert isinstance(backend, Backend)
+    if not isinstance(backend, Backend):
+        raise InvalidValue(
+            f"{url.safe} opens {backend!r}; a Backend is needed: see docs/backends.md"
+        )
     return backend
 
 
@@ -92,7 +95,7 @@ def open_tiers(
     front, *below = opened
     assert isinstance(front, Front)
     behind = [tier for tier in below if isinstance(tier, Tier)]
-    _name_apart(behind)
+    _name_apart(front, behind)
     return front, behind
 
 
@@ -140,9 +143,9 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> Front | Ti
     return Tier(url.scheme, backend, codec, others, options)
 
 
-def _name_apart(tiers: Sequence[Tier]) -> None:
-    """Tiers of one scheme are told apart by a number."""
-    seen: dict[str, int] = {}
+def _name_apart(front: Front, tiers: Sequence[Tier]) -> None:
+    """Tiers of one scheme are told apart by a number, the memory in front is the first."""
+    seen = {front.name: 1}
     for tier in tiers:
         seen[tier.name] = count = seen.get(tier.name, 0) + 1
         if count > 1:

@@ -1,0 +1,273 @@
+"""Tiers from URLs: every option, every mistake, the buffer in front, and schemes of others."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvkeep.backends.disk import DiskBackend
+from kvkeep.backends.memory import MemoryBackend
+from kvkeep.errors import InvalidValue
+from kvkeep.eviction import POLICIES
+from kvkeep.testing import CountingBackend
+from kvkeep.tiers import TIER_OPTIONS, TieredStore, open_tiers
+from kvkeep.tiers.opening import BUFFER_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvkeep.tiers import Tier
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/d?size=1MiB&sync=never"
+
+
+def one(url: str) -> Tier:
+    """The tier that is opened below memory."""
+    front, (tier,) = open_tiers(["memory://64KiB", url])
+    front.backend.close()
+    tier.backend.close()
+    return tier
+
+
+def test_a_tier_without_options_has_the_documented_ones(place: str) -> None:
+    tier = one(place)
+    assert (tier.name, tier.codec.name, tier.timeout) == ("file", "raw", 5.0)
+    options = tier.options
+    assert (options.readers, options.writers, options.ttl, options.queue_bytes) == (
+        4,
+        2,
+        None,
+        None,
+    )
+    assert options.policy is POLICIES["lru"]
+    assert tier.backend.capacity == 1 << 20
+
+
+OPTIONS: dict[str, tuple[str, Any]] = {
+    "codec=lossless": ("codec.name", "lossless"),
+    "policy=slru": ("options.policy", POLICIES["slru"]),
+    "ttl=10m": ("options.ttl", 600.0),
+    "timeout=250ms": ("backend.timeout", 0.25),
+    "queue=128KiB": ("options.queue_bytes", 128 << 10),
+    "readers=7": ("options.readers", 7),
+    "writers=64": ("options.writers", 64),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_reaches_its_place(option: str, place: str) -> None:
+    path, value = OPTIONS[option]
+    found: Any = one(f"{place}&{option}")
+    for step in path.split("."):
+        found = getattr(found, step)
+    assert found == value
+
+
+def test_every_option_is_tested() -> None:
+    tested = {option.partition("=")[0] for option in OPTIONS}
+    assert tested | {"encrypt"} == {*TIER_OPTIONS}
+
+
+def test_encrypt_names_a_key_file(place: str, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("00" * 32)
+    key.chmod(0o600)
+    assert one(f"{place}&encrypt={key}").codec.number == 64
+    assert one(f"{place}&codec=lossless&encrypt={key}").codec.number == 65
+    assert one(f"memory://64KiB?encrypt={key}").codec.number == 64
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_has_a_name(policy: str, place: str) -> None:
+    assert one(f"{place}&policy={policy}").options.policy is POLICIES[policy]
+
+
+def test_a_queue_is_as_long_as_memory_allows_and_no_longer(place: str) -> None:
+    for option, limit in {"": 48 << 10, "&queue=8KiB": 8 << 10, "&queue=1GiB": 48 << 10}.items():
+        front, below = open_tiers(["memory://64KiB", place + option])
+        store = TieredStore(front, below)
+        assert below[0].writing.limit == limit
+        store.close()
+
+
+MISTAKES = {
+    "codec=zip": ("'zip'", "lossless"),
+    "policy=best": ("policy=best", "lru", "slru"),
+    "ttl=0": ("ttl=0", "above"),
+    "ttl=soon": ("ttl=soon",),
+    "timeout=-1s": ("timeout=-1s",),
+    "queue=much": ("much",),
+    "readers=0": ("readers", "1 … 64"),
+    "readers=65": ("readers", "65", "1 … 64"),
+    "writers=two": ("writers", "'two'", "1 … 64"),
+    "encrypt=/no/such/file": ("/no/such/file",),
+    "size=2MiB": ("size twice",),
+    "sync=always": ("sync twice",),
+    "colour=red": ("no option colour", "codec", "timeout", "sync"),
+    "colour=red&weight=2": ("colour, weight",),
+}
+
+
+@pytest.mark.parametrize("option", MISTAKES)
+def test_a_wrong_option_is_named_and_nothing_stays_open(
+    option: str, place: str, tmp_path: Path
+) -> None:
+    other = CountingBackend(DiskBackend(tmp_path / "other"))
+    with pytest.raises(InvalidValue) as caught:
+        open_tiers(["memory://64KiB", other, f"{place}&{option}"])
+    assert all(word in str(caught.value) for word in MISTAKES[option]), str(caught.value)
+    assert other.calls["close"] == 1
+
+
+@pytest.mark.parametrize(
+    ("tiers", "words"),
+    [
+        ([], ("a list", "[]")),
+        ("memory://1MiB", ("a list", "memory://1MiB")),
+        (None, ("a list", "None")),
+        ([5], ("URL", "5")),
+        (["1GiB"], ("'1GiB'", "memory://4GiB")),
+        (["tape://1"], ("tape", "memory", "s3", "valkey")),
+        (["memory://1MiB?timeout=5s"], ("no option timeout", "policy", "ttl", "touch")),
+        (["memory://1MiB?queue=5MiB"], ("no option queue",)),
+        (["memory://a lot"], ("a lot",)),
+        (["memory://1MiB?ttl=1s&ttl=2s"], ("ttl twice",)),
+        (["memory://1MiB#1"], ("#1", "%23")),
+        (["file://relative/path"], ("file:///relative/path",)),
+    ],
+)
+def test_wrong_tiers_are_named(tiers: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        open_tiers(tiers)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["policy=lfu", "ttl=1h"])
+def test_without_a_budget_of_ours_the_server_decides(option: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match=r"size="):
+        open_tiers([f"file://{tmp_path}/d?{option}"])
+
+
+def test_a_password_is_not_shown() -> None:
+    for url in ("tape://me:secret@host/1", "valkey://me:secret@host:1/0?colour=red"):
+        with pytest.raises(InvalidValue) as caught:
+            open_tiers([url])
+        assert "secret" not in str(caught.value)
+
+
+def test_a_buffer_is_put_in_front_of_what_is_no_memory(place: str) -> None:
+    for first in (place, "memory://1MiB?codec=lossless"):
+        front, (tier,) = open_tiers([first])
+        assert (front.name, front.capacity) == ("buffer", BUFFER_BYTES)
+        assert tier.backend.capacity == 1 << 20
+        front.backend.close()
+        tier.backend.close()
+
+
+def test_memory_in_front_takes_its_options() -> None:
+    front, below = open_tiers(["memory://64KiB?policy=lfu&ttl=2h&touch=yes"])
+    assert (front.name, front.capacity, below) == ("memory", 64 << 10, [])
+    assert front.catalogue.ttl == 7200
+    assert type(front.catalogue._shared) is type(POLICIES["lfu"]())
+    front.backend.close()
+
+
+def test_tiers_of_one_scheme_are_told_apart(tmp_path: Path) -> None:
+    urls = [f"file://{tmp_path}/{at}?size=1MiB" for at in "abc"]
+    memory = ["memory://64KiB", "memory://128KiB", "memory://256KiB"]
+    front, below = open_tiers([*memory, *urls])
+    names = [front.name, *(tier.name for tier in below)]
+    assert names == ["memory", "memory2", "memory3", "file", "file2", "file3"]
+    TieredStore(front, below).close()
+
+
+def test_backends_of_the_callers_own_are_taken_beside_urls(place: str, tmp_path: Path) -> None:
+    mine = MemoryBackend(64 << 10)
+    other = DiskBackend(tmp_path / "other", 1 << 20)
+    front, below = open_tiers([mine, other, place])
+    assert front.backend is mine
+    assert [tier.name for tier in below] == ["file", "file2"]
+    assert below[0].backend is other
+    assert below[0].codec.name == "raw"
+    TieredStore(front, below).close()
+
+
+# --- schemes of other packages ---------------------------------------------------------------
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package that is installed and names a backend; its module's name."""
+    module = "kvkeep_tape_for_a_test"
+    site = tmp_path / "site"
+    info = site / "kvkeep_tape-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvkeep-tape\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        f"[kvkeep.backends]\ntape = {module}:Tape\nbroken = {module}:Broken\n"
+    )
+    (site / f"{module}.py").write_text(
+        textwrap.dedent("""
+        from kvkeep.backends.memory import MemoryBackend
+
+        class Tape(MemoryBackend):
+            scheme = "tape"
+
+            @classmethod
+            def from_url(cls, url):
+                reels = url.number("reels", 1, 1, 9)
+                assert url.host == "library"
+                return cls(reels << 20)
+
+        class Broken:
+            @classmethod
+            def from_url(cls, url):
+                return 5
+        """)
+    )
+    monkeypatch.syspath_prepend(site)
+    yield module
+    sys.modules.pop(module, None)
+
+
+def test_another_package_gives_a_scheme(plugin: str, place: str) -> None:
+    front, (tape, file) = open_tiers(["tape://library/1?reels=3&codec=lossless", place])
+    assert front.name == "buffer"
+    assert type(tape.backend).__module__ == plugin
+    assert (tape.name, tape.codec.name, tape.backend.capacity) == ("tape", "lossless", 3 << 20)
+    assert file.name == "file"
+    TieredStore(front, [tape, file]).close()
+
+
+@pytest.mark.usefixtures("plugin")
+def test_its_options_are_its_own() -> None:
+    with pytest.raises(InvalidValue, match=r"reels in tape://library.*1 … 9"):
+        open_tiers(["tape://library?reels=12"])
+    with pytest.raises(InvalidValue, match=r"no option sync; there are: .*reels"):
+        open_tiers(["tape://library?sync=never"])
+    with pytest.raises(InvalidValue, match=r"disc; there are .*memory.*tape"):
+        open_tiers(["disc://library"])
+
+
+@pytest.mark.usefixtures("plugin")
+def test_what_is_no_backend_is_said_to_be_none(place: str) -> None:
+    with pytest.raises(InvalidValue, match=r"broken.*opens 5.*Backend"):
+        open_tiers([place, "broken://x"])
+
+
+def test_files_are_closed_after_an_error(place: str) -> None:
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("no /proc to count open files in")
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(InvalidValue):
+            open_tiers([place, f"{place}&colour=red"])
+    assert len(os.listdir("/proc/self/fd")) == len(before)
