@@ -475,6 +475,14 @@ class Tier:
             self._expired = time.monotonic()
             self.writing.submit(self.expire, 0)
 
+    def reorder(self, blocks: Sequence[bytes]) -> None:
+        """``blocks``, a prompt, were written in any order: note the right one of those here.
+
+        The place is told of it by the next `flush`.
+        """
+        if self.indexed:
+            self.catalogue.used(blocks, grain=float("inf"))
+
     def _tell(self, blocks: Sequence[bytes]) -> None:
         if blocks and self.breaker.allows():
             with _Edge(self, "touch"):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import IllegalStep
+from kvkeep.errors import BackendFailed, IllegalStep
 from kvkeep.tiers.flight import Flight
 from kvkeep.tiers.plan import Inclusive, TieringPolicy, Touches
 from kvkeep.tiers.record import HEADER_BYTES
@@ -68,6 +68,42 @@ class Prefetch:
     def cancel(self) -> None:
         """Start no more reads; what is on its way still arrives."""
         self._cancelled = True
+
+
+class _Writing:
+    """Blocks of one prompt on their way to tiers: a tier that got all has them in its order.
+
+    It notes them as they are written, the beginning first. That would be what goes first, and
+    without it the rest is not found.
+
+    Thread safety: all methods.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], blocks: Sequence[bytes]) -> None:
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._blocks = blocks
+        self._lock = threading.Lock()
+        self._count: dict[str, int] = {}
+        self._left: dict[str, int] = {}
+
+    def one_more(self, tier: Tier) -> Callable[[bool], None]:
+        """Another block goes to ``tier``; what to call when it is over."""
+        with self._lock:
+            self._count[tier.name] = self._count.get(tier.name, 0) + 1
+            self._left[tier.name] = self._left.get(tier.name, 1) + 1
+        return lambda saved: self._over(tier.name)
+
+    def end(self) -> None:
+        """No more come."""
+        for name in list(self._left):
+            self._over(name)
+
+    def _over(self, name: str) -> None:
+        with self._lock:
+            self._left[name] -= 1
+            complete = not self._left[name] and self._count[name] > 1
+        if complete:
+            self._tiers[name].reorder(self._blocks)
 
 
 class TieredStore:
@@ -176,8 +212,10 @@ class TieredStore:
         count = self._read(
             blocks, raw_bytes, sink, levels=levels, deadline=deadline, cancelled=cancelled
         )
+        writing = _Writing(self.tiers, blocks)
         for block in blocks[:count]:
-            self._asked_for(block)
+            self._asked_for(block, writing)
+        writing.end()
         return count
 
     def _read(
@@ -290,7 +328,7 @@ class TieredStore:
             for then in waiting:
                 self._queue(tier, block, 0.0, then)
 
-    def _asked_for(self, block: bytes) -> None:
+    def _asked_for(self, block: bytes, writing: _Writing) -> None:
         """Count it, and write the block to the tiers that admit it from this time on."""
         with self._lock:
             touches = self._touches.touch(block)
@@ -303,7 +341,7 @@ class TieredStore:
             ]
         for tier in new:
             if not tier.knows(block) and block in self.front:
-                self._queue(tier, block, 0.0)
+                self._queue(tier, block, 0.0, writing.one_more(tier))
 
     def prefetch(self, plan: Callable[[], tuple[Sequence[bytes], Sequence[int]]]) -> Prefetch:
         """Bring blocks into memory, as far as half of it holds them; returns at once.
@@ -366,6 +404,7 @@ class TieredStore:
         self._check_open()
         until = 0.0 if wait is None else time.monotonic() + wait
         written = Written()
+        writing = _Writing(self.tiers, blocks)
         full: set[str] = set()  # what comes behind a block that a tier dropped is of no use there
         for at, block in enumerate(blocks):
             with self._lock:
@@ -380,11 +419,12 @@ class TieredStore:
                 written.kept.append(at)
             if held is not None:
                 try:
-                    self._write_below(block, touches, until, full)
+                    self._write_below(block, touches, until, full, writing)
                 finally:
                     held.release()
         kept, already = len(written.kept), len(written.already)
         self.used(blocks[: kept + already])
+        writing.end()
         self._demote_ahead()
         self.front.counters.count(writes=kept, already=already, drops=len(blocks) - kept - already)
         if wait is not None:
@@ -412,7 +452,9 @@ class TieredStore:
             self.front.counters.count(written_bytes=len(draft.view))
             return self.front.commit(draft, block)
 
-    def _write_below(self, block: bytes, touches: int, until: float, full: set[str]) -> None:
+    def _write_below(
+        self, block: bytes, touches: int, until: float, full: set[str], writing: _Writing
+    ) -> None:
         for level, tier in enumerate(self.tiers, start=1):
             with self._lock:
                 admitted = self.policy.admits(level, touches)
@@ -420,7 +462,7 @@ class TieredStore:
                 continue
             if tier.name in full:
                 tier.counters.count(drops=1)
-            elif not self._queue(tier, block, _left(until)):
+            elif not self._queue(tier, block, _left(until), writing.one_more(tier)):
                 full.add(tier.name)
 
     def _queue(
@@ -442,7 +484,14 @@ class TieredStore:
                 waiting += [then] if then is not None else []
                 return True
             self._queued[mark] = [then] if then is not None else []
-        held = self.front.lease(block)
+        try:
+            held = self.front.lease(block)
+        except BackendFailed:  # memory was closed
+            with self._lock:
+                told = self._queued.pop(mark, [])
+            for one in told:
+                one(False)
+            raise
         self.front.catalogue.hold(block)
 
         def done(saved: bool) -> None:
