@@ -6,14 +6,19 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from tier_bench import PAGE, RAW, Bench, above, checked, content, get, name, put, settle, there
 
 from kvkeep.backends.memory import MemoryBackend
-from kvkeep.tiers import Exclusive, Front
+from kvkeep.errors import BackendFailed, IllegalStep
+from kvkeep.geometry import KVGeometry
+from kvkeep.store import KVStore
+from kvkeep.tiers import Exclusive, Front, TieredStore
 from kvkeep.tiers.flight import Flight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 class Panic(BaseException):
@@ -152,3 +157,37 @@ def test_what_outlived_its_time_does_not_move_down(bench: Bench) -> None:
     assert there(store.tiers[0]) == []
     assert get(store, range(8, 16)) == 8
     assert get(store, range(1)) == 0
+
+
+class Closing(Exclusive):
+    """Memory is closed, by another thread say, at the instant when a block is to move down."""
+
+    memory: MemoryBackend | None = None
+
+    def demotes(self, level: int, touches: int) -> int | None:
+        if self.memory is not None:
+            self.memory.close()
+        return super().demotes(level, touches)
+
+
+def test_memory_that_is_closed_in_the_middle_of_a_flush(bench: Bench) -> None:
+    """Whoever flushes is told; the block is not said to be on its way for ever."""
+    policy = Closing()
+    front = Front(MemoryBackend(8 * PAGE))
+    store = TieredStore(front, [bench.tier(bench.disk())], policy)
+    put(store, range(4))
+    policy.memory = front.backend
+    with pytest.raises(BackendFailed, match="is closed"):
+        store.flush(10)
+    assert not store._queued
+    store.close()
+
+
+def test_a_store_that_is_closed_in_the_middle_of_a_flush(tmp_path: Path) -> None:
+    policy = Closing()
+    tiers = ["memory://1MiB", f"file://{tmp_path}/d?size=1MiB"]
+    with KVStore(KVGeometry(1, 1, 8), model="m@1", tiers=tiers, policy=policy) as store:
+        store.put(list(range(256)), torch.zeros(1, 2, 256, 1, 8, dtype=torch.bfloat16))
+        policy.memory = store._tiered.front.backend
+        with pytest.raises(IllegalStep, match="closed by another thread"):
+            store.flush(10)

@@ -312,8 +312,11 @@ class KVStore:
 
         True promises it for all that was not dropped; False: some tier could not, or not in
         ``timeout`` seconds.
+
+        Raises `IllegalStep` when another thread closes the store meanwhile.
         """
-        return self._tiered.flush(timeout)
+        with closed_is_illegal():
+            return self._tiered.flush(timeout)
 
     def close(self, timeout: float = 10.0) -> bool:
         """`flush`, then give threads, files and memory back; a second call does nothing."""
