@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import transformers
+from random_models import BLOCK, FAMILIES, build, computed, prompt
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -24,46 +25,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.model
 
-BLOCK = 16
-WINDOW = 9  # smaller than the prompts, and no divisor of a block
-VOCABULARY = 160
-
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.15,  # large, so that one wrong byte of KV shows in the answer
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-FAMILIES = {
-    "Llama": {},
-    "Qwen2": {},
-    "Qwen3": {},
-    "Mistral": {"sliding_window": WINDOW},
-    "Gemma": {},
-    "Gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16},
-    "Gemma3Text": {
-        "sliding_window": WINDOW,
-        "query_pre_attn_scalar": 16,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
-}
-
-
-def build(family="Llama", *, seed=7, **changes):
-    """A random model of the family, the same at every call."""
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **FAMILIES[family], **changes})
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    return model.eval()
-
 
 @pytest.fixture(scope="module")
 def model():
@@ -76,19 +37,6 @@ def kept(model):
     """It, over a store of the test's own."""
     with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
         yield kept
-
-
-def prompt(tokens, seed=1):
-    random = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY, (1, tokens), generator=random)
-
-
-def computed(model):
-    """A list that grows by the tokens of each forward pass of ``model`` from now on."""
-    counts = []
-    embedding = model.get_input_embeddings()
-    embedding.register_forward_hook(lambda _, given, __: counts.append(given[0].numel()))
-    return counts
 
 
 # --- the same answers ------------------------------------------------------------------------
@@ -282,7 +230,10 @@ def test_a_window_that_was_passed_cannot_be_stored():
         model(prompt(3 * BLOCK), past_key_values=cache)
     with (
         KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept,
-        pytest.raises(InvalidValue, match=r"holds the last 8 of 48 tokens; compute with .* load"),
+        pytest.raises(
+            InvalidValue,
+            match=r"window, .* the last 8 of 48 tokens; compute with .* load",
+        ),
     ):
         kept.save(prompt(3 * BLOCK), cache)
 
@@ -300,7 +251,7 @@ def test_caches_that_do_not_fit_are_refused(kept):
     two = DynamicCache()
     with torch.inference_mode():
         kept.model(prompt(20).repeat(2, 1), past_key_values=two)
-    with pytest.raises(InvalidValue, match="holds 2 texts"):
+    with pytest.raises(InvalidValue, match="holds 2 texts and input_ids are 1"):
         kept.save(prompt(20), two)
 
 
@@ -460,18 +411,29 @@ def test_blocks_that_were_damaged_are_computed_again(folder, tmp_path, harm):
 # --- mistakes --------------------------------------------------------------------------------
 
 
+LEFT = torch.tensor([[0, 1, 1, 1, 1]])
+RIGHT = torch.tensor([[1, 1, 1, 1, 0]])
+HOLE = torch.tensor([[1, 1, 0, 1, 1]])
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({}, "needs one prompt"),
-        ({"inputs": prompt(5), "input_ids": prompt(5)}, "needs one prompt"),
-        ({"inputs": prompt(10).reshape(2, 5)}, r"\(2, 5\); one text at a time"),
-        ({"inputs": prompt(5)[0]}, r"\[1, tokens\] is needed"),
+        ({}, "needs its prompts"),
+        ({"inputs": prompt(5), "input_ids": prompt(5)}, "needs its prompts"),
+        ({"inputs": prompt(5)[0]}, r"\[rows, tokens\] is needed"),
         ({"inputs": prompt(5)[:, :0]}, "at least one token"),
-        ({"inputs": prompt(5), "attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}, "1 zeros"),
-        ({"inputs": prompt(5), "attention_mask": torch.ones(1, 4)}, "without padding"),
-        ({"inputs": prompt(5), "past_key_values": DynamicCache()}, "does not take past_key_"),
-        ({"inputs": prompt(5), "cache_implementation": "static"}, "as a DynamicCache"),
+        ({"inputs": prompt(5), "attention_mask": torch.ones(1, 4)}, r"shaped \(1, 4\)"),
+        ({"inputs": prompt(5), "attention_mask": prompt(5)}, "a 1 for each token"),
+        (
+            {"inputs": prompt(5), "attention_mask": RIGHT},
+            "padded on the right.*side=.left",
+        ),
+        ({"inputs": prompt(5), "attention_mask": HOLE}, "row 0 has zeros .* inside its text"),
+        ({"inputs": prompt(5), "attention_mask": 0 * LEFT}, "row 0 is all padding"),
+        ({"inputs": prompt(10).reshape(2, 5), "pad_token_id": int(prompt(10)[0, 5])}, "no attent"),
+        ({"inputs": prompt(5), "cache_implementation": "quantized"}, "'static' and 'dynamic' are"),
+        ({"inputs": prompt(5), "cache_implementation": "offloaded"}, "'static' and 'dynamic' are"),
         ({"inputs": prompt(5), "generation_config": GenerationConfig(use_cache=False)}, "use_cac"),
         ({"inputs": prompt(5), "use_cache": False}, "nothing to keep"),
         ({"inputs": prompt(5), "token_healing": True}, "token_healing"),
@@ -483,9 +445,6 @@ def test_blocks_that_were_damaged_are_computed_again(folder, tmp_path, harm):
     ],
 )
 def test_what_generate_refuses(kept, how, said):
-    if isinstance(how.get("past_key_values"), DynamicCache):
-        with torch.inference_mode():
-            kept.model(prompt(2), past_key_values=how["past_key_values"])
     with pytest.raises(InvalidValue, match=said):
         kept.generate(**{"max_new_tokens": 2, **how})
     assert kept.last is None

@@ -3,16 +3,17 @@
     kept = KeptModel(model, tiers=["memory://1GiB", "file:///var/lib/kvkeep"])
     output = kept.generate(**inputs, max_new_tokens=100)
 
-What the store has of the prompt is loaded, the rest is computed, and the KV of prompt and answer is
-stored for whoever asks next: this process, the next one, or another machine behind the same tiers.
-The model is used as it is: its class, its attention and its weights are not touched.
+What the store has of the prompts is loaded, the rest is computed, and the KV of prompts and answers
+is stored for whoever asks next: this process, the next one, or another machine behind the same
+tiers. The model is used as it is: its class, its attention and its weights are not touched.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-from kvkeep.errors import IllegalStep, InvalidValue, require
+from kvkeep.errors import IllegalStep, InvalidValue
+from kvkeep.integrations.transformers_caches import fill, grown, held, length_of
 from kvkeep.integrations.transformers_model import (
     active_adapters,
     geometry_of,
@@ -20,6 +21,9 @@ from kvkeep.integrations.transformers_model import (
     rope_limit,
     weights_state,
 )
+from kvkeep.integrations.transformers_prefill import Prefill
+from kvkeep.integrations.transformers_rows import rows_of
+from kvkeep.integrations.transformers_settings import Settings
 from kvkeep.store import KVStore
 
 if TYPE_CHECKING:
@@ -31,52 +35,36 @@ if TYPE_CHECKING:
     from transformers.generation.utils import GenerateOutput
 
     from kvkeep.backends import Backend
+    from kvkeep.integrations.transformers_rows import Rows
+    from kvkeep.tokens import TokenArray
 
 __all__ = ["KeptModel", "LoadedPrefix", "Reuse", "revision_of"]
 
 _BLOCK_TOKENS: Final = 64
-# Layers of a cache that hold keys and values as they were computed, first token first.
-_PLAIN_LAYERS: Final = {
-    "DynamicLayer",
-    "DynamicSlidingWindowLayer",
-    "StaticLayer",
-    "StaticSlidingWindowLayer",
-}
-_OWN_CACHE: Final = "it does not go on from a cache that is loaded; leave it out"
-# Settings of `generate` that use the cache in a way of their own, and what to do.
-_REFUSED: Final[dict[str, str]] = {
-    "past_key_values": "the cache is loaded here; use load() and save() around a call of your own",
-    "cache_implementation": "the cache is loaded here, as a DynamicCache; leave it out",
-    "inputs_embeds": "the store finds KV by token ids; pass input_ids",
-    "custom_generate": "use load() and save() around it",
-    "token_healing": "it takes back tokens whose KV may be loaded already",
-    "penalty_alpha": _OWN_CACHE,
-    # Transformers 5.23 computes the whole prompt again behind a cache that has its beginning.
-    "assistant_model": _OWN_CACHE,
-    "assistant_early_exit": _OWN_CACHE,
-    "prompt_lookup_num_tokens": _OWN_CACHE,
-    "use_mtp": _OWN_CACHE,
-}
-# Settings of `generate` that compute several answers side by side.
-_COPIES: Final = ("num_beams", "num_return_sequences")
-# Settings that may be tensors and have no influence on the KV of the text.
-_TENSORS: Final = {"eos_token_id", "pad_token_id", "bos_token_id", "negative_prompt_ids",
-                   "negative_prompt_attention_mask"}  # fmt: skip
 
 
 class LoadedPrefix(NamedTuple):
-    """What the store had of a text: a cache to go on from, holding its first ``tokens`` tokens."""
+    """What the store had: a cache to go on from, holding the first ``tokens`` tokens of a text.
+
+    Of several texts, the first ``tokens`` columns of their batch, pads included.
+    """
 
     cache: DynamicCache
     tokens: int
 
 
 class Reuse(NamedTuple):
-    """What one `KeptModel.generate` did, in tokens: all of the prompt, of these loaded; stored."""
+    """What one `KeptModel.generate` did, in tokens of all its rows.
+
+    ``prompt``: of all prompts. ``loaded``: of these, taken from the store. ``stored``: newly kept.
+    ``shared``: not computed for one row, as they were computed for another that begins alike. What
+    remains of ``prompt`` was computed.
+    """
 
     prompt: int
     loaded: int
     stored: int
+    shared: int
 
 
 class KeptModel:
@@ -96,9 +84,10 @@ class KeptModel:
         store: the `KVStore`, for its statistics, pins and lookups.
         last: what the latest `generate` reused; None before the first.
 
-    One text at a time. Layers with a sliding window are kept whole: their memory grows with the
-    text while it is generated, as full attention's does. A model whose rotary embedding changes
-    with the length of the text is served up to the length where it begins to.
+    One text or a batch, padded on the left. Unless a cache with windows is asked for, layers with a
+    sliding window are kept whole: their memory grows with the text while it is generated, as full
+    attention's does. A model whose rotary embedding changes with the length of the text is served
+    up to the length where it begins to.
 
     Thread safety: one call at a time, as the model. Several objects may share a store.
 
@@ -147,66 +136,91 @@ class KeptModel:
     ) -> GenerateOutput | torch.LongTensor:
         """``model.generate`` with the same arguments, results and greedy answers, but faster.
 
-        Without an ``attention_mask``, every token counts as text, pads as well.
+        Batches are padded on the left and come with their ``attention_mask``; without one, every
+        token counts as text. A static cache, or an empty cache passed as ``past_key_values``, is
+        used as ``generate`` does. Of a batch that begins alike, the beginning is computed once.
 
         Raises:
-            InvalidValue: several texts at once, padding, or a setting that brings its own cache.
+            InvalidValue: padding on the right, or a setting that uses the cache in its own way.
             IllegalStep: the model's weights or adapters were changed since this object was made.
         """
-        ids = self._inputs(inputs, settings)
-        copies = max(self._setting(settings, name) or 1 for name in _COPIES)
-        loaded = self.load(ids)
-        if copies > 1:
-            loaded.cache.batch_repeat_interleave(copies)
-        output: GenerateOutput | torch.LongTensor = self.model.generate(  # type: ignore[operator]
-            ids, past_key_values=loaded.cache, **settings
+        self._check_model()
+        asked = Settings(self.model, inputs, settings)
+        rows = asked.rows
+        chunk = asked.value("prefill_chunk_size")
+        prefill = Prefill(self.model, self.store.geometry, rows, chunk=chunk)
+        cache, stored = self._begin(asked, prefill)
+        output: Any = self.model.generate(  # type: ignore[operator]
+            **asked.passed, past_key_values=cache
         )
-        # The prompt without its last token, for who asks it again: what `load` looks for.
-        stored = self._store(ids[0], loaded.cache, tokens=ids.shape[1] - 1)
-        if copies == 1:  # of several answers, what they share is stored
-            text = getattr(output, "sequences", output)[0]
-            stored += self._store(text, loaded.cache, tokens=len(text) - 1)
-        self.last = Reuse(ids.shape[1], loaded.tokens, stored)
-        return output
+        if asked.cache is None:
+            stored += self._store_prompts(rows, cache, copies=asked.copies)
+        if asked.copies == 1:  # of several answers, what they share is stored
+            sequences: Any = getattr(output, "sequences", output)
+            stored += self._store_answers(asked, sequences, cache)
+        self.last = Reuse(sum(map(len, rows.texts)), prefill.loaded, stored, prefill.shared)
+        return output  # type: ignore[no-any-return]
 
-    def load(self, input_ids: torch.Tensor) -> LoadedPrefix:
+    def load(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> LoadedPrefix:
         """A cache with what the store has of ``input_ids``, all but their last token at most.
 
-        ``input_ids``: [1, tokens] or [tokens]. The cache is the caller's, on the model's device;
-        hand it to ``model.generate`` with all of ``input_ids``, or to ``model`` with the rest.
+        ``input_ids``: [tokens], or [rows, tokens] padded on the left; of several rows, the columns
+        that are known of all. The cache is the caller's, on the model's device; hand it to
+        ``model.generate`` with all of ``input_ids``, or to ``model`` with the rest.
         """
-        transformers = require("transformers", "transformers")
-        row = self._row(input_ids)
-        cache: DynamicCache = transformers.DynamicCache()
-        if not self._servable(len(row)):
-            return LoadedPrefix(cache, 0)
-        kv, tokens = self.store.get(row[:-1].numpy(), tenant=self._tenant, form="tuples")
-        for layer, (key, value) in enumerate(kv if kv is not None else ()):
-            device = self.model.device
-            cache.update(key[None].to(device), value[None].to(device), layer)
-        return LoadedPrefix(cache, tokens)
+        self._check_model()
+        rows = rows_of(input_ids, attention_mask)
+        prefill = Prefill(self.model, self.store.geometry, rows)
+        if self._servable(rows.longest):
+            prefill.load(self._get)
+        tokens = min(prefill.levels) if any(prefill.known) else 0
+        return LoadedPrefix(prefill.cache(tokens), tokens)
 
-    def save(self, input_ids: torch.Tensor, past_key_values: Cache) -> int:
+    def save(
+        self,
+        input_ids: torch.Tensor,
+        past_key_values: Cache,
+        attention_mask: torch.Tensor | None = None,
+    ) -> int:
         """Store the KV of ``input_ids`` that ``past_key_values`` holds; tokens newly accepted.
 
-        ``past_key_values`` is what the model filled while it computed the first of ``input_ids``:
-        a dynamic or static cache of one text. What is stored already is skipped. Returns before
-        the slower tiers have it; ``store.flush()`` waits for them.
+        ``past_key_values`` is what the model filled while it computed the first of ``input_ids``,
+        [tokens] or [rows, tokens]: a dynamic or static cache. What is stored already is skipped.
+        Returns before the slower tiers have it; ``store.flush()`` waits for them.
 
         Raises:
-            InvalidValue: it holds more tokens than there are, several texts, or not all tokens of
-                a layer (a sliding window that was passed: use the cache that `load` gives).
+            InvalidValue: it holds more tokens than there are, other rows, or not all tokens of a
+                layer (a sliding window that was passed: use the cache that `load` gives).
         """
-        row = self._row(input_ids)
-        held = int(past_key_values.get_seq_length())
-        if held > len(row):
+        self._check_model()
+        rows = rows_of(input_ids, attention_mask)
+        columns = length_of(past_key_values)
+        if columns > rows.columns:
             raise InvalidValue(
-                f"the cache holds {held} tokens and input_ids are {len(row)}; pass all tokens "
-                "whose KV it has"
+                f"the cache holds {columns} tokens and input_ids are {rows.columns}; pass all "
+                "tokens whose KV it has"
             )
-        if held and (texts := len(_layer(past_key_values, 0, held)[0])) != 1:
-            raise InvalidValue(f"the cache holds {texts} texts; save them one at a time")
-        return self._store(row, past_key_values, tokens=held)
+        if not columns:
+            return 0
+        for layer in range(self.store.geometry.layers):
+            first, keys, _ = held(past_key_values, layer)
+            if len(keys) != len(rows.texts):
+                raise InvalidValue(
+                    f"the cache holds {len(keys)} texts and input_ids are {len(rows.texts)}"
+                )
+            if first:
+                raise InvalidValue(
+                    f"layer {layer} of the cache has a window, and holds the last "
+                    f"{columns - first} of {columns} tokens; compute with the cache that load() "
+                    "gives"
+                )
+        return sum(
+            self._store(text, past_key_values, row, pad)
+            for row, (text, pad) in enumerate(zip(rows.texts, rows.pads, strict=True))
+            if self._servable(rows.longest + 1)
+        )
 
     def close(self) -> None:
         """Close the store if it was opened here, with all it still has to write."""
@@ -227,71 +241,85 @@ class KeptModel:
     def __repr__(self) -> str:
         return f"<KeptModel {type(self.model).__name__}, last: {self.last}>"
 
-    def _store(self, row: torch.Tensor, cache: Cache, *, tokens: int) -> int:
-        """Store the first ``tokens`` of ``row``, or as many as ``cache`` has; those accepted."""
-        tokens = min(int(cache.get_seq_length()), tokens)
-        if tokens < 1 or not self._servable(len(row) + 1):
+    def _begin(self, asked: Settings, prefill: Prefill) -> tuple[Cache, int]:
+        """The cache that `generate` goes on from, and tokens stored already.
+
+        A cache that was asked for has windows or a fixed size, maybe: it is filled after the
+        prompts were stored, with all but their last token.
+        """
+        rows, given = asked.rows, asked.cache
+        if not self._servable(rows.longest):
+            return grown(()) if given is None else given, 0
+        prefill.load(self._get)
+        prefill.share()
+        if given is None:
+            cache = prefill.reach(rows.columns, last=False)
+            if asked.copies > 1:
+                cache.batch_repeat_interleave(asked.copies)
+            return cache, 0
+        cache = prefill.reach(rows.columns - 1, last=True)
+        stored = self._store_prompts(rows, cache)
+        if asked.copies > 1:
+            cache.batch_repeat_interleave(asked.copies)
+        fill(given, cache)
+        return given, stored
+
+    def _get(self, text: TokenArray, start: int) -> Any:
+        """What `Prefill` loads by."""
+        return self.store.get(text, start, tenant=self._tenant, form="tuples")
+
+    def _store_prompts(self, rows: Rows, cache: Cache, *, copies: int = 1) -> int:
+        """Store each prompt without its last token, for who asks it again; tokens accepted.
+
+        ``copies``: rows of the cache for each prompt, which share its KV.
+        """
+        if not self._servable(rows.longest + 1):
             return 0
-        kv = tuple(
-            (keys[0], values[0])  # where there are several texts, they share these tokens
-            for keys, values in (
-                _layer(cache, layer, tokens) for layer in range(self.store.geometry.layers)
-            )
+        return sum(
+            self._store(text[:-1], cache, row * copies, pad)
+            for row, (text, pad) in enumerate(zip(rows.texts, rows.pads, strict=True))
         )
-        put = self.store.put(row[:tokens].cpu().numpy(), kv, tail=True, tenant=self._tenant)
+
+    def _store_answers(self, asked: Settings, sequences: torch.Tensor, cache: Cache) -> int:
+        """Store the prompts with their answers, up to where these end; tokens accepted."""
+        columns, total = asked.rows.columns, sequences.shape[1]
+        if not self._servable(asked.rows.longest + total - columns + 1):
+            return 0
+        ends, accepted = asked.ends, 0
+        for row, (sequence, pad) in enumerate(zip(sequences.cpu(), asked.rows.pads, strict=True)):
+            answer = sequence[columns:].tolist()
+            length = next((at + 1 for at, token in enumerate(answer) if token in ends), len(answer))
+            text = sequence[pad : columns + length].numpy()
+            accepted += self._store(text, cache, row, pad, stored=columns - pad - 1)
+        return accepted
+
+    def _store(self, text: TokenArray, cache: Cache, row: int, pad: int, *, stored: int = 0) -> int:
+        """Store what ``cache`` has of ``text`` in one row, behind ``pad`` columns of padding.
+
+        ``stored``: its tokens that were stored just now, where windows have left them behind.
+        """
+        layers = [
+            held(cache, layer)
+            for layer in range(min(self.store.geometry.layers, len(cache.layers)))
+        ]
+        if not layers:
+            return 0
+        tokens = min(length_of(cache) - pad, len(text))
+        start = max(0, max(layer.first for layer in layers) - pad)
+        block = self.store.block_tokens
+        if -(-start // block) * block > stored:
+            return 0  # nobody would find it behind a gap
+        kv = tuple(
+            tuple(
+                part[row, :, start + pad - first : tokens + pad - first] for part in (keys, values)
+            )
+            for first, keys, values in layers
+        )
+        put = self.store.put(text[:tokens], kv, start, tail=True, tenant=self._tenant)
         return put.tokens
 
-    def _inputs(self, inputs: torch.Tensor | None, settings: dict[str, Any]) -> torch.Tensor:
-        """The prompt, [1, tokens]; takes it out of ``settings`` and refuses what cannot be."""
-        ids = settings.pop("input_ids", None)
-        if (ids is None) == (inputs is None):
-            raise InvalidValue("generate needs one prompt: input_ids, as a tokenizer gives them")
-        ids = inputs if ids is None else ids
-        assert ids is not None
-        if ids.ndim != 2:
-            raise InvalidValue(f"input_ids are shaped {tuple(ids.shape)}; [1, tokens] is needed")
-        self._row(ids)
-        for name, why in _REFUSED.items():
-            value = self._setting(settings, name)
-            old_default = name == "cache_implementation" and value == "hybrid"
-            if value is not None and value is not False and not old_default:
-                raise InvalidValue(f"generate does not take {name}: {why}")
-        if self._setting(settings, "use_cache") is False:
-            raise InvalidValue("use_cache is False; there is nothing to keep then")
-        self._check_tensors(ids, settings)
-        return ids
-
-    def _check_tensors(self, ids: torch.Tensor, settings: dict[str, Any]) -> None:
-        """Every token counts, and nothing but tokens does."""
-        torch = require("torch", "torch")
-        mask = settings.get("attention_mask")
-        if mask is None:
-            settings["attention_mask"] = torch.ones_like(ids)
-        elif mask.shape != ids.shape or not bool((mask == 1).all()):
-            raise InvalidValue(
-                f"attention_mask is shaped {tuple(mask.shape)}, with {int((mask == 0).sum())} "
-                "zeros; one prompt without padding is needed"
-            )
-        others = [
-            name
-            for name, value in settings.items()
-            if isinstance(value, torch.Tensor) and name not in {"attention_mask", *_TENSORS}
-        ]
-        if others:
-            raise InvalidValue(
-                f"{', '.join(others)} would change the KV of tokens that the store finds by their "
-                "ids alone; generate with input_ids, or without the store"
-            )
-
-    def _setting(self, settings: dict[str, Any], name: str) -> Any:
-        """What ``generate`` will take for ``name``: the argument, or what a configuration says."""
-        if name in settings:
-            return settings[name]
-        given = getattr(settings.get("generation_config"), name, None)
-        return getattr(self.model.generation_config, name, None) if given is None else given
-
-    def _row(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """One text's token ids, on the CPU."""
+    def _check_model(self) -> None:
+        """It is the one that this object was made for, and computes KV that holds."""
         if self._weights != weights_state(self.model):
             raise IllegalStep(
                 "the model's weights or adapters were changed since this KeptModel was made, and "
@@ -299,30 +327,7 @@ class KeptModel:
             )
         if self.model.training:
             raise IllegalStep("the model is in training mode; call model.eval() first")
-        ids = input_ids[0] if input_ids.ndim == 2 and input_ids.shape[0] == 1 else input_ids
-        if ids.ndim != 1 or not len(ids):
-            raise InvalidValue(
-                f"input_ids are shaped {tuple(input_ids.shape)}; one text at a time is served, "
-                "[1, tokens] with at least one token"
-            )
-        return ids.detach().cpu()
 
     def _servable(self, tokens: int) -> bool:
         """Whether the KV of a text of ``tokens`` tokens is that of a longer and a shorter one."""
         return self._longest is None or tokens < self._longest
-
-
-def _layer(cache: Cache, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the first ``tokens`` tokens, [texts, heads, tokens, dim]."""
-    if layer >= len(cache.layers):
-        raise InvalidValue(f"the cache has {len(cache.layers)} layers, and the model more")
-    held: Any = cache.layers[layer]
-    kind = type(held).__name__
-    if kind not in _PLAIN_LAYERS:
-        raise InvalidValue(f"layer {layer} of the cache is a {kind}, which is not as computed")
-    if held.keys.shape[-2] < tokens:
-        raise InvalidValue(
-            f"layer {layer} of the cache is a {kind} that holds the last {held.keys.shape[-2]} of "
-            f"{tokens} tokens; compute with the cache that load() gives"
-        )
-    return held.keys[..., :tokens, :], held.values[..., :tokens, :]

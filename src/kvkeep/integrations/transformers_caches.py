@@ -1,0 +1,107 @@
+"""Transformers' caches: reading what they hold, and filling one from another.
+
+Read are layers that hold keys and values as they were computed, in order: all of them, or the last
+ones, as sliding windows do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kvkeep.errors import InvalidValue, require
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from transformers import Cache, DynamicCache
+
+__all__ = ["Held", "check_fits", "fill", "grown", "held", "length_of"]
+
+_PLAIN_LAYERS: Final = {
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "StaticLayer",
+    "StaticSlidingWindowLayer",
+}
+
+
+class Held(NamedTuple):
+    """What one layer has: of the columns from ``first`` on, each [rows, heads, columns, dim]."""
+
+    first: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def length_of(cache: Cache) -> int:
+    """Columns that went into ``cache``, those that left a window included."""
+    return int(cache.get_seq_length())
+
+
+def held(cache: Cache, layer: int) -> Held:
+    """What ``layer`` of ``cache`` has.
+
+    Raises:
+        InvalidValue: there is no such layer, or what it has is not as the model computed it.
+    """
+    if layer >= len(cache.layers):
+        raise InvalidValue(f"the cache has {len(cache.layers)} layers, and the model more")
+    found: Any = _plain(cache, layer)
+    columns = int(found.get_seq_length())
+    count = min(columns, found.keys.shape[-2])
+    return Held(columns - count, found.keys[..., :count, :], found.values[..., :count, :])
+
+
+def _plain(cache: Cache, layer: int) -> object:
+    found = cache.layers[layer]
+    kind = type(found).__name__
+    if kind not in _PLAIN_LAYERS:
+        raise InvalidValue(f"layer {layer} of the cache is a {kind}, which is not as computed")
+    return found
+
+
+def grown(layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
+    """A cache that goes on from these keys and values, and takes their memory over.
+
+    It has no windows: layers with one are kept whole, and masks do the rest.
+    """
+    transformers = require("transformers", "transformers")
+    cache: DynamicCache = transformers.DynamicCache()
+    for keys, values in layers:
+        layer: Any = transformers.cache_utils.DynamicLayer()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values  # `update` would copy both
+        cache.layers.append(layer)
+    return cache
+
+
+def check_fits(cache: object, columns: int) -> None:
+    """``cache`` is one that `fill` can fill with so many columns."""
+    transformers = require("transformers", "transformers")
+    kinds = transformers.DynamicCache, transformers.StaticCache
+    if not isinstance(cache, kinds) or getattr(cache, "offloading", False):
+        raise InvalidValue(
+            f"past_key_values is {type(cache).__name__}; give a DynamicCache or a StaticCache that "
+            "stays on the device, or leave it out"
+        )
+    for layer in range(len(cache.layers)):
+        _plain(cache, layer)
+    if length := length_of(cache):
+        raise InvalidValue(
+            f"past_key_values holds {length} tokens; the prompt's KV is put into it here, so give "
+            "an empty one, or call its reset()"
+        )
+    room = [one.max_cache_len for one in cache.layers if type(one).__name__ == "StaticLayer"]
+    if room and min(room) < columns:
+        raise InvalidValue(
+            f"past_key_values has room for {min(room)} tokens and the prompt has {columns}; make "
+            "it as long as prompt and answer together"
+        )
+
+
+def fill(cache: Cache, source: Cache) -> None:
+    """Put all of ``source``, a cache that `grown` made, into the empty ``cache``."""
+    for layer in range(len(source.layers)):
+        _, keys, values = held(source, layer)
+        cache.update(keys, values, layer)

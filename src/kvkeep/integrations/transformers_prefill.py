@@ -1,0 +1,210 @@
+"""`Prefill`: the KV of a batch's prompts, from the store, from each other, and from the model.
+
+    load      what the store has of each row; what rows begin alike with is read once
+    share     what several rows have in common, and nobody knows, is computed once
+    reach     the rest, in few passes over the rows that need them (`passes`)
+
+Nothing is copied until a cache is made: what a row knows are pieces of others' memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from kvkeep.integrations.transformers_caches import grown, held
+from kvkeep.integrations.transformers_rows import PASS_TOKENS, passes, shared_prefixes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from transformers import Cache, DynamicCache, PreTrainedModel
+
+    from kvkeep.geometry import KVGeometry
+    from kvkeep.integrations.transformers_rows import Rows
+    from kvkeep.tokens import TokenArray
+
+    Layers = Sequence[tuple[torch.Tensor, ...]]
+    Get = Callable[[TokenArray, int], tuple[Layers | None, int]]
+    """The KV of a text's longest stored prefix beyond so many tokens, and how many."""
+
+__all__ = ["Prefill"]
+
+
+class Piece(NamedTuple):
+    """The KV of tokens ``start`` … ``stop`` of a text: K and V of each layer, [heads, …, dim]."""
+
+    start: int
+    stop: int
+    layers: Layers
+
+    def cut(self, stop: int) -> Piece:
+        """Its beginning, up to token ``stop``."""
+        return self if stop >= self.stop else Piece(self.start, stop, self.layers)
+
+
+class Prefill:
+    """What is known of the KV of a batch's prompts, all but the last token of each at most.
+
+    Attributes:
+        known: tokens of each row whose KV is known.
+        loaded: tokens that did not have to be computed, as the store had them.
+        shared: tokens that were not computed, as another row's pass had them.
+
+    Thread safety: none; an object belongs to one call.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, geometry: KVGeometry, rows: Rows, *, chunk: int | None = None
+    ) -> None:
+        """``chunk``: columns of one pass, at most."""
+        self._model = model
+        self._geometry = geometry
+        self._rows = rows
+        self._chunk = chunk
+        self._pieces: list[tuple[Piece, ...]] = [()] * len(rows.texts)
+        self._order, self._common = shared_prefixes(rows.texts)
+        self._stored: list[int] = [0] * len(rows.texts)
+        self.loaded = 0
+        self.shared = 0
+
+    @property
+    def known(self) -> list[int]:
+        """Tokens of each row whose KV is known."""
+        return [pieces[-1].stop if pieces else 0 for pieces in self._pieces]
+
+    @property
+    def levels(self) -> list[int]:
+        """Columns of each row up to which nothing has to be computed."""
+        return [pad + known for pad, known in zip(self._rows.pads, self.known, strict=True)]
+
+    def load(self, get: Get) -> None:
+        """Take what the store has; rows that begin as another one ask for what that one lacks."""
+        before: dict[int, int] = {}  # row → tokens it shares with the one before it in order
+        for shared in self._common:
+            before |= dict.fromkeys(shared.rows[1:], shared.tokens)  # longer ones come later
+        for at, row in enumerate(self._order):
+            if at and row in before:
+                self._lend(self._order[at - 1], row, before[row])
+            start = self.known[row]
+            layers, count = get(self._rows.texts[row][:-1], start)
+            if layers is not None:
+                moved = [tuple(part.to(self._model.device) for part in one) for one in layers]
+                self._pieces[row] += (Piece(start, start + count, moved),)
+        for shared in self._common:  # and back: who came later may have found more
+            best = max(shared.rows, key=self.known.__getitem__)
+            for row in shared.rows:
+                self._lend(best, row, shared.tokens)
+        self._stored = self.known
+
+    def _lend(self, lender: int, row: int, tokens: int) -> None:
+        """Let ``row`` know what ``lender`` does of the ``tokens`` with which both begin."""
+        pieces = tuple(piece.cut(tokens) for piece in self._pieces[lender] if piece.start < tokens)
+        if pieces and pieces[-1].stop > self.known[row]:
+            self._pieces[row] = pieces
+
+    def share(self) -> None:
+        """Compute once what several rows have in common, where that saves more than a pass."""
+        for shared in self._common:
+            row = max(shared.rows, key=self.known.__getitem__)
+            start = min(self.known[row], shared.tokens)
+            saved = (shared.tokens - start) * (len(shared.rows) - 1)
+            if saved > PASS_TOKENS:
+                pad = self._rows.pads[row]
+                self._compute((row,), pad + start, pad + shared.tokens)
+                self.shared += saved
+            for other in shared.rows:
+                self._lend(row, other, shared.tokens)
+
+    def reach(self, columns: int, *, last: bool) -> DynamicCache:
+        """A cache of all rows up to ``columns``, or without ``last`` to where the last pass begins.
+
+        That one is then the caller's: all rows take part in it.
+        """
+        steps = passes(self.levels, columns)
+        for row, stored in enumerate(self._stored):
+            first = next((step.start for step in steps if row in step.rows), columns)
+            self.loaded += max(0, min(stored, first - self._rows.pads[row]))
+        if steps and not last:
+            columns = steps.pop().start
+        for step in steps:
+            self._compute(step.rows, step.start, step.stop)
+        return self.cache(columns)
+
+    def cache(self, columns: int) -> DynamicCache:
+        """A cache of all rows up to a column that all of them know."""
+        return self._assemble(range(len(self._pieces)), columns, self._rows.pads)
+
+    def _compute(self, rows: tuple[int, ...], start: int, stop: int) -> None:
+        """One pass, or as many as ``chunk`` asks for; then these rows know what they had not."""
+        alone = len(rows) == 1
+        skip = self._rows.pads[rows[0]] if alone else 0  # one row needs no pads
+        pads = (0,) if alone else tuple(self._rows.pads[row] for row in rows)
+        cache = self._assemble(rows, start - skip, pads)
+        index = torch.tensor(rows)
+        size = self._chunk or stop - start
+        for begin in range(start, stop, size):
+            end = min(begin + size, stop)
+            self._forward(
+                cache,
+                self._rows.ids[index, begin:end],
+                self._rows.mask[index, skip:end],
+                self._rows.positions[index, begin:end],
+            )
+        parts = [held(cache, layer) for layer in range(self._geometry.layers)]
+        for at, (row, pad) in enumerate(zip(rows, pads, strict=True)):
+            known, end = self.known[row], stop - skip - pad
+            if end > known:
+                columns = slice(pad + known, pad + end)
+                layers = [(k[at][:, columns], v[at][:, columns]) for _, k, v in parts]
+                self._pieces[row] += (Piece(known, end, layers),)
+
+    @torch.no_grad()
+    def _forward(
+        self, cache: Cache, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """One pass over some columns, as the chunks of `generate`'s own prefill are computed."""
+        model: Any = self._model
+        device = model.device
+        settings: dict[str, Any] = {"position_ids": positions.to(device), "use_cache": True}
+        if model._supports_logits_to_keep():
+            settings["logits_to_keep"] = 1
+        inputs = model.prepare_inputs_for_generation(
+            ids.to(device),
+            past_key_values=cache,
+            attention_mask=mask.to(device),
+            is_first_iteration=True,
+            **settings,
+        )
+        model(**inputs, return_dict=True)
+
+    def _assemble(self, rows: Sequence[int], columns: int, pads: Sequence[int]) -> DynamicCache:
+        """A cache of ``rows`` up to a column, each behind so many pads, whose KV is zero."""
+        if not columns:
+            return grown(())
+        geometry = self._geometry
+        widths = geometry.head_dim, geometry.value_dim
+        layers = []
+        for layer in range(geometry.layers):
+            parts = tuple(
+                torch.empty(
+                    (len(rows), geometry.rank_heads, columns, width),
+                    dtype=self._model.dtype,
+                    device=self._model.device,
+                )
+                for width in widths
+            )
+            for at, (row, pad) in enumerate(zip(rows, pads, strict=True)):
+                assert self.known[row] >= columns - pad
+                for whole in parts:
+                    whole[at, :, :pad] = 0
+                for piece in self._pieces[row]:
+                    count = min(piece.stop, columns - pad) - piece.start
+                    if count <= 0:
+                        break
+                    begin = pad + piece.start
+                    for whole, part in zip(parts, piece.layers[layer], strict=True):
+                        whole[at, :, begin : begin + count] = part[:, :count]
+            layers.append((parts[0], parts[1]))
+        return grown(layers)

@@ -1,0 +1,173 @@
+"""Rows of a batch: what is text, what they have in common, and in which passes they are computed.
+
+A batch is as `generate` has it: ``ids[row, column]``, padded on the left, and the cache the same
+columns. Pads are in no prefix: a row's KV is found and stored by its text alone, since positions
+count from its first token.
+
+    column   0 1 2 3 4 5 6 7 8 9        stored of it
+    row 0    . . . a a a a a b b        a a a a a      level 8: known up to this column
+    row 1    a a a a a c c c c c        a a a          level 3
+    row 2    . . . . . . d d d d                       level 6: pads need no computing
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from kvkeep.errors import InvalidValue
+from kvkeep.tokens import as_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvkeep.tokens import TokenArray
+
+__all__ = ["PASS_TOKENS", "Pass", "Rows", "Shared", "passes", "rows_of", "shared_prefixes"]
+
+PASS_TOKENS: Final = 64
+"""What a forward pass costs besides its tokens, in tokens: weights are read, kernels started."""
+
+
+class Rows(NamedTuple):
+    """The texts of a batch, and where they lie in it.
+
+    ``ids``, ``mask`` and ``positions`` are [rows, columns] on the CPU, as `generate` makes them;
+    ``texts`` are the rows without their ``pads``.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    positions: torch.Tensor
+    texts: tuple[TokenArray, ...]
+    pads: tuple[int, ...]
+
+    @property
+    def columns(self) -> int:
+        """Of the batch: tokens of its longest text, and pads that all rows have."""
+        return int(self.ids.shape[1])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return max(map(len, self.texts))
+
+
+def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Rows:
+    """The texts of ``input_ids``, [rows, tokens] or [tokens]; without a mask, all of it is text.
+
+    Raises:
+        InvalidValue: another shape, a row without text, or pads that are not on the left.
+    """
+    ids = input_ids.detach().cpu()
+    ids = ids[None] if ids.ndim == 1 else ids
+    if ids.ndim != 2 or not ids.numel():
+        raise InvalidValue(
+            f"input_ids are shaped {tuple(input_ids.shape)}; [rows, tokens] is needed, with at "
+            "least one token"
+        )
+    if attention_mask is None:
+        mask = torch.ones_like(ids)
+    else:
+        mask = attention_mask.detach().cpu()
+        mask = mask[None] if mask.ndim == 1 else mask
+        if mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
+            raise InvalidValue(
+                f"attention_mask is shaped {tuple(attention_mask.shape)} and input_ids "
+                f"{tuple(input_ids.shape)}; it needs a 1 for each token and a 0 for each pad"
+            )
+        mask = mask.long()
+        _check_left(mask)
+    pads = tuple(int(count) for count in (mask == 0).sum(1))
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)
+    texts = tuple(as_tokens(row[pad:].numpy()) for row, pad in zip(ids, pads, strict=True))
+    return Rows(ids, mask, positions, texts, pads)
+
+
+def _check_left(mask: torch.Tensor) -> None:
+    """Each row is pads, then text."""
+    for number, row in enumerate(mask):
+        if not bool(row.any()):
+            raise InvalidValue(f"row {number} is all padding; leave it out")
+        if not row[-1]:
+            raise InvalidValue(
+                f"row {number} is padded on the right, where the answer begins; let the tokenizer "
+                "pad on the left: padding_side='left'"
+            )
+        if bool((row[1:] < row[:-1]).any()):
+            raise InvalidValue(
+                f"row {number} has zeros of attention_mask inside its text; only pads on the left "
+                "can be left out"
+            )
+
+
+class Shared(NamedTuple):
+    """Some rows, and how many of their first tokens are the same."""
+
+    rows: tuple[int, ...]
+    tokens: int
+
+
+def shared_prefixes(texts: Sequence[TokenArray]) -> tuple[list[int], list[Shared]]:
+    """The rows in an order that puts those next to each other that begin alike; what they share.
+
+    Each prefix that two rows or more have in common until one of them goes its own way, shortest
+    first: the inner nodes of the tree of all rows. The last token of a row is never shared: it is
+    computed for its logits. O(rows · tokens), and O(rows²) where all rows share something.
+    """
+    order = sorted(range(len(texts)), key=lambda row: texts[row].tobytes())
+    common = [_common(texts[left], texts[right]) for left, right in pairwise(order)]
+    found: set[Shared] = set()
+    for at, tokens in enumerate(common):
+        low, high = at, at + 1
+        while low and common[low - 1] >= tokens:
+            low -= 1
+        while high < len(common) and common[high] >= tokens:
+            high += 1
+        if tokens:
+            found.add(Shared(tuple(order[low : high + 1]), tokens))
+    return order, sorted(found, key=lambda shared: shared.tokens)
+
+
+def _common(left: TokenArray, right: TokenArray) -> int:
+    """Tokens with which both begin, the last one of each left out."""
+    length = min(len(left), len(right)) - 1
+    different = np.flatnonzero(left[:length] != right[:length])
+    return int(different[0]) if len(different) else length
+
+
+class Pass(NamedTuple):
+    """One forward pass: columns ``start`` … ``stop`` of ``rows``."""
+
+    rows: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def passes(levels: Sequence[int], columns: int) -> list[Pass]:
+    """How to compute rows that are known up to columns ``levels`` until all reach ``columns``.
+
+    Rows that know less go first, and others join when it is their turn. A row may join earlier
+    than it must where that saves a pass: the sum of all columns computed, and `PASS_TOKENS` for
+    each pass, is as low as it can be. O(rows²).
+    """
+    ordered = sorted(levels)
+    starts = sorted({level for level in levels if level < columns})
+    best: dict[int, tuple[int, int]] = {columns: (0, columns)}  # column → cost from there, stop
+    for start in reversed(starts):
+        best[start] = min(
+            (PASS_TOKENS + (stop - start) * bisect_left(ordered, stop) + best[stop][0], stop)
+            for stop in best
+        )
+    found = []
+    start = starts[0] if starts else columns
+    while start < columns:
+        stop = best[start][1]
+        rows = tuple(row for row, level in enumerate(levels) if level < stop)
+        found.append(Pass(rows, start, stop))
+        start = stop
+    return found

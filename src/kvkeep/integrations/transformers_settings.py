@@ -1,0 +1,153 @@
+"""What `generate` was asked for: its prompts, its settings, and which of them are refused."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from kvkeep.errors import InvalidValue, require
+from kvkeep.integrations.transformers_caches import check_fits
+from kvkeep.integrations.transformers_rows import Rows, rows_of
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+__all__ = ["Settings"]
+
+_OWN_CACHE: Final = "it does not go on from a cache that is loaded; leave it out"
+# Settings of `generate` that use the cache in a way of their own, and what to do.
+_REFUSED: Final[dict[str, str]] = {
+    "inputs_embeds": "the store finds KV by token ids; pass input_ids",
+    "custom_generate": "use load() and save() around it",
+    "token_healing": "it takes back tokens whose KV may be loaded already",
+    "penalty_alpha": _OWN_CACHE,
+    # Transformers 5.23 computes the whole prompt again behind a cache that has its beginning.
+    "assistant_model": _OWN_CACHE,
+    "assistant_early_exit": _OWN_CACHE,
+    "prompt_lookup_num_tokens": _OWN_CACHE,
+    "use_mtp": _OWN_CACHE,
+}
+# Settings of `generate` that compute several answers side by side.
+_COPIES: Final = ("num_beams", "num_return_sequences")
+# Settings that may be tensors and have no influence on the KV of the text.
+_TENSORS: Final = {"eos_token_id", "pad_token_id", "bos_token_id", "negative_prompt_ids",
+                   "negative_prompt_attention_mask"}  # fmt: skip
+# What older models name in their generation configuration: the kind that fits is found anyway.
+_NO_CHOICE: Final = {None, "dynamic", "hybrid"}
+_DEFAULT_NEW_TOKENS: Final = 20  # of Transformers, where nothing says how many
+
+
+class Settings:
+    """The arguments of one `generate`, checked.
+
+    Attributes:
+        rows: its prompts.
+        copies: answers that are computed side by side for each prompt: beams or samples.
+        passed: the arguments as ``model.generate`` takes them, all but the cache.
+        cache: the cache that was asked for, empty; None: whichever is best.
+
+    Raises:
+        InvalidValue: prompts or settings are not served, with the reason.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, inputs: torch.Tensor | None, given: dict[str, Any]
+    ) -> None:
+        self._model = model
+        self.passed = dict(given)
+        self.rows = self._rows(inputs)
+        self._check()
+        self.copies: int = max(self.value(name) or 1 for name in _COPIES)
+        self.cache = self._cache()
+
+    def value(self, name: str) -> Any:
+        """What ``generate`` will take for ``name``: the argument, or what a configuration says."""
+        if name in self.passed:
+            return self.passed[name]
+        given = getattr(self.passed.get("generation_config"), name, None)
+        return getattr(self._model.generation_config, name, None) if given is None else given
+
+    @property
+    def ends(self) -> set[int]:
+        """The tokens that end an answer; what follows them in a batch is padding."""
+        ends = self.value("eos_token_id")
+        if ends is None:
+            return set()
+        return set(torch.as_tensor(ends).flatten().tolist())
+
+    def _rows(self, inputs: torch.Tensor | None) -> Rows:
+        """The prompts, and ``passed`` with them and their mask as tensors that all rows have."""
+        named: torch.Tensor | None = self.passed.pop("input_ids", None)
+        ids = inputs if named is None else named
+        if ids is None or (named is not None and inputs is not None):
+            raise InvalidValue("generate needs its prompts: input_ids, as a tokenizer gives them")
+        if ids.ndim != 2:
+            raise InvalidValue(f"input_ids are shaped {tuple(ids.shape)}; [rows, tokens] is needed")
+        mask = self.passed.get("attention_mask")
+        pad = self.value("pad_token_id")
+        if mask is None and len(ids) > 1 and pad is not None and bool((ids == pad).any()):
+            raise InvalidValue(
+                f"there are pads (token {pad}) among input_ids and no attention_mask; pass the one "
+                "that the tokenizer gives, or ones if they are text"
+            )
+        rows = rows_of(ids, mask)
+        parameters = inspect.signature(self._model.forward).parameters
+        if any(rows.pads) and "position_ids" not in parameters:
+            raise InvalidValue(
+                f"{type(self._model).__name__} takes no position_ids, so that the KV of its texts "
+                "depends on their padding; give prompts of one length, or one at a time"
+            )
+        self.passed["inputs"] = ids
+        self.passed["attention_mask"] = rows.mask.to(ids.device)
+        return rows
+
+    def _check(self) -> None:
+        """Nothing but tokens decides on the KV, and ``generate`` goes on from what is loaded."""
+        for name, why in _REFUSED.items():
+            value = self.value(name)
+            if value is not None and value is not False:
+                raise InvalidValue(f"generate does not take {name}: {why}")
+        if self.value("use_cache") is False:
+            raise InvalidValue("use_cache is False; there is nothing to keep then")
+        others = [
+            name
+            for name, value in self.passed.items()
+            if isinstance(value, torch.Tensor)
+            and name not in {"inputs", "attention_mask", *_TENSORS}
+        ]
+        if others:
+            raise InvalidValue(
+                f"{', '.join(others)} would change the KV of tokens that the store finds by their "
+                "ids alone; generate with input_ids, or without the store"
+            )
+
+    def _cache(self) -> Cache | None:
+        """The cache that was passed or asked for."""
+        cache: Cache | None = self.passed.pop("past_key_values", None)
+        kind = self.value("cache_implementation")
+        if kind not in {*_NO_CHOICE, "static"}:
+            raise InvalidValue(
+                f"cache_implementation {kind!r} is not served: its keys and values are not there, "
+                "or not as computed; 'static' and 'dynamic' are"
+            )
+        if cache is not None:
+            check_fits(cache, self.rows.columns)
+        elif kind == "static":
+            cache = self._static()
+        if kind is not None:  # `generate` wants one of the two, and gets a cache
+            self.passed["cache_implementation"] = None
+        return cache
+
+    def _static(self) -> Cache:
+        """As long as ``generate`` makes it: for prompt and answer, or ``max_cache_len``."""
+        transformers = require("transformers", "transformers")
+        columns = self.rows.columns
+        if (new := self.value("max_new_tokens")) is not None:
+            length = columns + new
+        else:
+            length = self.value("max_length") or columns + _DEFAULT_NEW_TOKENS
+        length = max(length, columns, self.value("max_cache_len") or 0)
+        cache: Cache = transformers.StaticCache(self._model.config, max_cache_len=length)
+        return cache
