@@ -101,6 +101,9 @@ class Tier:
     _expired: float = field(init=False, default=float("-inf"))
     _listed: float = field(init=False, default=0.0)
     _listing: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _quota_lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _coming: dict[bytes, int] = field(init=False, default_factory=dict)
+    """Bytes that are being written, by namespace."""
     _refused: dict[bytes, None] = field(init=False, default_factory=dict)
     """Blocks whose record is not for us: as if not here, to be written anew."""
 
@@ -340,15 +343,15 @@ class Tier:
             there: int | None = None
             if self.backend.shared and block not in self._refused:
                 there = self.backend.sizes([block])[0]
-            if there is not None:
-                self.counters.count(already=1)
-            else:
+            if there is None:
                 there = self._write(block, record)
+            else:
+                self.counters.count(already=1)
+                if self.indexed:
+                    self.catalogue.add(block, there)
         if edge.failed or there is None:
             self.counters.count(drops=1)
             return False
-        if self.indexed:
-            self.catalogue.add(block, there)
         self._refused.pop(block, None)
         return True
 
@@ -357,20 +360,34 @@ class Tier:
         encoded = self._encoded(block, record)
         if len(encoded) > (self.backend.capacity or len(encoded)):
             return None  # nothing that could go would make room for it
-        if not self._within_quota(block, len(encoded)):
+        space = block[:SPACE_BYTES]
+        if not self._within_quota(space, len(encoded)):
             return None
+        try:
+            if not self._put(block, encoded):
+                return None
+            if self.indexed:
+                self.catalogue.add(block, len(encoded))
+        finally:
+            with self._quota_lock:
+                left = self._coming.pop(space) - len(encoded)
+                if left:
+                    self._coming[space] = left
+        return len(encoded)
+
+    def _put(self, block: bytes, encoded: memoryview) -> bool:
         for _ in range(_TRIES):
             started = time.monotonic()
             try:
                 self.backend.put(block, encoded)
             except OutOfRoom as short:
                 if not self.make_room(short.needed):
-                    return None
+                    return False
                 continue
             took = time.monotonic() - started
             self.counters.count(writes=1, written_bytes=len(encoded), write_seconds=took)
-            return len(encoded)
-        return None
+            return True
+        return False
 
     def _encoded(self, block: bytes, record: memoryview) -> memoryview:
         raw = record[HEADER_BYTES:]
@@ -382,13 +399,22 @@ class Tier:
         seal(record, block, self.codec.number, len(raw))
         return record
 
-    def _within_quota(self, block: bytes, size: int) -> bool:
-        space = block[:SPACE_BYTES]
-        over = self.catalogue.over_quota(space, size)
-        if over > 0:
-            self._take_away(self.catalogue.victims(over, space))
-            over = self.catalogue.over_quota(space, size)
-        return over == 0
+    def _within_quota(self, space: bytes, size: int) -> bool:
+        """Have ``size`` bytes more fit the quota, beside those that others write just now.
+
+        They count as coming from here on, if so.
+        """
+        for _ in range(_TRIES):
+            with self._quota_lock:
+                coming = self._coming.get(space, 0) + size
+                over = self.catalogue.over_quota(space, coming)
+                if not over:
+                    self._coming[space] = coming
+                    return True
+            if over < 0 or not (victims := self.catalogue.victims(over, space)):
+                break
+            self._take_away(victims)
+        return False
 
     def make_room(self, needed: int) -> bool:
         """Evict ``needed`` bytes; whether anything could go.
