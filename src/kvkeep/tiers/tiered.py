@@ -113,7 +113,7 @@ class TieredStore:
     counted. `policy` says what moves where.
 
     Thread safety: all methods. Cost: a few µs a block in memory, besides the copy, which is the
-    caller's; everything slow is done by threads of the tiers.
+    caller's; everything slow is done by threads of the tiers, but for `remove` and `clear`.
     """
 
     def __init__(
@@ -629,7 +629,10 @@ class TieredStore:
         return len(unpinned)
 
     def remove(self, blocks: Sequence[bytes]) -> int:
-        """Delete ``blocks`` everywhere, on their way up and down, too; bytes freed."""
+        """Delete ``blocks`` everywhere, on their way up and down, too; bytes freed.
+
+        It waits for every place, in the thread that calls; so does `clear`.
+        """
         gone = set(blocks)
         self._call_off(lambda block: block in gone)
         return self.front.remove(blocks) + sum(tier.remove(blocks) for tier in self.tiers)
