@@ -213,7 +213,7 @@ def _announce(engine: Engine, settings: Settings, url: str) -> None:
     )
     if engine.store is not None:
         places = ", ".join(tier.place for tier in engine.store.stats().tiers)
-        print(f"what the pool lets go of is kept in {places}", flush=True)
+        print(f"KV is kept in {places}", flush=True)
     if settings.hosts is None and settings.api_key is None:
         print(
             "kvkeep: whoever can reach this address can use it, and read what is cached: "

@@ -36,7 +36,7 @@ def add_store_arguments(parser: argparse.ArgumentParser, *, default: str) -> Non
         metavar="URL",
         action="append",
         default=[],
-        help="keep KV there when the pool lets go of it: memory://4GiB, file:///path?size=200GiB, "
+        help="where KV is kept besides the pool: memory://4GiB, file:///path?size=200GiB, "
         f"valkey://host:6379, s3://bucket; fastest first, may be repeated (default: {default})",
     )
     store.add_argument(

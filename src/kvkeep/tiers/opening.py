@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvkeep.backends import Backend, TierURL
 from kvkeep.backends.memory import MemoryBackend
 from kvkeep.codecs import BlockShape, codec_of, load_key, make_codec
-from kvkeep.errors import InvalidValue
+from kvkeep.errors import InvalidValue, require
 from kvkeep.eviction import POLICIES
 from kvkeep.tiers.front import Front
 from kvkeep.tiers.tier import Tier, TierOptions
@@ -78,7 +78,9 @@ def open_tiers(
 
     Raises:
         InvalidValue: there is no tier, or one of the URLs is wrong; nothing stays open.
+        MissingExtra: what seals and verifies records is not installed.
     """
+    require("xxhash", "store")  # else every write and read would fail, out of sight
     shape = shape or BlockShape()
     if isinstance(tiers, str | Backend) or not tiers:
         raise InvalidValue(f"tiers are a list of URLs, fastest first, got {tiers!r}")
