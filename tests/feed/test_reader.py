@@ -1,0 +1,396 @@
+"""The reader against publishers that lose, repeat, restart, and lie."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from listening import Mirror, eventually
+
+from kvkeep import PagedCache
+from kvkeep.errors import InvalidValue
+from kvkeep.feed import AllBlocksCleared, BlockStored, EventPublisher, EventReader, Source
+from kvkeep.feed.source import Step, Stream
+from kvkeep.feed.wire import END, Batch, decode, encode, seq_frame
+
+ANY = "tcp://127.0.0.1:*"
+
+
+def block(number: int) -> BlockStored:
+    return BlockStored([number], None, [number], 1, None, "GPU", None)
+
+
+def payload(*events, rank: int | None = 0) -> bytes:
+    return encode(Batch(time.time(), list(events), rank))
+
+
+class Theirs:
+    """A publisher as vLLM's: what was sent can be asked for again, and there is no snapshot.
+
+    A test says what is lost on the way (`send` with ``lost``) and what its history holds.
+    """
+
+    def __init__(self, endpoint: str = ANY, replay: str | None = ANY) -> None:
+        self.context = zmq.Context()
+        self.pub = self.context.socket(zmq.XPUB)
+        self.pub.bind(endpoint)
+        self.endpoint = self.pub.getsockopt(zmq.LAST_ENDPOINT).decode()
+        self.history: list[tuple[int, bytes]] = []
+        self.seq = -1
+        self.asked: list[int] = []
+        self.replay = None
+        self.ended = False
+        self.router = None
+        self.thread = None
+        if replay is not None:
+            self.router = self.context.socket(zmq.ROUTER)
+            self.router.bind(replay)
+            self.replay = self.router.getsockopt(zmq.LAST_ENDPOINT).decode()
+            self.thread = threading.Thread(target=self.serve)
+            self.thread.start()
+
+    def source(self, instance: str = "a") -> Source:
+        return Source(instance, self.endpoint, self.replay)
+
+    def await_reader(self) -> None:
+        assert self.pub.poll(20_000), "nobody subscribes"
+        self.pub.recv()
+
+    def send(self, *events, lost: bool = False, raw: bytes | None = None) -> None:
+        self.seq += 1
+        made = payload(*events) if raw is None else raw
+        self.history.append((self.seq, made))
+        if not lost:
+            self.pub.send_multipart((b"", seq_frame(self.seq), made))
+
+    def serve(self) -> None:
+        while not self.ended:
+            if not self.router.poll(20):
+                continue
+            who, _, start = self.router.recv_multipart()
+            first = int.from_bytes(start, "big")
+            self.asked.append(first)
+            for seq, made in list(self.history):
+                if seq >= first:
+                    self.router.send_multipart((who, b"", b"", seq_frame(seq), made))
+            self.router.send_multipart((who, b"", b"", END, b""))
+
+    def close(self) -> None:
+        self.ended = True
+        if self.thread is not None:
+            self.thread.join()
+        self.context.destroy(linger=0)
+
+
+@contextmanager
+def reading(*sources: Source, check_s: float = 30.0, patience_s: float = 0.5):
+    mirror = Mirror()
+    reader = EventReader(sources, mirror, check_s=check_s, patience_s=patience_s)
+    try:
+        yield mirror, reader
+    finally:
+        reader.close()
+
+
+@pytest.fixture
+def theirs():
+    made = Theirs()
+    yield made
+    made.close()
+
+
+def test_what_was_sent_before_is_asked_for(theirs):
+    for number in range(5):
+        theirs.send(block(number))
+    with reading(theirs.source()) as (mirror, reader):
+        eventually(lambda: mirror.of() == {0, 1, 2, 3, 4})
+        (stats,) = reader.stats().values()
+        assert not stats.partial
+
+
+def test_a_gap_is_filled_from_the_replay_and_nothing_is_taken_twice(theirs):
+    with reading(theirs.source()) as (mirror, reader):
+        theirs.await_reader()
+        theirs.send(block(0))
+        eventually(lambda: mirror.of() == {0})
+        for number in range(1, 40):
+            theirs.send(block(number), lost=number % 7 in (2, 3))
+        eventually(lambda: mirror.of() == set(range(40)))  # `of` refuses copies
+        (stats,) = reader.stats().values()
+        assert stats.gaps >= 1
+        assert stats.resets == mirror.clears == 0
+
+
+def test_what_is_lost_at_the_end_is_found_without_another_message(theirs):
+    with reading(theirs.source(), check_s=0.1) as (mirror, _):
+        theirs.await_reader()
+        theirs.send(block(1))
+        eventually(lambda: mirror.of() == {1})
+        theirs.send(block(2), lost=True)
+        eventually(lambda: mirror.of() == {1, 2})
+
+
+def test_a_history_that_is_too_short_is_a_part_of_the_truth(theirs):
+    with reading(theirs.source()) as (mirror, reader):
+        theirs.await_reader()
+        theirs.send(block(0))
+        eventually(lambda: mirror.of() == {0})
+        for number in range(1, 6):
+            theirs.send(block(number), lost=True)
+        del theirs.history[:3]
+        theirs.send(block(6))
+        eventually(lambda: mirror.of() == {3, 4, 5, 6})
+        (stats,) = reader.stats().values()
+        assert stats.partial
+        assert mirror.clears == 1
+
+
+@pytest.mark.parametrize("replay", [ANY, None])
+def test_a_restart_begins_anew(replay):
+    first = Theirs(replay=replay)
+    endpoint, again = first.endpoint, first.replay
+    with reading(first.source()) as (mirror, reader):
+        first.await_reader()
+        for number in range(5):
+            first.send(block(number))
+        eventually(lambda: mirror.of() == set(range(5)))
+        first.close()
+        second = Theirs(endpoint, again)
+        try:
+            second.await_reader()
+            second.send(block(100))
+            second.send(block(101))
+            eventually(lambda: mirror.of() == {100, 101})
+            (stats,) = reader.stats().values()
+            assert stats.restarts >= 1
+        finally:
+            second.close()
+
+
+def test_a_restart_whose_numbers_go_on_is_found_by_its_last_batch():
+    first = Theirs()
+    endpoint, again = first.endpoint, first.replay
+    with reading(first.source()) as (mirror, _):
+        first.await_reader()
+        for number in range(3):
+            first.send(block(number))
+        eventually(lambda: mirror.of() == {0, 1, 2})
+        first.close()
+        second = Theirs.__new__(Theirs)
+        # It has sent three by the time that anybody can listen again.
+        sent = [(seq, payload(block(seq + 10))) for seq in range(3)]
+        second.__init__(endpoint, again)
+        second.history, second.seq = sent, 2
+        try:
+            second.await_reader()
+            second.send(block(13))
+            eventually(lambda: mirror.of() == {10, 11, 12, 13})
+        finally:
+            second.close()
+
+
+def test_without_replay_a_gap_is_the_end_of_what_was_known():
+    made = Theirs(replay=None)
+    try:
+        with reading(made.source()) as (mirror, reader):
+            made.await_reader()
+            made.send(block(0))
+            made.send(block(1), lost=True)
+            made.send(block(2))
+            made.send(block(3))
+            eventually(lambda: mirror.of() == {2, 3})
+            (stats,) = reader.stats().values()
+            assert stats.partial
+    finally:
+        made.close()
+
+
+def test_a_replay_that_is_silent_is_not_waited_for_forever():
+    made = Theirs(replay=None)
+    dead = zmq.Context()
+    router = dead.socket(zmq.ROUTER)
+    router.bind(ANY)
+    silent = router.getsockopt(zmq.LAST_ENDPOINT).decode()
+    try:
+        with reading(Source("a", made.endpoint, silent), patience_s=0.1) as (mirror, _):
+            made.await_reader()
+            made.send(block(0))
+            eventually(lambda: mirror.of() == {0})
+            made.send(block(1), lost=True)
+            made.send(block(2))  # is given up for asking what was before
+
+            def goes_on() -> bool:
+                made.send(block(made.seq + 1))
+                return bool(mirror.of()) and 0 not in mirror.of()
+
+            eventually(goes_on)
+    finally:
+        dead.destroy(linger=0)
+        made.close()
+
+
+def test_ours_gives_a_snapshot_where_history_is_too_short():
+    cache = PagedCache(64, 2)
+    publisher = EventPublisher(cache, ANY, ANY, history=1)
+
+    def store(*tokens: int) -> None:
+        sequence = cache.open([*tokens, 0])
+        sequence.copies()
+        sequence.publish(len(tokens))
+        sequence.close()
+
+    try:
+        for number in range(12):
+            store(1, 1, number, number)
+            eventually(lambda: not publisher._queue)
+        eventually(lambda: publisher.stats.batches > 3)
+        with reading(Source("a", publisher.endpoint, publisher.replay)) as (mirror, reader):
+            eventually(lambda: len(mirror.of()) == 13)
+            (stats,) = reader.stats().values()
+            assert stats.snapshots == 1
+            assert not stats.partial
+            store(7, 7)
+            eventually(lambda: len(mirror.of()) == 14)
+            assert stats.snapshots == 1
+    finally:
+        publisher.close()
+
+
+def test_ranks_and_instances_are_told_apart():
+    made = [Theirs() for _ in range(3)]
+    try:
+        sources = [made[0].source("a"), made[1].source("a"), made[2].source("b")]
+        with reading(*sources) as (mirror, _):
+            for one, rank in zip(made, (0, 1, 0), strict=True):
+                one.await_reader()
+                one.send(raw=payload(block(made.index(one)), rank=rank))
+            eventually(lambda: len(mirror.held) == 3)
+            eventually(
+                lambda: [mirror.of("a"), mirror.of("a", 1), mirror.of("b")] == [{0}, {1}, {2}]
+            )
+    finally:
+        for one in made:
+            one.close()
+
+
+# --- what is no batch ------------------------------------------------------------------------
+
+BOMB = b"\x91" * 100_000  # an array in an array in an array …
+LONG = b"\x93\xcb" + bytes(8) + b"\xdd\xff\xff\xff\xff"  # says that 4 billion events come
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"", b"\xc1", b"\x80", BOMB, LONG, payload(block(1))[:-3], payload(block(1)) + b"\x00",
+        msgspec.msgpack.encode([0.0, [{"type": "BlockStored"}], 0]),
+        msgspec.msgpack.encode([0.0, "events", 0]), msgspec.msgpack.encode([0.0]),
+    ],
+)  # fmt: skip
+def test_junk_is_counted_and_skipped(theirs, junk):
+    with reading(theirs.source()) as (mirror, reader):
+        theirs.await_reader()
+        theirs.send(block(0))
+        theirs.send(raw=junk)
+        theirs.send(block(2))
+        eventually(lambda: mirror.of() == {0, 2})
+        (stats,) = reader.stats().values()
+        assert stats.malformed + stats.unread == 1
+        assert stats.gaps == 0
+
+
+def test_frames_that_are_none(theirs):
+    with reading(theirs.source()) as (mirror, reader):
+        theirs.await_reader()
+        for frames in ([b""], [b"", b"123"], [b"", b"1", b"2"], [b""] * 9, [b"", b"x" * 9, b""]):
+            theirs.pub.send_multipart(frames)
+        theirs.send(block(0))
+        eventually(lambda: mirror.of() == {0})
+        (stats,) = reader.stats().values()
+        assert stats.malformed == 5
+
+
+def test_an_event_of_tomorrow_does_not_hide_those_of_today():
+    events = [
+        {"type": "BlockMoved", "from": "GPU", "to": "CPU"},
+        {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU", "tomorrow": [1, {"x": 2}]},
+        {"type": "AllBlocksCleared"},
+        {"type": "BlockRemoved", "block_hashes": [b"12345678" * 4], "medium": None},
+    ]
+    batch, unread = decode(msgspec.msgpack.encode([1.5, events]))
+    assert unread == 1
+    assert [type(event).__name__ for event in batch.events] == [
+        "BlockRemoved", "AllBlocksCleared", "BlockRemoved",
+    ]  # fmt: skip
+    assert batch.data_parallel_rank is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200))
+def test_no_bytes_at_all_do_more_than_be_refused(junk):
+    try:
+        decode(junk)
+    except InvalidValue:
+        return
+
+
+def test_a_receiver_that_fails_does_not_end_the_reading(theirs):
+    class Picky(Mirror):
+        def apply(self, instance, events, rank=0):
+            if isinstance(events[0], AllBlocksCleared):
+                raise RuntimeError("not today")
+            super().apply(instance, events, rank)
+
+    mirror = Picky()
+    reader = EventReader([theirs.source()], mirror)
+    try:
+        theirs.await_reader()
+        theirs.send(AllBlocksCleared())
+        theirs.send(block(1))
+        eventually(lambda: mirror.of() == {1})
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("endpoint", ["", "localhost", "tcp://x", "tcp://x:99999", "http://x:80"])
+def test_an_address_that_is_none(endpoint):
+    with pytest.raises(InvalidValue, match="an endpoint is"):
+        Source("a", endpoint)
+    with pytest.raises(InvalidValue, match="an endpoint is"):
+        Source("a", "tcp://127.0.0.1:5557", endpoint)
+
+
+def test_closing_leaves_no_thread(theirs):
+    before = set(threading.enumerate())
+    with reading(theirs.source(), Source("b", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")):
+        pass
+    assert set(threading.enumerate()) <= before
+
+
+# --- sequence numbers ------------------------------------------------------------------------
+
+
+def test_numbers():
+    stream = Stream()
+    assert stream.live(4) is Step.GAP
+    assert stream.live(0) is Step.TAKE
+    stream.took(0, b"0", live=True)
+    assert stream.live(2) is Step.GAP
+    stream.took(1, b"1")  # from a replay
+    stream.took(2, b"2")
+    assert [stream.live(1), stream.live(2)] == [Step.SKIP, Step.SKIP]
+    assert stream.live(3) is Step.TAKE
+    stream.took(3, b"3", live=True)
+    assert stream.live(3) is Step.RESTART
+    assert stream.live(0) is Step.RESTART
+    assert stream.same(3, b"3")
+    assert not stream.same(3, b"three")
+    assert not stream.same(2, b"2")
+    stream.reset(anywhere=True)
+    assert stream.live(77) is Step.TAKE
