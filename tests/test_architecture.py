@@ -72,6 +72,8 @@ EXTERNAL: dict[str, set[str]] = {
         "pages.tensors", "pages.prepared", "slots.tensors",
         "engine", "integrations", "store", "codecs",
     },
+    "vllm": {"integrations.vllm"},
+    "huggingface_hub": {"integrations.vllm.naming"},  # where vLLM's models lie
     "transformers": {
         "engine", "integrations",
         "cli.model",  # to quieten its progress bars

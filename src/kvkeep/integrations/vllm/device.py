@@ -1,0 +1,116 @@
+"""Pages on a GPU: copied aside in the order of its work, and carried to the store behind it.
+
+    pages ─ in vLLM's stream ─▶ a copy on the GPU ─ in a stream of ours ─▶ the store's memory
+
+Once the first copy is in vLLM's stream, whatever it does next to the pages comes later: preemption
+and reuse need no fence. The copies take room on the GPU, so there are few at a time, and what finds
+no room is dropped. Loads go from the store's memory, which is pinned, straight into the pages.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvkeep.integrations.vllm.messages import Save, Span
+    from kvkeep.integrations.vllm.pages import GroupPages
+
+__all__ = ["DeviceCopies"]
+
+_ASIDE_BYTES = 512 << 20
+_AT_ONCE = 64  # blocks of one copy
+
+
+class DeviceCopies:
+    """Moves pages of a GPU. vLLM's thread calls `mark` and `save`, loaders what `sinker` gives."""
+
+    def __init__(
+        self,
+        pages: Sequence[GroupPages],
+        write: Callable[[Span, Callable[[int, memoryview], None], float | None], None],
+        drop: Callable[[Span], None],
+    ) -> None:
+        self._pages = pages
+        self._write = write
+        self._drop = drop
+        self._device = pages[0].device
+        self._saver = ThreadPoolExecutor(1, "kvkeep save")
+        self._out = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+        self._aside = 0  # bytes
+
+    def mark(self) -> torch.cuda.Event:
+        """What vLLM's stream was given so far: loads come after it."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def save(self, save: Save) -> None:
+        """Copy pages aside and return; they may be overwritten by what the stream is given next."""
+        for span in save.spans:
+            for start in range(0, len(span.keys), _AT_ONCE):
+                end = start + _AT_ONCE
+                piece = type(span)(span.group, span.keys[start:end], span.pages[start:end])
+                size = self._pages[span.group].record_bytes * len(piece.keys)
+                with self._lock:
+                    fits = self._aside + size <= _ASIDE_BYTES
+                    self._aside += size if fits else 0
+                if not fits:
+                    self._drop(piece)
+                    continue
+                rows = torch.tensor(piece.pages, device=self._device)
+                copies = [run.index_select(0, rows) for run in self._pages[span.group].tensors]
+                self._saver.submit(self._carry, piece, copies, self.mark(), size, save.ttl)
+
+    def _carry(
+        self,
+        span: Span,
+        copies: list[torch.Tensor],
+        made: torch.cuda.Event,
+        size: int,
+        ttl: float | None,
+    ) -> None:
+        """In a thread: from the copies into the store's memory."""
+
+        def fill(at: int, raw: memoryview) -> None:
+            record, start = torch.frombuffer(raw, dtype=torch.uint8), 0
+            for copy in copies:
+                end = start + copy.shape[1]
+                record[start:end].copy_(copy[at], non_blocking=True)
+                start = end
+            self._out.synchronize()
+
+        try:
+            with torch.cuda.stream(self._out):
+                self._out.wait_event(made)
+                self._write(span, fill, ttl)
+        finally:
+            with self._lock:
+                self._aside -= size
+
+    def sinker(self, span: Span, begun: torch.cuda.Event) -> Callable[[int, memoryview], None]:
+        """For one loader: writes the record it is given into page ``span.pages[i]``."""
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_event(begun)
+        runs = self._pages[span.group].tensors
+
+        def sink(at: int, raw: memoryview) -> None:
+            record, start = torch.frombuffer(raw, dtype=torch.uint8), 0
+            with torch.cuda.stream(stream):
+                for run in runs:
+                    end = start + run.shape[1]
+                    run[span.pages[at]].copy_(record[start:end], non_blocking=True)
+                    start = end
+            stream.synchronize()
+
+        return sink
+
+    def close(self) -> None:
+        """Carry what is aside."""
+        self._saver.shutdown(wait=True)

@@ -1,0 +1,131 @@
+"""What can be chosen: for the connector when vLLM starts, and for each request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from kvkeep.errors import InvalidValue, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Options", "Wishes"]
+
+_DEFAULT_PIN_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``kv_connector_extra_config``: times in seconds.
+
+    Attributes:
+        tiers: URLs of the store, fastest first.
+        load_timeout: for the load of one request; what is not there by then is computed.
+        lookup_timeout: for the question to places that others write to.
+        flush_timeout: at shutdown, for what still waits to be written.
+        revision: which weights these are, where no files say so.
+        tenant: what keeps this engine's KV from being found by engines of other tenants.
+        min_tokens: a hit that saves fewer is not loaded; None: one block.
+    """
+
+    tiers: tuple[str, ...] = ("memory://1GiB",)
+    load_timeout: float = 5.0
+    lookup_timeout: float = 0.5
+    flush_timeout: float = 10.0
+    revision: str = ""
+    tenant: str = ""
+    min_tokens: int | None = None
+
+    @classmethod
+    def parse(cls, given: Mapping[str, object]) -> Options:
+        """Check what was given.
+
+        Raises:
+            InvalidValue: an option that there is not, or a value that it cannot have.
+        """
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(given) - set(known)):
+            raise InvalidValue(
+                f"kv_connector_extra_config has {', '.join(map(repr, unknown))}; kvkeep's options "
+                f"are {', '.join(known)}"
+            )
+        options = dict(given)
+        if "tiers" in options:
+            tiers = options["tiers"]
+            if (
+                not isinstance(tiers, list | tuple)
+                or not tiers
+                or not all(isinstance(tier, str) for tier in tiers)
+            ):
+                raise InvalidValue(f"tiers is {tiers!r}; a list of URLs is needed, fastest first")
+            options["tiers"] = tuple(tiers)
+        for name in ("load_timeout", "lookup_timeout", "flush_timeout"):
+            if name in options:
+                options[name] = _seconds(name, options[name])
+        for name in ("revision", "tenant"):
+            if not isinstance(options.get(name, ""), str):
+                raise InvalidValue(f"{name} is {options[name]!r}; text is needed")
+        if options.get("min_tokens") is not None:
+            options["min_tokens"] = whole("min_tokens", options["min_tokens"], 1)
+        return cls(**options)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """``kv_transfer_params["kvkeep"]`` of a request.
+
+    Attributes:
+        store: keep what is computed.
+        load: use what is kept.
+        ttl: seconds after which what it was the first to store is deleted; None: never.
+        pin: seconds for which all its blocks are kept from eviction; None: not at all.
+    """
+
+    store: bool = True
+    load: bool = True
+    ttl: float | None = None
+    pin: float | None = None
+
+    @classmethod
+    def parse(cls, params: object) -> Wishes:
+        """From the parameters of a request; what is not for kvkeep is not looked at.
+
+        ``pin`` makes ``ttl`` the time for which it holds, an hour if there is none.
+
+        Raises:
+            InvalidValue: something is wrong, and what would be right.
+        """
+        given = params.get("kvkeep") if isinstance(params, dict) else None
+        if given is None:
+            return _DEFAULT
+        if not isinstance(given, dict):
+            raise InvalidValue(f"kvkeep is {given!r}; an object is needed")
+        if unknown := sorted(map(str, set(given) - {"store", "load", "ttl", "pin"})):
+            raise InvalidValue(f"it has {', '.join(unknown)}; there are store, load, ttl and pin")
+        for name in ("store", "load", "pin"):
+            if not isinstance(given.get(name, False), bool):
+                raise InvalidValue(f"{name} is {given[name]!r}; true or false is needed")
+        ttl = _seconds("ttl", given["ttl"]) if given.get("ttl") is not None else None
+        if ttl == 0:
+            raise InvalidValue("ttl is 0; a time above zero is needed")
+        pin = given.get("pin", False)
+        return cls(
+            store=given.get("store", True),
+            load=given.get("load", True),
+            ttl=None if pin else ttl,
+            pin=(ttl or _DEFAULT_PIN_S) if pin else None,
+        )
+
+
+_DEFAULT = Wishes()
+
+
+def _seconds(name: str, value: object) -> float:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value < float("inf")
+    ):
+        raise InvalidValue(f"{name} is {value!r}; a number of seconds is needed")
+    return float(value)

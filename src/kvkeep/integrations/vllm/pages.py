@@ -1,0 +1,139 @@
+"""The engine's memory, page by page: out of it into a record, and back.
+
+A record is the pages of one block in all layers of a group, one behind the other. Where layers of a
+block lie side by side in memory they are one run, and one copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs, group_kernel_blocks
+
+from kvkeep.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import numpy.typing as npt
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvkeep.integrations.vllm.groups import Groups
+
+__all__ = ["GroupPages", "pages_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Bytes of every block: ``width`` of them, in blocks that are ``stride`` apart."""
+
+    storage: torch.UntypedStorage
+    offset: int
+    stride: int
+    width: int
+
+    def joined(self, other: _Run) -> _Run | None:
+        """With ``other`` behind it, if that is where it lies in every block."""
+        beside = self.storage.data_ptr() == other.storage.data_ptr() and self.stride == other.stride
+        if not beside or self.offset + self.width != other.offset:
+            return None
+        if self.width + other.width > self.stride:
+            return None
+        return _Run(self.storage, self.offset, self.stride, self.width + other.width)
+
+    def tensor(self, blocks: int, device: torch.device) -> torch.Tensor:
+        """(blocks, width) bytes."""
+        return torch.tensor([], dtype=torch.uint8, device=device).set_(
+            self.storage, self.offset, (blocks, self.width), (self.stride, 1)
+        )
+
+
+class GroupPages:
+    """The pages of one group's layers.
+
+    `fill` and `sink` copy without the interpreter's lock. Thread safety: any, on different pages.
+    """
+
+    def __init__(self, runs: Sequence[torch.Tensor]) -> None:
+        self.tensors = list(runs)
+        self.record_bytes = sum(run.shape[1] for run in runs)
+        self.device = self.tensors[0].device
+        self._arrays: list[npt.NDArray[np.uint8]] = []
+        if self.device.type == "cpu":
+            self._arrays = [run.numpy() for run in runs]
+
+    def filler(self, pages: Sequence[int]) -> Callable[[int, memoryview], None]:
+        """Writes page ``pages[i]`` into the record it is given."""
+        arrays = self._arrays
+
+        def fill(at: int, raw: memoryview) -> None:
+            record, page, start = np.frombuffer(raw, dtype=np.uint8), pages[at], 0
+            for array in arrays:
+                end = start + array.shape[1]
+                record[start:end] = array[page]
+                start = end
+
+        return fill
+
+    def sinker(self, pages: Sequence[int]) -> Callable[[int, memoryview], None]:
+        """Writes the record it is given into page ``pages[i]``."""
+        arrays = self._arrays
+
+        def sink(at: int, raw: memoryview) -> None:
+            record, page, start = np.frombuffer(raw, dtype=np.uint8), pages[at], 0
+            for array in arrays:
+                end = start + array.shape[1]
+                array[page] = record[start:end]
+                start = end
+
+        return sink
+
+
+def pages_of(
+    groups: Groups, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> tuple[list[GroupPages], str]:
+    """The pages of each group, and a description of how they lie there.
+
+    Raises:
+        UnsupportedModel: a page is not one run of memory.
+    """
+    blocks = kv_cache_config.num_blocks
+    found: list[GroupPages] = []
+    described: list[str] = [str(kv_cache_config.kv_cache_layout)]
+    for group, spec in zip(groups.groups, kv_cache_config.kv_cache_groups, strict=True):
+        runs: list[_Run] = []
+        for name in group.layers:
+            layer = spec.kv_cache_spec
+            if isinstance(layer, UniformTypeKVCacheSpecs):
+                layer = layer.kv_cache_specs[name]
+            assert isinstance(layer, AttentionSpec)
+            tensor = kv_caches[name]
+            run = _run_of(name, tensor, blocks, layer.unpadded_page_size_bytes)
+            described.append(
+                f"{name}:{tuple(tensor.shape[1:])}:{tensor.stride()[1:]}:{tensor.dtype}"
+            )
+            joined = runs[-1].joined(run) if runs else None
+            if joined is None:
+                runs.append(run)
+            else:
+                runs[-1] = joined
+        device = kv_caches[group.layers[0]].device
+        found.append(GroupPages([run.tensor(blocks, device) for run in runs]))
+    return found, " ".join(described)
+
+
+def _run_of(name: str, cache: torch.Tensor, blocks: int, page_bytes: int) -> _Run:
+    view = group_kernel_blocks(cache, blocks)
+    size = view.element_size()
+    inner = list(zip(view.shape[1:], view.stride()[1:], strict=True))
+    extent = (1 + sum((count - 1) * step for count, step in inner)) * size
+    held = view[0].numel() * size
+    if extent != held or held != page_bytes:
+        raise UnsupportedModel(
+            f"a block of layer {name} is not one piece of memory ({held} bytes over {extent}, "
+            f"{page_bytes} are a page); set VLLM_KV_CACHE_LAYOUT=LBHNC"
+        )
+    return _Run(view.untyped_storage(), view.storage_offset() * size, view.stride(0) * size, held)

@@ -1,0 +1,114 @@
+"""The store of a worker, and how a scheduler in the same process finds it."""
+
+from __future__ import annotations
+
+import atexit
+import heapq
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
+    from kvkeep.integrations.vllm.groups import Groups
+    from kvkeep.integrations.vllm.options import Options
+    from kvkeep.integrations.vllm.stats import Counts
+    from kvkeep.store import BlockStore
+
+__all__ = ["Shared", "log_fault"]
+
+_LOG = logging.getLogger("kvkeep.vllm")
+
+# By vLLM's engine id. vLLM makes both sides itself and lets them know nothing of each other, so
+# this is how they meet; it holds nothing alive.
+_ENGINES: WeakValueDictionary[str, Shared] = WeakValueDictionary()
+
+
+class Shared:
+    """One store with what both sides do with it. Thread safety: all methods.
+
+    Attributes:
+        news: set when something that a request waits for is done.
+    """
+
+    def __init__(
+        self, engine: str, store: BlockStore, groups: Groups, sizes: list[int], options: Options
+    ) -> None:
+        self.store = store
+        self.groups = groups
+        self.sizes = sizes  # bytes of a record, by group
+        self.news = threading.Event()
+        self._options = options
+        self._lock = threading.Lock()
+        self._ends: list[tuple[float, int, bytes]] = []  # a heap: when a block is to be deleted
+        self._due: dict[bytes, float] = {}
+        self._hits: dict[str, float] = {}
+        self._closed = False
+        _ENGINES[engine] = self
+        # Where vLLM runs in a script's own process, nobody may tell us that it ends.
+        atexit.register(self.close)
+
+    @staticmethod
+    def find(engine: str) -> Shared | None:
+        """That of a worker in this process."""
+        return _ENGINES.get(engine)
+
+    def expire(self, keys: Sequence[bytes], ttl: float) -> None:
+        """Have blocks deleted ``ttl`` seconds from now; an earlier word on them is forgotten."""
+        end = time.monotonic() + ttl
+        with self._lock:
+            for key in keys:
+                self._due[key] = end
+                heapq.heappush(self._ends, (end, len(self._ends), key))
+
+    def delete_expired(self) -> int:
+        """Delete what is due; how many blocks. Cost: next to nothing where nothing is."""
+        if not self._ends or self._ends[0][0] > time.monotonic():
+            return 0
+        now = time.monotonic()
+        keys = []
+        with self._lock:
+            while self._ends and self._ends[0][0] <= now:
+                end, _, key = heapq.heappop(self._ends)
+                if self._due.get(key) == end:
+                    del self._due[key]
+                    keys.append(key)
+        if keys:
+            self.store.remove(keys)
+        return len(keys)
+
+    def count_hits(self, counts: Counts) -> None:
+        """Count what the tiers handed out since the last call."""
+        for tier in self.store.stats():
+            hits = tier.counters["hits"]
+            before = self._hits.get(tier.name, 0)
+            self._hits[tier.name] = hits
+            counts.hits(tier.name, hits - before)
+
+    def clear(self) -> None:
+        """Delete the namespace."""
+        freed = self.store.clear()
+        _LOG.info("kvkeep deleted %.1f MiB", freed / 2**20)
+
+    def close(self) -> None:
+        """Write what waits, for ``flush_timeout`` at most; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        atexit.unregister(self.close)
+        if not self.store.close(self._options.flush_timeout):
+            _LOG.warning(
+                "kvkeep did not write all it had within %g s (flush_timeout)",
+                self._options.flush_timeout,
+            )
+
+
+def log_fault(future: Future[Any]) -> None:
+    """What ended a thread's work unforeseen is told: those who wait see a miss."""
+    if not future.cancelled() and (error := future.exception()) is not None:
+        _LOG.error("a fault of kvkeep; what was to be loaded is computed", exc_info=error)

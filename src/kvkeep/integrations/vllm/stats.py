@@ -1,0 +1,122 @@
+"""What vLLM's log and its Prometheus page show of kvkeep."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.config import VllmConfig
+
+__all__ = ["Counts", "KVKeepPromMetrics", "KVKeepStats"]
+
+_HITS = "hits "  # and the name of a tier
+_SHOWN = {
+    "hit_tokens": "Tokens that the store had when a request asked for them",
+    "loaded_tokens": "Tokens whose KV was loaded and not computed",
+    "failed_tokens": "Tokens that were to be loaded and had to be computed",
+    "late_tokens": "Of those, tokens whose load took longer than load_timeout",
+    "saved_tokens": "Tokens whose KV was handed to the store",
+    "dropped_tokens": "Tokens whose KV the store had no room for",
+    "load_seconds": "Seconds that loads took, all of them together",
+    "save_seconds": "Seconds that the model waited for its KV to be copied",
+    "late_lookups": "Questions to shared tiers without an answer within lookup_timeout",
+    "ignored_params": "Requests whose kv_transfer_params were wrong and not followed",
+}
+
+
+class Counts:
+    """Counts since they were last taken. Thread safety: all methods."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, float] = {}
+
+    def add(self, **more: float) -> None:
+        """Add to some of them at once."""
+        with self._lock:
+            for name, amount in more.items():
+                if amount:
+                    self._counts[name] = self._counts.get(name, 0) + amount
+
+    def hits(self, tier: str, blocks: float) -> None:
+        """Blocks that came from one tier."""
+        self.add(**{_HITS + tier: blocks})
+
+    def take(self) -> KVKeepStats | None:
+        """What was counted since the last call; None: nothing."""
+        if not self._counts:
+            return None
+        with self._lock:
+            taken, self._counts = self._counts, {}
+        return KVKeepStats(data=taken)
+
+
+class KVKeepStats(KVConnectorStats):
+    """Counts of one interval, by name: all of them add up."""
+
+    def reset(self) -> None:
+        """Forget them."""
+        self.data: dict[str, float] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another interval's, or another rank's."""
+        data: dict[str, float] = dict(self.data)
+        for name, amount in other.data.items():
+            data[name] = data.get(name, 0) + amount
+        return KVKeepStats(data=data)
+
+    def reduce(self) -> dict[str, int | float]:
+        """For a line of the log."""
+        return {f"kvkeep {name}": _short(amount) for name, amount in sorted(self.data.items())}
+
+    def is_empty(self) -> bool:
+        """Nothing was counted."""
+        return not self.data
+
+
+class KVKeepPromMetrics(KVConnectorPromMetrics):
+    """``vllm:kvkeep_…`` on vLLM's Prometheus page."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = {
+            name: self._counter_cls(
+                name=f"vllm:kvkeep_{name}", documentation=text, labelnames=labelnames
+            )
+            for name, text in _SHOWN.items()
+        }
+        self._hits = self._counter_cls(
+            name="vllm:kvkeep_hit_blocks",
+            documentation="Blocks that were loaded, by the tier that they came from",
+            labelnames=[*labelnames, "tier"],
+        )
+        for labels in per_engine_labelvalues.values():
+            for metric in self._metrics.values():
+                metric.labels(*labels)  # they are there, and zero, from the start
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what was counted."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, amount in transfer_stats_data.items():
+            if name.startswith(_HITS):
+                self._hits.labels(*labels, name.removeprefix(_HITS)).inc(amount)
+            elif name in self._metrics:
+                self._metrics[name].labels(*labels).inc(amount)
+
+
+def _short(amount: float) -> int | float:
+    return int(amount) if amount == int(amount) else round(amount, 4)

@@ -1,0 +1,272 @@
+"""The side that has the pages: it loads and saves what the scheduler's side plans."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvkeep.errors import KVKeepError
+from kvkeep.integrations.vllm.device import DeviceCopies
+from kvkeep.integrations.vllm.messages import Answers
+from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
+from kvkeep.integrations.vllm.pages import pages_of
+from kvkeep.integrations.vllm.shared import Shared, log_fault
+from kvkeep.integrations.vllm.stats import Counts
+from kvkeep.store.blocks import BlockStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvkeep.integrations.vllm.groups import Groups
+    from kvkeep.integrations.vllm.messages import Load, Plan, Question, Span
+    from kvkeep.integrations.vllm.options import Options
+    from kvkeep.integrations.vllm.pages import GroupPages
+
+__all__ = ["WorkerSide"]
+
+_LOG = logging.getLogger("kvkeep.vllm")
+_LOADERS = 4
+# While nothing can be computed vLLM steps in a circle, and every turn takes the interpreter from
+# those who load. So an idle step waits for news, this long: a new request waits as long at most.
+_PAUSE_S = 0.002
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A load under way, or done: ``missing`` pages were not filled."""
+
+    load: Load
+    until: float
+    cancelled: bool = False
+    missing: list[int] = field(default_factory=list)
+
+
+class WorkerSide:
+    """Moves pages of one rank. vLLM's thread calls it; loads run in threads of its own.
+
+    Nothing that a store does or does not do is raised: what was not loaded is reported as such,
+    what was not saved is counted.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        options: Options,
+        groups: Groups,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._options = options
+        self._groups = groups
+        self._pool = ThreadPoolExecutor(_LOADERS, "kvkeep load")
+        self._loading: dict[str, _Loading] = {}
+        self._done: deque[_Loading] = deque()
+        self._answers: deque[tuple[int, int]] = deque()
+        self._errors: set[int] = set()
+        self._cleared = 0
+        self._pages: list[GroupPages] = []
+        self._device: DeviceCopies | None = None
+        self.counts = Counts()
+        self.shared: Shared | None = None
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Learn where the pages are, and open the store.
+
+        Raises:
+            UnsupportedModel: they do not lie in memory as they should.
+            InvalidValue: a tier's URL is wrong.
+        """
+        config = self._vllm_config
+        self._pages, described = pages_of(self._groups, self._kv_cache_config, kv_caches)
+        warn_of_seeds(config)
+        where = f"{machine_of(config, self._groups, self._pages[0].device)} {described}"
+        namespace = namespace_of(config, self._options, self._groups, where)
+        store = BlockStore(namespace, tiers=self._options.tiers)
+        sizes = [pages.record_bytes for pages in self._pages]
+        engine = config.kv_transfer_config.engine_id
+        self.shared = Shared(engine, store, self._groups, sizes, self._options)
+        if self._pages[0].device.type != "cpu":
+            self._device = DeviceCopies(self._pages, self._write, self._drop)
+        _LOG.info(
+            "kvkeep keeps blocks of %d tokens, %d bytes, in %s",
+            self._groups.block_tokens, sum(sizes), ", ".join(t.place for t in store.stats()),
+        )  # fmt: skip
+
+    # --- loads -----------------------------------------------------------------------------------
+
+    def start(self, plan: Plan) -> None:
+        """Begin what the plan wants loaded and asked; returns at once."""
+        shared = self._open()
+        if plan.clear != self._cleared:
+            self._cleared = plan.clear
+            shared.clear()
+        shared.delete_expired()
+        begun = None if self._device is None else self._device.mark()
+        for load in plan.loads:
+            loading = _Loading(load, time.monotonic() + self._options.load_timeout)
+            self._loading[load.request] = loading
+            self._pool.submit(self._load, loading, begun).add_done_callback(log_fault)
+        for question in plan.questions:
+            self._pool.submit(self._answer, question).add_done_callback(log_fault)
+
+    def _load(self, loading: _Loading, begun: torch.cuda.Event | None) -> None:
+        """In a thread: fill pages in order; at the first that does not come all is over."""
+        shared = self._open()
+        started = time.monotonic()
+        spans = loading.load.spans
+        loading.missing = [page for span in spans for page in span.pages]
+        filled = 0
+        try:
+            for span in spans:
+                if self._device is None or begun is None:
+                    sink = self._pages[span.group].sinker(span.pages)
+                else:
+                    sink = self._device.sinker(span, begun)
+                there = shared.store.read(
+                    span.keys,
+                    [shared.sizes[span.group]] * len(span.keys),
+                    sink,
+                    deadline=max(0.0, loading.until - time.monotonic()),
+                    cancelled=lambda: loading.cancelled,
+                )
+                filled += there
+                if there < len(span.keys):
+                    break
+        except KVKeepError as error:
+            _LOG.warning("a load ended early: %s", error)
+        finally:
+            loading.missing = loading.missing[filled:]
+            self._count(loading, time.monotonic() - started)
+            self._done.append(loading)
+            shared.news.set()
+
+    def _count(self, loading: _Loading, seconds: float) -> None:
+        shared = self._open()
+        if loading.cancelled:
+            return
+        load, missing = loading.load, len(loading.missing)
+        whole = len(load.spans) > 1 and missing
+        failed = load.tokens if whole else min(load.tokens, missing * self._groups.block_tokens)
+        late = failed if time.monotonic() >= loading.until else 0
+        self.counts.add(
+            loaded_tokens=load.tokens - failed, failed_tokens=failed, late_tokens=late,
+            load_seconds=seconds,
+        )  # fmt: skip
+        shared.count_hits(self.counts)
+
+    def _answer(self, question: Question) -> None:
+        """In a thread: ask the store, the tiers that others write to included."""
+        shared, there = self._open(), question.first
+        until = time.monotonic() + self._options.lookup_timeout
+        try:
+            there = self._groups.reach(
+                question.hashes,
+                question.first,
+                lambda keys: shared.store.lookup(keys, deadline=max(0.0, until - time.monotonic())),
+            )
+        except KVKeepError as error:
+            _LOG.warning("a lookup failed: %s", error)
+        finally:
+            self._answers.append((question.number, there))
+            shared.news.set()
+
+    def finished(self, ended: set[str], *, idle: bool) -> KVConnectorTransferResults:
+        """Loads that are done since the last call; those of requests that ``ended`` stop."""
+        for request in ended:
+            if request in self._loading:
+                self._loading[request].cancelled = True
+        news = self._open().news
+        if idle:
+            news.clear()
+            if not self._done and not self._answers:
+                news.wait(_PAUSE_S)
+        results = KVConnectorTransferResults()
+        several = len(self._groups.groups) > 1
+        while self._done:
+            loading = self._done.popleft()
+            request = loading.load.request
+            self._loading.pop(request, None)
+            results.finished_recving.add(request)
+            if loading.missing and several:
+                results.failed_recving.add(request)
+            elif loading.missing and not loading.cancelled:
+                self._errors.update(loading.missing)
+        return results
+
+    def take_errors(self) -> set[int]:
+        """Pages that were not filled."""
+        errors, self._errors = self._errors, set()
+        return errors
+
+    def answers(self) -> Answers | None:
+        """What was found since the last call."""
+        if not self._answers:
+            return None
+        found: dict[int, list[int]] = {}
+        while self._answers:
+            number, there = self._answers.popleft()
+            found[number] = [there]
+        return Answers(found)
+
+    # --- saves -----------------------------------------------------------------------------------
+
+    def save(self, plan: Plan) -> None:
+        """Copy what is complete out of the pages; they may be used again when this returns."""
+        if plan.saves:
+            started = time.monotonic()
+            for save in plan.saves:
+                if self._device is None:
+                    for span in save.spans:
+                        self._write(span, self._pages[span.group].filler(span.pages), save.ttl)
+                else:
+                    self._device.save(save)
+            self.counts.add(save_seconds=time.monotonic() - started)
+        for keys, seconds in plan.pins:
+            self._open().store.pin(keys, seconds)
+
+    def _write(
+        self, span: Span, fill: Callable[[int, memoryview], None], ttl: float | None
+    ) -> None:
+        shared, there = self._open(), 0
+        try:
+            sizes = [shared.sizes[span.group]] * len(span.keys)
+            there = shared.store.write(span.keys, sizes, fill)
+        except KVKeepError as error:
+            _LOG.warning("nothing was saved: %s", error)
+        if ttl is not None:
+            shared.expire(span.keys[:there], ttl)
+        tokens = self._groups.block_tokens if span.group == 0 else 0
+        self.counts.add(
+            saved_tokens=there * tokens, dropped_tokens=(len(span.keys) - there) * tokens
+        )
+
+    def _drop(self, span: Span) -> None:
+        tokens = self._groups.block_tokens if span.group == 0 else 0
+        self.counts.add(dropped_tokens=len(span.keys) * tokens)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Call loads off, and have the store write what waits."""
+        for loading in self._loading.values():
+            loading.cancelled = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._device is not None:
+            self._device.close()
+        if self.shared is not None:
+            self.shared.close()
+
+    def _open(self) -> Shared:
+        assert self.shared is not None, "vLLM did not register its caches"
+        return self.shared
