@@ -28,11 +28,16 @@ FAMILIES = {
     "Qwen2": {},
     "Qwen3": {},
     "Mistral": {"sliding_window": WINDOW},
-    "Gemma": {},
-    "Gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16},
+    "Gemma": {"tie_word_embeddings": False},  # tied, a random model repeats its last token
+    "Gemma2": {
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 16,
+        "tie_word_embeddings": False,
+    },
     "Gemma3Text": {
         "sliding_window": WINDOW,
         "query_pre_attn_scalar": 16,
+        "tie_word_embeddings": False,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
@@ -40,9 +45,12 @@ FAMILIES = {
 
 def build(family="Llama", *, seed=7, **changes):
     """A random model of the family, the same at every call."""
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **FAMILIES[family], **changes})
+    how = {name: changes.pop(name) for name in ("attn_implementation",) if name in changes}
+    config = getattr(transformers, f"{family}Config")(
+        **{**SHAPE, **FAMILIES.get(family, {}), **changes}
+    )
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config, **how)
     return model.eval()
 
 

@@ -85,8 +85,9 @@ def check_fits(cache: object, columns: int) -> None:
             f"past_key_values is {type(cache).__name__}; give a DynamicCache or a StaticCache that "
             "stays on the device, or leave it out"
         )
-    for layer in range(len(cache.layers)):
-        _plain(cache, layer)
+    for layer, one in enumerate(cache.layers):
+        if type(one).__name__ != "DummyLayer":  # its layer uses another one's keys and values
+            _plain(cache, layer)
     if length := length_of(cache):
         raise InvalidValue(
             f"past_key_values holds {length} tokens; the prompt's KV is put into it here, so give "
