@@ -1,0 +1,180 @@
+"""The pages of SGLang's host pools as bytes: out of a pool into a record, and back.
+
+A record is a page in its pool's own layout: what `get_data_page` gives, flattened. SGLang names a
+page by the number of its first token. Copies leave Python's lock to others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvkeep.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Bytes = npt.NDArray[np.uint8]
+
+__all__ = ["HostPages", "bytes_of", "first_tokens", "pages_of"]
+
+
+class HostPages(ABC):
+    """The pages of one pool.
+
+    Attributes:
+        size: bytes of a page.
+        tokens: entries of ``host_indices`` for each page.
+
+    Thread safety: any, on different pages.
+    """
+
+    size: int
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.tokens = int(pool.page_size)
+
+    @abstractmethod
+    def save(self, index: int, raw: memoryview) -> None:
+        """Write page ``index`` into ``raw``, `size` long."""
+
+    @abstractmethod
+    def load(self, index: int, raw: memoryview) -> None:
+        """Write ``raw`` into page ``index``."""
+
+
+class _Views(HostPages):
+    """A page is a part of a tensor, strided where layers or K and V lie apart."""
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__(pool)
+        self.size = _view(pool, 0).size
+
+    def save(self, index: int, raw: memoryview) -> None:
+        page = _view(self.pool, index)
+        np.copyto(np.frombuffer(raw, np.uint8).reshape(page.shape), page)
+
+    def load(self, index: int, raw: memoryview) -> None:
+        page = _view(self.pool, index)
+        np.copyto(page, np.frombuffer(raw, np.uint8).reshape(page.shape))
+
+
+class _Joined(HostPages):
+    """A page is several tensors that the pool joins for us, and parts again."""
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__(pool)
+        page = pool.get_data_page(0)
+        self.size = page.numel() * page.element_size()
+        self._dtype = page.dtype
+
+    def save(self, index: int, raw: memoryview) -> None:
+        page = bytes_of(self.pool.get_data_page(index).contiguous())
+        np.copyto(np.frombuffer(raw, np.uint8), page)
+
+    def load(self, index: int, raw: memoryview) -> None:
+        page = torch.empty(self.size, dtype=torch.uint8)
+        np.copyto(page.numpy(), np.frombuffer(raw, np.uint8))
+        self.pool.set_from_flat_data_page(index, page.view(self._dtype))
+
+
+class _Spans(HostPages):
+    """A page is spans of memory, for pools that tell their addresses and nothing else."""
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__(pool)
+        self.size = sum(map(len, self._spans(0)))
+
+    def save(self, index: int, raw: memoryview) -> None:
+        record, start = np.frombuffer(raw, np.uint8), 0
+        for span in self._spans(index):
+            np.copyto(record[start : start + len(span)], span)
+            start += len(span)
+
+    def load(self, index: int, raw: memoryview) -> None:
+        record, start = np.frombuffer(raw, np.uint8), 0
+        for span in self._spans(index):
+            np.copyto(span, record[start : start + len(span)])
+            start += len(span)
+
+    def _spans(self, index: int) -> list[Bytes]:
+        if not 0 <= index <= self.pool.size - self.tokens:
+            raise IndexError(f"token {index} begins no page of a pool of {self.pool.size} tokens")
+        addresses, sizes = self.pool.get_page_buffer_meta(torch.arange(index, index + self.tokens))
+        return [
+            np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
+            for address, size in zip(addresses, sizes, strict=True)
+        ]
+
+
+class _Marks(HostPages):
+    """Pages without bytes: the pool only numbers them for others. A record says that one is."""
+
+    size = 1
+
+    def save(self, index: int, raw: memoryview) -> None:
+        raw[:] = b"\x01"
+
+    def load(self, index: int, raw: memoryview) -> None:
+        pass
+
+
+def pages_of(pool: Any) -> HostPages:
+    """The pages of ``pool``, a host pool of SGLang's, in any layout.
+
+    Raises:
+        UnsupportedModel: it does not give its pages to storage.
+    """
+    try:
+        first, again = _page(pool, 0), _page(pool, 0)
+        if not first.numel():
+            return _Marks(pool)
+        # Both are alive, so where they are one and the same memory, it is the pool's.
+        return (_Views if first.data_ptr() == again.data_ptr() else _Joined)(pool)
+    except (NotImplementedError, ValueError):
+        pass  # this pool has no such page; it may have addresses
+    try:
+        return _Spans(pool)
+    except (NotImplementedError, ValueError) as error:
+        raise UnsupportedModel(
+            f"{type(pool).__name__} in layout {pool.layout} does not give its pages to storage: "
+            f"{error}; another --hicache-mem-layout may, or serve without a storage backend"
+        ) from error
+
+
+def first_tokens(host_indices: torch.Tensor | None, count: int, pages: HostPages) -> list[int]:
+    """The first token of each of ``count`` pages, by which pools know them.
+
+    Raises:
+        ValueError: ``host_indices`` are not those of so many pages.
+    """
+    if host_indices is None or host_indices.numel() != count * pages.tokens:
+        given = None if host_indices is None else host_indices.numel()
+        raise ValueError(f"{given} host indices name {count} pages of {pages.tokens} tokens")
+    starts: list[int] = host_indices[:: pages.tokens].tolist()
+    return starts
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    """The memory of ``tensor``, which is on the CPU and contiguous."""
+    flat: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def _page(pool: Any, index: int) -> torch.Tensor:
+    if pool.layout == "page_unified":  # whole pages, but not for `get_data_page`
+        at = index // pool.page_size
+        page: torch.Tensor = pool.kv_buffer[at : at + 1]
+    else:
+        page = pool.get_data_page(index, flat=False)
+    return page
+
+
+def _view(pool: Any, index: int) -> Bytes:
+    view: Bytes = _page(pool, index).view(torch.uint8).numpy()
+    return view

@@ -1,0 +1,39 @@
+"""Pools beside that of KV: states, windows, indexes. Which prefixes they let SGLang restore."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+
+    from kvkeep.integrations.sglang.transport import Transport
+
+__all__ = ["restorable_prefixes"]
+
+
+def restorable_prefixes(
+    transport: Transport, transfer: PoolTransfer, keys: Sequence[bytes], until: float
+) -> set[int] | None:
+    """Lengths of prefixes of ``keys`` for which one pool has what it needs; None: it has no say.
+
+    Places that others write to are asked until ``until``; pages that only the end of a prefix needs
+    from the last one on, because SGLang wants the longest prefix.
+    """
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        return set(range(1, transport.lookup(keys, until) + 1))
+    if transfer.hit_policy != PoolHitPolicy.TRAILING_PAGES:
+        return None
+    window = max(1, len(transfer.keys or []))
+    found: set[int] = set()
+    run = 0  # pages that are there one behind the other, from the one at hand on
+    for at in reversed(range(len(keys))):
+        run = run + 1 if transport.lookup(keys[at : at + 1], until) else 0
+        if run >= window:
+            found.add(at + window)
+    # A prefix that is shorter than the window needs all of itself.
+    return found | set(range(1, min(run, window - 1) + 1))
