@@ -406,22 +406,29 @@ class TieredStore:
         written = Written()
         writing = _Writing(self.tiers, blocks)
         full: set[str] = set()  # what comes behind a block that a tier dropped is of no use there
-        for at, block in enumerate(blocks):
-            with self._lock:
-                touches = self._touches.touch(block)
-            held = self.front.lease(block)
-            if held is not None or any(tier.knows(block) for tier in self.tiers):
-                written.already.append(at)
-            else:
-                held = self._keep(at, block, raw_bytes[at], fill, until)
-                if held is None:
-                    break
-                written.kept.append(at)
-            if held is not None:
-                try:
-                    self._write_below(block, touches, until, full, writing)
-                finally:
-                    held.release()
+        alone: list[bytes] = []  # only in memory: what follows must not push out its own beginning
+        try:
+            for at, block in enumerate(blocks):
+                with self._lock:
+                    touches = self._touches.touch(block)
+                held = self.front.lease(block)
+                if held is not None or any(tier.knows(block) for tier in self.tiers):
+                    written.already.append(at)
+                else:
+                    held = self._keep(at, block, raw_bytes[at], fill, until)
+                    if held is None:
+                        break
+                    written.kept.append(at)
+                if held is not None:
+                    try:
+                        if not self._write_below(block, touches, until, full, writing):
+                            self.front.catalogue.hold(block)
+                            alone.append(block)
+                    finally:
+                        held.release()
+        finally:
+            for block in alone:
+                self.front.catalogue.free(block)
         kept, already = len(written.kept), len(written.already)
         self.used(blocks[: kept + already])
         writing.end()
@@ -454,16 +461,23 @@ class TieredStore:
 
     def _write_below(
         self, block: bytes, touches: int, until: float, full: set[str], writing: _Writing
-    ) -> None:
+    ) -> bool:
+        """Have the tiers that admit ``block`` write it; whether one has it, or will."""
+        below = False
         for level, tier in enumerate(self.tiers, start=1):
             with self._lock:
                 admitted = self.policy.admits(level, touches)
-            if not admitted or tier.knows(block):
+            if tier.knows(block):
+                below = True
+            elif not admitted:
                 continue
-            if tier.name in full:
+            elif tier.name in full:
                 tier.counters.count(drops=1)
-            elif not self._queue(tier, block, _left(until), writing.one_more(tier)):
+            elif self._queue(tier, block, _left(until), writing.one_more(tier)):
+                below = True
+            else:
                 full.add(tier.name)
+        return below
 
     def _queue(
         self,
@@ -536,8 +550,9 @@ class TieredStore:
     def _demote_ahead(self) -> None:
         """Write evicted blocks down before their room is needed, where the policy wants that."""
         with self._lock:
-            if self.policy.demotes(0, 1 << 30) is None:
-                return
+            level = self.policy.demotes(0, 1 << 30)
+        if level is None or level > len(self.tiers):
+            return
         low = int(self.front.capacity * (1 - _HEADROOM))
         excess = self.front.backend.used() - self.front.leaving_bytes - low
         if excess > 0:

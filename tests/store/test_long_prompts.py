@@ -1,0 +1,79 @@
+"""Prompts longer than what is to keep them: their beginning is kept, the rest said to be dropped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvkeep.geometry import KVGeometry
+from kvkeep.store import KVStore
+from kvkeep.tiers import Exclusive, Inclusive
+
+GEOMETRY = KVGeometry(2, 1, 8, "bfloat16")
+BLOCK = 16
+BYTES = BLOCK * GEOMETRY.bytes_per_token + 4096  # a record in memory, at most
+TOKENS = list(range(40 * BLOCK))
+KV = torch.arange(2 * 2 * len(TOKENS) * 8).reshape(2, 2, -1, 1, 8).to(torch.bfloat16)
+
+
+@pytest.fixture
+def make_store(tmp_path):
+    def make(*tiers, **more):
+        tiers = [tier.format(dir=tmp_path) for tier in tiers]
+        return KVStore(GEOMETRY, model="m@1", tiers=tiers, block_tokens=BLOCK, **more)
+
+    return make
+
+
+@pytest.mark.parametrize("policy", [Inclusive, Exclusive])
+@pytest.mark.parametrize(
+    ("below", "quotas"),
+    [
+        ((), None),
+        ((), {"": f"{5 * BYTES}B"}),
+        (("file://{dir}/disk?size=1MiB",), None),
+    ],
+)
+def test_what_put_says_is_kept_is_found(make_store, policy, below, quotas):
+    with make_store(f"memory://{12 * BYTES}B", *below, policy=policy(), quotas=quotas) as store:
+        for _ in range(2):  # the second time, some of it is there already
+            put = store.put(TOKENS, KV, wait=True)
+            kept = put.tokens + put.skipped
+            assert kept + put.dropped == len(TOKENS)
+            found, count = store.get(TOKENS)
+            assert count >= kept > 0
+            assert torch.equal(found, KV[:, :, :count])
+        store.check()
+
+
+def test_a_put_holds_nothing_when_it_is_over(make_store):
+    with make_store(f"memory://{12 * BYTES}B") as store:
+        assert store.put(TOKENS, KV).dropped
+        other = [token + 1 for token in TOKENS]
+        assert store.put(other, KV).tokens
+        assert store.get(other)[1] > 0
+
+
+def test_nor_when_it_ends_by_an_exception(make_store):
+    class Broken(Exception):
+        pass
+
+    with make_store(f"memory://{12 * BYTES}B") as store:
+        write, calls = store._form.write, 0
+
+        def fails_late(*arguments):
+            nonlocal calls
+            calls += 1
+            if calls == 6:
+                raise Broken
+            write(*arguments)
+
+        store._form.write = fails_late
+        with pytest.raises(Broken):
+            store.put(TOKENS, KV)
+        store._form.write = write
+        assert store.get(TOKENS)[1] == 5 * BLOCK
+        other = [token + 1 for token in TOKENS]
+        kept = store.put(other, KV).tokens
+        assert store.get(other)[1] == kept > 5 * BLOCK
+        store.check()
