@@ -35,6 +35,18 @@ demo: setup      ## play a conversation through the real service: cold against w
 	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout
 	@touch $@
 
+.venv-sglang/.installed: requirements-sglang.txt pyproject.toml
+	@echo "== setting up .venv-sglang (first time: two minutes)"
+	@test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
+	@.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-sglang.txt
+	@.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  compressed-tensors==0.20.0 torchvision==0.28.0
+	@.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout
+	@# Last: pip would otherwise list all that its server needs and the tests do not.
+	@.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
+	@touch $@
+
 # The store is tested against a real server. Debian's package has one; RUNLEVEL=1 keeps the package
 # from starting a service of its own. Without it those tests are skipped, and say so.
 servers:
