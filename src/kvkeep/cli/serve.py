@@ -7,7 +7,7 @@ import ipaddress
 import logging
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,12 @@ from kvkeep.geometry.units import format_bytes
 if TYPE_CHECKING:
     import argparse
     import socket
+    from collections.abc import Iterator
 
+    from kvkeep.cache import PagedCache
     from kvkeep.cli.model import Commands
     from kvkeep.engine import Engine, Runner
+    from kvkeep.feed import EventPublisher
     from kvkeep.server import Settings
     from kvkeep.store import KVStore
 
@@ -67,6 +70,7 @@ def add_parser(commands: Commands) -> None:
         default=[],
         help="a Host name to answer to, besides localhost (default beyond --host 127.0.0.1: any)",
     )
+    _add_events(parser.add_argument_group("KV events, for a router: they show prompts' tokens"))
     _add_limits(parser.add_argument_group("limits"))
     parser.add_argument(
         "--draft-tokens", metavar="N", type=int, default=0,
@@ -76,6 +80,16 @@ def add_parser(commands: Commands) -> None:
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
     )
     parser.set_defaults(run=run)
+
+
+def _add_events(events: argparse._ArgumentGroup) -> None:
+    events.add_argument(
+        "--events", metavar="ADDRESS", help="publish them here, as tcp://127.0.0.1:5557"
+    )
+    events.add_argument(
+        "--events-replay", metavar="ADDRESS", help="what was missed can be asked for here"
+    )
+    events.add_argument("--events-topic", metavar="TEXT", default="kv", help="default: kv")
 
 
 def _add_limits(limits: argparse._ArgumentGroup) -> None:
@@ -134,7 +148,10 @@ def run(args: argparse.Namespace) -> int:
             level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
         )
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        with _store(args, runner, settings.name) or nullcontext() as store:
+        with (
+            _publisher(args, cache) as publisher,
+            _store(args, runner, settings.name) or nullcontext() as store,
+        ):
             engine = Engine(
                 runner,
                 cache,
@@ -143,7 +160,23 @@ def run(args: argparse.Namespace) -> int:
                 store=store,
                 load_timeout=args.load_timeout,
             )
-            return _serve(engine, settings, bound)
+            return _serve(engine, settings, bound, publisher)
+
+
+@contextmanager
+def _publisher(args: argparse.Namespace, cache: PagedCache) -> Iterator[EventPublisher | None]:
+    if args.events is None:
+        if args.events_replay is not None:
+            raise InvalidValue("--events-replay has nothing to replay without --events")
+        yield None
+        return
+    from kvkeep.feed import EventPublisher  # noqa: PLC0415 - an extra of its own
+
+    publisher = EventPublisher(cache, args.events, args.events_replay, topic=args.events_topic)
+    try:
+        yield publisher
+    finally:
+        publisher.close()
 
 
 def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | None:
@@ -156,10 +189,12 @@ def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | Non
     return open_default_store(args, runner, name=name)
 
 
-def _serve(engine: Engine, settings: Settings, bound: socket.socket) -> int:
+def _serve(
+    engine: Engine, settings: Settings, bound: socket.socket, publisher: EventPublisher | None
+) -> int:
     from kvkeep.server import Listener, create_app, url_of  # noqa: PLC0415
 
-    announce = partial(_announce, engine, settings, url_of(bound))
+    announce = partial(_announce, engine, settings, url_of(bound), publisher)
     listener = Listener(create_app(engine, settings), ready=announce)
     try:
         asyncio.run(listener.serve([bound]))
@@ -198,7 +233,9 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _announce(engine: Engine, settings: Settings, url: str) -> None:
+def _announce(
+    engine: Engine, settings: Settings, url: str, publisher: EventPublisher | None
+) -> None:
     """Say that it listens, and what to type next."""
     runner = engine.runner
     size = format_bytes(runner.num_pages * runner.page_size * runner.geometry.bytes_per_token)
@@ -214,6 +251,9 @@ def _announce(engine: Engine, settings: Settings, url: str) -> None:
     if engine.store is not None:
         places = ", ".join(tier.place for tier in engine.store.stats().tiers)
         print(f"KV is kept in {places}", flush=True)
+    if publisher is not None:
+        replay = "" if publisher.replay is None else f", replayed at {publisher.replay}"
+        print(f"KV events at {publisher.endpoint}{replay}", flush=True)
     if settings.hosts is None and settings.api_key is None:
         print(
             "kvkeep: whoever can reach this address can use it, and read what is cached: "

@@ -15,7 +15,7 @@ def check_endpoint(endpoint: str) -> None:
     """`InvalidValue` for what ZeroMQ would take amiss, or take for something else."""
     scheme, found, rest = endpoint.partition("://")
     _, _, port = rest.rpartition(":")
-    sound = scheme in {"tcp", "ipc", "inproc"} and found and rest
+    sound = scheme in {"tcp", "ipc", "inproc"} and bool(found and rest)
     if sound and scheme == "tcp":
         sound = port == "*" or (port.isdecimal() and len(port) < 6 and int(port) <= 65_535)
     if not sound:

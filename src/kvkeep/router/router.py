@@ -28,6 +28,7 @@ _COMING_TOKENS = 256
 # Kinds of attention whose blocks say that a prefix is there. A window's say that of its end only.
 _WHOLE = {None, "full_attention", "mla_attention"}
 _MARK_LENGTH = 4096
+_MOST_ADAPTERS = 10_000
 
 
 class Score(NamedTuple):
@@ -110,6 +111,7 @@ class PrefixRouter:
         self._index = PrefixIndex(ranked)
         self._loads: dict[str, dict[Place, _Load]] = {}
         self._windows: set[tuple[Place, int]] = set()
+        self._adapters: set[str] = set()
         self._skipped = 0
         for instance in instances:
             self.add(instance)
@@ -168,6 +170,8 @@ class PrefixRouter:
             self._skipped += 1
             return
         lora = event.lora_name or ""
+        if lora and len(self._adapters) < _MOST_ADAPTERS:
+            self._adapters.add(lora)
         salt, marks = _extras(event, lora)
         self._index.store(
             place,
@@ -306,6 +310,16 @@ class PrefixRouter:
                 refused=self._index.refused,
                 skipped=self._skipped,
             )
+
+    def is_adapter(self, name: str) -> bool:
+        """Whether some instance told of blocks of a LoRA adapter of that name."""
+        with self._lock:
+            return name in self._adapters
+
+    def num_ranks(self, instance: str) -> int:
+        """How many ranks an instance has told of; 1 before it did."""
+        with self._lock:
+            return len(self._loads.get(instance, {}))
 
     def load(self, instance: str) -> tuple[int, float]:
         """Requests that run there, and the expected seconds of prompts that wait."""

@@ -1,0 +1,187 @@
+"""``kvkeep route``: a reverse proxy that sends each prompt where most of it is cached."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.errors import InvalidValue, require, whole
+
+if TYPE_CHECKING:
+    import argparse
+
+    from kvkeep.cli.model import Commands
+    from kvkeep.feed import Source
+    from kvkeep.router import CostModel
+    from kvkeep.router.prompts import Tokenize
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(commands: Commands) -> None:
+    """Name the arguments."""
+    parser = commands.add_parser(
+        "route",
+        help="route prompts to the instance that has most of them cached",
+        description="A reverse proxy in front of several OpenAI-compatible servers (kvkeep serve, "
+        "vLLM) of one model. It reads their KV events, and sends each prompt where it is through "
+        "first: where most of it is cached, if not too much waits there.",
+    )
+    parser.add_argument(
+        "--instances", metavar="URL,…", required=True, help="http://HOST:PORT of each"
+    )
+    events = parser.add_argument_group("their KV events, in the order of the instances")
+    events.add_argument(
+        "--events", metavar="ADDRESS,…", default="", help="tcp://HOST:PORT of each ('': has none)"
+    )
+    events.add_argument(
+        "--replay", metavar="ADDRESS,…", default="", help="where each replays what was missed"
+    )
+    events.add_argument("--topic", default="", help="only events of topics that begin so")
+    events.add_argument(
+        "--ranks", metavar="N", type=int, default=1,
+        help="data-parallel ranks of each instance, on ports one above the other (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        type=Path,
+        help="tokenize here, with this model directory's tokenizer (default: ask an instance)",
+    )
+    costs = parser.add_argument_group("what a prompt costs")
+    costs.add_argument(
+        "--prefill-speed", metavar="N", type=float, help="tokens a second (default: 15,000)"
+    )
+    costs.add_argument(
+        "--balance", metavar="X", type=float,
+        help="how much of what an instance had of late counts against it (default: 0.02)",
+    )  # fmt: skip
+    address = parser.add_argument_group("address")
+    address.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine")
+    address.add_argument("--port", metavar="N", type=int, default=8080, help="0: a free one")
+    address.add_argument(
+        "--allow-host", metavar="NAME", action="append", default=[],
+        help="a Host name to answer to, besides localhost (default beyond --host 127.0.0.1: any)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Route until a signal; 0 after an orderly end."""
+    for module in ("msgspec", "zmq", "httpx", "starlette", "uvicorn", "prometheus_client"):
+        require(module, "router")
+    from kvkeep.feed import EventReader  # noqa: PLC0415
+    from kvkeep.router import PrefixRouter  # noqa: PLC0415
+    from kvkeep.router.listening import bind, serve  # noqa: PLC0415
+    from kvkeep.router.proxy import create_proxy  # noqa: PLC0415
+    from kvkeep.router.upstreams import Upstreams  # noqa: PLC0415
+
+    names = _listed(args.instances)
+    sources = _sources(args, names)
+    upstreams = Upstreams(names)
+    router = PrefixRouter(names, cost=_cost(args))
+    tokenize = None if args.model is None else _tokenizer(args.model)
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+    )
+    for noisy in ("uvicorn", "httpx", "httpcore"):  # httpx writes a line for each request
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    with bind(args.host, args.port) as bound:
+        reader = EventReader(sources, router) if sources else None
+        try:
+            proxy = create_proxy(
+                router,
+                upstreams,
+                reader,
+                tokenize=tokenize,
+                hosts=_hosts(args.host, args.allow_host),
+            )
+            serve(proxy, bound, ready=lambda url: _announce(url, names, sources))
+        finally:
+            if reader is not None:
+                reader.close()
+    return 0
+
+
+def _listed(text: str) -> list[str]:
+    return [one.strip().rstrip("/") for one in text.split(",")]
+
+
+def _sources(args: argparse.Namespace, names: list[str]) -> list[Source]:
+    from kvkeep.feed import Source  # noqa: PLC0415
+
+    whole("--ranks", args.ranks, 1, 1024)
+    events = _listed(args.events) if args.events else [""] * len(names)
+    replays = _listed(args.replay) if args.replay else [""] * len(names)
+    for given, option in ((events, "--events"), (replays, "--replay")):
+        if len(given) != len(names):
+            raise InvalidValue(
+                f"{option} names one address for each of the {len(names)} instances, got "
+                f"{len(given)}; leave one empty for an instance without"
+            )
+    return [
+        Source(name, _of_rank(event, rank), _of_rank(replay, rank) or None, args.topic)
+        for name, event, replay in zip(names, events, replays, strict=True)
+        if event
+        for rank in range(args.ranks)
+    ]
+
+
+def _of_rank(address: str, rank: int) -> str:
+    """As vLLM has it: each rank's port is one above that of the rank before."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else address
+
+
+def _cost(args: argparse.Namespace) -> CostModel:
+    from kvkeep.router import CostModel  # noqa: PLC0415
+
+    given: dict[str, Any] = {}
+    if args.prefill_speed is not None:
+        if not args.prefill_speed > 0:
+            raise InvalidValue(f"--prefill-speed is above 0, got {args.prefill_speed}")
+        given["token_s"] = 1 / args.prefill_speed
+    if args.balance is not None:
+        given["balance"] = args.balance
+    return CostModel(**given)
+
+
+def _tokenizer(path: Path) -> Tokenize:
+    from kvkeep.engine import Tokenizer  # noqa: PLC0415 - seconds, for torch
+
+    tokenizer = Tokenizer.load(path)
+
+    def tokenize(asked: dict[str, Any]) -> Any:
+        if "messages" not in asked:
+            return tokenizer.encode(asked["prompt"])
+        for turn in asked["messages"]:
+            if not (
+                isinstance(turn, dict) and all(isinstance(said, str) for said in turn.values())
+            ):
+                raise InvalidValue("only text can be tokenized here")
+        return tokenizer.chat(asked["messages"])
+
+    return tokenize
+
+
+def _hosts(host: str, allowed: list[str]) -> list[str] | None:
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    names = [name.lower() for name in allowed]
+    return [*names, "localhost", "127.0.0.1", "[::1]", host] if loopback else names or None
+
+
+def _announce(url: str, names: list[str], sources: list[Source]) -> None:
+    told = len({source.instance for source in sources})
+    print(f"kvkeep routes at {url} to {len(names)} instances, {told} with KV events", flush=True)
+    for name in names:
+        if not any(source.instance == name for source in sources):
+            print(f"kvkeep: {name} tells nothing of its cache: --events", file=sys.stderr)

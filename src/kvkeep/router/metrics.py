@@ -1,0 +1,84 @@
+"""What a router counts, in Prometheus' terms."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+if TYPE_CHECKING:
+    from kvkeep.feed import EventReader
+    from kvkeep.router.router import PrefixRouter, Score
+    from kvkeep.router.upstreams import Upstreams
+    from kvkeep.tokens import TokenArray
+
+__all__ = ["Metrics"]
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
+
+
+class Metrics:
+    """A registry of its own; nothing of it names a prompt, a key or a client."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        own = self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "kvkeep_router_requests", "Requests sent on", ["instance", "outcome"], registry=own
+        )
+        self.retries = Counter(
+            "kvkeep_router_retries", "Requests sent to another one", ["instance"], registry=own
+        )
+        self.placed = Counter(
+            "kvkeep_router_placed", "Prompts placed, by what was known", ["by"], registry=own
+        )
+        self.prompt_tokens = Counter(
+            "kvkeep_router_prompt_tokens", "Tokens of prompts that were placed", registry=own
+        )
+        self.matched_tokens = Counter(
+            "kvkeep_router_matched_tokens", "Of them: there already", ["tier"], registry=own
+        )
+        self.deciding = Histogram(
+            "kvkeep_router_deciding_seconds",
+            "Tokens to place",
+            buckets=_SECONDS,
+            registry=own,
+        )
+        self._running = Gauge("kvkeep_router_running", "Requests", ["instance"], registry=own)
+        self._waiting = Gauge(
+            "kvkeep_router_waiting_seconds", "Prefill expected", ["instance"], registry=own
+        )
+        self._resting = Gauge(
+            "kvkeep_router_resting", "1: it failed of late", ["instance"], registry=own
+        )
+        self._blocks = Gauge("kvkeep_router_blocks", "Blocks known", ["kind"], registry=own)
+        self._feed = Gauge(
+            "kvkeep_router_feed", "Of events", ["instance", "endpoint", "what"], registry=own
+        )
+
+    def placed_at(self, score: Score, tokens: TokenArray | None) -> None:
+        """A prompt goes there; None where its tokens are not known."""
+        by = "load, tokens unknown" if tokens is None else "prefix" if score.tokens else "load"
+        self.placed.labels(by).inc()
+        self.prompt_tokens.inc(0 if tokens is None else len(tokens))
+        for tier, length in score.tiers.items():
+            self.matched_tokens.labels(tier).inc(length)
+
+    def exposition(
+        self, router: PrefixRouter, upstreams: Upstreams, reader: EventReader | None
+    ) -> bytes:
+        """Prometheus' text format."""
+        for name in upstreams.names:
+            running, waiting = router.load(name)
+            self._running.labels(name).set(running)
+            self._waiting.labels(name).set(waiting)
+            self._resting.labels(name).set(upstreams.resting(name))
+        known = router.stats()
+        for kind in ("blocks", "prefixes", "orphans", "refused", "skipped"):
+            self._blocks.labels(kind).set(getattr(known, kind))
+        for source, stats in (reader.stats() if reader is not None else {}).items():
+            for what, number in stats.as_dict().items():
+                self._feed.labels(source.instance, source.endpoint, what).set(number)
+        return generate_latest(self._registry)

@@ -1,0 +1,281 @@
+"""The index against a naive model, and what it makes of what makes no sense."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvkeep.router import Place, PrefixIndex
+from kvkeep.router.keys import MAX_TOKENS, PrefixKeys, length_of
+
+PLACES = [Place("a"), Place("a", 1), Place("b")]
+TIERS = ["GPU", "CPU"]
+TOKENS = st.lists(st.integers(0, 1), min_size=0, max_size=24)
+SALTS = st.sampled_from(["", "", "", "salt"])
+
+
+class Naive:
+    """What places hold, as whole prefixes: (place, tier, hash) → prefix and block size, copies."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple, tuple[tuple, int]] = {}
+        self.copies: Counter[tuple] = Counter()
+
+    def find(self, place, block):
+        for tier in TIERS:
+            if (place, tier, block) in self.blocks:
+                return self.blocks[place, tier, block][0]
+        return None
+
+    def store(self, place, tier, hashes, *, parent, tokens, size, space):
+        before = (space,) if parent is None else self.find(place, parent)
+        if before is None:
+            return
+        for number, block in enumerate(hashes):
+            before += tuple(tokens[number * size : (number + 1) * size])
+            name = (place, tier, block)
+            if name in self.blocks and self.blocks[name][0] != before:
+                self.copies[name] = 0
+            self.blocks[name] = (before, size)
+            self.copies[name] += 1
+
+    def remove(self, place, tier, block):
+        name = (place, tier, block)
+        if name in self.blocks:
+            self.copies[name] -= 1
+            if not self.copies[name]:
+                del self.blocks[name]
+
+    def clear(self, place):
+        for name in [name for name in self.blocks if name[0] == place]:
+            del self.blocks[name]
+            del self.copies[name]
+
+    def lookup(self, place, tokens, space, sizes) -> tuple[int, list[dict]]:
+        """Tokens, and the ways in which tiers may share them (one for each block size)."""
+        best = 0
+        ways: list[dict] = []
+        for size in sizes:
+            tiers: Counter[str] = Counter()
+            at = 0
+            while at + size <= len(tokens):
+                prefix = (space, *tokens[: at + size])
+                there = [
+                    tier
+                    for tier in TIERS
+                    if any(
+                        name[:2] == (place, tier) and held == prefix
+                        for name, (held, _) in self.blocks.items()
+                    )
+                ]
+                if not there:
+                    break
+                tiers[there[0]] += size
+                at += size
+            if at > best:
+                best, ways = at, []
+            if at == best:
+                ways.append(dict(tiers))
+        return best, ways
+
+
+class Indexing(RuleBasedStateMachine):
+    """Random events, with hashes that are names of prefixes (as everybody's are) or reused ones."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.index = PrefixIndex(TIERS)
+        self.naive = Naive()
+        self.sizes: dict[Place, set[int]] = {place: set() for place in PLACES}
+
+    @rule(
+        place=st.sampled_from(PLACES), tier=st.sampled_from(TIERS), tokens=TOKENS, salt=SALTS,
+        size=st.sampled_from([2, 2, 3, 6]), skip=st.integers(0, 3), doubled=st.integers(0, 9),
+    )  # fmt: skip
+    def store(self, *, place, tier, tokens, salt, size, skip, doubled):
+        names = [hash((salt, size, *tokens[: at + size])) for at in range(0, len(tokens), size)]
+        names = names[: len(tokens) // size]
+        skip = min(skip, len(names))
+        parent = names[skip - 1] if skip else None
+        hashes = names[skip:]
+        if doubled == 0 and hashes:  # a hash that stands for something else already
+            hashes[-1] = hash(("", size, 0, 0))
+        tokens = tokens[skip * size : len(names) * size]
+        if not hashes:
+            return
+        known = parent is None or self.naive.find(place, parent) is not None
+        self.naive.store(place, tier, hashes, parent=parent, tokens=tokens, size=size, space=salt)
+        self.index.store(place, hashes, parent, tokens, size, tier=tier, salt=salt)
+        if known:
+            self.sizes[place].add(size)
+
+    @rule(place=st.sampled_from(PLACES), tier=st.sampled_from(TIERS), data=st.data())
+    def remove(self, place, tier, data):
+        known = sorted({name[2] for name in self.naive.blocks})
+        block = data.draw(st.sampled_from([*known, 12345]))
+        self.naive.remove(place, tier, block)
+        self.index.remove(place, [block], tier=tier)
+
+    @rule(place=st.sampled_from(PLACES))
+    def clear(self, place):
+        self.naive.clear(place)
+        self.index.clear(place)
+        self.sizes[place].clear()
+
+    @rule(tokens=TOKENS, salt=SALTS)
+    def look(self, tokens, salt):
+        found = self.index.lookup(np.array(tokens, np.int32), "", salt)
+        for place in PLACES:
+            wanted, ways = self.naive.lookup(place, tokens, salt, self.sizes[place])
+            held = found.get(place)
+            assert (held.tokens if held else 0) == wanted
+            if wanted:
+                assert sum(held.tiers.values()) == wanted
+                assert held.tiers in ways
+        assert all(held.tokens for held in found.values())
+
+    @invariant()
+    def it_agrees_with_itself(self) -> None:
+        if hasattr(self, "index"):
+            self.index.check()
+            assert len(self.index) == len(self.naive.blocks)
+
+
+TestIndexing = Indexing.TestCase
+TestIndexing.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def row(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def test_instances_with_other_hashes_and_sizes_are_compared_by_what_they_hold():
+    index = PrefixIndex()
+    prompt = list(range(100, 164))
+    index.store(PLACES[0], [b"x", b"y"], None, prompt[:32], 16)
+    index.store(PLACES[0], [b"z"], b"y", prompt[32:48], 16)
+    index.store(PLACES[2], [7], None, prompt[:64], 64)
+    found = index.lookup(row(*prompt, 1, 2, 3))
+    assert {place: held.tokens for place, held in found.items()} == {PLACES[0]: 48, PLACES[2]: 64}
+    assert index.lookup(row(*prompt[:63])).keys() == {PLACES[0]}
+
+
+def test_what_comes_from_several_tiers_adds_up():
+    index = PrefixIndex(["GPU", "CPU", "DISK"])
+    prompt = list(range(12))
+    index.store(PLACES[0], [1, 2], None, prompt[:4], 2)
+    index.store(PLACES[0], [1, 2, 3, 4], None, prompt[:8], 2, tier="CPU")
+    index.store(PLACES[0], [5, 6], 4, prompt[8:], 2, tier="DISK")
+    held = index.lookup(row(*prompt))[PLACES[0]]
+    assert (held.tokens, held.tiers) == (12, {"GPU": 4, "CPU": 4, "DISK": 4})
+    index.remove(PLACES[0], [1], tier="GPU")  # of two that lie in both, one is in one now
+    held = index.lookup(row(*prompt))[PLACES[0]]
+    assert (held.tokens, held.tiers) == (12, {"CPU": 6, "GPU": 2, "DISK": 4})
+    index.remove(PLACES[0], [3], tier="CPU")
+    assert index.lookup(row(*prompt))[PLACES[0]].tokens == 4
+
+
+def test_marks_salts_and_adapters_tell_prefixes_apart():
+    index = PrefixIndex()
+    prompt = list(range(8))
+    index.store(PLACES[0], [1, 2], None, prompt, 4, salt="s")
+    index.store(PLACES[0], [3, 4], None, prompt, 4, lora="l")
+    index.store(PLACES[2], [5, 6], None, prompt, 4, marks=["", "an image"])
+    assert index.lookup(row(*prompt), salt="s")[PLACES[0]].tokens == 8
+    assert index.lookup(row(*prompt), lora="l")[PLACES[0]].tokens == 8
+    assert index.lookup(row(*prompt), lora="l", salt="s") == {}
+    assert index.lookup(row(*prompt)).keys() == {PLACES[2]}
+    assert index.lookup(row(*prompt))[PLACES[2]].tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("hashes", "tokens", "size"),
+    [
+        ([1], [1, 2, 3], 2), ([1, 2], [1, 2], 2), ([], [], 2), ([1], [], 0), ([1], [1], -1),
+        ([1], [-1, 2], 2), ([1], [2**31, 2], 2), ([1], [2**70, 2], 2),
+        ([1], [0] * 100_000, 100_000),
+    ],
+)  # fmt: skip
+def test_what_contradicts_itself_is_refused(hashes, tokens, size):
+    index = PrefixIndex()
+    index.store(PLACES[0], hashes, None, tokens, size)
+    assert index.refused == len(hashes)
+    assert len(index) == 0
+    index.check()
+
+
+def test_orphans_are_counted_and_left_out():
+    index = PrefixIndex()
+    index.store(PLACES[0], [2], 1, [1, 2], 2)
+    assert (index.orphans, len(index)) == (1, 0)
+
+
+def test_an_instance_cannot_fill_the_memory():
+    index = PrefixIndex(most_blocks=100)
+    index.store(PLACES[0], list(range(90)), None, [1] * 90, 1)
+    index.store(PLACES[0], list(range(90, 180)), None, [2] * 90, 1)
+    assert (len(index), index.refused) == (90, 90)
+    for size in range(1, 40):
+        index.store(PLACES[2], [size], None, [3] * size, size)
+    assert len(index) == 90 + 16
+    index.clear(PLACES[2])
+    index.store(PLACES[2], [1], None, [3] * 33, 33)
+    assert len(index) == 91
+
+
+def test_a_place_that_goes_leaves_its_bit_to_the_next():
+    index = PrefixIndex()
+    index.store(PLACES[0], [1], None, [1, 2], 2)
+    index.store(PLACES[2], [1], None, [1, 2], 2)
+    index.clear(PLACES[0])
+    index.store(PLACES[1], [1], None, [3, 4], 2)
+    assert index.lookup(row(1, 2)).keys() == {PLACES[2]}
+    assert index.lookup(row(3, 4)).keys() == {PLACES[1]}
+    index.check()
+
+
+# --- keys ------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=60), st.integers(1, 9), st.data())
+def test_keys_depend_on_the_tokens_alone(tokens, size, data):
+    """Not on the pieces in which they came, nor on how they are computed."""
+    keys = PrefixKeys()
+    root = keys.root("a", "b")
+    whole = keys.after(root, np.array(tokens, np.int32), 1)
+    assert [length_of(key) for key in whole] == list(range(1, len(tokens) + 1))
+    assert keys.after(root, np.array(tokens, np.int32), size) == whole[size - 1 :: size]
+    assert keys.after_few(root, tokens, size) == whole[size - 1 :: size]
+    cut = data.draw(st.integers(1, len(tokens)))
+    assert keys.after(whole[cut - 1], np.array(tokens[cut:], np.int32), 1) == whole[cut:]
+    assert keys.after_few(whole[cut - 1], tokens[cut:], 1) == whole[cut:]
+
+
+def test_keys_differ():
+    keys = PrefixKeys()
+    rng = np.random.default_rng(3)
+    seen = set()
+    roots = [keys.root("", ""), keys.root("a", ""), keys.root("", "a"), keys.root("a")]
+    for root in roots:
+        for _ in range(50):
+            seen |= set(keys.after(root, rng.integers(0, 2, 400, np.int32), 20)[1:])
+    assert len(seen) == len(roots) * 50 * 19
+    zeros = keys.after(roots[0], np.zeros(500, np.int32), 1)
+    assert len(set(zeros)) == 500
+
+
+def test_the_longest_prefix():
+    index = PrefixIndex()
+    half = MAX_TOKENS // 65_536
+    parent = None
+    for number in range(half):
+        index.store(PLACES[0], [number], parent, [1] * 65_536, 65_536)
+        parent = number
+    assert len(index) == half
+    index.store(PLACES[0], [-1], parent, [1] * 65_536, 65_536)
+    assert (len(index), index.refused) == (half, 1)
