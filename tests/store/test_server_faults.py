@@ -335,8 +335,8 @@ def test_flipped_bits(running: Server, proxy: FaultProxy, every: int) -> None:
         for number in range(40):
             proxy.flip(every, first=every // 2 + 7 * number)
             assert get(store, prompt(number)) <= LENGTH
-        assert counter(store, "errors") > 0
-        assert counter(store, "damaged") > 0 or every == 97  # then it is always a length, too
+        # Which of lengths and values they hit depends on how the answers are cut into packets.
+        assert counter(store, "errors") + counter(store, "damaged") > 0
         quiet(store)
         proxy.heal()
         eventually(lambda: _written(store))
