@@ -1,0 +1,86 @@
+"""vLLM itself, on the CPU, in this process: one thread, so that busy cores do not slow it down."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from engines import PROMPTS, Answer, engine
+from models import make_llama
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def cold(llama: str) -> list[Answer]:
+    """What vLLM says without kvkeep. Only one engine can be in a process: this one comes first."""
+    with engine(llama) as plain:
+        return plain.ask(PROMPTS)
+
+
+class Server:
+    """A redis-server of our own."""
+
+    def __init__(self, directory: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        binary = shutil.which("valkey-server") or shutil.which("redis-server")
+        if binary is None:
+            pytest.skip("no valkey-server and no redis-server here")
+        command = [binary, "--port", str(self.port), "--save", "", "--dir", str(directory)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.05)
+        self.close()
+        pytest.fail("the server does not listen")
+
+    def url(self, **options: str) -> str:
+        more = "&".join(f"{name}={value}" for name, value in options.items())
+        return f"valkey://127.0.0.1:{self.port}" + (f"?{more}" if more else "")
+
+    def hang(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    running = Server(tmp_path)
+    yield running
+    running.close()

@@ -1,0 +1,151 @@
+"""vLLM engines with kvkeep in them, and what they answer."""
+
+from __future__ import annotations
+
+import gc
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from models import VOCABULARY
+from vllm import LLM, SamplingParams
+
+from kvkeep.integrations.vllm.stats import Counts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvkeep.store import BlockStore
+
+BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...]
+    cached: int
+
+    def differs(self, other: Answer) -> float:
+        """How far the most different logprob is; infinite where tokens are others."""
+        if self.tokens != other.tokens:
+            return float("inf")
+        return max(
+            abs(value - theirs.get(token, -99.0))
+            for mine, theirs in zip(self.logprobs, other.logprobs, strict=True)
+            for token, value in mine.items()
+        )
+
+
+class Engine:
+    """An LLM in this process, and a look at what kvkeep does in it."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm: Any = llm
+        self.core: Any = llm.llm_engine.engine_core.engine_core
+        self.counted: dict[str, float] = {}
+        self._listen()
+
+    def _listen(self) -> None:
+        """Keep what the connector tells vLLM, which forgets it."""
+        take, counted = Counts.take, self.counted
+
+        def kept(counts: Counts) -> Any:
+            stats = take(counts)
+            for name, amount in (stats.data if stats else {}).items():
+                counted[name] = counted.get(name, 0) + amount
+            return stats
+
+        self._take, self._kept = take, kept
+
+    def __getitem__(self, name: str) -> float:
+        return self.counted.get(name, 0)
+
+    @property
+    def store(self) -> BlockStore:
+        return self.core.scheduler.connector._scheduler._shared.store  # type: ignore[no-any-return]
+
+    def ask(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        salt: str | None = None,
+        kvkeep: object = None,
+        lora: object = None,
+        **sampling: Any,
+    ) -> list[Answer]:
+        params = {"temperature": 0.0, "max_tokens": 6, "logprobs": 5, "ignore_eos": True} | sampling
+        if kvkeep is not None:
+            params["extra_args"] = {"kv_transfer_params": {"kvkeep": kvkeep}}
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        if salt is not None:
+            asked = [one | {"cache_salt": salt} for one in asked]
+        Counts.take = self._kept  # type: ignore[method-assign]
+        try:
+            outputs = self.llm.generate(
+                asked, SamplingParams(**params), use_tqdm=False, lora_request=lora
+            )
+        finally:
+            Counts.take = self._take  # type: ignore[method-assign]
+        return [
+            Answer(
+                tuple(one.token_ids),
+                tuple(
+                    {token: found.logprob for token, found in step.items()} for step in one.logprobs
+                ),
+                output.num_cached_tokens or 0,
+            )
+            for output in outputs
+            for one in output.outputs
+        ]
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache, and not kvkeep's."""
+        assert self.core.scheduler.reset_prefix_cache()
+
+
+@contextmanager
+def engine(model: str, tiers: Sequence[str] | None = None, **more: Any) -> Iterator[Engine]:
+    """An engine that keeps its KV in ``tiers``; without: vLLM as it is."""
+    extra = more.pop("extra", {})
+    settings: dict[str, Any] = {
+        "enforce_eager": True, "max_model_len": 2048, "dtype": "float32", "block_size": BLOCK,
+        "disable_log_stats": False, "enable_prefix_caching": True,
+    }  # fmt: skip
+    if tiers is not None:
+        settings["kv_transfer_config"] = {
+            "kv_connector": "KVKeepConnector",
+            "kv_connector_module_path": "kvkeep.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"tiers": list(tiers), **extra},
+        }
+    running = Engine(LLM(model, **(settings | more)))
+    try:
+        yield running
+    finally:
+        running.core.shutdown()
+        # What vLLM does when it is collected must not happen to the next engine.
+        running.llm = running.core = None
+        gc.collect()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{length} {seed}")
+    return [rng.randrange(3, VOCABULARY) for _ in range(length)]
+
+
+LENGTHS = (1, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 160, 191, 192, 193, 300, 511, 700)
+PROMPTS = [prompt(length) for length in LENGTHS]
+
+
+def found(length: int, block: int = BLOCK) -> int:
+    """Tokens of a stored prompt that need not be computed: whole blocks, unless it is one token."""
+    blocks = length // block
+    gain = min(blocks * block, length - 1)
+    return blocks * block if gain >= block else 0
+
+
+def same(left: Sequence[Answer], right: Sequence[Answer], most: float = 1e-4) -> None:
+    for at, (mine, theirs) in enumerate(zip(left, right, strict=True)):
+        assert mine.differs(theirs) <= most, f"answer {at}: {mine.differs(theirs)}"

@@ -1,0 +1,82 @@
+"""Small random models: large enough weights that a wrong byte of KV changes what they say."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+VOCABULARY = 512
+
+
+def make_llama(path: Path, seed: int = 0, **config: Any) -> str:
+    torch.manual_seed(seed)
+    return _save(LlamaForCausalLM(LlamaConfig(**_sizes(config))), path)
+
+
+def make_gemma(path: Path) -> str:
+    """Five layers of six see a window of 48 tokens: two groups, or more."""
+    torch.manual_seed(0)
+    config = _sizes({"num_hidden_layers": 6, "sliding_window": 48, "sliding_window_pattern": 6})
+    return _save(Gemma3ForCausalLM(Gemma3TextConfig(**config)), path)
+
+
+def make_mistral(path: Path) -> str:
+    """All layers see a window of 80 tokens: one group."""
+    torch.manual_seed(0)
+    return _save(MistralForCausalLM(MistralConfig(**_sizes({"sliding_window": 80}))), path)
+
+
+def make_adapter(path: Path, seed: int) -> str:
+    """A LoRA of rank 4 on queries, keys and values that changes a lot."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(4):
+        for name, rows in (("q_proj", 128), ("k_proj", 64), ("v_proj", 64)):
+            start = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{start}.lora_A.weight"] = torch.randn(4, 128, generator=generator) * 0.3
+            tensors[f"{start}.lora_B.weight"] = torch.randn(rows, 4, generator=generator) * 0.3
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(path / "adapter_model.safetensors"))
+    config = {
+        "peft_type": "LORA", "r": 4, "lora_alpha": 4, "lora_dropout": 0.0, "bias": "none",
+        "target_modules": ["q_proj", "k_proj", "v_proj"], "base_model_name_or_path": "llama",
+    }  # fmt: skip
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def _sizes(more: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "max_position_embeddings": 4096, "initializer_range": 0.1, "tie_word_embeddings": False,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **more,
+    }  # fmt: skip
+
+
+def _save(model: PreTrainedModel, path: Path) -> str:
+    model.to(torch.float32).save_pretrained(str(path))
+    words = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(str(path))
+    return str(path)

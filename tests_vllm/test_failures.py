@@ -1,0 +1,138 @@
+"""A store that fails costs time, never a token: files, servers, processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from engines import LENGTHS, PROMPTS, Answer, engine, found, same
+
+if TYPE_CHECKING:
+    from conftest import Server
+
+ALL = sum(min(found(length), length - 1) if found(length) else 0 for length in LENGTHS)
+
+
+def records(disk: Path) -> list[Path]:
+    return sorted(path for path in disk.rglob("*") if path.is_file() and path.stat().st_size > 4096)
+
+
+def test_damaged_missing_and_half_written_files(
+    llama: str, cold: list[Answer], tmp_path: Path
+) -> None:
+    disk = tmp_path / "kv"
+    tiers = ["memory://64MiB", f"file://{disk}?size=256MiB"]
+    with engine(llama, tiers) as one:
+        one.ask(PROMPTS)
+    files = records(disk)
+    assert len(files) > 60
+    for at, file in enumerate(files[::3]):
+        raw = bytearray(file.read_bytes())
+        if at % 3 == 0:
+            raw[len(raw) // 2] ^= 1
+            file.write_bytes(raw)
+        elif at % 3 == 1:
+            file.write_bytes(raw[: len(raw) // 2])
+    with engine(llama, tiers) as one:
+        for file in files[6::9]:  # while it runs, behind its back
+            file.unlink()
+        same(cold, one.ask(PROMPTS))
+        assert 0 < one["failed_tokens"] < ALL
+        assert 0 < one["loaded_tokens"] < ALL
+        assert one["loaded_tokens"] + one["failed_tokens"] == one["hit_tokens"]
+        # What was computed instead was saved again.
+        one.forget()
+        failed = one["failed_tokens"]
+        warm = one.ask(PROMPTS)
+        same(cold, warm)
+        assert one["failed_tokens"] == failed
+        assert [answer.cached for answer in warm] == [found(length) for length in LENGTHS]
+
+
+def test_a_server_that_hangs_or_is_dead(llama: str, cold: list[Answer], server: Server) -> None:
+    tiers = ["memory://1MiB", server.url(timeout="60s")]
+    limits = {"load_timeout": 0.5, "lookup_timeout": 0.2, "flush_timeout": 0.5}
+    with engine(llama, tiers, extra=limits) as one:
+        one.ask(PROMPTS)
+        assert one.store.flush(30)
+        one.forget()
+        same(cold, one.ask(PROMPTS))
+        assert one["loaded_tokens"] > 0
+        server.hang()
+        one.forget()
+        began = time.monotonic()
+        same(cold, one.ask(PROMPTS))
+        # The tier's own patience is a minute; twenty requests wait side by side.
+        assert time.monotonic() - began < 30
+        assert one["late_lookups"] + one["late_tokens"] > 0
+        server.go_on()
+        server.close()
+        one.forget()
+        same(cold, one.ask(PROMPTS))
+
+
+def test_a_server_that_hangs_while_blocks_are_on_their_way(
+    llama: str, cold: list[Answer], server: Server
+) -> None:
+    tiers = ["memory://1MiB", server.url(timeout="60s")]
+    with engine(llama, tiers, extra={"load_timeout": 0.5, "flush_timeout": 0.5}) as one:
+        one.ask(PROMPTS)
+        assert one.store.flush(30)
+        one.forget()
+        scheduler = one.core.scheduler.connector._scheduler
+        allocated = scheduler.allocated
+
+        def hang_then(*args: object) -> None:
+            server.hang()  # the question was answered
+            allocated(*args)
+
+        scheduler.allocated = hang_then
+        same(cold, one.ask(PROMPTS))
+        assert one["failed_tokens"] > 0
+        assert one["late_tokens"] > 0
+        server.go_on()
+
+
+def test_no_server_at_the_start(llama: str, cold: list[Answer]) -> None:
+    with engine(llama, ["memory://16MiB", "valkey://127.0.0.1:9?timeout=1s"]) as one:
+        same(cold, one.ask(PROMPTS))
+        one.forget()
+        same(cold, one.ask(PROMPTS))
+        assert one["loaded_tokens"] > 0  # from memory
+
+
+SAVING = """
+import sys
+import conftest
+from engines import engine, prompt
+with engine(sys.argv[1], ["memory://64MiB", sys.argv[2]]) as one:
+    for seed in range(10_000):
+        one.ask([prompt(700, seed=0)] if seed == 0 else [prompt(600, seed=seed)], max_tokens=2)
+        print(seed, flush=True)
+"""
+
+
+@pytest.mark.parametrize("rounds", [4])
+def test_killed_while_it_saves(llama: str, cold: list[Answer], tmp_path: Path, rounds: int) -> None:
+    tier = f"file://{tmp_path}/kv?size=256MiB"
+    with subprocess.Popen(
+        [sys.executable, "-c", SAVING, llama, tier],
+        stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent, env=dict(os.environ),
+    ) as child:  # fmt: skip
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.strip() == str(rounds):
+                break
+        child.send_signal(signal.SIGKILL)
+    with engine(llama, ["memory://64MiB", tier]) as one:
+        assert records(tmp_path / "kv"), "nothing was written before it was killed"
+        same(cold, one.ask(PROMPTS))
+        assert one["loaded_tokens"] > 0
+        assert one["failed_tokens"] == 0
+        one.store.check()
