@@ -1,4 +1,4 @@
-"""Prompts longer than what is to keep them: their beginning is kept, the rest said to be dropped."""
+"""Prompts longer than what is to keep them: the beginning is kept, the rest said to be dropped."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_put_holds_nothing_when_it_is_over(make_store):
 
 
 def test_nor_when_it_ends_by_an_exception(make_store):
-    class Broken(Exception):
+    class BrokenForm(Exception):
         pass
 
     with make_store(f"memory://{12 * BYTES}B") as store:
@@ -65,11 +65,11 @@ def test_nor_when_it_ends_by_an_exception(make_store):
             nonlocal calls
             calls += 1
             if calls == 6:
-                raise Broken
+                raise BrokenForm
             write(*arguments)
 
         store._form.write = fails_late
-        with pytest.raises(Broken):
+        with pytest.raises(BrokenForm):
             store.put(TOKENS, KV)
         store._form.write = write
         assert store.get(TOKENS)[1] == 5 * BLOCK
