@@ -86,23 +86,20 @@ class Transport:
         return came
 
     def save(self, keys: Sequence[bytes], size: int, fill: Copy) -> list[bool]:
-        """Keep pages that ``fill(i, raw)`` writes; which of them are kept."""
+        """Keep pages that ``fill(i, raw)`` writes; which of them are kept.
+
+        Returns when memory has them; where it has not much room left, when the slower tiers have
+        them, or ``save_timeout`` later.
+        """
         began = time.monotonic()
+        wait_s = self._options.save_timeout if self._crowded(len(keys) * size) else None
 
         def move(start: int, stop: int) -> list[bool]:
             def give(at: int, raw: memoryview) -> None:
                 fill(start + at, raw)
 
             part = keys[start:stop]
-            kept = self.store.write(part, [size] * len(part), give)
-            if kept < len(part):  # memory is full of what waits to be written
-                rest, first = part[kept:], kept
-                kept += self.store.write(
-                    rest,
-                    [size] * len(rest),
-                    lambda at, raw: give(first + at, raw),
-                    wait=self._options.save_timeout,
-                )
+            kept = self.store.write(part, [size] * len(part), give, wait=wait_s)
             return [at < kept for at in range(len(part))]
 
         kept = self._sliced(self._saving, move, len(keys), size, self._options.threads)
@@ -150,6 +147,15 @@ class Transport:
         finally:
             wait(others)  # whatever happened: they copy from and to the caller's memory
         return moved
+
+    def _crowded(self, more: int) -> bool:
+        """Whether so many bytes may not fit behind what waits to be written: then they wait, too.
+
+        Else they would be dropped for the slower tiers, and lost where memory evicts them.
+        """
+        front, *below = self.store.stats()
+        waiting = max((tier.queued_bytes for tier in below), default=0)
+        return bool(below) and waiting + more > (front.capacity or 0) // 2
 
     def _readable(self, size: int) -> int:
         """Slices that may read at once: all that they read ahead has to be in memory."""

@@ -1,0 +1,41 @@
+"""What can be chosen, and what is said of what cannot."""
+
+from __future__ import annotations
+
+import pytest
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+from kvkeep.errors import InvalidValue
+from kvkeep.integrations.sglang.options import Options
+
+
+def test_what_sglang_reads_itself_is_not_ours() -> None:
+    text = """{"backend_name": "kvkeep", "module_path": "kvkeep.integrations.sglang",
+      "class_name": "KVKeepStorage", "interface_v1": 1, "allocator": "shm",
+      "prefetch_threshold": 64, "prefetch_timeout_base": 2, "prefetch_timeout_per_ki_token": 0.5,
+      "tp_lcm_size": 4, "hicache_storage_pass_prefix_keys": true, "tiers": ["memory://8GiB"], "load_timeout": 1}"""
+    rest = HybridCacheController.parse_storage_backend_extra_config(text)[0]
+    assert Options.parse(rest) == Options(tiers=("memory://8GiB",), load_timeout=1.0)
+    assert Options.parse(None) == Options.parse({}) == Options()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tier": ["memory://1GiB"]}, "has 'tier'; kvkeep's options are tiers, revision, tenant"),
+        ({"tiers": "memory://1GiB"}, "a list of URLs is needed"),
+        ({"tiers": []}, "a list of URLs is needed"),
+        ({"tiers": [1]}, "a list of URLs is needed"),
+        ({"revision": 3}, "revision is 3; text is needed"),
+        ({"tenant": None}, "tenant is None; text is needed"),
+        ({"load_timeout": "5s"}, "load_timeout is '5s'; a number of seconds is needed"),
+        ({"lookup_timeout": -1}, "lookup_timeout is -1"),
+        ({"save_timeout": True}, "save_timeout is True"),
+        ({"flush_timeout": float("nan")}, "flush_timeout is nan"),
+        ({"threads": 0}, "threads is 0"),
+        ({"threads": 2.5}, "threads is 2.5"),
+    ],
+)
+def test_what_is_wrong_is_named(given: dict[str, object], said: str) -> None:
+    with pytest.raises(InvalidValue, match=said):
+        Options.parse(given)
