@@ -137,6 +137,8 @@ def run(args: argparse.Namespace) -> int:
     from kvkeep.server import bind  # noqa: PLC0415
 
     settings = _settings(args)
+    if args.events_replay is not None and args.events is None:
+        raise InvalidValue("--events-replay has nothing to replay without --events")
     limits = Limits(
         max_running=args.max_running, step_tokens=args.step_tokens, max_waiting=args.max_waiting
     )
@@ -166,8 +168,6 @@ def run(args: argparse.Namespace) -> int:
 @contextmanager
 def _publisher(args: argparse.Namespace, cache: PagedCache) -> Iterator[EventPublisher | None]:
     if args.events is None:
-        if args.events_replay is not None:
-            raise InvalidValue("--events-replay has nothing to replay without --events")
         yield None
         return
     from kvkeep.feed import EventPublisher  # noqa: PLC0415 - an extra of its own

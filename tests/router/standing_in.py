@@ -1,0 +1,146 @@
+"""Servers of a few lines that misbehave as they are told, on real sockets; and the proxy itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.router import CostModel, PrefixRouter
+from kvkeep.router.listening import Server, bind
+from kvkeep.router.proxy import create_proxy
+from kvkeep.router.upstreams import Upstreams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHUNKS = [b"data: one\n\n", b"data: two\n\n", b"data: [DONE]\n\n"]
+
+
+def eventually(holds: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"still not so after {seconds} s"
+        time.sleep(0.005)
+
+
+class StandIn:
+    """An HTTP server that answers in chunks, or does what ``mood`` says.
+
+    "well" · "503" · "429" · "500" · "hangs up" before a head · "head only" then hangs up ·
+    "half" an answer · "waits" until the client goes.
+    """
+
+    def __init__(self, mood: str = "well") -> None:
+        self.mood = mood
+        self.asked: list[tuple[str, dict[str, str], bytes]] = []
+        self.left = 0
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path, _, _ in self.asked if path != "/tokenize"]
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        async with await asyncio.start_server(self._serve, "127.0.0.1", 0) as server:
+            self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            self._ready.set()
+            await self._stop.wait()
+        await asyncio.sleep(0.01)  # transports close in their own time
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            first, *lines = head.strip().split("\r\n")
+            pairs = [line.split(": ", 1) for line in lines]
+            headers = {name.lower(): value for name, value in pairs}
+            body = await reader.readexactly(int(headers.get("content-length", 0)))
+            path = first.split()[1]
+            self.asked.append((path, headers, body))
+            await self._answer(path, body, reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def _answer(self, path, body, reader, writer) -> None:
+        def head(status: str, more: str = "") -> bytes:
+            return f"HTTP/1.1 {status}\r\nconnection: close\r\n{more}\r\n".encode()
+
+        if path == "/tokenize" and self.mood != "hangs up":
+            text = json.loads(body).get("prompt") or "".join(
+                turn["content"] for turn in json.loads(body)["messages"]
+            )
+            answer = json.dumps({"tokens": list(text.encode())}).encode()
+            writer.write(head("200 OK", f"content-length: {len(answer)}\r\n") + answer)
+        elif self.mood == "well":
+            kind = "content-type: text/event-stream\r\ntransfer-encoding: chunked\r\nx-mine: 1\r\n"
+            writer.write(head("200 OK", kind))
+            for chunk in CHUNKS:
+                writer.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+                await writer.drain()
+            writer.write(b"0\r\n\r\n")
+        elif self.mood.isdecimal():
+            answer = b'{"error": {"message": "no"}}'
+            writer.write(head(f"{self.mood} No", f"content-length: {len(answer)}\r\n") + answer)
+        elif self.mood == "head only":
+            writer.write(head("200 OK", "transfer-encoding: chunked\r\n"))
+        elif self.mood == "half":
+            writer.write(head("200 OK", "transfer-encoding: chunked\r\n"))
+            writer.write(b"%x\r\n%s\r\n" % (len(CHUNKS[0]), CHUNKS[0]))
+        elif self.mood == "waits":
+            await reader.read(1)
+            self.left += 1
+        await writer.drain()
+
+
+class Routing:
+    """A proxy in a thread, in front of some instances."""
+
+    def __init__(self, *urls: str, **options: Any) -> None:
+        self.router = PrefixRouter(urls, cost=options.pop("cost", CostModel(balance=0.0)))
+        self.upstreams = Upstreams(urls, connect_s=2.0, answer_s=options.pop("answer_s", 20.0))
+        self._socket = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        proxy = create_proxy(self.router, self.upstreams, **options)
+        self._server = Server(proxy, self.url, None)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._server.serve([self._socket]))
+        )
+        self._thread.start()
+        eventually(lambda: self._server.started)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+        self._socket.close()
+        assert not self._thread.is_alive()
+        for name in self.upstreams.names:
+            assert self.router.load(name) == (0, 0.0), "a request was never given back"
+
+
+@contextmanager
+def routing(*moods: str, **options: Any) -> Iterator[tuple[Routing, list[StandIn]]]:
+    """A proxy in front of stand-ins in these moods."""
+    made = [StandIn(mood) for mood in moods]
+    try:
+        proxy = Routing(*(one.url for one in made), **options)
+        try:
+            yield proxy, made
+        finally:
+            proxy.stop()
+    finally:
+        for one in made:
+            one.stop()

@@ -1,0 +1,234 @@
+"""The proxy in front of servers that do well, badly, and not at all."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import httpx
+import pytest
+from standing_in import CHUNKS, StandIn, eventually, routing
+
+from kvkeep.errors import InvalidValue
+from kvkeep.feed import BlockStored
+from kvkeep.router.upstreams import Upstreams, passed_on
+
+WHOLE = b"".join(CHUNKS)
+ASK = {"model": "m", "prompt": [1, 2, 3, 4], "stream": True}
+
+
+def ask(proxy, asked=ASK, path="/v1/completions", **options) -> httpx.Response:
+    return httpx.post(proxy.url + path, json=asked, timeout=20, **options)
+
+
+def holds(proxy, instance, tokens) -> None:
+    """The instance says that it holds this prompt, as blocks of two."""
+    hashes = list(range(len(tokens) // 2))
+    event = BlockStored(hashes, None, tokens[: len(hashes) * 2], 2, None, "GPU", None)
+    proxy.router.apply(instance.url, [event])
+
+
+def metrics(proxy) -> str:
+    return httpx.get(f"{proxy.url}/metrics").text
+
+
+def test_a_prompt_goes_where_it_is_cached_and_the_answer_comes_as_it_is():
+    with routing("well", "well", "well") as (proxy, made):
+        for turn in range(6):
+            one = made[turn % 3]
+            prompt = [turn * 10 + at for at in range(8)]
+            holds(proxy, one, prompt)
+            answer = ask(proxy, {**ASK, "prompt": prompt}, headers={"x-theirs": "yes"})
+            assert answer.status_code == 200
+            assert answer.content == WHOLE
+            assert answer.headers["x-mine"] == "1"
+            path, headers, body = one.asked[-1]
+            assert path == "/v1/completions"
+            assert headers["x-theirs"] == "yes"
+            assert headers["host"] == one.url.removeprefix("http://")
+            assert json.loads(body)["prompt"] == prompt
+        assert [len(one.paths) for one in made] == [2, 2, 2]
+        assert 'matched_tokens_total{tier="GPU"} 48.0' in metrics(proxy)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_text_is_tokenized_by_an_instance(path):
+    text = "one and the same beginning"
+    asked = {"prompt": text} if path == "/v1/completions" else {
+        "messages": [{"role": "user", "content": text}], "temperature": 0,
+    }  # fmt: skip
+    with routing("well", "well") as (proxy, made):
+        holds(proxy, made[1], list(text.encode()))
+        for _ in range(4):
+            assert ask(proxy, asked, path, headers={"authorization": "Bearer k"}).is_success
+        assert [one.paths for one in made] == [[], [path] * 4]
+        for one in made:
+            for asked_path, headers, body in one.asked:
+                assert headers["authorization"] == "Bearer k"
+                if asked_path == "/tokenize":
+                    assert "temperature" not in json.loads(body)
+
+
+def test_a_tokenizer_of_its_own_asks_nobody():
+    seen = []
+
+    def tokenize(asked):
+        seen.append(asked)
+        if asked["prompt"] == "bad":
+            raise InvalidValue("no")
+        return list(asked["prompt"].encode())
+
+    with routing("well", "well", tokenize=tokenize) as (proxy, made):
+        holds(proxy, made[1], list(b"cached text"))
+        assert ask(proxy, {"prompt": "cached text"}).is_success
+        assert ask(proxy, {"prompt": "bad"}).is_success
+        assert len(seen) == 2
+        assert not any(path == "/tokenize" for one in made for path, _, _ in one.asked)
+        assert made[1].paths[:1] == ["/v1/completions"]
+
+
+def test_salts_are_kept_apart():
+    with routing("well", "well") as (proxy, made):
+        event = BlockStored([1], None, [1, 2, 3, 4], 4, None, "GPU", None, [["s"]])
+        proxy.router.apply(made[1].url, [event])
+        for _ in range(3):
+            assert ask(proxy, {**ASK, "cache_salt": "s"}).is_success
+        assert [len(one.paths) for one in made] == [0, 3]
+
+
+def test_what_cannot_be_read_goes_to_the_least_loaded_as_it_is():
+    with routing("well") as (proxy, (one,)):
+        for body in (b"", b"{", b"[]", b'"x"', b'{"prompt": {}}', b'{"prompt": [1, "x"]}',
+                     b'{"prompt": [-1]}', b'{"prompt": []}', b'{"messages": "x"}',
+                     b"[" * 100_000, b"\xff\xfe", b'{"prompt": [[1]], "model": 7}'):  # fmt: skip
+            answer = httpx.post(f"{proxy.url}/v1/completions", content=body)
+            assert answer.content == WHOLE
+            assert one.asked[-1][2] == body
+
+
+@pytest.mark.parametrize("mood", ["503", "hangs up", "head only", "429"])
+def test_another_one_is_asked_before_the_first_byte(mood):
+    with routing(mood, "well") as (proxy, (bad, good)):
+        holds(proxy, bad, [1, 2, 3, 4])
+        answer = ask(proxy)
+        assert (answer.status_code, answer.content) == (200, WHOLE)
+        assert len(bad.paths) == 1
+        assert "retries_total" in metrics(proxy)
+        ask(proxy)
+        # Who failed is left alone for a while; who has too much to do is not ill.
+        assert len(bad.paths) == (2 if mood == "429" else 1)
+        assert len(good.paths) == 2
+
+
+def test_one_that_is_not_there_is_left_alone_and_comes_back():
+    with routing("well", "well") as (proxy, (one, two)):
+        holds(proxy, one, [1, 2, 3, 4])
+        clock = [0.0]
+        proxy.upstreams._clock = lambda: clock[0]
+        one.mood = "hangs up"
+        assert ask(proxy).content == WHOLE
+        assert proxy.upstreams.resting(one.url)
+        assert httpx.get(f"{proxy.url}/health").json() == {"status": "ok", "instances": 1}
+        one.mood = "well"
+        assert ask(proxy).content == WHOLE
+        assert (len(one.paths), len(two.paths)) == (1, 2)
+        clock[0] = 1.5
+        assert ask(proxy).content == WHOLE
+        assert (len(one.paths), len(two.paths)) == (2, 2)
+        assert not proxy.upstreams.resting(one.url)
+
+
+def test_a_request_that_breaks_whoever_has_it_does_not_go_round():
+    with routing("hangs up", "hangs up", "hangs up", "hangs up") as (proxy, made):
+        answer = ask(proxy)
+        assert answer.status_code == 502
+        assert answer.json()["error"]["message"] == "no instance could answer"
+        assert sum(len(one.paths) for one in made) == 2
+
+
+def test_when_all_are_gone_it_says_so_and_asks_again_later():
+    gone = StandIn()
+    with routing("well") as (proxy, (one,)):
+        proxy.upstreams.failed(one.url)
+        assert httpx.get(f"{proxy.url}/health").status_code == 503
+        assert ask(proxy).content == WHOLE  # all rest: it is tried
+        assert httpx.get(f"{proxy.url}/health").status_code == 200
+    gone.stop()
+
+
+def test_an_answer_that_breaks_off_is_seen_to():
+    with routing("half", "well") as (proxy, (bad, good)):
+        holds(proxy, bad, [1, 2, 3, 4])
+        read = b""
+        with pytest.raises(httpx.RemoteProtocolError):  # noqa: SIM117, PT012
+            with httpx.stream("POST", f"{proxy.url}/v1/completions", json=ASK) as answer:
+                for piece in answer.iter_raw():
+                    read += piece
+        assert read == CHUNKS[0]
+        assert good.paths == []
+        assert proxy.upstreams.resting(bad.url)
+
+
+@pytest.mark.parametrize("mood", ["500", "400", "503", "429"])
+def test_the_last_ones_error_is_the_clients(mood):
+    with routing(mood) as (proxy, (one,)):
+        answer = ask(proxy)
+        assert answer.status_code == int(mood)
+        assert answer.json() == {"error": {"message": "no"}}
+        assert len(one.paths) == 1
+
+
+def test_a_client_that_goes_is_no_work_any_more():
+    with routing("waits") as (proxy, (one,)):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{proxy.url}/v1/completions", json=ASK, timeout=0.5)
+        eventually(lambda: one.left == 1)
+        eventually(lambda: proxy.router.load(one.url) == (0, 0.0))
+        assert not proxy.upstreams.resting(one.url)
+
+
+def test_other_endpoints_and_methods():
+    with routing("well", "well") as (proxy, made):
+        assert httpx.get(f"{proxy.url}/v1/models?x=1&y=%20").content == WHOLE
+        assert httpx.post(f"{proxy.url}/tokenize", json={"prompt": "ab"}).json()["tokens"] == [
+            97,
+            98,
+        ]
+        assert "/v1/models?x=1&y=%20" in [path for one in made for path in one.paths]
+        assert httpx.get(f"{proxy.url}/v1/completions").status_code == 405
+        assert httpx.get(f"{proxy.url}/kv/tree").status_code == 404
+        assert httpx.post(f"{proxy.url}/v1/nothing").status_code == 404
+
+
+def test_too_large_and_foreign():
+    with routing("well", max_body_bytes=1000) as (proxy, (one,)):
+        assert ask(proxy, {"prompt": "x" * 2000}).status_code == 413
+        answer = httpx.post(proxy.url + "/v1/completions", json=ASK, headers={"host": "evil.test"})
+        assert answer.status_code == 400
+        assert one.asked == []
+
+
+def test_keys_and_prompts_are_in_no_log(caplog):
+    caplog.set_level(logging.DEBUG, "kvkeep.router")
+    with routing("hangs up", "well") as (proxy, _):
+        for _ in range(3):
+            ask(proxy, {"prompt": "a secret text"}, headers={"authorization": "Bearer sk-123"})
+        text = caplog.text + metrics(proxy)
+    assert "answered" in text
+    assert "sk-123" not in text
+    assert "secret" not in text
+
+
+@pytest.mark.parametrize(
+    "instances", [[], ["x"], ["ftp://a"], ["http://"], ["http://a?b"], ["http://a", "http://a"]]
+)
+def test_instances_that_are_none(instances):
+    with pytest.raises(InvalidValue):
+        Upstreams(instances)
+
+
+def test_what_is_about_the_connection_stays():
+    given = [(b"Connection", b"close, X-Own"), (b"X-Own", b"1"), (b"Host", b"h"),
+             (b"X-Other", b"2"), (b"Transfer-Encoding", b"chunked"),
+             (b"Authorization", b"Bearer k")]  # fmt: skip
+    assert passed_on(given) == [(b"x-other", b"2"), (b"authorization", b"Bearer k")]
