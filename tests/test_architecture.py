@@ -73,7 +73,9 @@ EXTERNAL: dict[str, set[str]] = {
         "engine", "integrations", "store", "codecs",
     },
     "vllm": {"integrations.vllm"},
-    "huggingface_hub": {"integrations.vllm.naming"},  # where vLLM's models lie
+    "sglang": {"integrations.sglang"},
+    # where the models of engines lie
+    "huggingface_hub": {"integrations.vllm.naming", "integrations.sglang.naming"},
     "transformers": {
         "engine", "integrations",
         "cli.model",  # to quieten its progress bars
