@@ -37,11 +37,13 @@ ROOMS: dict[str, set[str]] = {
     "server": {
         "engine",
         "cache",
+        "traces",  # to capture one
         "prefix",  # to draw it
     },
     "feed": set(),  # KV events on the wire; of a cache it knows the hook
     "router": {"feed"},
-    "replay": {"cache", "tiers"},
+    "traces": set(),  # requests with their times; what replays them is another room
+    "replay": {"cache", "tiers", "traces"},
     "telemetry": set(),
     "testing": {"cache", "prefix", "eviction", "pages", "tiers", "backends", "codecs", "store"},
     "cli": {
@@ -54,6 +56,7 @@ ROOMS: dict[str, set[str]] = {
         "feed",
         "router",
         "replay",
+        "traces",
         "store",
         "tiers",
         "backends",
@@ -87,6 +90,7 @@ EXTERNAL: dict[str, set[str]] = {
     "numcodecs": {"codecs"},
     "cryptography": {"codecs"},
     "obstore": {"backends.objects"},
+    "zstandard": {"traces.files"},
     "jinja2": {"engine"},
     "fastapi": {"server"}, "starlette": {"server", "router"}, "uvicorn": {"server", "router"},
     "pydantic": {"server"}, "pydantic_core": {"server"}, "prometheus_client": {"server", "router"},
