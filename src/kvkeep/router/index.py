@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,7 @@ _MOST_SIZES = 16
 """Block sizes in use at once; each costs a pass of its own in a lookup."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where blocks lie: one rank of an instance."""
 
     instance: str
@@ -261,23 +260,29 @@ class PrefixIndex:
     def _held(
         self, changes: Iterator[tuple[int, list[int]]], tiers: list[str], size: int
     ) -> dict[Place, Held]:
-        found: dict[Place, Held] = {}
+        found: dict[int, Held] = {}
         since: dict[int, int] = {}
         before = [0] * len(tiers)
         for at, now in changes:
             for tier, old, new in zip(tiers, before, now, strict=True):
                 for bit in _bits(old & ~new):
-                    place = self._names[bit]
-                    assert place is not None, "a bit without a place"
-                    held = found.setdefault(place, Held())
                     tokens = (at - since[bit]) * size
-                    held.tokens += tokens
-                    held.tiers[tier] = held.tiers.get(tier, 0) + tokens
+                    held = found.get(bit)
+                    if held is None:
+                        found[bit] = Held(tokens, {tier: tokens})
+                    else:
+                        held.tokens += tokens
+                        held.tiers[tier] = held.tiers.get(tier, 0) + tokens
             for old, new in zip(before, now, strict=True):
                 for bit in _bits(new & ~old):
                     since[bit] = at
             before = now
-        return found
+        named: dict[Place, Held] = {}
+        for bit, held in found.items():
+            place = self._names[bit]
+            assert place is not None, "a bit without a place"
+            named[place] = held
+        return named
 
     def check(self) -> None:
         """Recount everything and assert that it agrees. Cost: all of it."""
@@ -347,11 +352,13 @@ def _changes(
     yield len(keys), none
 
 
-def _bits(mask: int) -> Iterator[int]:
+def _bits(mask: int) -> list[int]:
+    found = []
     while mask:
         low = mask & -mask
-        yield low.bit_length() - 1
+        found.append(low.bit_length() - 1)
         mask ^= low
+    return found
 
 
 def _fewer(counts: dict[Any, int], name: object) -> bool:
