@@ -52,10 +52,10 @@ class Request:
     what belongs together, ``parent`` the request in it that this one follows, ``turn`` counts from
     1; each is None where nothing is known. ``kind`` is the trace's own word ("agent", "text").
 
-    ``answer`` are the ids of the *full* units that end in the answer, so that what a cache holds
+    ``answer`` are the ids of the *full* units that end in the answer, so that what a cache can hold
     afterwards is ``units[: tokens // unit_tokens]`` and then these; None where the trace does not
-    tell. ``store`` False: it reused what was cached and left nothing. ``served`` is what came of it
-    where it was captured.
+    tell. The last token of an answer is in none: its KV is never computed. ``store`` False: it
+    reused what was cached and left nothing. ``served`` is what came of it where it was captured.
     """
 
     time: float
