@@ -148,20 +148,16 @@ class PrefixIndex:
         if start is None:
             self.orphans += count
             return
+        keys = None
         if (
-            not _sound(tokens, count, block_size, length_of(start))
-            or len(stock.blocks) + count > self._most
-            or not self._sized(block_size, stock)
+            _sound(tokens, count, block_size, length_of(start))
+            and len(stock.blocks) + count <= self._most
+            and self._sized(block_size, stock)
         ):
+            keys = self._keys_of(start, tokens, block_size, marks)
+        if keys is None:
             self.refused += count
             return
-        if marks is not None and any(marks):
-            added = np.array([self._keys.mark(one) if one else 0 for one in marks], np.uint64)
-            keys = self._keys.after(start, np.array(tokens, np.int32), block_size, added)
-        elif len(tokens) <= _FEW:
-            keys = self._keys.after_few(start, tokens, block_size)
-        else:
-            keys = self._keys.after(start, np.array(tokens, np.int32), block_size)
         blocks, holders, bit = stock.blocks, stock.holders, stock.bit
         for block, key in zip(hashes, keys, strict=True):
             mask = holders.get(key, 0)
@@ -170,6 +166,26 @@ class PrefixIndex:
             else:
                 blocks[block] = key
                 holders[key] = mask | bit
+
+    def _keys_of(
+        self, start: int, tokens: Sequence[int], block_size: int, marks: Sequence[str] | None
+    ) -> list[int] | None:
+        """The keys of blocks behind ``start``; None where tokens are none."""
+        marked = marks is not None and any(marks)
+        if len(tokens) <= _FEW and not marked:
+            if min(tokens) < 0 or max(tokens) > _MAX_TOKEN:
+                return None
+            return self._keys.after_few(start, tokens, block_size)
+        try:
+            row = np.array(tokens, np.int64)
+        except OverflowError:
+            return None
+        if row.min() < 0 or row.max() > _MAX_TOKEN:
+            return None
+        added = None
+        if marks is not None and marked:
+            added = np.array([self._keys.mark(one) if one else 0 for one in marks], np.uint64)
+        return self._keys.after(start, row, block_size, added)
 
     def remove(self, place: Place, hashes: Iterable[Hash], *, tier: str = "GPU") -> None:
         """One copy each of these blocks is gone; those that are not known are no news."""
@@ -308,8 +324,6 @@ def _sound(tokens: Sequence[int], count: int, block_size: int, before: int) -> b
         and 1 <= block_size <= MAX_BLOCK
         and len(tokens) == count * block_size
         and before + len(tokens) <= MAX_TOKENS
-        and min(tokens) >= 0
-        and max(tokens) <= _MAX_TOKEN
     )
 
 
@@ -323,14 +337,17 @@ def _changes(
     none = [0] * len(tiers)
     if len(tiers) == 1:  # one probe and one comparison a block
         get = tiers[0].get
-        before = 0
+        same = -1
         for at, key in enumerate(keys):
-            mask = get(key, 0) & alive
-            if mask != before:
-                yield at, [mask]
-                before = alive = mask
-            if not mask:
-                return
+            mask = get(key, 0)
+            if mask == same:
+                continue
+            same = mask
+            if mask & alive != alive or not at:
+                alive &= mask
+                yield at, [alive]
+                if not alive:
+                    return
         yield len(keys), none
         return
     gets = [tier.get for tier in tiers]

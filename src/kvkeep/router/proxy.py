@@ -145,10 +145,12 @@ class _Proxy:
         self._metrics = Metrics()
 
     async def health(self, request: Request) -> Response:
-        """200 while at least one instance is thought to work."""
-        awake = [name for name in self._upstreams.names if not self._upstreams.resting(name)]
-        body = {"status": "ok" if awake else "unavailable", "instances": len(awake)}
-        return JSONResponse(body, 200 if awake else 503)
+        """200 unless all instances failed a moment ago; and how many are thought to be well."""
+        names = self._upstreams.names
+        up = not all(self._upstreams.resting(name) for name in names)
+        well = sum(map(self._upstreams.well, names))
+        body = {"status": "ok" if up else "unavailable", "instances": well}
+        return JSONResponse(body, 200 if up else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text format."""

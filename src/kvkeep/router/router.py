@@ -245,7 +245,8 @@ class PrefixRouter:
         return scores
 
     def _fade(self, load: _Load, now: float) -> None:
-        load.recent_s *= math.exp(-(now - load.noted) / self.cost.memory_s)
+        if load.recent_s:
+            load.recent_s *= math.exp(-(now - load.noted) / self.cost.memory_s)
         load.noted = now
 
     def begin(

@@ -86,8 +86,12 @@ class Upstreams:
         return [name for name, one in self._states.items() if one.rests_until <= now] or self.names
 
     def resting(self, name: str) -> bool:
-        """Whether it failed, and has not been given another try since."""
+        """Whether it failed a moment ago."""
         return self._states[name].rests_until > self._clock()
+
+    def well(self, name: str) -> bool:
+        """Whether the last thing that it was asked for was answered."""
+        return not self._states[name].failures
 
     def failed(self, name: str) -> None:
         """It did not do what it was asked: let it rest."""
