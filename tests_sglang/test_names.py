@@ -12,9 +12,9 @@ import torch
 from sglang.srt import runtime_context
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.server_args import ServerArgs
+from sglang_pools import config_of, hashes, pools, spans, states, storage_of
 from transformers import LlamaConfig
 
-from engine import config_of, hashes, pools, spans, states, storage_of
 from kvkeep.integrations.sglang.naming import pool_digest
 
 if TYPE_CHECKING:
