@@ -25,6 +25,7 @@ class Naive:
     def __init__(self) -> None:
         self.blocks: dict[tuple, tuple[tuple, int]] = {}
         self.copies: Counter[tuple] = Counter()
+        self.sizes: dict[str, set[int]] = {tier: set() for tier in TIERS}
 
     def find(self, place, block):
         for tier in TIERS:
@@ -36,6 +37,7 @@ class Naive:
         before = (space,) if parent is None else self.find(place, parent)
         if before is None:
             return
+        self.sizes[tier].add(size)
         for number, block in enumerate(hashes):
             before += tuple(tokens[number * size : (number + 1) * size])
             name = (place, tier, block)
@@ -63,11 +65,12 @@ class Naive:
         for size in sizes:
             tiers: Counter[str] = Counter()
             at = 0
+            these = [one for one in TIERS if any(size % other == 0 for other in self.sizes[one])]
             while at + size <= len(tokens):
                 prefix = (space, *tokens[: at + size])
                 there = [
                     tier
-                    for tier in TIERS
+                    for tier in these
                     if any(
                         name[:2] == (place, tier) and held == prefix
                         for name, (held, _) in self.blocks.items()
