@@ -120,12 +120,13 @@ class Indexing(RuleBasedStateMachine):
         if known:
             self.sizes[place].add(size)
 
-    @rule(place=st.sampled_from(PLACES), tier=st.sampled_from(TIERS), data=st.data())
-    def remove(self, place, tier, data):
-        known = sorted({name[2] for name in self.naive.blocks})
-        block = data.draw(st.sampled_from([*known, 12345]))
-        self.naive.remove(place, tier, block)
-        self.index.remove(place, [block], tier=tier)
+    @rule(data=st.data(), often=st.integers(1, 3))
+    def remove(self, data, often):
+        known = sorted(self.naive.blocks, key=repr)
+        for _ in range(often):  # copies, one after the other; in the end one that is not there
+            place, tier, block = data.draw(st.sampled_from([*known, (PLACES[0], "GPU", 12345)]))
+            self.naive.remove(place, tier, block)
+            self.index.remove(place, [block], tier=tier)
 
     @rule(place=st.sampled_from(PLACES), really=RARELY)
     def clear(self, place, really):
