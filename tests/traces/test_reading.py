@@ -50,7 +50,7 @@ def test_a_file_that_breaks_off_is_read_as_far_as_it_goes(
     path.write_bytes(whole[: len(whole) * 3 // 4])
     trace = open_trace(path)
     read = list(trace)
-    assert 100 < len(read) < 20_000
+    assert 13_000 < len(read) < 20_000  # all that there is
     assert trace.skipped >= 1
     damaged = bytearray(whole)
     damaged[len(whole) // 2 : len(whole) // 2 + 400] = bytes(400)

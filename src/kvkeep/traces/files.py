@@ -6,7 +6,7 @@ import gzip
 import io
 import zlib
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from kvkeep.errors import InvalidValue, require
 
@@ -55,8 +55,9 @@ def opened(path: Path) -> Iterator[Lines]:
         if packed is None:
             yield Lines(raw, None)
         elif packed == "gzip":
-            with io.BufferedReader(gzip.GzipFile(fileobj=raw), _BUFFER_BYTES) as file:
-                yield Lines(file, raw)
+            # It has a buffer of its own; in another one, what is before a break would be lost.
+            with gzip.GzipFile(fileobj=raw) as unpacked:
+                yield Lines(unpacked, raw)
         else:
             zstandard = require("zstandard", "traces")
             reader = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).stream_reader(
@@ -64,6 +65,10 @@ def opened(path: Path) -> Iterator[Lines]:
             )
             with io.BufferedReader(reader, _BUFFER_BYTES) as file:
                 yield Lines(file, raw)
+
+
+class _Readable(Protocol):
+    def readline(self, size: int, /) -> bytes: ...
 
 
 class Lines:
@@ -74,7 +79,7 @@ class Lines:
     at its end. Memory: one line, at most `LINE_BYTES`.
     """
 
-    def __init__(self, file: BinaryIO, packed: BinaryIO | None) -> None:
+    def __init__(self, file: _Readable, packed: BinaryIO | None) -> None:
         self._file = file
         self._packed = packed
         self._number = 0
