@@ -56,7 +56,7 @@ def served(model: str, tiers: list[str], log: Path) -> Iterator[str]:
         ) as process,
     ):
         try:
-            until = time.monotonic() + 200
+            until = time.monotonic() + 400
             while True:
                 try:
                     fetch(f"{url}/health")
@@ -80,6 +80,7 @@ def fetch(url: str, body: dict[str, Any] | None = None) -> str:
         return str(answer.read().decode())
 
 
+@pytest.mark.timeout(600)
 def test_the_command_line_of_the_documentation(
     llama: str, cold: list[Answer], tmp_path: Path
 ) -> None:
