@@ -43,7 +43,7 @@ def add_parser(commands: Commands) -> None:
     made = actions.add_parser(
         "generate",
         help="make a trace",
-        description="Make a trace of a kind of traffic; the same seed makes the same file, on "
+        description="Make a trace of a kind of traffic; the same seed makes the same one, on "
         "every machine.",
     )
     made.add_argument("kind", choices=KINDS)
