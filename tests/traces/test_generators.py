@@ -132,8 +132,8 @@ def test_agents_return_within_a_second_and_have_eleven_turns() -> None:
 
 
 def test_api_requests_come_alone() -> None:
-    trace = GeneratedTrace(API(template=FEW, payload=FEW), seed=1, requests=12_000)
-    assert summarise(trace).single_turn == pytest.approx(0.97, abs=0.006)
+    trace = GeneratedTrace(API(template=FEW, payload=FEW), seed=1, requests=5_000)
+    assert summarise(trace).single_turn == pytest.approx(0.97, abs=0.01)
     assert 0.35 < summarise(generate("api", seed=1, requests=1000)).reusable_share < 0.65
 
 

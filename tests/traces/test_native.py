@@ -55,7 +55,7 @@ def facts(request: Request) -> tuple[object, ...]:
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(requests(), max_size=5), st.sampled_from(["t.jsonl", "t.jsonl.gz"]))
 def test_what_is_written_is_what_is_read(tmp_path: Path, given: list[Request], name: str) -> None:

@@ -211,7 +211,7 @@ _FIELDS = (
 
 
 @settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.sampled_from(FORMATS), st.dictionaries(st.sampled_from(_FIELDS), _json, min_size=1))
 def test_no_values_break_a_reader(tmp_path: Path, format: str, line: dict[str, object]) -> None:
