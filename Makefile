@@ -62,9 +62,11 @@ check: setup     ## lint, format and strict types
 	@echo "== ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@echo "== mypy --strict"; $(BIN)/mypy
 
-test: check servers ## check, then all the tests
+test: check servers .venv-vllm/.installed .venv-sglang/.installed ## check, then all the tests
 	@echo "== pytest, two workers with a core each (5 to 9 minutes)"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	@test -n "$(PYTEST_ARGS)" || { echo "== beside vLLM (3 to 6 minutes)"; .venv-vllm/bin/python -m pytest $(addprefix tests_vllm/test_,one_engine.py failures.py parts.py requests.py scheduling.py); }
+	@test -n "$(PYTEST_ARGS)" || { echo "== beside SGLang"; OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests_sglang; }
 
 bench: setup     ## measure the core, the store beside the machine, the engine beside Transformers
 	@$(BIN)/python benchmarks/core.py

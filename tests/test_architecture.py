@@ -37,11 +37,13 @@ ROOMS: dict[str, set[str]] = {
     "server": {
         "engine",
         "cache",
+        "traces",  # to capture one
         "prefix",  # to draw it
     },
     "feed": set(),  # KV events on the wire; of a cache it knows the hook
     "router": {"feed"},
-    "replay": {"cache", "tiers"},
+    "traces": set(),  # requests with their times; what replays them is another room
+    "replay": {"cache", "tiers", "traces"},
     "telemetry": set(),
     "testing": {"cache", "prefix", "eviction", "pages", "tiers", "backends", "codecs", "store"},
     "cli": {
@@ -54,6 +56,7 @@ ROOMS: dict[str, set[str]] = {
         "feed",
         "router",
         "replay",
+        "traces",
         "store",
         "tiers",
         "backends",
@@ -73,7 +76,9 @@ EXTERNAL: dict[str, set[str]] = {
         "engine", "integrations", "store", "codecs",
     },
     "vllm": {"integrations.vllm"},
-    "huggingface_hub": {"integrations.vllm.naming"},  # where vLLM's models lie
+    "sglang": {"integrations.sglang"},
+    # where the models of engines lie
+    "huggingface_hub": {"integrations.vllm.naming", "integrations.sglang.naming"},
     "transformers": {
         "engine", "integrations",
         "cli.model",  # to quieten its progress bars
@@ -85,11 +90,15 @@ EXTERNAL: dict[str, set[str]] = {
     "numcodecs": {"codecs"},
     "cryptography": {"codecs"},
     "obstore": {"backends.objects"},
+    "zstandard": {"traces.files"},
     "jinja2": {"engine"},
-    "fastapi": {"server"}, "starlette": {"server", "router"}, "uvicorn": {"server", "router"},
-    "pydantic": {"server"}, "pydantic_core": {"server"}, "prometheus_client": {"server", "router"},
-    "zmq": {"feed"}, "msgspec": {"feed"},
-    "httpx": {"router"},
+    "fastapi": {"server"}, "starlette": {"server", "router", "cli.route"},
+    "uvicorn": {"server", "router", "cli.route"},
+    "pydantic": {"server"}, "pydantic_core": {"server"},
+    "prometheus_client": {"server", "router", "cli.route"},
+    # The command says which extra is missing before anything is begun.
+    "zmq": {"feed", "cli.route"}, "msgspec": {"feed"},
+    "httpx": {"router", "cli.route"},
     "rich": {"cli", "prefix.render", "server.tree"},
     "pytest": {"testing"},
     "hypothesis": {"testing"},

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sglang.srt.mem_cache.utils import get_storage_hash_str
-
-from engine import controller, page_bytes, pools, scribble
+from sglang_pools import controller, page_bytes, pools, scribble
 
 if TYPE_CHECKING:
     from pathlib import Path

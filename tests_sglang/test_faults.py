@@ -12,8 +12,7 @@ import pytest
 import torch
 from servers import needs_server
 from servers import server as valkey
-
-from engine import (
+from sglang_pools import (
     Pages,
     hashes,
     page_bytes,
@@ -22,6 +21,7 @@ from engine import (
     spans,
     storage_of,
 )
+
 from kvkeep.errors import InvalidValue
 
 if TYPE_CHECKING:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.server_args import ServerArgs
+from sglang_pools import config_of, hashes, pools, spans, states, storage_of
 from transformers import LlamaConfig
 
-from engine import config_of, hashes, pools, spans, states, storage_of
 from kvkeep.integrations.sglang.naming import pool_digest
 
 if TYPE_CHECKING:
@@ -146,6 +147,26 @@ def test_a_directory_of_weights_is_its_own_revision(tmp_path: Path) -> None:
     assert found() == 2
     (model / "config.json").write_text('{"rope_theta": 500000}')
     assert found() == 0
+
+
+def test_what_the_hub_downloaded_is_a_directory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    tiers = ["memory://16MiB", f"file://{tmp_path}/kv?size=64MiB"]
+    home = tmp_path / "hub" / "models--org--model"
+    found = []
+    for seed in (1, 2, 1):  # the branch moves on, and back
+        commit = f"{seed:040x}"
+        (home / "refs").mkdir(parents=True, exist_ok=True)
+        (home / "refs" / "main").write_text(commit)
+        (home / "snapshots" / commit).mkdir(parents=True, exist_ok=True)
+        weights(home / "snapshots" / commit, seed)
+        kept = storage_of(pools(*PLAIN).host, tiers, model="org/model", revision="")
+        found.append(kept.batch_exists(hashes(2)))
+        kept.batch_set_v1(hashes(2), spans(kept.mem_pool_host, 0, 2))
+        kept.close()
+    assert found == [0, 0, 2]
 
 
 def test_where_nobody_knows_the_revision_nothing_is_found_later(

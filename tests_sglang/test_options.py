@@ -13,7 +13,8 @@ def test_what_sglang_reads_itself_is_not_ours() -> None:
     text = """{"backend_name": "kvkeep", "module_path": "kvkeep.integrations.sglang",
       "class_name": "KVKeepStorage", "interface_v1": 1, "allocator": "shm",
       "prefetch_threshold": 64, "prefetch_timeout_base": 2, "prefetch_timeout_per_ki_token": 0.5,
-      "tp_lcm_size": 4, "hicache_storage_pass_prefix_keys": true, "tiers": ["memory://8GiB"], "load_timeout": 1}"""
+      "tp_lcm_size": 4, "hicache_storage_pass_prefix_keys": true,
+      "tiers": ["memory://8GiB"], "load_timeout": 1}"""
     rest = HybridCacheController.parse_storage_backend_extra_config(text)[0]
     assert Options.parse(rest) == Options(tiers=("memory://8GiB",), load_timeout=1.0)
     assert Options.parse(None) == Options.parse({}) == Options()

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from sglang_pools import DTYPES, Pages, hashes, page_bytes, pools, scribble, spans, storage_of
 
-from engine import DTYPES, Pages, hashes, page_bytes, pools, scribble, spans, storage_of
 from kvkeep.errors import UnsupportedModel
 from kvkeep.integrations.sglang.pages import pages_of
 

@@ -15,8 +15,17 @@ from sglang.srt.mem_cache.hicache_storage import (
     count_pool_hits,
 )
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
-
-from engine import Pools, config_of, hashes, page_bytes, pools, scribble, spans, states, storage_of
+from sglang_pools import (
+    Pools,
+    config_of,
+    hashes,
+    page_bytes,
+    pools,
+    scribble,
+    spans,
+    states,
+    storage_of,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

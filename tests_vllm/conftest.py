@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.update(
@@ -29,6 +30,9 @@ from models import make_llama
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+gc.freeze()  # vLLM is a million objects, and engines are collected one after the other
 
 
 @pytest.fixture(scope="session")

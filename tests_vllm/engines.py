@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import random
+import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models import VOCABULARY
@@ -112,6 +115,7 @@ def engine(model: str, tiers: Sequence[str] | None = None, **more: Any) -> Itera
     settings: dict[str, Any] = {
         "enforce_eager": True, "max_model_len": 2048, "dtype": "float32", "block_size": BLOCK,
         "disable_log_stats": False, "enable_prefix_caching": True,
+        "num_gpu_blocks_override": 1024,  # a whole GiB takes its time to be filled with zeros
     }  # fmt: skip
     if tiers is not None:
         settings["kv_transfer_config"] = {
@@ -133,6 +137,17 @@ def engine(model: str, tiers: Sequence[str] | None = None, **more: Any) -> Itera
 def prompt(length: int, seed: int = 0) -> list[int]:
     rng = random.Random(f"{length} {seed}")
     return [rng.randrange(3, VOCABULARY) for _ in range(length)]
+
+
+def apart(call: str, *args: str) -> None:
+    """Run ``module:function`` on ``args`` in a process of its own; what it raises is a failure."""
+    module, _, function = call.partition(":")
+    code = f"import sys, conftest, {module}; {module}.{function}(*sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        cwd=Path(__file__).parent, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 160, 191, 192, 193, 300, 511, 700)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -85,12 +86,13 @@ def test_wrong_wishes_are_not_followed_and_told(
     assert running["ignored_params"] == ignored + 1
 
 
-def test_deleted_after_its_time(running: Engine) -> None:
+def test_deleted_after_its_time(running: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     shared, mine = prompt(64, seed=6), prompt(200, seed=7)
     running.ask([shared])
-    running.ask([shared + mine], kvkeep={"ttl": 0.3})
+    running.ask([shared + mine], kvkeep={"ttl": 600})
     assert again(running, shared + mine).cached == found(264)
-    time.sleep(0.35)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 601)
+    monkeypatch.setattr("kvkeep.integrations.vllm.shared.time", later)
     # What was there before stays.
     assert again(running, shared + mine, kvkeep={"store": False}).cached == 64
 

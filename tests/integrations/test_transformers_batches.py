@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import BLOCK, alone, build, computed, padded, prompt
-from transformers import DynamicCache, StaticCache
+from transformers import BloomConfig, BloomForCausalLM, DynamicCache, StaticCache
 
 from kvkeep.errors import InvalidValue
 from kvkeep.integrations.transformers import KeptModel
@@ -90,6 +90,9 @@ def test_a_beginning_that_all_share_is_computed_once(kept):
     assert same(answers(found, 159), expected)
     assert counts == [150, 4 * 9]
     assert kept.last == (630, 0, kept.last.stored, 450)
+    counts.clear()
+    kept.generate(after(150, 5, 24)[None], max_new_tokens=1)
+    assert counts == [5]  # and found to the token by who asks something else
 
 
 def test_the_same_text_in_every_row(kept):
@@ -291,6 +294,22 @@ def test_one_row_beyond_the_length_where_keys_change():
             expected = plain.generate(**padded(texts), max_new_tokens=4)
             assert torch.equal(kept.generate(**padded(texts), max_new_tokens=4), expected)
             assert kept.last.loaded == loaded
+
+
+def test_a_model_that_takes_no_positions():
+    """Its texts are served without padding, which would be part of their KV."""
+    config = BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=160, eos_token_id=None)
+    torch.manual_seed(1)
+    model = BloomForCausalLM(config).eval()
+    texts = [after(150, 9, seed) for seed in (90, 91)]
+    expected = alone(model, texts, NEW)
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+        for _ in range(2):
+            found = kept.generate(torch.stack(texts), max_new_tokens=NEW)
+            assert same(answers(found, 159), expected)
+        assert kept.last.loaded == 2 * 158
+        with pytest.raises(InvalidValue, match="BloomForCausalLM takes no position_ids"):
+            kept.generate(**padded(TEXTS), max_new_tokens=NEW)
 
 
 def test_the_bundled_model_in_a_batch():

@@ -17,7 +17,10 @@ import pytest
 from standing_in import eventually
 
 from kvkeep.cli import main
+from kvkeep.cli.route import _tokenizer
+from kvkeep.errors import InvalidValue
 from kvkeep.feed import EventReader, Source
+from kvkeep.models import bundled_model
 from kvkeep.router import PrefixRouter
 
 if TYPE_CHECKING:
@@ -109,8 +112,8 @@ def two() -> Iterator[tuple[list[Instance], Process, str]]:
     )  # fmt: skip
     try:
         for one in made:
-            eventually(one.ready, 60)
-        eventually(lambda: "kvkeep routes at" in route.text, 30)
+            eventually(one.ready, 180)
+        eventually(lambda: "kvkeep routes at" in route.text, 60)
         yield made, route, f"http://127.0.0.1:{port}"
     finally:
         for one in made:
@@ -158,6 +161,17 @@ def test_the_index_is_what_the_server_says_it_holds(two):
         reader.close()
 
 
+def test_tokens_of_its_own_are_the_instances(two):
+    """What `--model` tokenizes here is what an instance would say."""
+    tokenize = _tokenizer(bundled_model())
+    chat = [{"role": "user", "content": "Grüße, 東京"}, {"role": "assistant", "content": "Hi."}]
+    for asked in ({"prompt": "One, two.\n  three"}, {"prompt": ""}, {"messages": chat}):
+        said = httpx.post(f"{two[0][1].url}/tokenize", json=asked, timeout=60).json()["tokens"]
+        assert tokenize(asked).tolist() == said
+    with pytest.raises(InvalidValue, match="only text"):
+        tokenize({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
+
+
 def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
     made, route, url = two
     prompts = [f"{number} is the number of this conversation. " * 12 for number in range(8)]
@@ -193,7 +207,7 @@ def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "instances": 1}
 
     made[0].start()
-    eventually(made[0].ready, 60)
+    eventually(made[0].ready, 180)
     # What it held before is known to be gone: all is cached by the other one.
     eventually(lambda: 'what="restarts"} 1.0' in httpx.get(f"{url}/metrics").text, 30)
     had = made[1].requests()

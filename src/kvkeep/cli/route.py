@@ -74,8 +74,11 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Route until a signal; 0 after an orderly end."""
-    for module in ("msgspec", "zmq", "httpx", "starlette", "uvicorn", "prometheus_client"):
-        require(module, "router")
+    require("zmq", "router")
+    require("httpx", "router")
+    require("starlette", "router")
+    require("uvicorn", "router")
+    require("prometheus_client", "router")
     from kvkeep.feed import EventReader  # noqa: PLC0415
     from kvkeep.router import PrefixRouter  # noqa: PLC0415
     from kvkeep.router.listening import bind, serve  # noqa: PLC0415

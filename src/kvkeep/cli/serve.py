@@ -9,6 +9,7 @@ import os
 import sys
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.model import add_model_arguments, choose_threads, load
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvkeep.feed import EventPublisher
     from kvkeep.server import Settings
     from kvkeep.store import KVStore
+    from kvkeep.traces import Capture
 
 __all__ = ["add_parser", "run"]
 
@@ -71,6 +73,7 @@ def add_parser(commands: Commands) -> None:
         help="a Host name to answer to, besides localhost (default beyond --host 127.0.0.1: any)",
     )
     _add_events(parser.add_argument_group("KV events, for a router: they show prompts' tokens"))
+    _add_capture(parser.add_argument_group("capture, to replay what was asked for"))
     _add_limits(parser.add_argument_group("limits"))
     parser.add_argument(
         "--draft-tokens", metavar="N", type=int, default=0,
@@ -90,6 +93,22 @@ def _add_events(events: argparse._ArgumentGroup) -> None:
         "--events-replay", metavar="ADDRESS", help="what was missed can be asked for here"
     )
     events.add_argument("--events-topic", metavar="TEXT", default="kv", help="default: kv")
+
+
+def _add_capture(capture: argparse._ArgumentGroup) -> None:
+    capture.add_argument(
+        "--capture",
+        metavar="FILE",
+        type=Path,
+        help="write a line for each request there: times, lengths, keyed hashes, never what was "
+        "said; compressed where it ends in .gz",
+    )
+    capture.add_argument(
+        "--capture-unit",
+        metavar="TOKENS",
+        type=int,
+        help="that one hash stands for (default: the page size)",
+    )
 
 
 def _add_limits(limits: argparse._ArgumentGroup) -> None:
@@ -153,6 +172,7 @@ def run(args: argparse.Namespace) -> int:
         with (
             _publisher(args, cache) as publisher,
             _store(args, runner, settings.name) or nullcontext() as store,
+            _capture(args, cache, settings.name) as capture,
         ):
             engine = Engine(
                 runner,
@@ -162,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
                 store=store,
                 load_timeout=args.load_timeout,
             )
-            return _serve(engine, settings, bound, publisher)
+            return _serve(engine, settings, bound, publisher, capture)
 
 
 @contextmanager
@@ -179,6 +199,31 @@ def _publisher(args: argparse.Namespace, cache: PagedCache) -> Iterator[EventPub
         publisher.close()
 
 
+@contextmanager
+def _capture(args: argparse.Namespace, cache: PagedCache, name: str) -> Iterator[Capture | None]:
+    if args.capture is None:
+        if args.capture_unit is not None:
+            raise InvalidValue("--capture-unit says how --capture writes; name a file with it")
+        yield None
+        return
+    from kvkeep.traces import Capture  # noqa: PLC0415 - only where it is asked for
+
+    capture = Capture(
+        args.capture,
+        name=name,
+        page_size=cache.page_size,
+        pages=cache.num_pages,
+        unit_tokens=args.capture_unit,
+    )
+    try:
+        yield capture
+    finally:
+        capture.close()
+        done = capture.stats()
+        left_out = f", {done.dropped:,} left out" if done.dropped else ""
+        print(f"captured {done.written:,} requests in {args.capture}{left_out}", flush=True)
+
+
 def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | None:
     if args.no_store:
         if args.tier:
@@ -190,12 +235,16 @@ def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | Non
 
 
 def _serve(
-    engine: Engine, settings: Settings, bound: socket.socket, publisher: EventPublisher | None
+    engine: Engine,
+    settings: Settings,
+    bound: socket.socket,
+    publisher: EventPublisher | None,
+    capture: Capture | None,
 ) -> int:
     from kvkeep.server import Listener, create_app, url_of  # noqa: PLC0415
 
     announce = partial(_announce, engine, settings, url_of(bound), publisher)
-    listener = Listener(create_app(engine, settings), ready=announce)
+    listener = Listener(create_app(engine, settings, capture=capture), ready=announce)
     try:
         asyncio.run(listener.serve([bound]))
     except OSError as error:  # somebody else was quicker to listen

@@ -154,7 +154,7 @@ class KeptModel:
             **asked.passed, past_key_values=cache
         )
         if asked.cache is None:
-            stored += self._store_prompts(rows, cache, copies=asked.copies)
+            stored = self._store_prompts(prefill, rows, cache, copies=asked.copies)
         if asked.copies == 1:  # of several answers, what they share is stored
             sequences: Any = getattr(output, "sequences", output)
             stored += self._store_answers(asked, sequences, cache)
@@ -258,7 +258,7 @@ class KeptModel:
                 cache.batch_repeat_interleave(asked.copies)
             return cache, 0
         cache = prefill.reach(rows.columns - 1, last=True)
-        stored = self._store_prompts(rows, cache)
+        stored = self._store_prompts(prefill, rows, cache)
         if asked.copies > 1:
             cache.batch_repeat_interleave(asked.copies)
         fill(given, cache)
@@ -268,16 +268,19 @@ class KeptModel:
         """What `Prefill` loads by."""
         return self.store.get(text, start, tenant=self._tenant, form="tuples")
 
-    def _store_prompts(self, rows: Rows, cache: Cache, *, copies: int = 1) -> int:
+    def _store_prompts(self, prefill: Prefill, rows: Rows, cache: Cache, *, copies: int = 1) -> int:
         """Store each prompt without its last token, for who asks it again; tokens accepted.
 
+        And what rows had in common, to the token, for who asks something else about it.
         ``copies``: rows of the cache for each prompt, which share its KV.
         """
         if not self._servable(rows.longest + 1):
             return 0
+        ends = [(shared.rows[0], shared.tokens) for shared in prefill.parted]
+        ends += [(row, len(text) - 1) for row, text in enumerate(rows.texts)]
         return sum(
-            self._store(text[:-1], cache, row * copies, pad)
-            for row, (text, pad) in enumerate(zip(rows.texts, rows.pads, strict=True))
+            self._store(rows.texts[row][:end], cache, row * copies, rows.pads[row])
+            for row, end in ends
         )
 
     def _store_answers(self, asked: Settings, sequences: torch.Tensor, cache: Cache) -> int:

@@ -70,8 +70,8 @@ def grown(layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
     cache: DynamicCache = transformers.DynamicCache()
     for keys, values in layers:
         layer: Any = transformers.cache_utils.DynamicLayer()
-        layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values  # `update` would copy both
+        layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
         cache.layers.append(layer)
     return cache
 

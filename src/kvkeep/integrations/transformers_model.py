@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +14,14 @@ from kvkeep.store.weights import weights_digest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["active_adapters", "geometry_of", "revision_of", "rope_limit", "weights_state"]
+__all__ = [
+    "active_adapters",
+    "geometry_of",
+    "revision_of",
+    "rope_limit",
+    "takes_positions",
+    "weights_state",
+]
 
 # Fields of a configuration that change no key and no value.
 _NOT_COMPUTED: Final = {
@@ -77,6 +85,11 @@ def rope_limit(model: PreTrainedModel) -> int | None:
             original = rope.get(name) or getattr(text, name, None)
             return int(original or text.max_position_embeddings)
     return None
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether tokens can be told where they stand: else their KV depends on the padding before."""
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def active_adapters(model: PreTrainedModel) -> str:

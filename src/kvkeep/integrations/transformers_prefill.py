@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from kvkeep.integrations.transformers_caches import grown, held
+from kvkeep.integrations.transformers_model import takes_positions
 from kvkeep.integrations.transformers_rows import PASS_TOKENS, passes, shared_prefixes
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import Cache, DynamicCache, PreTrainedModel
 
     from kvkeep.geometry import KVGeometry
-    from kvkeep.integrations.transformers_rows import Rows
+    from kvkeep.integrations.transformers_rows import Rows, Shared
     from kvkeep.tokens import TokenArray
 
     Layers = Sequence[tuple[torch.Tensor, ...]]
@@ -51,6 +52,7 @@ class Prefill:
         known: tokens of each row whose KV is known.
         loaded: tokens that did not have to be computed, as the store had them.
         shared: tokens that were not computed, as another row's pass had them.
+        parted: the prefixes that were computed for several rows, and end where these part.
 
     Thread safety: none; an object belongs to one call.
     """
@@ -68,6 +70,7 @@ class Prefill:
         self._stored: list[int] = [0] * len(rows.texts)
         self.loaded = 0
         self.shared = 0
+        self.parted: list[Shared] = []
 
     @property
     def known(self) -> list[int]:
@@ -114,6 +117,7 @@ class Prefill:
                 pad = self._rows.pads[row]
                 self._compute((row,), pad + start, pad + shared.tokens)
                 self.shared += saved
+                self.parted.append(shared)
             for other in shared.rows:
                 self._lend(row, other, shared.tokens)
 
@@ -167,7 +171,9 @@ class Prefill:
         """One pass over some columns, as the chunks of `generate`'s own prefill are computed."""
         model: Any = self._model
         device = model.device
-        settings: dict[str, Any] = {"position_ids": positions.to(device), "use_cache": True}
+        settings: dict[str, Any] = {"use_cache": True}
+        if takes_positions(model):
+            settings["position_ids"] = positions.to(device)
         if model._supports_logits_to_keep():
             settings["logits_to_keep"] = 1
         inputs = model.prepare_inputs_for_generation(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from kvkeep.errors import InvalidValue, require
 from kvkeep.integrations.transformers_caches import check_fits
+from kvkeep.integrations.transformers_model import takes_positions
 from kvkeep.integrations.transformers_rows import Rows, rows_of
 
 if TYPE_CHECKING:
@@ -93,8 +93,7 @@ class Settings:
                 "that the tokenizer gives, or ones if they are text"
             )
         rows = rows_of(ids, mask)
-        parameters = inspect.signature(self._model.forward).parameters
-        if any(rows.pads) and "position_ids" not in parameters:
+        if any(rows.pads) and not takes_positions(self._model):
             raise InvalidValue(
                 f"{type(self._model).__name__} takes no position_ids, so that the KV of its texts "
                 "depends on their padding; give prompts of one length, or one at a time"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvkeep.router.cost import CostModel
-from kvkeep.router.index import Held, Place, PrefixIndex
+from kvkeep.router.held import Held
+from kvkeep.router.index import Place, PrefixIndex
 from kvkeep.router.router import PrefixRouter, RouterStats, Score, Ticket
 
 __all__ = [

@@ -11,7 +11,7 @@ from kvkeep.errors import InvalidValue
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvkeep.router.index import Held
+    from kvkeep.router.held import Held
 
 __all__ = ["CostModel"]
 

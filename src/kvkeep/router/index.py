@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kvkeep.router.held import Held, Tier, in_one_tier, in_several_tiers
 from kvkeep.router.keys import MAX_TOKENS, PrefixKeys, length_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvkeep.tokens import TokenArray
 
     Hash = int | bytes
 
-__all__ = ["Held", "Place", "PrefixIndex"]
+__all__ = ["Place", "PrefixIndex"]
 
 MAX_BLOCK = 65_536
 _MAX_TOKEN = 2**31 - 1
@@ -25,23 +26,11 @@ _MOST_SIZES = 16
 """Block sizes in use at once; each costs a pass of its own in a lookup."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where blocks lie: one rank of an instance."""
 
     instance: str
     rank: int = 0
-
-
-@dataclass(slots=True)
-class Held:
-    """What a place holds of a prompt's beginning, without a hole: tokens, and in which tier.
-
-    What lies in several tiers counts for the first of them.
-    """
-
-    tokens: int = 0
-    tiers: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +40,8 @@ class _Stock:
     bit: int
     holders: dict[int, int]
     """The tier's, of all places: prefix key → places, a bit each."""
+    sizes: set[int]
+    """The tier's, of all places: block sizes."""
     blocks: dict[Hash, int] = field(default_factory=dict)
     """Its own hash → prefix key."""
     copies: dict[Hash, int] = field(default_factory=dict)
@@ -103,7 +94,7 @@ class PrefixIndex:
         self.refused = 0
         self._keys = PrefixKeys()
         self._most = most_blocks
-        self._tiers: dict[str, dict[int, int]] = {tier: {} for tier in tiers}
+        self._tiers = {tier: Tier(tier) for tier in tiers}
         self._stocks: dict[Place, dict[str, _Stock]] = {}
         self._names: list[Place | None] = []  # by bit
         self._sizes: dict[int, int] = {}  # block size → places that have such blocks
@@ -115,7 +106,7 @@ class PrefixIndex:
     @property
     def num_prefixes(self) -> int:
         """Different prefixes, each tier's counted."""
-        return sum(map(len, self._tiers.values()))
+        return sum(len(tier.holders) for tier in self._tiers.values())
 
     def blocks_of(self, place: Place) -> dict[str, int]:
         """How many blocks a place holds, by tier."""
@@ -149,20 +140,16 @@ class PrefixIndex:
         if start is None:
             self.orphans += count
             return
+        keys = None
         if (
-            not _sound(tokens, count, block_size, length_of(start))
-            or len(stock.blocks) + count > self._most
-            or not self._sized(block_size, stock)
+            _sound(tokens, count, block_size, length_of(start))
+            and len(stock.blocks) + count <= self._most
+            and self._sized(block_size, stock)
         ):
+            keys = self._keys_of(start, tokens, block_size, marks)
+        if keys is None:
             self.refused += count
             return
-        if marks is not None and any(marks):
-            added = np.array([self._keys.mark(one) if one else 0 for one in marks], np.uint64)
-            keys = self._keys.after(start, np.array(tokens, np.int32), block_size, added)
-        elif len(tokens) <= _FEW:
-            keys = self._keys.after_few(start, tokens, block_size)
-        else:
-            keys = self._keys.after(start, np.array(tokens, np.int32), block_size)
         blocks, holders, bit = stock.blocks, stock.holders, stock.bit
         for block, key in zip(hashes, keys, strict=True):
             mask = holders.get(key, 0)
@@ -171,6 +158,26 @@ class PrefixIndex:
             else:
                 blocks[block] = key
                 holders[key] = mask | bit
+
+    def _keys_of(
+        self, start: int, tokens: Sequence[int], block_size: int, marks: Sequence[str] | None
+    ) -> list[int] | None:
+        """The keys of blocks behind ``start``; None where tokens are none."""
+        marked = marks is not None and any(marks)
+        if len(tokens) <= _FEW and not marked:
+            if min(tokens) < 0 or max(tokens) > _MAX_TOKEN:
+                return None
+            return self._keys.after_few(start, tokens, block_size)
+        try:
+            row = np.array(tokens, np.int64)
+        except OverflowError:
+            return None
+        if row.min() < 0 or row.max() > _MAX_TOKEN:
+            return None
+        added = None
+        if marks is not None and marked:
+            added = np.array([self._keys.mark(one) if one else 0 for one in marks], np.uint64)
+        return self._keys.after(start, row, block_size, added)
 
     def remove(self, place: Place, hashes: Iterable[Hash], *, tier: str = "GPU") -> None:
         """One copy each of these blocks is gone; those that are not known are no news."""
@@ -223,7 +230,8 @@ class PrefixIndex:
                 at = self._names.index(None)
                 self._names[at] = place
                 bit = 1 << at
-            stock = stocks[tier] = _Stock(bit, self._tiers.setdefault(tier, {}))
+            shelf = self._tiers.setdefault(tier, Tier(tier))
+            stock = stocks[tier] = _Stock(bit, shelf.holders, shelf.sizes)
         return stock
 
     def _elsewhere(self, place: Place, parent: Hash | None) -> int | None:
@@ -239,49 +247,38 @@ class PrefixIndex:
         if among is None and len(self._sizes) >= _MOST_SIZES:
             return False
         self._sizes[block_size] = (among or 0) | stock.bit
+        stock.sizes.add(block_size)
         return True
 
     # --- what is asked -----------------------------------------------------------------------
 
     def lookup(self, tokens: TokenArray, lora: str = "", salt: str = "") -> dict[Place, Held]:
         """What each place holds of this prompt; who holds nothing is not named."""
-        found: dict[Place, Held] = {}
+        found: dict[int, Held] = {}
         root = self._keys.root(lora, salt)
-        tiers = [(name, held) for name, held in self._tiers.items() if held]
         for size, among in self._sizes.items():
-            if len(tokens) < size or not tiers:
+            # Blocks that end between ours cannot go on for long from where ours end.
+            tiers = [one for one in self._tiers.values() if one.holders and one.has(size)]
+            if not tiers or len(tokens) < size:
                 continue
             keys = self._keys.after(root, tokens[:MAX_TOKENS], size)
-            changes = _changes(keys, among, [held for _, held in tiers])
-            for place, held in self._held(changes, [name for name, _ in tiers], size).items():
-                if place not in found or found[place].tokens < held.tokens:
-                    found[place] = held
-        return found
-
-    def _held(
-        self, changes: Iterator[tuple[int, list[int]]], tiers: list[str], size: int
-    ) -> dict[Place, Held]:
-        found: dict[Place, Held] = {}
-        since: dict[int, int] = {}
-        before = [0] * len(tiers)
-        for at, now in changes:
-            for tier, old, new in zip(tiers, before, now, strict=True):
-                for bit in _bits(old & ~new):
-                    place = self._names[bit]
-                    assert place is not None, "a bit without a place"
-                    held = found.setdefault(place, Held())
-                    tokens = (at - since[bit]) * size
-                    held.tokens += tokens
-                    held.tiers[tier] = held.tiers.get(tier, 0) + tokens
-            for old, new in zip(before, now, strict=True):
-                for bit in _bits(new & ~old):
-                    since[bit] = at
-            before = now
-        return found
+            if len(tiers) == 1:
+                held = in_one_tier(keys, among, tiers[0], size)
+            else:
+                held = in_several_tiers(keys, among, tiers, size)
+            for bit, one in held.items():
+                if bit not in found or found[bit].tokens < one.tokens:
+                    found[bit] = one
+        named: dict[Place, Held] = {}
+        for bit, one in found.items():
+            place = self._names[bit]
+            assert place is not None, "a bit without a place"
+            named[place] = one
+        return named
 
     def check(self) -> None:
         """Recount everything and assert that it agrees. Cost: all of it."""
-        for tier, holders in self._tiers.items():
+        for tier, shelf in self._tiers.items():
             counted: dict[int, int] = {}
             for place, stocks in self._stocks.items():
                 stock = stocks.get(tier)
@@ -293,7 +290,7 @@ class PrefixIndex:
                 spare = len(stock.blocks) - len(set(stock.blocks.values()))
                 assert spare == sum(stock.twins.values()), (place, tier)
                 assert set(stock.copies) <= set(stock.blocks), (place, tier)
-            assert counted == holders, tier
+            assert counted == shelf.holders, tier
 
 
 def _sound(tokens: Sequence[int], count: int, block_size: int, before: int) -> bool:
@@ -303,55 +300,7 @@ def _sound(tokens: Sequence[int], count: int, block_size: int, before: int) -> b
         and 1 <= block_size <= MAX_BLOCK
         and len(tokens) == count * block_size
         and before + len(tokens) <= MAX_TOKENS
-        and min(tokens) >= 0
-        and max(tokens) <= _MAX_TOKEN
     )
-
-
-def _changes(
-    keys: list[int], alive: int, tiers: list[dict[int, int]]
-) -> Iterator[tuple[int, list[int]]]:
-    """Where, along the keys, the places change that still hold everything: in which tier each.
-
-    The last one, where nobody is left, is at the end at most.
-    """
-    none = [0] * len(tiers)
-    if len(tiers) == 1:  # one probe and one comparison a block
-        get = tiers[0].get
-        before = 0
-        for at, key in enumerate(keys):
-            mask = get(key, 0) & alive
-            if mask != before:
-                yield at, [mask]
-                before = alive = mask
-            if not mask:
-                return
-        yield len(keys), none
-        return
-    gets = [tier.get for tier in tiers]
-    seen: list[int] | None = None
-    for at, key in enumerate(keys):
-        masks = [get(key, 0) for get in gets]
-        if masks == seen:
-            continue
-        seen = masks
-        now, taken = [], 0
-        for mask in masks:
-            mine = mask & alive & ~taken
-            now.append(mine)
-            taken |= mine
-        alive = taken
-        yield at, now
-        if not alive:
-            return
-    yield len(keys), none
-
-
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
 
 
 def _fewer(counts: dict[Any, int], name: object) -> bool:

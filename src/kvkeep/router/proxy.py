@@ -13,7 +13,7 @@ from urllib.parse import quote
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -43,6 +43,7 @@ _OTHERS = ("/v1/models", "/v1/models/{name:path}", "/v1/embeddings", "/tokenize"
 _FAILED = frozenset({502, 503, 504})
 _ELSEWHERE = _FAILED | {429}
 _MOST_REACHED = 2
+_BODY_S = 60.0
 
 
 class _Outcome(Enum):
@@ -107,10 +108,12 @@ class _Passing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        body = await self._proxy.body(request)
-        if body is None:
-            refused = _error(413, "the request's body is too large", "invalid_request_error")
-            await refused(scope, receive, send)
+        try:
+            body = await self._proxy.body(request)
+        except ClientDisconnect:
+            return
+        if isinstance(body, Response):
+            await body(scope, receive, send)
             return
         passing = asyncio.create_task(self._proxy.pass_on(request, body, send, placed=self._placed))
         gone = asyncio.create_task(_gone(receive))
@@ -142,23 +145,29 @@ class _Proxy:
         self._metrics = Metrics()
 
     async def health(self, request: Request) -> Response:
-        """200 while at least one instance is thought to work."""
-        awake = [name for name in self._upstreams.names if not self._upstreams.resting(name)]
-        body = {"status": "ok" if awake else "unavailable", "instances": len(awake)}
-        return JSONResponse(body, 200 if awake else 503)
+        """200 unless all instances failed a moment ago; and how many are thought to be well."""
+        names = self._upstreams.names
+        up = not all(self._upstreams.resting(name) for name in names)
+        well = sum(map(self._upstreams.well, names))
+        body = {"status": "ok" if up else "unavailable", "instances": well}
+        return JSONResponse(body, 200 if up else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text format."""
         text = self._metrics.exposition(self._router, self._upstreams, self._reader)
         return Response(text, headers={"content-type": self._metrics.content_type})
 
-    async def body(self, request: Request) -> bytes | None:
-        """All of it; None when there is too much."""
+    async def body(self, request: Request) -> bytes | Response:
+        """All of it, or what to answer where there is too much, or it takes too long."""
         read = bytearray()
-        async for piece in request.stream():
-            read += piece
-            if len(read) > self._max_body:
-                return None
+        try:
+            async with asyncio.timeout(_BODY_S):
+                async for piece in request.stream():
+                    read += piece
+                    if len(read) > self._max_body:
+                        return _error(413, "the request's body is too large")
+        except TimeoutError:
+            return _error(408, "the request's body did not arrive in time")
         return bytes(read)
 
     async def pass_on(self, request: Request, body: bytes, send: Send, *, placed: bool) -> None:
@@ -180,7 +189,7 @@ class _Proxy:
             finally:
                 self._router.end(ticket)
             self._metrics.requests.labels(score.place.instance, outcome.value).inc()
-            log.info("%s to %s: %s", request.url.path, score.place.instance, outcome.value)
+            log.info("%s to %s: %s", question.shown, score.place.instance, outcome.value)
             if outcome in _DONE:
                 return
             reached += outcome is _Outcome.BROKE
@@ -250,6 +259,7 @@ class _Question:
         path: bytes = request.scope.get("raw_path") or quote(request.scope["path"]).encode()
         query: bytes = request.scope["query_string"]
         self.path = (path + b"?" * bool(query) + query).decode("latin-1")
+        self.shown = quote(request.scope["path"][:100])  # no path writes a line of its own
         self.headers = headers
         self.body = body
 
@@ -262,7 +272,7 @@ def _start(answer: httpx.Response) -> Message:
     return {"type": "http.response.start", "status": answer.status_code, "headers": headers}
 
 
-def _error(status: int, message: str, kind: str) -> Response:
+def _error(status: int, message: str, kind: str = "invalid_request_error") -> Response:
     return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvkeep.errors import InvalidValue
 from kvkeep.feed.wire import AllBlocksCleared, BlockRemoved, BlockStored, salt_digest
 from kvkeep.router.cost import CostModel
-from kvkeep.router.index import Held, Place, PrefixIndex
+from kvkeep.router.held import Held
+from kvkeep.router.index import Place, PrefixIndex
 from kvkeep.tokens import as_tokens
 
 if TYPE_CHECKING:
@@ -245,7 +246,8 @@ class PrefixRouter:
         return scores
 
     def _fade(self, load: _Load, now: float) -> None:
-        load.recent_s *= math.exp(-(now - load.noted) / self.cost.memory_s)
+        if load.recent_s:
+            load.recent_s *= math.exp(-(now - load.noted) / self.cost.memory_s)
         load.noted = now
 
     def begin(

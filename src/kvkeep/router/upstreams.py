@@ -62,6 +62,8 @@ class Upstreams:
             parts = urlsplit(url)
             if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query:
                 raise InvalidValue(f"an instance is http://HOST:PORT, got {url!r}")
+            if "@" in parts.netloc:  # names of instances are in logs and metrics
+                raise InvalidValue("an instance's URL has no password in it; clients send the keys")
             if url in self._states:
                 raise InvalidValue(f"the instance {url} is named twice")
             self._states[url] = _State()
@@ -84,8 +86,12 @@ class Upstreams:
         return [name for name, one in self._states.items() if one.rests_until <= now] or self.names
 
     def resting(self, name: str) -> bool:
-        """Whether it failed, and has not been given another try since."""
+        """Whether it failed a moment ago."""
         return self._states[name].rests_until > self._clock()
+
+    def well(self, name: str) -> bool:
+        """Whether the last thing that it was asked for was answered."""
+        return not self._states[name].failures
 
     def failed(self, name: str) -> None:
         """It did not do what it was asked: let it rest."""
@@ -110,9 +116,8 @@ class Upstreams:
         body: bytes,
     ) -> AsyncIterator[httpx.Response]:
         """The answer's head; its body is to be read within. Raises `UpstreamFailed`."""
-        request = self._client.build_request(
-            method, name.rstrip("/") + path, headers=headers, content=body or None
-        )
+        # Not the client's own way to build one: that says what *it* accepts.
+        request = httpx.Request(method, name.rstrip("/") + path, headers=headers, content=body)
         try:
             response = await self._client.send(request, stream=True)
         except (httpx.TransportError, httpx.InvalidURL) as error:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from kvkeep.engine import Engine
     from kvkeep.server.settings import Settings
+    from kvkeep.traces import Capture
 
 __all__ = ["create_app"]
 
@@ -29,15 +30,16 @@ _DESCRIPTION = (
 )
 
 
-def create_app(engine: Engine, settings: Settings) -> FastAPI:
+def create_app(engine: Engine, settings: Settings, *, capture: Capture | None = None) -> FastAPI:
     """An ASGI application that serves ``engine``; its lifespan starts and ends the engine's thread.
 
     The engine is the application's alone from then on. ``app.state.service`` is its `Service`.
+    What is served is noted in ``capture``, which stays the caller's to close.
     Raises `InvalidValue` for an engine without a tokenizer.
     """
     if engine.tokenizer is None:
         raise InvalidValue("a server needs an engine with a tokenizer; give the engine one")
-    service = Service(engine, settings)
+    service = Service(engine, settings, capture)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

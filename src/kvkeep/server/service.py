@@ -13,6 +13,7 @@ from kvkeep.errors import QueueFull
 from kvkeep.keys import Namespace
 from kvkeep.server.errors import ApiError, outcome_of
 from kvkeep.server.metrics import Metrics
+from kvkeep.server.record import Record
 from kvkeep.server.worker import EngineStopped, Generation, Worker
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.engine import Delta, Engine, Tokenizer
     from kvkeep.server.settings import Settings
     from kvkeep.server.worker import Job
+    from kvkeep.traces import Capture
 
 __all__ = ["Service", "Ticket"]
 
@@ -39,9 +41,10 @@ class Service:
     the engine in the worker's, tokenizers in some of their own.
     """
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(self, engine: Engine, settings: Settings, capture: Capture | None = None) -> None:
         self.engine = engine
         self.settings = settings
+        self.capture = capture
         self.metrics = Metrics()
         self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
@@ -196,6 +199,7 @@ class Ticket:
         self._last: dict[tuple[int, int], float] = {}  # when each answer's last token came
         self._generation: Generation | None = None
         self._failed: ApiError | None = None
+        self._record = None if service.capture is None else Record(service.capture, endpoint)
         self.deadline = asyncio.get_running_loop().time() + service.settings.request_timeout_s
         self.outcome = "gone"  # until it is known better
 
@@ -210,13 +214,18 @@ class Ticket:
         self._service.metrics.requests.labels(self._endpoint, self.outcome).inc()
         if self._generation is not None and not self._generation.finished:
             self._service.worker.abort(self._generation)
+        if self._record is not None:
+            self._record.close()
 
     async def submit(self, jobs: Sequence[Job]) -> None:
         """Hand the jobs to the engine, all or none; raises what `Engine.add` raises."""
         if self._failed is not None:
             raise self._failed
         self._generation = Generation(jobs)
+        arrived = time.perf_counter()
         await self._service.worker.submit(self._generation)
+        if self._record is not None:
+            self._record.begin(jobs, arrived)
 
     async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         """What comes, in the pieces that it comes in, with the number of each delta's job.
@@ -249,3 +258,5 @@ class Ticket:
             metrics.loaded_tokens.inc(done.loaded_tokens)
             self.outcome = done.choices[0].finish_reason
             self._service.note_seconds(now - self._begun)
+            if self._record is not None:
+                self._record.end(number, done)

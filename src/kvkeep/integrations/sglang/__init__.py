@@ -1,7 +1,8 @@
 """kvkeep below SGLang's HiCache: what leaves its host memory is kept, and found after a restart.
 
-    sglang serve --model-path MODEL --enable-hierarchical-cache --hicache-storage-backend dynamic
-      --hicache-storage-backend-extra-config '{"backend_name": "kvkeep", "interface_v1": 1,
+    python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache
+      --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
+      '{"backend_name": "kvkeep", "interface_v1": 1,
         "module_path": "kvkeep.integrations.sglang", "class_name": "KVKeepStorage",
         "tiers": ["memory://8GiB", "file:///var/lib/kvkeep?size=500GiB"]}'
 

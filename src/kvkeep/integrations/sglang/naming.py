@@ -19,6 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub import snapshot_download
+
 from kvkeep.errors import InvalidValue
 from kvkeep.keys import Namespace
 from kvkeep.store.weights import weights_digest
@@ -45,14 +47,16 @@ def namespace_of(
     config: HiCacheStorageConfig, options: Options, pool: Any, page_bytes: int
 ) -> Namespace:
     """What must never be mixed with what this rank keeps; ``pool`` is that of its KV."""
-    path = _model_path(config)
+    path = str(_server("model_path") or config.model_name or "model")
+    commit = str(_server("revision") or "")
+    directory = _directory(path, commit)
     return Namespace(
         tenant=options.tenant,
         model=Path(path).name,
-        revision=options.revision or _revision(path, config),
+        revision=options.revision or _revision(config, path, commit, directory),
         dtype=_dtype(pool),
         layout=_layout(pool),
-        geometry=f"{_geometry(pool, page_bytes)}/{_settings(path)}",
+        geometry=f"{_geometry(pool, page_bytes)}/{_settings(directory)}",
         rank=_rank(config, replicated=is_replicated(config, "kv", pool)),
     )
 
@@ -104,31 +108,28 @@ def _geometry(pool: Any, page_bytes: int) -> str:
     return f"{type(pool).__name__}({','.join(shape)})/{page_bytes}"
 
 
-def _settings(path: str) -> str:
-    """A digest of what the server was told, and of the model's configuration where it is a file."""
+def _settings(directory: str | None) -> str:
+    """A digest of what the server was told, and of the model's configuration."""
     told = "\n".join(f"{name}={_server(name)}" for name in _SETTINGS)
     digest = hashlib.blake2b(told.encode(), digest_size=8)
-    file = Path(path, "config.json")
-    if file.is_file():
+    if directory is not None and (file := Path(directory, "config.json")).is_file():
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
-def _model_path(config: HiCacheStorageConfig) -> str:
-    return str(_server("model_path") or config.model_name or "model")
-
-
-def _revision(path: str, config: HiCacheStorageConfig) -> str:
+def _revision(config: HiCacheStorageConfig, path: str, commit: str, directory: str | None) -> str:
     """Which weights these are; what nobody else has where that cannot be known."""
-    why = "its weights are in no local directory"
-    if Path(path).is_dir():
+    if _server("load_format") == "dummy":
+        why = "its weights are dummies"
+    elif directory is None:
+        why = "its weights are in no directory of this machine"
+    else:
         try:
-            return weights_digest(path)
+            return weights_digest(directory)
         except InvalidValue as error:
             why = str(error)
-    given = str(_server("revision") or "")
-    if _COMMIT.fullmatch(given):
-        return given
+    if _COMMIT.fullmatch(commit):
+        return commit
     _LOG.warning(
         "What is kept of %s cannot be told from what another revision of it would leave (%s), so "
         "no other start of this server will find it. Name the revision: "
@@ -137,6 +138,17 @@ def _revision(path: str, config: HiCacheStorageConfig) -> str:
         why,
     )
     return _this_start(config)
+
+
+def _directory(path: str, revision: str) -> str | None:
+    """Where weights lie on this machine: a directory, or what the hub downloaded."""
+    if Path(path).is_dir():
+        return path
+    try:
+        snapshot: str = snapshot_download(path, revision=revision or None, local_files_only=True)
+    except (OSError, ValueError):  # no such name, or nothing of it is here
+        return None
+    return snapshot
 
 
 def _this_start(config: HiCacheStorageConfig) -> str:
@@ -151,10 +163,10 @@ def _this_start(config: HiCacheStorageConfig) -> str:
 
 def _draft() -> str:
     """Which weights the draft model has, where there is one beside the target's own."""
-    path = _server("speculative_draft_model_path", "spec")
-    if path and Path(str(path)).is_dir():
-        return weights_digest(str(path))
-    return f"{path} {_server('speculative_draft_model_revision', 'spec')}"
+    path = str(_server("speculative_draft_model_path", "spec") or "")
+    revision = str(_server("speculative_draft_model_revision", "spec") or "")
+    directory = _directory(path, revision) if path else None
+    return f"{path} {revision}" if directory is None else weights_digest(directory)
 
 
 def _server(name: str, bag: str = "model") -> object:

@@ -132,7 +132,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that are done."""
-        return self._moving.finished(finished_req_ids, idle=self._plan.idle)
+        return self._moving.finished(finished_req_ids, self._plan)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Pages that were to be loaded and are not."""

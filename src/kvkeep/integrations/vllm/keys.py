@@ -27,5 +27,5 @@ def keys_of(hashes: Sequence[bytes], group: int) -> list[bytes]:
     elif len(hashes[0]) < KEY_BYTES:
         hashes = [each.ljust(KEY_BYTES, b"\0") for each in hashes]
     if group == 0:
-        return list(hashes)
+        return hashes if isinstance(hashes, list) else list(hashes)
     return [each[:-1] + bytes((each[-1] ^ group,)) for each in hashes]

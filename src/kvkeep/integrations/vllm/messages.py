@@ -50,9 +50,15 @@ class Question:
 
 @dataclass(slots=True)
 class Plan(KVConnectorMetadata):
-    """From the scheduler to every worker. ``idle``: nothing is computed in this step."""
+    """From the scheduler to every worker.
+
+    Attributes:
+        idle: nothing is computed in this step.
+        asking: a request waits for the answer to a question.
+    """
 
     idle: bool = False
+    asking: bool = False
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     pins: list[tuple[list[bytes], float]] = field(default_factory=list)

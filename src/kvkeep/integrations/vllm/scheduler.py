@@ -244,6 +244,9 @@ class SchedulerSide:
         """What the workers are to do with this step."""
         plan, self._plan = self._plan, Plan()
         plan.idle = output.total_num_scheduled_tokens == 0
+        plan.asking = plan.idle and any(
+            one.asked is not None and one.asked.answer is None for one in self._followed.values()
+        )
         plan.clear = self._cleared
         if self._saves_at_all:
             size = self._groups.block_tokens

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Shared", "log_fault"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
+_PATIENCE_S = 0.05
 
 # By vLLM's engine id. vLLM makes both sides itself and lets them know nothing of each other, so
 # this is how they meet; it holds nothing alive.
@@ -66,7 +67,10 @@ class Shared:
                 heapq.heappush(self._ends, (end, len(self._ends), key))
 
     def delete_expired(self) -> int:
-        """Delete what is due; how many blocks. Cost: next to nothing where nothing is."""
+        """Have deleted what is due; how many blocks. Cost: next to nothing where nothing is.
+
+        It is waited for a moment, and goes on behind that: a place that hangs holds up nobody.
+        """
         if not self._ends or self._ends[0][0] > time.monotonic():
             return 0
         now = time.monotonic()
@@ -78,7 +82,11 @@ class Shared:
                     del self._due[key]
                     keys.append(key)
         if keys:
-            self.store.remove(keys)
+            deleting = threading.Thread(
+                target=self.store.remove, args=(keys,), name="kvkeep ttl", daemon=True
+            )
+            deleting.start()
+            deleting.join(_PATIENCE_S)
         return len(keys)
 
     def count_hits(self, counts: Counts) -> None:

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvkeep.errors import KVKeepError
 from kvkeep.integrations.vllm.device import DeviceCopies
-from kvkeep.integrations.vllm.messages import Answers
+from kvkeep.integrations.vllm.messages import Answers, Save, Span
 from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
 from kvkeep.integrations.vllm.pages import pages_of
 from kvkeep.integrations.vllm.shared import Shared, log_fault
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvkeep.integrations.vllm.groups import Groups
-    from kvkeep.integrations.vllm.messages import Load, Plan, Question, Span
+    from kvkeep.integrations.vllm.messages import Load, Plan, Question
     from kvkeep.integrations.vllm.options import Options
     from kvkeep.integrations.vllm.pages import GroupPages
 
@@ -181,13 +181,13 @@ class WorkerSide:
             self._answers.append((question.number, there))
             shared.news.set()
 
-    def finished(self, ended: set[str], *, idle: bool) -> KVConnectorTransferResults:
+    def finished(self, ended: set[str], plan: Plan) -> KVConnectorTransferResults:
         """Loads that are done since the last call; those of requests that ``ended`` stop."""
         for request in ended:
             if request in self._loading:
                 self._loading[request].cancelled = True
         news = self._open().news
-        if idle:
+        if plan.idle and (plan.asking or self._loading):
             news.clear()
             if not self._done and not self._answers:
                 news.wait(_PAUSE_S)
@@ -226,14 +226,22 @@ class WorkerSide:
         if plan.saves:
             started = time.monotonic()
             for save in plan.saves:
-                if self._device is None:
-                    for span in save.spans:
-                        self._write(span, self._pages[span.group].filler(span.pages), save.ttl)
-                else:
-                    self._device.save(save)
+                # A scheduler in another process does not know what this store has.
+                spans = [span for each in save.spans if (span := self._unknown(each)).keys]
+                if self._device is not None:
+                    self._device.save(Save(spans, save.ttl))
+                    continue
+                for span in spans:
+                    self._write(span, self._pages[span.group].filler(span.pages), save.ttl)
             self.counts.add(save_seconds=time.monotonic() - started)
         for keys, seconds in plan.pins:
             self._open().store.pin(keys, seconds)
+
+    def _unknown(self, span: Span) -> Span:
+        wanted = self._open().store.unknown(span.keys)
+        if len(wanted) == len(span.keys):
+            return span
+        return Span(span.group, [span.keys[at] for at in wanted], [span.pages[at] for at in wanted])
 
     def _write(
         self, span: Span, fill: Callable[[int, memoryview], None], ttl: float | None

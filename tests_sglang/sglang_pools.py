@@ -46,7 +46,7 @@ class Pools:
 
 def pools(kind: str, layout: str, dtype: str = "bf16", page: int = PAGE, **shape: int) -> Pools:
     """``kind``: mha; mla: latent KV; asym: K and V of different widths."""
-    tokens = shape.pop("tokens", TOKENS)
+    tokens, layers = shape.pop("tokens", TOKENS), shape.pop("layers", LAYERS)
     common: dict[str, Any] = {
         "host_to_device_ratio": 2.0,
         "host_size": 0,
@@ -55,19 +55,19 @@ def pools(kind: str, layout: str, dtype: str = "bf16", page: int = PAGE, **shape
         "pin_memory": False,
         "device_capacity_tokens": tokens,
         "start_layer": 0,
-        "end_layer": LAYERS - 1,
+        "end_layer": layers - 1,
     }
     with host_memory_budget_scope(1 << 40):  # SGLang leaves 10 GiB to others
         if kind == "mla":
             latent = MLATokenToKVPool(
-                tokens, page, DTYPES[dtype], 32, 16, LAYERS, "cpu", enable_memory_saver=False
+                tokens, page, DTYPES[dtype], 32, 16, layers, "cpu", enable_memory_saver=False
             )
             info = latent.get_device_pool_infos()[0].buffer_info
             width = latent.kv_cache_dim
             return Pools(
                 latent,
                 MLATokenToKVPoolHost(
-                    info, target_layer_num=LAYERS, override_kv_cache_dim=width, **common
+                    info, target_layer_num=layers, override_kv_cache_dim=width, **common
                 ),
             )
         device = MHATokenToKVPool(
@@ -76,7 +76,7 @@ def pools(kind: str, layout: str, dtype: str = "bf16", page: int = PAGE, **shape
             DTYPES[dtype],
             shape.pop("heads", 2),
             shape.pop("dim", 16),
-            LAYERS,
+            layers,
             "cpu",
             enable_memory_saver=False,
             enable_alt_stream=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 
@@ -109,6 +110,7 @@ def test_what_cannot_be_read_goes_to_the_least_loaded_as_it_is():
 @pytest.mark.parametrize("mood", ["503", "hangs up", "head only", "429"])
 def test_another_one_is_asked_before_the_first_byte(mood):
     with routing(mood, "well") as (proxy, (bad, good)):
+        proxy.upstreams._clock = lambda: 0.0  # however slow this machine is
         holds(proxy, bad, [1, 2, 3, 4])
         answer = ask(proxy)
         assert (answer.status_code, answer.content) == (200, WHOLE)
@@ -220,11 +222,30 @@ def test_keys_and_prompts_are_in_no_log(caplog):
 
 
 @pytest.mark.parametrize(
-    "instances", [[], ["x"], ["ftp://a"], ["http://"], ["http://a?b"], ["http://a", "http://a"]]
+    "instances",
+    [
+        [],
+        ["x"],
+        ["ftp://a"],
+        ["http://"],
+        ["http://a?b"],
+        ["http://a", "http://a"],
+        ["http://user:secret@a"],
+    ],
 )
 def test_instances_that_are_none(instances):
     with pytest.raises(InvalidValue):
         Upstreams(instances)
+
+
+def test_nothing_is_asked_for_that_the_client_did_not():
+    with routing("well") as (proxy, (one,)):
+        plain = http.client.HTTPConnection(proxy.url.removeprefix("http://"), timeout=20)
+        plain.putrequest("GET", "/v1/models", skip_accept_encoding=True)
+        plain.endheaders()
+        assert plain.getresponse().read() == WHOLE
+        plain.close()
+        assert set(one.asked[0][1]) <= {"host", "content-length"}
 
 
 def test_what_is_about_the_connection_stays():

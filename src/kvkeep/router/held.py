@@ -1,0 +1,119 @@
+"""`Held`: how much of a prompt each place holds, found by one walk along its keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Held", "Tier", "in_one_tier", "in_several_tiers"]
+
+
+@dataclass(slots=True)
+class Held:
+    """What a place holds of a prompt's beginning, without a hole: tokens, and in which tier.
+
+    What lies in several tiers counts for the first of them.
+    """
+
+    tokens: int = 0
+    tiers: dict[str, int] = field(default_factory=dict)
+
+    def add(self, tier: str, tokens: int) -> None:
+        """So many tokens more lie there."""
+        self.tokens += tokens
+        self.tiers[tier] = self.tiers.get(tier, 0) + tokens
+
+
+@dataclass(slots=True, eq=False)
+class Tier:
+    """The blocks of one tier, of all places: prefix key → places, a bit each."""
+
+    name: str
+    holders: dict[int, int] = field(default_factory=dict)
+    sizes: set[int] = field(default_factory=set)
+    """Tokens of a block; a size stays when its last block goes."""
+
+    def has(self, size: int) -> bool:
+        """Whether blocks of it end at every multiple of ``size``."""
+        return any(size % one == 0 for one in self.sizes)
+
+
+def in_one_tier(keys: list[int], among: int, tier: Tier, size: int) -> dict[int, Held]:
+    """What the places of the mask ``among`` hold, by bit; one probe and one comparison a key.
+
+    ``keys`` are those of the prompt's prefixes, ``size`` tokens apart.
+    """
+    found: dict[int, Held] = {}
+    get = tier.holders.get
+    alive, same = among, among
+    for at, key in enumerate(keys):
+        mask = get(key, 0)
+        if mask == same:
+            continue
+        same = mask
+        left = alive & mask
+        if left != alive:
+            for bit in _bits(alive ^ left) if at else ():
+                found[bit] = Held(at * size, {tier.name: at * size})
+            alive = left
+            if not alive:
+                return found
+    for bit in _bits(alive) if keys else ():
+        found[bit] = Held(len(keys) * size, {tier.name: len(keys) * size})
+    return found
+
+
+def in_several_tiers(keys: list[int], among: int, tiers: list[Tier], size: int) -> dict[int, Held]:
+    """`in_one_tier`, where each block may lie in any of ``tiers``; the first that has it counts.
+
+    Work is per key a probe in each tier, and per change of who has it where.
+    """
+    found: dict[int, Held] = {}
+    since: dict[int, int] = {}
+    gets = [tier.holders.get for tier in tiers]
+    before = [0] * len(tiers)
+    seen: list[int] | None = None
+    alive = among
+    for at, key in enumerate(keys):
+        masks = [get(key, 0) for get in gets]
+        if masks == seen:
+            continue
+        seen = masks
+        now, taken = [], 0
+        for mask in masks:
+            mine = mask & alive & ~taken
+            now.append(mine)
+            taken |= mine
+        alive = taken
+        _count(found, since, before, now, at, tiers, size)
+        before = now
+        if not alive:
+            return found
+    _count(found, since, before, [0] * len(tiers), len(keys), tiers, size)
+    return found
+
+
+def _count(  # noqa: PLR0917 - the walk's own state
+    found: dict[int, Held],
+    since: dict[int, int],
+    before: list[int],
+    now: list[int],
+    at: int,
+    tiers: list[Tier],
+    size: int,
+) -> None:
+    """Who leaves a tier here has had it since; who enters one begins here."""
+    for tier, old, new in zip(tiers, before, now, strict=True):
+        for bit in _bits(old & ~new):
+            found.setdefault(bit, Held()).add(tier.name, (at - since[bit]) * size)
+    for old, new in zip(before, now, strict=True):
+        for bit in _bits(new & ~old):
+            since[bit] = at
+
+
+def _bits(mask: int) -> list[int]:
+    found = []
+    while mask:
+        low = mask & -mask
+        found.append(low.bit_length() - 1)
+        mask ^= low
+    return found

@@ -1,0 +1,104 @@
+"""``kvkeep trace``: info, generate, convert."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvkeep.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LINE = '{"timestamp": %d, "input_length": 1000, "output_length": 7, "hash_ids": [%d, %d]}\n'
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "m.jsonl"
+    path.write_text(LINE % (0, 1, 2) + "oops\n" + LINE % (1500, 1, 3))
+    return path
+
+
+def test_info(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "info", str(trace)]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "(mooncake)",
+        "25.0% of them",
+        "2,000",
+        "lines left out",
+        "line 2: not JSON",
+        "1.5 s",
+    ):
+        assert text in out
+    assert main(["trace", "info", str(trace), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["requests"], found["units"], found["reusable_units"]) == (2, 4, 1)
+    assert (found["skipped"], found["format"], found["reusable_share"]) == (1, "mooncake", 0.25)
+
+
+def test_generate_and_convert(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "made.jsonl.gz"
+    made = ["trace", "generate", "tenants", "--seed", "3", "--requests", "50", "--out", str(out)]
+    assert main(made) == 0
+    assert "50 requests" in capsys.readouterr().out
+    assert main(["trace", "info", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "namespaces" in shown
+    assert "sessions" in shown
+    assert main(made) == 2
+    assert "there already" in capsys.readouterr().err
+    converted = tmp_path / "c.jsonl"
+    assert main(["trace", "convert", str(trace), str(converted)]) == 0
+    assert "2 requests" in capsys.readouterr().out
+    assert main(["trace", "info", str(converted), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["reusable_units"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strict"], "line 2: not JSON"),
+        (["--format", "bailian"], "none of 3 lines"),
+        (["--unit", "16"], "none of 3 lines"),
+        (["--text", "letters"], "words, bytes or a model's directory"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    trace: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "info", str(trace), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_ids_that_are_not_chained_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(LINE % (0, 1, 2) + LINE % (1, 5, 2))
+    assert main(["trace", "info", str(path)]) == 0
+    assert "--unchained" in capsys.readouterr().err
+    assert main(["trace", "info", str(path), "--unchained"]) == 0
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.model
+def test_text_goes_through_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvkeep.models import bundled_model
+
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "textwrap.dedent"}\n{"prompt": "textwrap.wrap"}\n')
+    shares = []
+    for how in (str(bundled_model()), "words", "bytes"):
+        assert main(["trace", "info", str(path), "--text", how, "--unit", "16", "--json"]) == 0
+        shares.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert shares[2] == len("textwrap.dedent" + "textwrap.wrap")
+    assert shares[1] == 6
+    assert shares[1] < shares[0] < shares[2]

@@ -1,0 +1,273 @@
+"""Each format: what its lines become."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from writing import mooncake, write
+
+from kvkeep.errors import InvalidValue
+from kvkeep.traces import Trace, open_trace
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvkeep.traces import Request
+
+
+def common(one: Request, other: Request) -> int:
+    """Leading units that are the same."""
+    pairs = zip(one.units.tolist(), other.units.tolist(), strict=False)
+    return next(
+        (i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, (one.units, other.units)))
+    )
+
+
+def test_mooncake(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "m.jsonl",
+        mooncake(27_482, 1030, 9, hash_ids=[46, 47, 2**63 - 1]),
+        mooncake(28_500, 512, 0.0, hash_ids=[46], session_id="s"),
+    )
+    trace = open_trace(path, strict=True)
+    assert isinstance(trace, Trace)
+    assert (trace.format, trace.unit_tokens, trace.name, trace.length) == (
+        "mooncake", 512, "m.jsonl", None,
+    )  # fmt: skip
+    first, second = trace
+    assert (first.time, second.time) == (0.0, pytest.approx(1.018))
+    assert first.units.tolist() == [46, 47, 2**63 - 1]  # as they are: chained already
+    assert (first.tokens, first.output_tokens, first.namespace, first.session) == (
+        1030,
+        9,
+        "",
+        None,
+    )
+    assert (second.tokens, second.session) == (512, "s")
+    assert first.answer is None
+
+
+def test_a_last_unit_that_is_not_named_is_one_of_its_own(tmp_path: Path) -> None:
+    lines = [mooncake(0, 1030, hash_ids=[1, 2]), mooncake(0, 1030, hash_ids=[1, 2])]
+    trace = open_trace(write(tmp_path / "m", *lines), strict=True)
+    first, second = trace
+    assert first.units[:2].tolist() == second.units[:2].tolist() == [1, 2]
+    assert len(first.units) == len(second.units) == 3
+    assert first.units[2] != second.units[2]
+    assert [one.units.tolist() for one in trace] == [first.units.tolist(), second.units.tolist()]
+
+
+def bailian(
+    chat: int, parent: int, tokens: int, ids: list[int], **more: object
+) -> dict[str, object]:
+    return {
+        "chat_id": chat, "parent_chat_id": parent, "timestamp": 61.114 + chat, "type": "text",
+        "input_length": tokens, "output_length": 132, "turn": 1, "hash_ids": ids, **more,
+    }  # fmt: skip
+
+
+def test_bailian(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "b.jsonl",
+        bailian(55, -1, 40, [7, 8, 9]),
+        bailian(56, -1, 32, [8, 7], type="image"),
+        bailian(57, 55, 70, [7, 8, 10, 11, 9], turn=2),
+        bailian(58, 57, 70, [7, 8, 10, 11, 12], turn=3),
+    )
+    trace = open_trace(path, strict=True)
+    assert (trace.format, trace.unit_tokens) == ("bailian", 16)
+    first, other, second, third = trace
+    assert [r.time for r in trace] == [0, 1, 2, 3]
+    assert [r.session for r in trace] == ["55", "56", "55", "55"]
+    assert [r.parent for r in trace] == [None, None, "55", "57"]
+    assert [r.turn for r in trace] == [1, 1, 2, 3]
+    assert other.kind == "image"
+    # An id stands for its tokens alone there: 8 is not the same behind 7 and at the beginning.
+    assert common(first, other) == 0
+    assert not set(first.units.tolist()) & set(other.units.tolist())
+    assert (common(first, second), common(second, third)) == (2, 4)
+    assert first.units[2] != second.units[4]
+
+
+def test_ids_may_be_said_to_be_chained_or_not(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", mooncake(hash_ids=[5, 6]), mooncake(hash_ids=[4, 6]))
+    one, other = open_trace(path)
+    assert one.units[1] == other.units[1]
+    one, other = open_trace(path, chained=False)
+    assert one.units[1] != other.units[1]
+    path = write(tmp_path / "b", bailian(1, -1, 32, [3, 4]))
+    assert next(iter(open_trace(path, chained=True))).units.tolist() == [3, 4]
+
+
+def test_prompts_as_token_ids_are_exact(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "p.jsonl",
+        {
+            "tokens": [1, 2, 3, 4, 5],
+            "output_tokens": 4,
+            "namespace": "n",
+            "session": "s",
+            "turn": 2,
+        },
+        {"prompt": [1, 2, 3, 9], "kind": "k", "cache_salt": "salt"},
+        {"tokens": [2, 3]},
+    )
+    trace = open_trace(path, strict=True)
+    first, second, third = trace
+    assert (trace.format, trace.unit_tokens) == ("prompts", 1)
+    assert (common(first, second), common(first, third)) == (3, 0)
+    assert (first.tokens, first.output_tokens, first.namespace, first.turn) == (5, 4, "n", 2)
+    assert (second.kind, second.namespace, second.output_tokens) == ("k", "salt", 0)
+    assert [r.time for r in trace] == [0, 1, 2]
+    coarse = list(open_trace(path, unit_tokens=2))
+    assert [len(r.units) for r in coarse] == [3, 2, 1]
+    assert common(coarse[0], coarse[1]) == 1
+
+
+def test_prompts_as_text(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "One café is here.", "timestamp": 100.5},
+        {"prompt": "One café is there!", "timestamp": 99},
+    ]
+    path = write(tmp_path / "p.jsonl", *lines)
+    late, early = reversed(list(open_trace(path, strict=True)))
+    assert (early.time, late.time) == (0, 1.5)
+    assert (early.tokens, late.tokens) == (5, 5)
+    assert common(early, late) == 3
+    early, late = open_trace(path, text="bytes")
+    assert early.tokens == len("One café is there!".encode())
+    assert common(early, late) == len("One café is ".encode())
+    early, late = open_trace(path, text=lambda text: [ord(one) for one in text])
+    assert early.tokens == len("One café is there!")
+
+
+def test_prompts_as_conversations(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "Which way to the harbour?"}]
+    answered = [*said, {"role": "assistant", "content": "Down the hill."}]
+    asked = [*answered, {"role": "user", "content": [{"type": "text", "text": "How far?"}]}]
+    path = write(tmp_path / "c", *({"messages": each} for each in (said, answered, asked, said)))
+    one, two, three, again = open_trace(path, strict=True)
+    assert common(one, two) == one.tokens
+    assert common(two, three) == two.tokens
+    assert one.units.tolist() == again.units.tolist()
+    system = write(
+        tmp_path / "s", {"messages": [{**said[0], "role": "system"}]}, {"messages": said}
+    )
+    assert common(*open_trace(system)) < 4
+
+
+def test_azure_tells_of_lengths_alone(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_bytes(
+        b"TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+        b"2023-11-16 18:17:03.9799600,4808,10\r\n2023-11-16 18:17:04.0319600,4808,8"
+    )
+    trace = open_trace(path, strict=True)
+    first, second = trace
+    assert trace.format == "azure"
+    assert second.time == pytest.approx(0.052, abs=1e-5)
+    assert [(r.tokens, r.output_tokens, len(r.units)) for r in trace] == [
+        (4808, 10, 10),
+        (4808, 8, 10),
+    ]
+    assert not set(first.units.tolist()) & set(second.units.tolist())
+    zoned = tmp_path / "zoned.csv"
+    zoned.write_text(
+        "timestamp,contexttokens,generatedtokens\n2024-05-10 00:00:00.009930+00:00,0,1\n"
+    )
+    assert [(r.tokens, len(r.units)) for r in open_trace(zoned, strict=True)] == [(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (mooncake(hash_ids=[1]), "hash_ids has 1 ids; 1024 tokens are 2 units of 512"),
+        (mooncake(hash_ids=[1, 2, 3]), "hash_ids has 3 ids"),
+        (mooncake(hash_ids=[1, -2]), "ids in 0 … 2⁶³-1"),
+        (mooncake(hash_ids=[1, 2**63]), "ids in 0 … 2⁶³-1"),
+        (mooncake(hash_ids=[1, 2**70]), "ids in 0 … 2⁶³-1"),
+        (mooncake(hash_ids=[1, 2.0]), "ids in 0 … 2⁶³-1"),
+        (mooncake(hash_ids=["1", "2"]), "ids in 0 … 2⁶³-1"),
+        (mooncake(hash_ids=[[1], [2]]), "ids in 0 … 2⁶³-1"),
+        (mooncake(hash_ids=[[1], [2, 3]]), "not a list of ids"),
+        (mooncake(hash_ids=[True, False]), "ids in 0 … 2⁶³-1"),
+        (mooncake(hash_ids={"a": 1}), "a list of ids is needed"),
+        (mooncake(hash_ids=[4, 4]), "an id twice"),
+        (mooncake(input_length=-1), "input_length is -1; a whole number in 0 … 2147483647"),
+        (mooncake(input_length=2**31), "input_length is 2147483648"),
+        (mooncake(input_length=True), "input_length is True"),
+        (mooncake(output_length=1.5), "output_length is 1.5"),
+        (mooncake(timestamp="0"), "timestamp is '0'; a number is needed"),
+        (mooncake(timestamp=10**400), "a finite number is needed"),
+        ('{"timestamp": NaN, "hash_ids": []}', "NaN is no JSON"),
+        ('{"timestamp": 1e999, "input_length": 0, "output_length": 0, "hash_ids": []}', "finite"),
+        ('{"hash_ids": [], "output_length": 1, "timestamp": 1}', "input_length is missing"),
+        ('{"input_length": 0, "hash_ids": [], "timestamp": 1}', "output_length is missing"),
+        ('{"input_length": 0, "output_length": 1, "timestamp": 1}', "hash_ids is missing"),
+        (mooncake(session_id=["x"]), "session_id is ['x']; text or a whole number"),
+        (mooncake(session_id="x" * 1000), "at most 512 characters"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a": ' * 100_000, "nested too deeply"),
+        ("{} {}", "more follows at character 2"),
+        ("[1, 2]", "an object is needed, got [1, 2]"),
+        ('{"timestamp": 0, ', "not JSON"),
+        ('{"timestamp": ' + "9" * 5000 + "}", "not JSON"),
+        ("nonsense", "not JSON"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_has_a_number_and_a_reason(line: object, reason: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m", mooncake(), "", line, mooncake(1))
+    trace = open_trace(path)
+    assert len(list(trace)) == 2
+    assert trace.skipped == 1
+    (said,) = trace.reasons
+    assert said.startswith("line 3: ")
+    assert reason in said
+    assert len(said) < 400
+    with pytest.raises(InvalidValue, match=r"m, line 3: ") as raised:
+        list(open_trace(path, strict=True))
+    assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ({"prompt": 5}, "a prompt is text in `prompt`"),
+        ({"tokens": [1, -1]}, "token ids lie in"),
+        ({"tokens": [1, 2.5]}, "integer ids"),
+        ({"tokens": [[1]]}, "one row of ids"),
+        ({"messages": ["x"]}, "objects are needed"),
+        ({"messages": [{"role": "user", "content": 5}]}, "text or a list of parts"),
+        ({"prompt": "x", "turn": -1}, "turn is -1"),
+    ],
+)
+def test_bad_prompts(line: object, reason: str, tmp_path: Path) -> None:
+    trace = open_trace(write(tmp_path / "p", {"prompt": "x"}, line))
+    assert len(list(trace)) == 1
+    assert reason in trace.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("2023-11-16 18:17:03,1", "three columns"),
+        ("yesterday,1,2", "a date and time is needed"),
+        ("2023-11-16 18:17:03,-1,2", "a whole number in 0"),
+        ("2023-11-16 18:17:03,1e5,2", "a whole number in 0"),
+        ("2023-11-16 18:17:03,99999999999999999999,2", "a whole number in 0"),
+        ("2023-11-16 18:17:03,é,2", "not ASCII"),
+    ],
+)
+def test_bad_lines_of_azure(line: str, reason: str, tmp_path: Path) -> None:
+    head = "TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03,5,2"
+    trace = open_trace(write(tmp_path / "a", *head, line))
+    assert len(list(trace)) == 1
+    assert reason in trace.reasons[0]
+
+
+def test_json_is_not_taken_for_what_it_is_not(tmp_path: Path) -> None:
+    unknown = write(tmp_path / "u", {"what": 1, "ever": json.dumps({})})
+    with pytest.raises(InvalidValue, match="its fields are ever, what; a trace has hash_ids"):
+        open_trace(unknown)

@@ -1,0 +1,218 @@
+"""Generated traces: the same everywhere, and of the statistics that they say."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import replace
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from kvkeep.errors import InvalidValue
+from kvkeep.traces import KINDS, GeneratedTrace, Trace, generate, summarise
+from kvkeep.traces.generators import API, RAG, Agents, Chat, Tenants
+from kvkeep.traces.generators.base import FIRST_TOKEN_S, TOKEN_S
+from kvkeep.traces.generators.chance import WAITS, Chance, mean_of, value_at, zipf
+
+if TYPE_CHECKING:
+    from kvkeep.traces import Request
+
+# SHA-256 over times, lengths and ids of the first 40 requests of seed 7.
+DIGESTS = {
+    "agent": "5d61ffc4750c0577",
+    "rag": "2fe43e80831eed3e",
+    "api": "969c0d80b94cabc4",
+    "chat": "e0cabd0417f8e545",
+    "tenants": "4fef5ea774eed16d",
+}
+
+
+def digest(trace: Trace) -> str:
+    running = hashlib.sha256()
+    for request in trace:
+        head = (
+            request.time,
+            request.tokens,
+            request.output_tokens,
+            request.session,
+            request.namespace,
+        )
+        running.update(repr(head).encode() + request.units.astype("<i8").tobytes())
+        assert request.answer is not None
+        running.update(request.answer.astype("<i8").tobytes())
+    return running.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_is_the_same_trace_on_every_machine(kind: str) -> None:
+    assert digest(generate(kind, seed=7, requests=40)) == DIGESTS[kind]
+    assert digest(generate(kind, seed=8, requests=40)) != DIGESTS[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_requests_only_add_to_the_end(kind: str) -> None:
+    short, long = generate(kind, seed=3, requests=60), generate(kind, seed=3, requests=90)
+    assert isinstance(short, Trace)
+    assert (short.length, len(list(short))) == (60, 60)
+    assert digest(short) == digest(short)
+    for one, other in zip(short, islice(long, 60), strict=True):
+        assert (one.time, one.units.tolist()) == (other.time, other.units.tolist())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_times_only_grow_and_a_turn_goes_on_where_the_last_one_ended(kind: str) -> None:
+    last: dict[str, Request] = {}
+    before = 0.0
+    for request in generate(kind, seed=5, requests=400):
+        assert request.time >= before
+        before = request.time
+        assert len(request.units) == -(-request.tokens // 16)
+        assert request.session is not None
+        assert request.answer is not None
+        previous = last.get(request.session)
+        assert request.turn == (1 if previous is None else (previous.turn or 0) + 1)
+        last[request.session] = request
+        if previous is None:
+            continue
+        ended = previous.time + FIRST_TOKEN_S + TOKEN_S * previous.output_tokens
+        assert request.time >= ended - 1e-5
+        if request.kind != "rag":  # whose next question comes with other passages
+            assert previous.answer is not None
+            held = [*previous.units[: previous.tokens // 16], *previous.answer]
+            assert request.units[: len(held)].tolist() == held
+            assert request.tokens > previous.tokens + previous.output_tokens
+
+
+@pytest.mark.parametrize("unit", [1, 7, 512])
+def test_the_size_of_units_changes_nothing_else(unit: int) -> None:
+    fine, coarse = (generate("chat", seed=2, requests=30, unit_tokens=size) for size in (unit, 16))
+    assert [(r.time, r.tokens) for r in fine] == [(r.time, r.tokens) for r in coarse]
+    assert all(len(r.units) == -(-r.tokens // unit) for r in fine)
+
+
+def sessions_of(trace: Trace) -> dict[str, list[Request]]:
+    found: dict[str, list[Request]] = {}
+    for request in trace:
+        found.setdefault(f"{request.session}", []).append(request)
+    return found
+
+
+def gaps(trace: Trace) -> list[float]:
+    """Seconds from the end of an answer to the next turn."""
+    return [
+        later.time - one.time - FIRST_TOKEN_S - TOKEN_S * one.output_tokens
+        for turns in sessions_of(trace).values()
+        for one, later in pairwise(turns)
+    ]
+
+
+def finished(trace: Trace, share: float = 0.5) -> list[list[Request]]:
+    """The sessions that began in the first part, which are through at the end, but for a few."""
+    all_of_them = list(sessions_of(trace).values())
+    return all_of_them[: int(len(all_of_them) * share)]
+
+
+FEW = ((0, 1), (1, 9))
+"""Tokens, where only times and turns are looked at."""
+
+
+def test_agents_return_within_a_second_and_have_eleven_turns() -> None:
+    workload = Agents(instructions=FEW, task=FEW, result=FEW)
+    trace = GeneratedTrace(workload, seed=1, requests=4000)
+    back = gaps(trace)
+    assert sum(gap <= 1.00001 for gap in back) / len(back) == pytest.approx(0.86, abs=0.02)
+    assert sum(gap > 60 for gap in back) / len(back) == pytest.approx(0.01, abs=0.006)
+    turns = [len(session) for session in finished(trace)]
+    assert sum(turns) / len(turns) == pytest.approx(11, abs=1.2)
+    assert mean_of(Agents().turns) == pytest.approx(11, abs=0.1)
+    assert summarise(generate("agent", seed=1, requests=300)).reusable_share > 0.85
+
+
+def test_api_requests_come_alone() -> None:
+    trace = GeneratedTrace(API(template=FEW, payload=FEW), seed=1, requests=5_000)
+    assert summarise(trace).single_turn == pytest.approx(0.97, abs=0.01)
+    assert 0.35 < summarise(generate("api", seed=1, requests=1000)).reusable_share < 0.65
+
+
+def test_chats_have_a_few_turns_with_time_to_read_between() -> None:
+    trace = GeneratedTrace(Chat(instructions=FEW, document=FEW), seed=1, requests=3000)
+    turns = [len(session) for session in finished(trace)]
+    assert sum(turns) / len(turns) == pytest.approx(3.1, abs=0.4)
+    assert np.median(gaps(trace)) == pytest.approx(40, abs=6)
+
+
+def test_passages_come_up_again_but_rarely_at_the_same_place() -> None:
+    workload = RAG(passages=100)
+    trace = GeneratedTrace(workload, seed=1, requests=500)
+    ordered = GeneratedTrace(
+        replace(workload, passages=8, found=((0, 8), (1, 8))), seed=1, requests=100
+    )
+    tokens = sum(r.tokens for r in trace)
+    found = summarise(trace)
+    # There are at most 100 passages of 700 tokens: all others were seen before, somewhere.
+    again = 1 - (100 * 700 + 500 * 400) / tokens
+    assert again > 0.7
+    assert found.reusable_tokens / tokens < 0.45
+    assert summarise(ordered).reusable_tokens > 0
+
+
+def test_tenants_are_of_very_different_sizes_and_share_no_cache() -> None:
+    trace = GeneratedTrace(Tenants(tenants=10), seed=1, requests=1200)
+    spaces: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    for turns in sessions_of(trace).values():
+        assert len({request.namespace for request in turns}) == 1
+        spaces[turns[0].namespace] += 1
+        kinds[turns[0].kind] += 1
+    sums = zipf(10, 1.0)
+    largest = spaces.most_common(1)[0]
+    assert largest[0] == "tenant-0"
+    assert largest[1] / spaces.total() == pytest.approx(1 / sums[-1], abs=0.05)
+    assert set(kinds) == {"chat", "api", "rag", "agent"}
+    assert kinds["chat"] / kinds.total() == pytest.approx(0.45, abs=0.06)
+    assert summarise(trace).elsewhere_units > 0  # the provider's own instructions
+
+
+def test_sessions_begin_as_often_as_was_asked_for() -> None:
+    trace = GeneratedTrace(
+        API(alone=1.0, template=FEW, payload=FEW), seed=1, requests=2000, sessions_per_second=20
+    )
+    assert list(trace)[-1].time == pytest.approx(100, rel=0.08)
+
+
+def test_a_workload_can_be_changed() -> None:
+    one = Chat(turns=((0, 2), (1, 2)), output=((0, 9), (1, 9)))
+    trace = list(GeneratedTrace(one, seed=1, requests=50))
+    assert {r.output_tokens for r in trace} == {9}
+    assert max(Counter(r.session for r in trace).values()) == 2
+    with pytest.raises(InvalidValue, match="shares that grow from 0 to 1"):
+        list(GeneratedTrace(Chat(turns=((0, 2), (0.5, 3))), seed=1, requests=1))
+
+
+def test_what_is_wrong_is_said() -> None:
+    with pytest.raises(InvalidValue, match="one of agent, rag, api, chat, tenants; got 'cats'"):
+        generate("cats", seed=1, requests=1)
+    with pytest.raises(InvalidValue, match="requests"):
+        generate("chat", seed=1, requests=-1)
+    with pytest.raises(InvalidValue, match="sessions_per_second"):
+        generate("chat", seed=1, requests=1, sessions_per_second=0)
+    with pytest.raises(InvalidValue, match="unit_tokens"):
+        generate("chat", seed=1, requests=1, unit_tokens=0)
+
+
+def test_chance() -> None:
+    table = ((0, 10), (0.5, 20), (1, 100))
+    assert [value_at(table, share) for share in (0, 0.25, 0.5, 0.75)] == [10, 15, 20, 60]
+    assert mean_of(table) == 37.5
+    assert mean_of(WAITS) == pytest.approx(1, abs=0.07)
+    chance = Chance(1, "x")
+    values = [chance.of(table) for _ in range(4000)]
+    assert sum(values) / len(values) == pytest.approx(37.5, rel=0.05)
+    assert [Chance(1, "x").share() for _ in range(2)] == [Chance(1, "x").share()] * 2
+    assert chance.some("abc", 5, zipf(3, 1.0)) in [
+        list(p) for p in ("abc", "acb", "bac", "bca", "cab", "cba")
+    ]
+    assert Chance("always", "the", "same").share() == 0.9196729926490824

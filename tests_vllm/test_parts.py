@@ -1,0 +1,186 @@
+"""The parts of the connector by themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from models import make_adapter
+from vllm.lora.request import LoRARequest
+
+from kvkeep.errors import InvalidValue
+from kvkeep.integrations.vllm.adapters import Adapters
+from kvkeep.integrations.vllm.groups import Group, Groups
+from kvkeep.integrations.vllm.keys import keys_of
+from kvkeep.integrations.vllm.messages import Answers, Load, Plan, Span
+from kvkeep.integrations.vllm.options import Options, Wishes
+from kvkeep.integrations.vllm.pages import GroupPages
+from kvkeep.integrations.vllm.shared import Shared
+from kvkeep.integrations.vllm.stats import Counts, KVKeepStats
+from kvkeep.store import BlockStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_options() -> None:
+    assert Options.parse({}) == Options()
+    given = {"tiers": ["memory://1MiB"], "load_timeout": 2, "min_tokens": 7, "tenant": "me"}
+    options = Options.parse(given)
+    assert (options.tiers, options.load_timeout, options.min_tokens) == (("memory://1MiB",), 2.0, 7)
+    for wrong in ({"tiers": []}, {"tiers": [1]}, {"min_tokens": 0}, {"revision": 3},
+                  {"flush_timeout": -1}, {"lookup_timeout": True}, {"nothing": 1}):  # fmt: skip
+        with pytest.raises(InvalidValue, match=next(iter(wrong))):
+            Options.parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("params", "wishes"),
+    [
+        (None, Wishes()),
+        ({}, Wishes()),
+        ({"do_remote_prefill": True}, Wishes()),
+        ({"kvkeep": {}}, Wishes()),
+        ({"kvkeep": {"store": False}}, Wishes(store=False)),
+        ({"kvkeep": {"load": False, "ttl": 5}}, Wishes(load=False, ttl=5.0)),
+        ({"kvkeep": {"pin": True}}, Wishes(pin=3600.0)),
+        ({"kvkeep": {"pin": True, "ttl": 9}}, Wishes(pin=9.0)),
+        ({"kvkeep": {"pin": False, "ttl": 9}}, Wishes(ttl=9.0)),
+    ],
+)
+def test_wishes(params: object, wishes: Wishes) -> None:
+    assert Wishes.parse(params) == wishes
+
+
+def test_keys() -> None:
+    hashes = [os.urandom(32) for _ in range(5)]
+    assert keys_of(hashes, 0) == hashes
+    assert keys_of([], 1) == []
+    everything = [key for group in range(4) for key in keys_of(hashes, group)]
+    assert len(set(everything)) == 20
+    for size in (16, 64):
+        others = [os.urandom(size) for _ in range(5)]
+        keys = keys_of(others, 1)
+        assert {len(key) for key in keys} == {32}
+        assert len(set(keys)) == 5
+
+
+def slowly(groups: Groups, there: set[bytes], hashes: list[bytes], first: int) -> int:
+    """By trying every end, the longest first."""
+    size = groups.block_tokens
+    for end in range(len(hashes), first, -1):
+        needed = [
+            keys_of([hashes[block]], at)[0]
+            for at, group in enumerate(groups.groups)
+            for block in range(max(first, group.first_needed(end * size, size)), end)
+        ]
+        if there.issuperset(needed):
+            return end
+    return first
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 40), (None, 40, 100), (None, None, 17)])
+def test_how_far_a_prompt_reaches(windows: tuple[int | None, ...]) -> None:
+    rng = random.Random(str(windows))
+    groups = Groups(tuple(Group((f"l{w}",), w) for w in windows), 16, drops_last=False)
+    for _ in range(400):
+        hashes = [rng.randbytes(32) for _ in range(rng.randrange(1, 14))]
+        keys = [key for group in range(len(windows)) for key in keys_of(hashes, group)]
+        there = {key for key in keys if rng.random() < 0.85}
+        first = rng.randrange(len(hashes))
+
+        def count(asked: list[bytes], there: set[bytes] = there) -> int:
+            return next((at for at, key in enumerate(asked) if key not in there), len(asked))
+
+        assert groups.reach(hashes, first, count) == slowly(groups, there, hashes, first)
+
+
+def test_a_draft_layer_needs_the_next_block() -> None:
+    groups = Groups((Group(("l",), None),), 16, drops_last=True)
+    hashes = [os.urandom(32) for _ in range(4)]
+    assert groups.reach(hashes, 0, len) == 3
+    assert groups.reach(hashes, 0, lambda _: 0) == 0
+    assert groups.reach(hashes, 3, lambda _: 1) == 3
+
+
+def test_pages_go_out_and_come_back() -> None:
+    runs = [torch.randint(0, 255, (8, size), dtype=torch.uint8) for size in (48, 16)]
+    before = [run.clone() for run in runs]
+    pages = GroupPages(runs)
+    assert pages.record_bytes == 64
+    with BlockStore("pages", tiers=["memory://1MiB"]) as store:
+        keys = [os.urandom(32) for _ in range(3)]
+        assert store.write(keys, [64] * 3, pages.filler([5, 0, 7])) == 3
+        for run in runs:
+            run.zero_()
+        assert store.read(keys, [64] * 3, pages.sinker([1, 2, 3])) == 3
+    for run, was in zip(runs, before, strict=True):
+        assert torch.equal(run[[1, 2, 3]], was[[5, 0, 7]])
+        assert not run[[0, 4, 5, 6, 7]].any()
+
+
+def test_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    adapters = Adapters()
+    one = LoRARequest("one", 1, make_adapter(tmp_path / "one", 1))
+    two = LoRARequest("two", 2, make_adapter(tmp_path / "two", 2))
+    first, second = adapters.digest(one), adapters.digest(two)
+    assert first is not None
+    assert second is not None
+    assert first != second
+    assert adapters.digest(one) == first
+    assert Adapters().digest(one) == first
+    config = tmp_path / "two" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 8}))
+    assert Adapters().digest(two) not in (None, second)
+    assert adapters.digest(two) is None
+    assert "changed while vLLM" in caplog.text
+    assert Adapters().digest(LoRARequest("far", 3, "somebody/on-the-hub")) is None
+    assert Adapters().digest(LoRARequest("one", 4, one.lora_path, load_inplace=True)) is None
+    mixed = Adapters.mixed([bytes(32), bytes(31) + b"1"], first)
+    assert len({*mixed}) == 2
+
+
+def test_blocks_are_deleted_when_it_is_time() -> None:
+    groups = Groups((Group(("l",), None),), 16, drops_last=False)
+    with BlockStore("ttl", tiers=["memory://1MiB"]) as store:
+        shared = Shared("ttl", store, groups, [8], Options())
+        keys = [os.urandom(32) for _ in range(3)]
+        store.put(keys, [b"12345678"] * 3)
+        shared.expire(keys[:2], 0.02)
+        shared.expire(keys[:1], 60)  # the last word counts
+        assert shared.delete_expired() == 0
+        time.sleep(0.03)
+        assert shared.delete_expired() == 1
+        assert store.unknown(keys) == [1]
+        assert Shared.find("ttl") is shared
+        shared.close()
+
+
+def test_counts_add_up() -> None:
+    counts = Counts()
+    assert counts.take() is None
+    threads = [threading.Thread(target=counts.add, kwargs={"a": 1, "b": 0.5}) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    counts.hits("memory", 3)
+    taken = counts.take()
+    assert taken is not None
+    assert taken.data == {"a": 20, "b": 10, "hits memory": 3}
+    both = taken.aggregate(KVKeepStats(data={"a": 1, "c": 2}))
+    assert both.data == {"a": 21, "b": 10, "c": 2, "hits memory": 3}
+    assert counts.take() is None
+
+
+def test_messages_cross_processes() -> None:
+    plan = Plan(idle=True, loads=[Load("r", [Span(0, [bytes(32)], [3])], 16)], clear=2)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert Answers({1: [4]}).aggregate(Answers({1: [2], 2: [7]})).found == {1: [4, 2], 2: [7]}

@@ -1,0 +1,228 @@
+"""Two real vLLM servers behind a real router: events are read, and prompts find their cache."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from kvkeep.feed import EventReader, Source
+from kvkeep.models import bundled_model
+from kvkeep.router import CostModel, PrefixRouter
+from kvkeep.router.listening import Server, bind
+from kvkeep.router.proxy import create_proxy
+from kvkeep.router.upstreams import Upstreams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+VLLM = ROOT / ".venv-vllm" / "bin" / "python"
+BLOCK = 32
+START_S = 180.0
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build"),
+    pytest.mark.skipif(not VLLM.exists(), reason="no environment with vLLM"),
+]
+
+
+def eventually(holds: Any, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"still not so after {seconds} s"
+        time.sleep(0.05)
+
+
+class Instance:
+    """A `vllm serve` of the tiny model, with KV events on."""
+
+    def __init__(self, directory: Path, number: int, blocks: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.events = f"ipc://{directory}/events{number}"
+        self.replay = f"ipc://{directory}/replay{number}"
+        config = (
+            '{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv", '
+            f'"endpoint": "{self.events}", "replay_endpoint": "{self.replay}"}}'
+        )
+        self.log = directory / f"vllm{number}.log"
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("VLLM_")
+        }
+        environment |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [
+                    # The `vllm` command looks for a distribution of that name; this is vllm-cpu.
+                    str(VLLM), "-m", "vllm.entrypoints.openai.api_server",
+                    "--model", str(bundled_model()), "--served-model-name", "tiny",
+                    "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+                    "--distributed-executor-backend", "uni", "--enforce-eager",
+                    "--max-model-len", "1024",
+                    "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks),
+                    "--kv-events-config", config, "--enable-prompt-tokens-details",
+                ],
+                stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+            )  # fmt: skip
+
+    def ready(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()[-4000:]
+        try:
+            return httpx.get(f"{self.url}/health").is_success
+        except httpx.TransportError:
+            return False
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Routing:
+    """The router, the reader of events and the proxy, in this process."""
+
+    def __init__(self, instances: list[Instance]) -> None:
+        self.names = [one.url for one in instances]
+        self.router = PrefixRouter(self.names, cost=CostModel(token_s=1e-3))
+        sources = [Source(one.url, one.events, one.replay, "kv") for one in instances]
+        self.reader = EventReader(sources, self.router, check_s=1.0)
+        self._socket = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        proxy = create_proxy(self.router, Upstreams(self.names), self.reader)
+        self._server = Server(proxy, self.url, None)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._server.serve([self._socket]))
+        )
+        self._thread.start()
+        eventually(lambda: self._server.started)
+
+    def ask(self, prompt: str, **more: Any) -> dict[str, Any]:
+        asked = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0, **more}
+        answer = httpx.post(f"{self.url}/v1/completions", json=asked, timeout=60)
+        assert answer.is_success, answer.text
+        return answer.json()
+
+    def held(self) -> list[int]:
+        """Blocks that each is known to hold."""
+        with self.router._lock:
+            places = {place.instance: place for place in self.router._index._stocks}
+            return [
+                self.router._index.blocks_of(places[name]).get("GPU", 0) if name in places else 0
+                for name in self.names
+            ]
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(30)
+        self._socket.close()
+        self.reader.close()
+
+
+@pytest.fixture(scope="module")
+def instances(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Instance]]:
+    directory = tmp_path_factory.mktemp("vllm")
+    with ExitStack() as stack:
+        made = []
+        for number in range(2):
+            made.append(Instance(directory, number, blocks=40))
+            stack.callback(made[-1].stop)
+        for one in made:
+            eventually(one.ready, START_S)
+        yield made
+
+
+@pytest.fixture
+def routing(instances: list[Instance]) -> Iterator[Routing]:
+    made = Routing(instances)
+    yield made
+    made.stop()
+
+
+def cached(answer: dict[str, Any]) -> int:
+    details = answer["usage"]["prompt_tokens_details"] or {}
+    return details.get("cached_tokens") or 0
+
+
+def hits(one: Instance) -> float:
+    """Tokens that vLLM itself says it had cached."""
+    text = httpx.get(f"{one.url}/metrics").text
+    return sum(map(float, re.findall(r"^vllm:prefix_cache_hits_total\S* (\S+)$", text, re.M)))
+
+
+def text(number: int, length: int = 30) -> str:
+    return f"The {number}. conversation is about something. " * length
+
+
+def test_vllm_behind_the_router(instances: list[Instance], routing: Routing) -> None:
+    prompts = [text(number) for number in range(4)]
+    first = [routing.ask(prompt) for prompt in prompts]
+    tokens = [answer["usage"]["prompt_tokens"] for answer in first]
+    assert min(tokens) > 6 * BLOCK
+    eventually(lambda: sum(routing.held()) >= sum(one // BLOCK for one in tokens))
+    assert min(routing.held()) > 0, "nothing was known, and yet all went to one"
+
+    # Every prompt finds all its full blocks again, by what vLLM says itself.
+    before = sum(map(hits, instances))
+    again = [routing.ask(prompt) for prompt in prompts]
+    for answer, length in zip(again, tokens, strict=True):
+        assert cached(answer) >= (length - 1) // BLOCK * BLOCK
+    assert sum(map(hits, instances)) - before == sum(map(cached, again))
+    assert [one["choices"][0]["text"] for one in first] == [
+        one["choices"][0]["text"] for one in again
+    ]
+
+    # A salt is another prompt, known by the salt itself.
+    assert cached(routing.ask(prompts[0], cache_salt="pepper")) == 0
+    asked = httpx.post(f"{routing.url}/tokenize", json={"model": "tiny", "prompt": prompts[0]})
+    row = asked.json()["tokens"]
+    full = len(row) // BLOCK * BLOCK
+    eventually(lambda: routing.router.score(row, salt="pepper")[0].tokens == full)
+    assert routing.router.score(row, salt="salt")[0].tokens == 0
+
+    # Evicted blocks are forgotten: each has room for 40, and 39 at most are held.
+    for number in range(10, 18):
+        routing.ask(text(number))
+    eventually(lambda: 0 < max(routing.held()) <= 40)
+    for name in routing.names:
+        scores = routing.router.score(row, among=[name])
+        assert scores[0].tokens <= full
+    assert routing.router.stats().refused == 0
+    for stats in routing.reader.stats().values():
+        assert stats.malformed == stats.unread == 0
+
+
+def test_who_comes_late_learns_what_was_before(instances: list[Instance], routing: Routing) -> None:
+    """vLLM has no snapshot: its replay from the first batch on is the whole truth here."""
+    routing.ask(text(50))
+    with_all = PrefixRouter(routing.names)
+    sources = [Source(one.url, one.events, one.replay, "kv") for one in instances]
+    reader = EventReader(sources, with_all, check_s=1.0)
+    try:
+        eventually(lambda: with_all.stats().blocks == sum(routing.held()) > 0)
+        assert not any(stats.partial for stats in reader.stats().values())
+        assert with_all.stats().orphans == 0
+    finally:
+        reader.close()
