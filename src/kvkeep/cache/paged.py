@@ -15,11 +15,11 @@ from kvkeep.cache.stats import CacheStats
 from kvkeep.errors import InvalidValue, NotCached, whole
 from kvkeep.events import Opened
 from kvkeep.eviction import EvictionPolicy, policy
-from kvkeep.keys import Namespace, as_namespace
+from kvkeep.keys import Namespace, as_namespace, chain_keys, root_key
 from kvkeep.pages import PageCopy, PagePool
 from kvkeep.prefix import index as make_index
 from kvkeep.prefix.base import EMPTY_PAGES
-from kvkeep.tokens import as_row, as_tokens, check_range
+from kvkeep.tokens import TOKEN_BYTES, as_row, as_tokens, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["CachedPrefix", "PagedCache"]
 
 _MAX_PAGE_SIZE = 65_536
+BLOCK_TOKENS = 512
+"""What policies that remember tell apart, if nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +60,8 @@ class PagedCache:
     ``num_pages`` and ``page_size`` (tokens) make the pool. ``prefix`` is "radix" (exact to the
     token) or "chain" (block keys over full pages); ``eviction`` the name of a policy or an
     `EvictionPolicy`; ``hard_pin_pages`` what hard pins may hold at most (default: half the pool);
-    ``clock`` gives seconds, for pins that end.
+    ``clock`` gives seconds, for pins that end. ``block_pages`` pages are what eviction policies
+    that remember tell apart (default: as many as hold 512 tokens).
 
     Thread safety: every method takes the cache's one lock. Hooks run under it.
     """
@@ -71,6 +74,7 @@ class PagedCache:
         prefix: str = "radix",
         eviction: str | EvictionPolicy = "lru",
         hard_pin_pages: int | None = None,
+        block_pages: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.page_size = whole("page_size", page_size, 1, _MAX_PAGE_SIZE)
@@ -80,7 +84,11 @@ class PagedCache:
             hard_pin_pages = pool.num_pages // 2
         # Never all of them: pins must leave room for requests.
         hard_pin_pages = whole("hard_pin_pages", hard_pin_pages, 0, pool.num_pages - 1)
-        index = make_index(prefix, self.page_size, policy(eviction))
+        orders = policy(eviction)
+        block = max(1, -(-BLOCK_TOKENS // self.page_size)) if block_pages is None else block_pages
+        self._block_tokens = whole("block_pages", block, 1) * self.page_size
+        orders.fit(pool.num_pages, block)
+        index = make_index(prefix, self.page_size, orders)
         self._core = Core(pool, index, hard_pin_pages, clock)
 
     # --- requests ----------------------------------------------------------------------------
@@ -130,6 +138,12 @@ class PagedCache:
                 sequence.adopt(len(shared), copy=copy, source=source)
             else:
                 sequence.adopt(len(shared))
+            if core.index.policy.remembers:
+                keys = chain_keys(
+                    root_key(space), prompt.tobytes(), self._block_tokens * TOKEN_BYTES
+                )
+                known = core.index.policy.asked(keys) * self._block_tokens
+                sequence.known_pages = known // self.page_size
             core.counters.opened += 1
             core.counters.prompt_tokens += len(prompt)
             core.counters.hit_tokens += sequence.num_cached

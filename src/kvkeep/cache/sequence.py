@@ -45,7 +45,7 @@ class Sequence:
 
     __slots__ = (
         "_claims", "_core", "_encoder", "_family", "_hold", "_made", "_opened_pages", "_shared",
-        "_state", "_table", "_tokens", "id", "namespace", "num_cached", "priority",
+        "_state", "_table", "_tokens", "id", "known_pages", "namespace", "num_cached", "priority",
     )  # fmt: skip
 
     def __init__(
@@ -63,6 +63,8 @@ class Sequence:
         self.id = core.opened
         self.namespace = namespace
         self.priority = 0
+        self.known_pages = 0
+        """Leading pages that were asked for before, says a policy that remembers."""
         self.num_cached = 0
         """Leading tokens that needed no computing when the sequence was opened or forked."""
         self._core = core
@@ -255,6 +257,7 @@ class Sequence:
                 core, self.namespace, encoder, self._tokens.values, table=table, hold=hold
             )
             other.priority = self.priority
+            other.known_pages = self.known_pages
             other.num_cached = max(self.num_cached, self.num_published)
             other._shared = other._opened_pages = self._shared
             other._claims = self._claims.copy()
@@ -287,15 +290,17 @@ class Sequence:
             computed = whole("the number of computed tokens", computed, 0, len(self._tokens))
             self._copies_made()
             stop = computed // core.page_size
+            if self._shared < self.known_pages < stop:
+                self._publish(self._shared, self.known_pages, known=True)
             if stop > self._shared:
-                self._publish(self._shared, stop)
+                self._publish(self._shared, stop, known=stop <= self.known_pages)
             return self.num_published
 
-    def _publish(self, start: int, stop: int) -> None:
+    def _publish(self, start: int, stop: int, *, known: bool) -> None:
         core = self._core
         own = self._table.values[start:stop].copy()
         symbols = self._encoder.pages(self._tokens.values, start, stop)
-        inserted = core.index.insert(self._hold, symbols, own, self.priority)
+        inserted = core.index.insert(self._hold, symbols, own, self.priority, known=known)
         existing = inserted.existing
         family = [(other, other._sharing(start, own)) for other in self._family or ()]
         self._hold = inserted.hold

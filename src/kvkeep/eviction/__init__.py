@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidValue
+from kvkeep.eviction.adaptive import Adaptive
 from kvkeep.eviction.base import Entry, EvictionPolicy
 from kvkeep.eviction.fifo import FIFO
 from kvkeep.eviction.lfu import LFU
 from kvkeep.eviction.lru import LRU
 from kvkeep.eviction.priority import Priority
 from kvkeep.eviction.slru import SLRU
+from kvkeep.eviction.twoq import TwoQ
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,9 +23,11 @@ __all__ = [
     "LRU",
     "POLICIES",
     "SLRU",
+    "Adaptive",
     "Entry",
     "EvictionPolicy",
     "Priority",
+    "TwoQ",
     "policy",
 ]
 
@@ -33,6 +37,8 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "fifo": FIFO,
     "slru": SLRU,
     "priority": Priority,
+    "2q": TwoQ,
+    "adaptive": Adaptive,
 }
 
 

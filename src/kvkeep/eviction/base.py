@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["Entry", "EvictionPolicy"]
 
@@ -40,22 +44,43 @@ class EvictionPolicy(ABC):
     A policy may own any queues it likes (2Q, ARC); it must name a victim whenever it has one, since
     what is added is all the memory that can be had.
 
+    One that wants to know what was asked for before, also of what went since, sets ``remembers``:
+    who serves it then names the blocks of every prompt (`asked`), and says of what is stored
+    whether it was ``known``.
+
     Thread safety: none; called under the cache's lock. Cost asked for: O(log n) a call, and not
     more with more entries than that.
     """
 
     name: str
+    remembers = False
+    """It is to be told what is asked for; the keys cost a hash of every prompt."""
     taken = False
     """An index uses it: a policy orders the entries of one index, not of two."""
 
     def __init__(self) -> None:
         self._time = 0
 
-    def stored(self, entry: Entry, priority: int) -> None:
-        """``entry`` was just put in the index (it is held by the sequence that published it)."""
+    def fit(self, size: int, block: int) -> None:
+        """It serves a memory of ``size`` (in the unit of `Entry.size`), in blocks of ``block``."""
+
+    def asked(self, keys: Sequence[bytes]) -> int:
+        """A prompt made of these blocks came; how many of its leading ones are ``known``.
+
+        Keys are chained: one names all that comes before it, too. Called if it `remembers`, when
+        the prompt was admitted, before any of it is stored.
+        """
+        return 0
+
+    def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
+        """``entry`` was just put in the index (it is held by the sequence that published it).
+
+        ``known``: it was asked for before, and went since. That counts as a hit.
+        """
         self._time += 1
         entry.stored = entry.last_used = self._time
         entry.priority = priority
+        entry.hits = int(known)
 
     def hit(self, entry: Entry) -> None:
         """A request reuses ``entry`` and all before it."""

@@ -34,6 +34,17 @@ class AgeQueue:
     def __contains__(self, entry: object) -> bool:
         return entry in self._line or entry in self._between
 
+    @property
+    def oldest(self) -> int | None:
+        """The age of what `pop` would give."""
+        line, heap = self._line, self._heap
+        first = line[next(iter(line))] if line else None
+        if not self._between:
+            return first
+        while self._between.get(heap[0][2]) != heap[0][1]:
+            heapq.heappop(heap)
+        return heap[0][0] if first is None else min(first, heap[0][0])
+
     def push(self, entry: Entry, age: int) -> None:
         """Put in an entry that is not there."""
         line = self._line

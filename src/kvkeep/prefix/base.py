@@ -147,8 +147,19 @@ class PrefixIndex(ABC, Generic[Hold]):
         """A second hold on the same path, for a fork."""
 
     @abstractmethod
-    def insert(self, hold: Hold, symbols: bytes, pages: PageArray, priority: int) -> Inserted[Hold]:
-        """Store ``pages`` after the path of ``hold`` and move the hold to their end."""
+    def insert(
+        self,
+        hold: Hold,
+        symbols: bytes,
+        pages: PageArray,
+        priority: int,
+        *,
+        known: bool = False,
+    ) -> Inserted[Hold]:
+        """Store ``pages`` after the path of ``hold`` and move the hold to their end.
+
+        ``known`` is for the policy: they were asked for before.
+        """
 
     @abstractmethod
     def shorten(self, hold: Hold, pages: int) -> Hold:

@@ -222,7 +222,15 @@ class RunTree(PrefixIndex[Node]):
 
     # --- storing -----------------------------------------------------------------------------
 
-    def insert(self, hold: Node, symbols: bytes, pages: PageArray, priority: int) -> Inserted[Node]:
+    def insert(
+        self,
+        hold: Node,
+        symbols: bytes,
+        pages: PageArray,
+        priority: int,
+        *,
+        known: bool = False,
+    ) -> Inserted[Node]:
         """Store ``pages`` after the path of ``hold`` and move the hold to their end."""
         assert len(symbols) == len(pages) * self.unit
         unit = self.unit
@@ -236,7 +244,9 @@ class RunTree(PrefixIndex[Node]):
             existing.append(child.pages)
             node = child
         if offset < len(symbols):
-            node = self._append(node, hold, symbols[offset:], pages[offset // unit :], priority)
+            node = self._append(
+                node, hold, symbols[offset:], pages[offset // unit :], priority, known=known
+            )
         if node is not hold:
             self._hold(node)
             self.release(hold, used=False)
@@ -244,7 +254,14 @@ class RunTree(PrefixIndex[Node]):
         return Inserted(node, _joined(existing))
 
     def _append(
-        self, node: Node, hold: Node, symbols: bytes, pages: PageArray, priority: int
+        self,
+        node: Node,
+        hold: Node,
+        symbols: bytes,
+        pages: PageArray,
+        priority: int,
+        *,
+        known: bool,
     ) -> Node:
         self.num_pages += len(pages)
         if (
@@ -254,6 +271,7 @@ class RunTree(PrefixIndex[Node]):
             and not node.pins
             and node.parent is not None
             and node.size < _GROW_PAGES
+            and (known == bool(node.hits) or not self.policy.remembers)
         ):
             node.run = b"".join((node.run, symbols))
             node.pages = np.concatenate((node.pages, pages))
@@ -265,7 +283,7 @@ class RunTree(PrefixIndex[Node]):
             self._leave(node)
         leaf = Node(node, symbols, pages.copy(), self.unit)
         self._attach(node, leaf)
-        self.policy.stored(leaf, priority)
+        self.policy.stored(leaf, priority, known=known)
         self.num_evictable += leaf.size
         self._enter(leaf)
         return leaf

@@ -1,0 +1,42 @@
+"""What was asked for lately, also of what went since."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["History"]
+
+
+class History:
+    """The chain keys of the last ``limit`` blocks that prompts were made of.
+
+    Memory: about 200 bytes a block. Cost: about 0.3 µs a block.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = max(1, limit)
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def asked(self, keys: Sequence[bytes]) -> int:
+        """A prompt made of these blocks came; how many leading ones were asked for before.
+
+        Its end is forgotten before its beginning.
+        """
+        seen = self._keys
+        known = next((at for at, key in enumerate(keys) if key not in seen), len(keys))
+        for key in reversed(keys):
+            seen[key] = None
+            seen.move_to_end(key)
+        while len(seen) > self._limit:
+            seen.popitem(last=False)
+        return known
