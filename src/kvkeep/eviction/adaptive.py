@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.eviction.history import History
 from kvkeep.eviction.twoq import TwoQ
 
 if TYPE_CHECKING:

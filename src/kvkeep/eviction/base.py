@@ -61,7 +61,7 @@ class EvictionPolicy(ABC):
     def __init__(self) -> None:
         self._time = 0
 
-    def fit(self, size: int, block: int) -> None:
+    def fit(self, size: int, block: int) -> None:  # noqa: B027 - most have no use for it
         """It serves a memory of ``size`` (in the unit of `Entry.size`), in blocks of ``block``."""
 
     def asked(self, keys: Sequence[bytes]) -> int:

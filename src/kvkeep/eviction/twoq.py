@@ -20,8 +20,8 @@ class TwoQ(EvictionPolicy):
 
     Probation may have ``probation`` of the memory; what is beyond goes first, then the least
     recently used of the others. It remembers ``remembered`` times as many blocks as there is room
-    for, so that what comes back after it went is not on probation again. (Johnson, Shasha: 2Q, 1994;
-    theirs has a first-in-first-out probation, and remembers half as much as there is room.)
+    for, so that what comes back after it went is not on probation again. (Johnson, Shasha: 2Q,
+    1994; theirs has a first-in-first-out probation, and remembers half as much as there is room.)
     """
 
     name = "2q"
