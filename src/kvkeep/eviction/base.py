@@ -16,14 +16,15 @@ class Entry:
 
     The index creates entries and derives its nodes from this class. ``last_used`` and ``stored``
     count the policy's events (larger is later), ``hits`` the requests that reused it, ``priority``
-    what its caller asked for, ``size`` its pages. A policy that needs to remember more keeps it
-    in ``state``.
+    what its caller asked for, ``size`` its pages, ``depth`` the pages before it. A policy that
+    needs to remember more keeps it in ``state``.
     """
 
-    __slots__ = ("hits", "last_used", "priority", "size", "state", "stored")
+    __slots__ = ("depth", "hits", "last_used", "priority", "size", "state", "stored")
 
     def __init__(self) -> None:
         self.size = 0
+        self.depth = 0
         self.last_used = 0
         self.stored = 0
         self.hits = 0
@@ -55,6 +56,8 @@ class EvictionPolicy(ABC):
     name: str
     remembers = False
     """It is to be told what is asked for; the keys cost a hash of every prompt."""
+    portions = False
+    """A victim may be worth keeping but for its tail, and `portion` says how much that is."""
     taken = False
     """An index uses it: a policy orders the entries of one index, not of two."""
 
@@ -81,6 +84,11 @@ class EvictionPolicy(ABC):
         entry.stored = entry.last_used = self._time
         entry.priority = priority
         entry.hits = int(known)
+
+    def grown(self, entry: Entry) -> None:
+        """More was stored at the end of ``entry``, by who holds it: its tail is new."""
+        self._time += 1
+        entry.stored = entry.last_used = self._time
 
     def hit(self, entry: Entry) -> None:
         """A request reuses ``entry`` and all before it."""
@@ -120,9 +128,19 @@ class EvictionPolicy(ABC):
     def pop(self) -> Entry | None:
         """Take out the entry that should go next, or None when there is none."""
 
+    def portion(self, entry: Entry) -> int:
+        """How much of the tail of ``entry``, just popped, goes before the policy is asked again.
+
+        All of it, unless the policy takes in `portions`.
+        """
+        return entry.size
+
     @abstractmethod
     def put_back(self, entry: Entry) -> None:
-        """The entry just popped lost only its tail: it is next again."""
+        """The entry just popped lost only its tail: it is next again.
+
+        Unless the policy takes in `portions`: it has had what it wanted of this one, it may be.
+        """
 
     @abstractmethod
     def __len__(self) -> int:

@@ -33,7 +33,8 @@ class Node(Entry):
         self.key = bytes(run[:unit])
         self.pages = pages
         self.size = len(pages)
-        self.end: int = self.size if parent is None else parent.end + self.size
+        self.depth = 0 if parent is None else parent.end
+        self.end: int = self.depth + self.size
         self.children: dict[bytes, Node] = {}
         self.heads: Heads | None = None
         self.holders = 0  # holds on this very node, and children that are held

@@ -277,7 +277,7 @@ class RunTree(PrefixIndex[Node]):
             node.pages = np.concatenate((node.pages, pages))
             node.size += len(pages)
             node.end += len(pages)
-            self.policy.used(node)
+            self.policy.grown(node)
             return node
         if not node.children and not node.holders and node.parent is not None:
             self._leave(node)
@@ -316,6 +316,7 @@ class RunTree(PrefixIndex[Node]):
         node.key = node.run[: self.unit]
         node.pages = node.pages[at:].copy()
         node.size -= at
+        node.depth += at
         node.parent = upper
         upper.children[node.key] = node
         if queued:
@@ -332,19 +333,25 @@ class RunTree(PrefixIndex[Node]):
         count = min(count, self.num_evictable)
         freed: list[PageArray] = []
         pop = self.policy.pop
+        portions = self.policy.portions
         left = count
         while left:
             leaf = cast("Node | None", pop())
+            most = left
             if leaf is None:
                 leaf = cast("Node | None", self._pinned.pop())
                 assert leaf is not None, "evictable pages that no queue knows"
-            if leaf.size > left:
-                freed.append(self._trim(leaf, left))
+            elif portions:
+                most = min(left, self.policy.portion(leaf))
+                assert most > 0, "a policy that wants nothing of its victim"
+            if leaf.size > most:
+                freed.append(self._trim(leaf, most))
                 if leaf.pins:
                     self._enter(leaf)
                 else:
                     self.policy.put_back(leaf)
-                break
+                left -= most
+                continue
             left -= leaf.size
             freed.append(leaf.pages)
             self._unlink(leaf)
@@ -529,6 +536,7 @@ class RunTree(PrefixIndex[Node]):
                 assert len(node.run) == node.size * self.unit
                 assert node.parent is not None
                 assert node.end == node.parent.end + node.size
+                assert node.depth == node.parent.end
                 stored.append(node.pages)
                 if not node.holders:
                     evictable += node.size
