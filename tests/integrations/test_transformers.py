@@ -423,6 +423,11 @@ HOLE = torch.tensor([[1, 1, 0, 1, 1]])
         ({"inputs": prompt(5), "input_ids": prompt(5)}, "needs its prompts"),
         ({"inputs": prompt(5)[0]}, r"\[rows, tokens\] is needed"),
         ({"inputs": prompt(5)[:, :0]}, "at least one token"),
+        ({"inputs": "hello"}, "input_ids is str; it is a tensor"),
+        ({"inputs": [1, 2, 3]}, "input_ids is list; it is a tensor"),
+        ({"inputs": {"input_ids": prompt(5)}}, r"is dict; .* generate\(\*\*tokenizer"),
+        ({"inputs": prompt(5).float()}, "tokens are integer ids"),
+        ({"inputs": prompt(5), "attention_mask": [1] * 5}, "attention_mask is list; it is a"),
         ({"inputs": prompt(5), "attention_mask": torch.ones(1, 4)}, r"shaped \(1, 4\)"),
         ({"inputs": prompt(5), "attention_mask": prompt(5)}, "a 1 for each token"),
         (
@@ -448,6 +453,20 @@ def test_what_generate_refuses(kept, how, said):
     with pytest.raises(InvalidValue, match=said):
         kept.generate(**{"max_new_tokens": 2, **how})
     assert kept.last is None
+
+
+@pytest.mark.parametrize("given", [None, "hello", [1, 2, 3], {"input_ids": prompt(5)}])
+def test_texts_that_are_no_tensors_are_refused(kept, given):
+    with pytest.raises(InvalidValue, match=r"input_ids is .*; it is a tensor"):
+        kept.load(given)
+    with pytest.raises(InvalidValue, match=r"input_ids is .*; it is a tensor"):
+        kept.save(given, DynamicCache())
+
+
+@pytest.mark.parametrize("given", [None, ((torch.zeros(1), torch.zeros(1)),), "cache"])
+def test_caches_that_are_none_are_refused(kept, given):
+    with pytest.raises(InvalidValue, match=r"past_key_values is .*; give the cache"):
+        kept.save(prompt(5), given)
 
 
 def test_weights_that_change_are_noticed():

@@ -136,8 +136,18 @@ def test_uneven_parts_do_not_fit_one_tensor() -> None:
 def test_latent_parts_are_no_pairs() -> None:
     shape = GEOMETRIES["mla"]
     part = torch.zeros(4, 16, dtype=torch.bfloat16)
-    with open_store(shape=shape) as store, pytest.raises(InvalidValue, match="one tensor"):
+    with (
+        open_store(shape=shape) as store,
+        pytest.raises(InvalidValue, match="layer 0 of kv is 2 parts; it is one tensor"),
+    ):
         store.put(range(4), [(part, part)] * 2)
+
+
+@pytest.mark.parametrize(("layer", "given"), [((1, 2, 3), "3 parts"), ("kv", "str")])
+def test_what_is_no_pair_is_told(layer: object, given: str) -> None:
+    said = rf"layer 0 of kv is {given}; it is a pair \(k, v\) of tensors"
+    with open_store() as store, pytest.raises(InvalidValue, match=said):
+        store.put(range(4), [layer] * 2)
 
 
 STORES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from kvkeep.errors import IllegalStep, InvalidValue
-from kvkeep.integrations.transformers_caches import fill, grown, held, length_of
+from kvkeep.integrations.transformers_caches import check_cache, fill, grown, held, length_of
 from kvkeep.integrations.transformers_model import (
     active_adapters,
     geometry_of,
@@ -191,11 +191,13 @@ class KeptModel:
         Returns before the slower tiers have it; ``store.flush()`` waits for them.
 
         Raises:
-            InvalidValue: it holds more tokens than there are, other rows, or not all tokens of a
-                layer (a sliding window that was passed: use the cache that `load` gives).
+            InvalidValue: it is no cache, holds more tokens than there are, other rows, or not
+                all tokens of a layer (a sliding window that was passed: use the cache that `load`
+                gives).
         """
         self._check_model()
         rows = rows_of(input_ids, attention_mask)
+        check_cache(past_key_values)
         columns = length_of(past_key_values)
         if columns > rows.columns:
             raise InvalidValue(

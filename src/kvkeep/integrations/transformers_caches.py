@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import Cache, DynamicCache
 
-__all__ = ["Held", "check_fits", "fill", "grown", "held", "length_of"]
+__all__ = ["Held", "check_cache", "check_fits", "fill", "grown", "held", "length_of"]
 
 _PLAIN_LAYERS: Final = {
     "DynamicLayer",
@@ -37,6 +37,15 @@ class Held(NamedTuple):
 def length_of(cache: Cache) -> int:
     """Columns that went into ``cache``, those that left a window included."""
     return int(cache.get_seq_length())
+
+
+def check_cache(cache: object) -> None:
+    """``cache`` is one of Transformers' own, whose layers can be looked at."""
+    if not isinstance(cache, require("transformers", "transformers").Cache):
+        raise InvalidValue(
+            f"past_key_values is {type(cache).__name__}; give the cache that the model filled: "
+            "a DynamicCache or a StaticCache"
+        )
 
 
 def held(cache: Cache, layer: int) -> Held:

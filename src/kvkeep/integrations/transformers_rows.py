@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 
     from kvkeep.tokens import TokenArray
 
-__all__ = ["PASS_TOKENS", "Pass", "Rows", "Shared", "passes", "rows_of", "shared_prefixes"]
+__all__ = [
+    "PASS_TOKENS",
+    "Pass",
+    "Rows",
+    "Shared",
+    "passes",
+    "rows_of",
+    "shared_prefixes",
+    "tensor_of",
+]
 
 PASS_TOKENS: Final = 64
 """What a forward pass costs besides its tokens, in tokens: weights are read, kernels started."""
@@ -61,9 +70,9 @@ def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None)
     """The texts of ``input_ids``, [rows, tokens] or [tokens]; without a mask, all of it is text.
 
     Raises:
-        InvalidValue: another shape, a row without text, or pads that are not on the left.
+        InvalidValue: no tensor, another shape, a row without text, pads that are not on the left.
     """
-    ids = input_ids.detach().cpu()
+    ids = tensor_of(input_ids, "input_ids").detach().cpu()
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or not ids.numel():
         raise InvalidValue(
@@ -73,7 +82,7 @@ def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None)
     if attention_mask is None:
         mask = torch.ones_like(ids)
     else:
-        mask = attention_mask.detach().cpu()
+        mask = tensor_of(attention_mask, "attention_mask").detach().cpu()
         mask = mask[None] if mask.ndim == 1 else mask
         if mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
             raise InvalidValue(
@@ -86,6 +95,16 @@ def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None)
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)
     texts = tuple(as_tokens(row[pad:].numpy()) for row, pad in zip(ids, pads, strict=True))
     return Rows(ids, mask, positions, texts, pads)
+
+
+def tensor_of(given: object, name: str) -> torch.Tensor:
+    """``given``, which the caller passed as ``name``, if it is a tensor; else `InvalidValue`."""
+    if isinstance(given, torch.Tensor):
+        return given
+    raise InvalidValue(
+        f"{name} is {type(given).__name__}; it is a tensor [rows, tokens], as a tokenizer gives it "
+        "with return_tensors='pt': generate(**tokenizer(...)), or its input_ids"
+    )
 
 
 def _check_left(mask: torch.Tensor) -> None:

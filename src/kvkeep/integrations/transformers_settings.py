@@ -9,7 +9,7 @@ import torch
 from kvkeep.errors import InvalidValue, require
 from kvkeep.integrations.transformers_caches import check_fits
 from kvkeep.integrations.transformers_model import takes_positions
-from kvkeep.integrations.transformers_rows import Rows, rows_of
+from kvkeep.integrations.transformers_rows import Rows, rows_of, tensor_of
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -83,7 +83,7 @@ class Settings:
         ids = inputs if named is None else named
         if ids is None or (named is not None and inputs is not None):
             raise InvalidValue("generate needs its prompts: input_ids, as a tokenizer gives them")
-        if ids.ndim != 2:
+        if tensor_of(ids, "input_ids").ndim != 2:
             raise InvalidValue(f"input_ids are shaped {tuple(ids.shape)}; [rows, tokens] is needed")
         mask = self.passed.get("attention_mask")
         pad = self.value("pad_token_id")

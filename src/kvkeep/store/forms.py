@@ -132,8 +132,9 @@ class Form:
             layer = (layer,)
         parts = tuple(layer) if isinstance(layer, tuple | list) else ()
         if len(parts) != len(self._parts) or not all(isinstance(p, torch.Tensor) for p in parts):
-            want = "one tensor" if self.latent else "a pair (k, v)"
-            raise InvalidValue(f"layer {number} of kv is no {want}: {type(layer).__name__}")
+            want = "one tensor" if self.latent else "a pair (k, v) of tensors"
+            given = f"{len(parts)} parts" if parts else type(layer).__name__
+            raise InvalidValue(f"layer {number} of kv is {given}; it is {want}")
         return parts
 
     def _check_part(self, part: Tensor, layer: int, heads: int, width: int, tokens: int) -> None:
