@@ -1,0 +1,182 @@
+"""Tiers in replay: the planner and the catalogues of the store, over places that are numbers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvkeep.errors import InvalidValue, whole
+from kvkeep.eviction import POLICIES
+from kvkeep.tiers.catalogue import Catalogue
+from kvkeep.tiers.plan import Planner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvkeep.tiers import TieringPolicy
+
+__all__ = ["Level", "LevelStats", "TierSimulator", "Touched"]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A tier to be simulated.
+
+    ``blocks`` is the room it has, ``eviction`` the name of its policy, as in a tier's URL.
+    """
+
+    name: str
+    blocks: int
+    eviction: str = "lru"
+    bandwidth_bytes_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    found: tuple[int, ...]
+
+    @property
+    def blocks(self) -> int:
+        return sum(self.found)
+
+
+@dataclass(frozen=True, slots=True)
+class LevelStats:
+    name: str
+    blocks: int
+    capacity: int
+    hits: int
+    writes: int
+    evictions: int
+    demotions: int
+
+
+class _Place:
+    def __init__(self, level: Level, clock: Callable[[], float]) -> None:
+        self.level = level
+        self.room = level.blocks
+        self.catalogue = Catalogue(POLICIES[level.eviction], clock=clock, budget=level.blocks)
+        self.hits = self.writes = self.evictions = self.demotions = 0
+
+
+class TierSimulator:
+    def __init__(
+        self,
+        levels: Sequence[Level],
+        policy: TieringPolicy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._places = [_Place(level, clock) for level in levels]
+        self._front, *self._below = self._places
+        self.planner = Planner(policy, len(self._below))
+
+    def request(self, keys: Sequence[bytes]) -> Touched:
+        found = [0] * len(self._places)
+        front = self._front.catalogue
+        located = self._locate(keys)
+        self._asked(keys[:located])
+        count = 0
+        for block in keys[:located]:
+            if block in front:
+                found[0] += 1
+            else:
+                level = next((l for l, p in enumerate(self._below, 1) if block in p.catalogue), 0)
+                if not level:
+                    break
+                found[level] += 1
+                if self.planner.promotes(level, block):
+                    self._promote(block, level)
+            count += 1
+        if count:
+            self._used(keys[:count])
+            for block in keys[:count]:
+                for level in self.planner.read(block):
+                    if block not in self._places[level].catalogue and block in front:
+                        self._write(level, block)
+        for place, hits in zip(self._places, found, strict=True):
+            place.hits += hits
+        self._put(keys[count:])
+        return Touched(tuple(found))
+
+    def _locate(self, keys: Sequence[bytes]) -> int:
+        count = 0
+        while count < len(keys):
+            before = count
+            for place in self._places:
+                count += place.catalogue.leading(keys[count:])
+            if count == before:
+                break
+        return count
+
+    def _asked(self, blocks: Sequence[bytes]) -> None:
+        if self.planner.due():
+            self.planner.fit([place.room for place in self._places])
+        self.planner.asked(blocks)
+        for place in self._places:
+            place.catalogue.asked(blocks)
+
+    def _put(self, blocks: Sequence[bytes]) -> None:
+        if not blocks:
+            return
+        self._asked(blocks)
+        planner, front = self.planner, self._front
+        levels = range(1, len(self._places))
+        for block in blocks:
+            touches = planner.put(block)
+            self._make_room(0)
+            front.catalogue.add(block, 1)
+            front.writes += 1
+            for level in levels:
+                if planner.admits(level, touches):
+                    self._write(level, block)
+        self._used(blocks, new=blocks)
+        self._demote_ahead()
+
+    def _promote(self, block: bytes, level: int) -> None:
+        self._make_room(0)
+        self._front.catalogue.add(block, 1)
+        if self.planner.leaves(level):
+            self._places[level].catalogue.forget(block)
+        self._demote_ahead()
+
+    def _write(self, level: int, block: bytes) -> None:
+        place = self._places[level]
+        if block in place.catalogue:
+            return
+        self._make_room(level)
+        place.catalogue.add(block, 1)
+        place.writes += 1
+
+    def _make_room(self, level: int) -> None:
+        place = self._places[level]
+        if place.catalogue.total_bytes >= place.room:
+            self._evict(level, 1)
+
+    def _demote_ahead(self) -> None:
+        excess = 0
+        if HEAD:
+            excess = self.planner.excess(self._front.room, self._front.catalogue.total_bytes)
+        if excess:
+            self._evict(0, excess)
+
+    def _evict(self, level: int, needed: int) -> None:
+        place = self._places[level]
+        victims = place.catalogue.victims(needed)
+        place.evictions += len(victims)
+        for block in victims:
+            target = self.planner.demotes(level, block)
+            if target is not None and block not in self._places[target].catalogue:
+                self._write(target, block)
+                place.demotions += 1
+
+    def _used(self, blocks: Sequence[bytes], new: Sequence[bytes] = ()) -> None:
+        fresh = set(new)
+        for place in self._places:
+            place.catalogue.used(blocks, new=fresh)
+
+    def writes(self, level: int) -> int:
+        return self._places[level].writes
+
+
+HEAD = False
