@@ -17,14 +17,19 @@ class Entry:
     The index creates entries and derives its nodes from this class. ``last_used`` and ``stored``
     count the policy's events (larger is later), ``hits`` the requests that reused it, ``priority``
     what its caller asked for, ``size`` its pages, ``depth`` the pages before it. A policy that
-    needs to remember more keeps it in ``state``.
+    needs to remember more keeps it in ``state``. ``died`` and ``due`` are hints, which
+    `kvkeep.eviction.hints` orders by: 0 where there is none.
     """
 
-    __slots__ = ("depth", "hits", "last_used", "priority", "size", "state", "stored")
+    __slots__ = (
+        "depth", "died", "due", "hits", "last_used", "priority", "size", "state", "stored",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.size = 0
         self.depth = 0
+        self.died = 0
+        self.due = 0.0
         self.last_used = 0
         self.stored = 0
         self.hits = 0

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from kvkeep.errors import InvalidValue
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvkeep.eviction import EvictionPolicy
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
+    from kvkeep.prefix.owners import Owner, Owners
     from kvkeep.tokens import TokenArray
 
 __all__ = ["Encoder", "Hold", "Inserted", "PrefixIndex", "PrefixMatch", "Run"]
@@ -120,6 +123,15 @@ class PrefixIndex(ABC, Generic[Hold]):
     """Pages that nobody holds; soft pins count as evictable."""
     pins_broken: int
     """Soft pins that gave way to memory pressure, or to `clear`."""
+    owners: Owners | None = None
+    """Who uses what, once `keep_owners` was called."""
+
+    def keep_owners(self) -> Owners:
+        """Begin to keep who uses what; what is stored already counts as shared.
+
+        `InvalidValue` for an index that cannot: hints are no part of what an index must do.
+        """
+        raise InvalidValue(f"the {self.name} index keeps no owners, so it takes no hints")
 
     @abstractmethod
     def encoder(self, namespace: Namespace) -> Encoder:
@@ -155,10 +167,11 @@ class PrefixIndex(ABC, Generic[Hold]):
         priority: int,
         *,
         known: bool = False,
+        owner: Owner | None = None,
     ) -> Inserted[Hold]:
         """Store ``pages`` after the path of ``hold`` and move the hold to their end.
 
-        ``known`` is for the policy: they were asked for before.
+        ``known`` is for the policy: they were asked for before. ``owner``: on whose behalf.
         """
 
     @abstractmethod

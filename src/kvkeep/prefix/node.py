@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
     from kvkeep.prefix.heads import Heads
+    from kvkeep.prefix.owners import Owner
 
 __all__ = ["Node", "Root", "descend", "living"]
 
@@ -21,7 +22,8 @@ class Node(Entry):
     """A run of pages and the symbols they stand for. The root of a namespace has no pages."""
 
     __slots__ = (
-        "children", "end", "heads", "heir", "holders", "key", "pages", "parent", "pins", "run",
+        "children", "end", "heads", "heir", "holders", "key", "owner", "pages", "parent", "pins",
+        "run", "sleepers",
     )  # fmt: skip
 
     def __init__(
@@ -40,6 +42,8 @@ class Node(Entry):
         self.holders = 0  # holds on this very node, and children that are held
         self.pins = 0
         self.heir: Node | None = None  # when it is gone: the node that has its pins now
+        self.owner: Owner | None = None  # who alone has used it, if that is known
+        self.sleepers = 0  # 1 if it is suspended itself, and children that have any
 
     def __repr__(self) -> str:
         return f"<Node …{self.end} pages, {self.size} of its own, {self.holders} holders>"

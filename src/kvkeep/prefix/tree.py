@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from kvkeep.errors import InvalidValue
+from kvkeep.eviction.hints import Hinted
 from kvkeep.eviction.queues import AgeQueue
 from kvkeep.prefix.base import EMPTY_PAGES, Inserted, PrefixIndex, PrefixMatch, Run
 from kvkeep.prefix.heads import Heads, common_bytes
 from kvkeep.prefix.node import Node, Root, descend, living
+from kvkeep.prefix.owners import Owners
 from kvkeep.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from kvkeep.eviction import EvictionPolicy
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
+    from kvkeep.prefix.owners import Owner
 
 __all__ = ["RunTree"]
 
@@ -61,8 +64,17 @@ class RunTree(PrefixIndex[Node]):
         self.num_pages = 0
         self.num_evictable = 0
         self.pins_broken = 0
+        self.owners: Owners | None = None
         self._roots: dict[Namespace, Root] = {}
         self._pinned = AgeQueue()  # leaves that could go, but for their pins
+
+    def keep_owners(self) -> Owners:
+        """Begin to keep who uses what; what is stored already counts as shared."""
+        if self.owners is None:
+            if not isinstance(self.policy, Hinted):
+                self.policy = Hinted(self.policy)
+            self.owners = Owners(self.policy)
+        return self.owners
 
     # --- finding -----------------------------------------------------------------------------
 
@@ -230,6 +242,7 @@ class RunTree(PrefixIndex[Node]):
         priority: int,
         *,
         known: bool = False,
+        owner: Owner | None = None,
     ) -> Inserted[Node]:
         """Store ``pages`` after the path of ``hold`` and move the hold to their end."""
         assert len(symbols) == len(pages) * self.unit
@@ -243,9 +256,17 @@ class RunTree(PrefixIndex[Node]):
             offset += len(child.run)
             existing.append(child.pages)
             node = child
+        if self.owners is not None and (existing or owner is None):
+            self.owners.used(node, owner)
         if offset < len(symbols):
             node = self._append(
-                node, hold, symbols[offset:], pages[offset // unit :], priority, known=known
+                node,
+                hold,
+                symbols[offset:],
+                pages[offset // unit :],
+                priority,
+                known=known,
+                owner=owner,
             )
         if node is not hold:
             self._hold(node)
@@ -262,6 +283,7 @@ class RunTree(PrefixIndex[Node]):
         priority: int,
         *,
         known: bool,
+        owner: Owner | None,
     ) -> Node:
         self.num_pages += len(pages)
         if (
@@ -271,12 +293,15 @@ class RunTree(PrefixIndex[Node]):
             and not node.pins
             and node.parent is not None
             and node.size < _GROW_PAGES
+            and node.owner is owner
             and (known == bool(node.hits) or not self.policy.remembers)
         ):
             node.run = b"".join((node.run, symbols))
             node.pages = np.concatenate((node.pages, pages))
             node.size += len(pages)
             node.end += len(pages)
+            if self.owners is not None:
+                self.owners.resized(node, len(pages))
             self.policy.grown(node)
             return node
         if not node.children and not node.holders and node.parent is not None:
@@ -285,6 +310,9 @@ class RunTree(PrefixIndex[Node]):
         self._attach(node, leaf)
         self.policy.stored(leaf, priority, known=known)
         self.num_evictable += leaf.size
+        if owner is not None:
+            assert self.owners is not None
+            self.owners.born(leaf, owner)
         self._enter(leaf)
         return leaf
 
@@ -319,6 +347,8 @@ class RunTree(PrefixIndex[Node]):
         node.depth += at
         node.parent = upper
         upper.children[node.key] = node
+        if self.owners is not None:
+            self.owners.split(upper, node)
         if queued:
             self._enter(node)
         return upper
@@ -362,6 +392,8 @@ class RunTree(PrefixIndex[Node]):
     def _trim(self, leaf: Node, count: int) -> PageArray:
         """Take ``count`` pages off the tail; bytes are copied only when half of them are gone."""
         keep = leaf.size - count
+        if self.owners is not None:
+            self.owners.resized(leaf, -count)
         gone = leaf.pages[keep:]
         leaf.pages = leaf.pages[:keep]
         leaf.size = keep
@@ -377,6 +409,8 @@ class RunTree(PrefixIndex[Node]):
         """Take a leaf out of the tree; its parent may be the next to go."""
         parent = leaf.parent
         assert parent is not None
+        if self.owners is not None:
+            self.owners.gone(leaf)
         leaf.parent = None
         if leaf.pins:
             self._pass_on_pins(leaf, parent)
@@ -543,6 +577,8 @@ class RunTree(PrefixIndex[Node]):
                     if not node.children:
                         queued += not node.pins
                         pinned += bool(node.pins)
+        if self.owners is not None:
+            self.owners.check(list(self._roots.values()))
         assert not direct, f"holds on nodes that are not in the tree: {list(direct)}"
         pages = _joined(stored)
         assert len(pages) == self.num_pages, (len(pages), self.num_pages)

@@ -1,0 +1,133 @@
+"""What users say about the future, in front of any policy: the dead go first, the awaited last."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.eviction.base import Entry, EvictionPolicy
+from kvkeep.eviction.queues import AgeQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Hinted"]
+
+
+class Hinted(EvictionPolicy):
+    """Three classes of entries, whatever policy is inside.
+
+    Entries that ``died`` go first, the oldest death first. Then goes what the ``inner`` policy
+    says. Entries that are ``due`` (seconds, by whatever clock) go when nothing else is left, the
+    latest first. Who sets either field discards the entry before and adds it after; when ``due``
+    is over is theirs to say, too: this policy has no clock.
+
+    The inner policy is told of all that happens, and orders what has no hint.
+
+    Cost: one call more than the inner policy; O(log n) for entries with hints.
+    """
+
+    def __init__(self, inner: EvictionPolicy) -> None:
+        super().__init__()
+        self.inner = inner
+        self.name = inner.name
+        self.remembers = inner.remembers
+        self.portions = inner.portions
+        self._dead = AgeQueue()
+        self._awaited = AgeQueue()
+        self._deaths = 0
+        self._added = 0
+        self._turn: float = 0  # the age with which the last awaited victim lay in its queue
+
+    def death(self) -> int:
+        """The number of the next death: what to set ``died`` to."""
+        self._deaths += 1
+        return self._deaths
+
+    # --- what happens is the inner policy's business -----------------------------------------
+
+    def fit(self, size: int, block: int) -> None:
+        """It serves a memory of ``size``, in blocks of ``block``."""
+        self.inner.fit(size, block)
+
+    def asked(self, keys: Sequence[bytes]) -> int:
+        """A prompt came; how many of its leading blocks are known."""
+        return self.inner.asked(keys)
+
+    def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
+        """``entry`` was just put in the index."""
+        self.inner.stored(entry, priority, known=known)
+
+    def grown(self, entry: Entry) -> None:
+        """More was stored at the end of ``entry``."""
+        self.inner.grown(entry)
+
+    def hit(self, entry: Entry) -> None:
+        """A request reuses ``entry`` and all before it."""
+        self.inner.hit(entry)
+
+    def used(self, entry: Entry) -> None:
+        """A sequence that held ``entry`` is done with it."""
+        self.inner.used(entry)
+
+    def split(self, upper: Entry, lower: Entry) -> None:
+        """``lower`` was cut in two, its front is now ``upper``."""
+        self.inner.split(upper, lower)
+
+    def inherit(self, parent: Entry, child: Entry) -> None:
+        """``child`` is gone; what used it used ``parent`` too."""
+        self.inner.inherit(parent, child)
+
+    # --- what goes first ---------------------------------------------------------------------
+
+    def add(self, entry: Entry) -> None:
+        """``entry`` may be evicted from now on."""
+        if entry.died:
+            self._dead.push(entry, entry.died)
+        elif entry.due:
+            # No two are equal, so that a victim which is put back is the oldest again.
+            self._added += 1
+            self._awaited.push(entry, (-int(entry.due * 1e6) << 64) + self._added)
+        else:
+            self.inner.add(entry)
+
+    def discard(self, entry: Entry) -> None:
+        """``entry`` may not be evicted any more."""
+        if entry.died:
+            self._dead.remove(entry)
+        elif entry.due:
+            self._awaited.remove(entry)
+        else:
+            self.inner.discard(entry)
+
+    def pop(self) -> Entry | None:
+        """Take out the one that died first, else whom the inner policy names, else the awaited."""
+        entry = self._dead.pop()
+        if entry is None:
+            entry = self.inner.pop()
+            if entry is None and (turn := self._awaited.oldest) is not None:
+                self._turn = turn
+                entry = self._awaited.pop()
+        return entry
+
+    def portion(self, entry: Entry) -> int:
+        """All of what has a hint; else what the inner policy wants."""
+        return entry.size if entry.died or entry.due else self.inner.portion(entry)
+
+    def put_back(self, entry: Entry) -> None:
+        """The entry just popped lost only its tail."""
+        if entry.died:
+            self._dead.push(entry, entry.died)
+        elif entry.due:
+            self._awaited.push(entry, self._turn)
+        else:
+            self.inner.put_back(entry)
+
+    def __len__(self) -> int:
+        return len(self._dead) + len(self._awaited) + len(self.inner)
+
+    def describe(self, entry: Entry) -> str:
+        """What decides over ``entry``: its hint, or what the inner policy says."""
+        if entry.died:
+            return f"dead, {self._deaths - entry.died} died since"
+        said = self.inner.describe(entry)
+        return f"awaited, {said}" if entry.due else said
