@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvkeep.cache.paged import CachedPrefix, PagedCache
 from kvkeep.cache.pins import Pin
 from kvkeep.cache.sequence import Sequence
+from kvkeep.cache.sessions import Session
 from kvkeep.cache.stats import CacheStats
 
-__all__ = ["CacheStats", "CachedPrefix", "PagedCache", "Pin", "Sequence"]
+__all__ = ["CacheStats", "CachedPrefix", "PagedCache", "Pin", "Sequence", "Session"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.cache.pins import PinBoard
+from kvkeep.cache.sessions import SessionBoard
 from kvkeep.cache.stats import Counters
 from kvkeep.errors import OutOfPages
 from kvkeep.events import Evicted, PagesShort, frozen
@@ -55,6 +56,7 @@ class Core:
         self.page_size = index.page_size
         self.counters = Counters()
         self.pins = PinBoard(index, pins, clock)
+        self.sessions = SessionBoard(index, pool.num_pages, clock)
         self.sequences: dict[int, Sequence] = {}
         self.opened = 0  # names sequences: 1, 2, 3 …
         self._claimed: dict[int, list[Claim]] = {}  # by the page to be copied from
@@ -123,6 +125,7 @@ class Core:
 
     def evict(self, count: int, reason: str) -> int:
         """Evict up to ``count`` pages; returns how many."""
+        self.sessions.settle()
         pages = self.index.evict(count)
         self.forget(pages, reason)
         return len(pages)

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvkeep.cache.core import Core
 from kvkeep.cache.sequence import Sequence
+from kvkeep.cache.sessions import Session, check_session
 from kvkeep.cache.stats import CacheStats
 from kvkeep.errors import InvalidValue, NotCached, whole
 from kvkeep.events import Opened
@@ -100,12 +101,17 @@ class PagedCache:
         *,
         priority: int = 0,
         reserve: int = 0,
+        session: str | None = None,
+        turn: int | None = None,
     ) -> Sequence:
         """Begin a request: find its longest cached prefix and give it pages for all its tokens.
 
         ``num_cached`` of the result says how many tokens need no computing; the last prompt token
         is always left, since its logits are wanted. ``priority`` is for policies that ask.
         ``reserve`` pages have to remain that others can get: room for running sequences to grow.
+        ``session`` names the conversation that this is a turn of (see `session`): what earlier
+        turns alone used, and this one does not continue, goes first from now on. Requests of the
+        same ``turn`` stand side by side; None is the next one.
         Raises `InvalidValue` for tokens that are none, `OutOfPages` with nothing changed.
         Cost: O(tokens) at memory speed; see `benchmarks/core.py`.
         """
@@ -115,6 +121,8 @@ class PagedCache:
         space = as_namespace(namespace)
         priority = whole("priority", priority)
         reserve = whole("reserve", reserve, 0)
+        if session is not None or turn is not None:
+            session, turn = check_session(session, turn)
         core = self._core
         with core:
             encoder = core.index.encoder(space)
@@ -122,6 +130,11 @@ class PagedCache:
             check_range(prompt, self._matched(match))
             match, needed = self._affordable(match, -(-len(prompt) // self.page_size), reserve)
             hold, source = core.index.hold(match, space)
+            line = None
+            if session is not None:
+                line, turn = core.sessions.enter((space, session), hold, turn)
+            elif core.index.owners is not None:
+                core.index.owners.used(hold, None)
             shared = EMPTY_PAGES if match is None else match.pages
             fresh = core.take(needed)
             if len(shared):
@@ -129,6 +142,8 @@ class PagedCache:
             table = np.concatenate((shared, fresh)) if len(shared) else fresh
             sequence = Sequence(core, space, encoder, prompt, table=table, hold=hold)
             sequence.priority = priority
+            if line is not None:
+                sequence.belong(line, turn)
             partial = 0
             if match is not None and source is not None:
                 partial = match.partial_tokens
@@ -258,6 +273,16 @@ class PagedCache:
                 raise NotCached(f"{pin!r} is not a running pin of this cache")
             self._core.pins.end(pin)
 
+    def session(self, session: str, namespace: NamespaceLike = "") -> Session:
+        """Give hints about a session in ``namespace``: that it is away, over, or begins anew.
+
+        Hints decide what is evicted first, and nothing else. Raises `InvalidValue` for a name that
+        is none (1 … 256 characters).
+        """
+        name, _ = check_session(session, 0)
+        assert name is not None
+        return Session(self._core, as_namespace(namespace), name)
+
     # --- looking -----------------------------------------------------------------------------
 
     @property
@@ -272,6 +297,7 @@ class PagedCache:
         with core:
             pool, index, board, did = core.pool, core.index, core.pins, core.counters
             board.expire()
+            core.sessions.settle()
             references = int(pool.references.sum())
             tables = [sequence.pages for sequence in core.sequences.values()]
             users = np.bincount(np.concatenate(tables), minlength=1) if tables else np.zeros(1, int)
@@ -283,10 +309,13 @@ class PagedCache:
                 pages_cached=index.num_pages,
                 pages_evictable=index.num_evictable,
                 pages_protected=index.num_pages - index.num_evictable,
+                pages_dead=core.sessions.num_dead,
+                pages_awaited=core.sessions.num_awaited,
                 pages_shared=int((users > 1).sum()),
                 shares=int((users[users > 1] - 1).sum()),
                 references=references,
                 namespaces=index.num_namespaces,
+                sessions=len(core.sessions.lines),
                 pins=len(board.pins),
                 pinned_pages=board.covered(),
                 hard_pinned_pages=board.covered(hard_only=True),
@@ -356,6 +385,7 @@ class PagedCache:
             wrong = np.flatnonzero(expected != core.pool.references)
             assert not len(wrong), f"reference counts of pages {wrong[:8]} are wrong"
             core.pool.check()
+            core.sessions.check()
 
     def __repr__(self) -> str:
         core = self._core

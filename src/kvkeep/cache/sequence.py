@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvkeep.cache.core import Claim, Core
+    from kvkeep.cache.sessions import Line
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
     from kvkeep.prefix.base import Encoder
@@ -44,8 +45,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "_claims", "_core", "_encoder", "_family", "_hold", "_made", "_opened_pages", "_shared",
-        "_state", "_table", "_tokens", "id", "known_pages", "namespace", "num_cached", "priority",
+        "_claims", "_core", "_encoder", "_family", "_hold", "_line", "_made", "_opened_pages",
+        "_shared", "_state", "_table", "_tokens", "id", "known_pages", "namespace", "num_cached",
+        "priority", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +69,9 @@ class Sequence:
         """Leading pages that were asked for before, says a policy that remembers."""
         self.num_cached = 0
         """Leading tokens that needed no computing when the sequence was opened or forked."""
+        self.turn: int | None = None
+        """Which turn of its session it is, counted from 0; None without a session."""
+        self._line: Line | None = None  # the session on whose behalf it publishes
         self._core = core
         self._encoder = encoder
         self._tokens = GrowingArray(tokens)
@@ -91,6 +96,10 @@ class Sequence:
             self.num_cached += copy.tokens
             self._claims.append(self._core.claim(copy, source))
             self._state = State.COPYING
+
+    def belong(self, line: Line, turn: int | None) -> None:
+        """It is this turn of a session."""
+        self._line, self.turn = line, turn
 
     # --- looking -----------------------------------------------------------------------------
 
@@ -258,6 +267,7 @@ class Sequence:
             )
             other.priority = self.priority
             other.known_pages = self.known_pages
+            other._line, other.turn = self._line, self.turn
             other.num_cached = max(self.num_cached, self.num_published)
             other._shared = other._opened_pages = self._shared
             other._claims = self._claims.copy()
@@ -300,7 +310,9 @@ class Sequence:
         core = self._core
         own = self._table.values[start:stop].copy()
         symbols = self._encoder.pages(self._tokens.values, start, stop)
-        inserted = core.index.insert(self._hold, symbols, own, self.priority, known=known)
+        inserted = core.index.insert(
+            self._hold, symbols, own, self.priority, known=known, owner=self._line
+        )
         existing = inserted.existing
         family = [(other, other._sharing(start, own)) for other in self._family or ()]
         self._hold = inserted.hold

@@ -32,8 +32,9 @@ class CacheStats:
     """A snapshot of a `PagedCache`. Counts are pages unless they say otherwise.
 
     ``used`` + ``free`` = ``total``. Of the used pages, ``cached`` are reusable by later prompts;
-    of those, ``evictable`` may go now and ``protected`` are held. ``shared`` pages have more than
-    one sequence. ``references`` sums all reference counts, ``shares`` is what sharing saves: pages
+    of those, ``evictable`` may go now and ``protected`` are held. Of the cached ones, ``dead`` go
+    first, and ``awaited`` are kept for sessions that are away. ``shared`` pages have more than one
+    sequence. ``references`` sums all reference counts, ``shares`` is what sharing saves: pages
     that sequences would need besides if each had its own.
     """
 
@@ -44,10 +45,13 @@ class CacheStats:
     pages_cached: int
     pages_evictable: int
     pages_protected: int
+    pages_dead: int
+    pages_awaited: int
     pages_shared: int
     shares: int
     references: int
     namespaces: int
+    sessions: int
     pins: int
     pinned_pages: int
     hard_pinned_pages: int
