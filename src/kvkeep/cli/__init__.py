@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-COMMANDS = ("generate", "serve", "route", "demo", "size", "tree", "store", "trace")
+COMMANDS = ("generate", "serve", "route", "demo", "size", "tree", "store", "trace", "replay")
 WRONG_INPUT = 2  # argparse uses it too
 INTERRUPTED = 130
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from kvkeep.replay.bounds import BELADY, INFINITE, belady, infinite
 from kvkeep.replay.outcome import REASONS, Outcome, Spans
+from kvkeep.replay.runs import BOUNDS, Journal, Run, replay
 from kvkeep.replay.simulate import Paging, simulate
 from kvkeep.replay.workload import Workload
 
 __all__ = [
     "BELADY",
+    "BOUNDS",
     "INFINITE",
     "REASONS",
+    "Journal",
     "Outcome",
     "Paging",
+    "Run",
     "Spans",
     "Workload",
     "belady",
     "infinite",
+    "replay",
     "simulate",
 ]

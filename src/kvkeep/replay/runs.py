@@ -1,0 +1,227 @@
+"""Many replays of one workload: several at once, and those that were done before not again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.errors import InvalidValue, whole
+from kvkeep.eviction import POLICIES
+from kvkeep.replay.bounds import BELADY, INFINITE, belady, infinite
+from kvkeep.replay.outcome import Outcome
+from kvkeep.replay.simulate import Paging, simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from kvkeep.replay.workload import Workload
+
+__all__ = ["BOUNDS", "Journal", "Run", "replay"]
+
+BOUNDS = (BELADY, INFINITE)
+"""Names that stand in the place of a policy, for what no policy can exceed."""
+
+_VERSION = 1  # of what replays find: what an older one found is not taken over
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One replay: a policy (or a bound) with a capacity.
+
+    Raises `InvalidValue` for what is none.
+    """
+
+    policy: str
+    capacity_tokens: int
+    page_tokens: int | None = None
+    prefix: str = "radix"
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES and self.policy not in BOUNDS:
+            known = ", ".join((*POLICIES, *BOUNDS))
+            raise InvalidValue(f"there is no eviction policy {self.policy!r}; there are {known}")
+        if self.policy != INFINITE:
+            whole("capacity", self.capacity_tokens, 1)
+
+    def check(self, workload: Workload) -> None:
+        """Raise `InvalidValue` if it cannot be run on ``workload``."""
+        if self.policy != INFINITE:
+            page = None if self.policy in BOUNDS else self.page_tokens
+            Paging(workload.unit_tokens, page).pages(self.capacity_tokens)
+
+    def on(self, workload: Workload, progress: Callable[[int], None] | None = None) -> Outcome:
+        """Do it."""
+        if self.policy == INFINITE:
+            return infinite(workload, progress)
+        if self.policy == BELADY:
+            return belady(workload, self.capacity_tokens, progress)
+        return simulate(
+            workload,
+            self.capacity_tokens,
+            self.policy,
+            page_tokens=self.page_tokens,
+            prefix=self.prefix,
+            progress=progress,
+        )
+
+
+def replay(
+    workload: Workload,
+    runs: Sequence[Run],
+    *,
+    jobs: int = 1,
+    journal: Journal | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[Outcome]:
+    """The outcomes of ``runs``, each as soon as it is there, in any order.
+
+    ``jobs`` processes work at once, each with a copy of the workload. What ``journal`` has is not
+    done again, and it is given what is. ``progress`` is told how many more requests were replayed.
+    Raises `InvalidValue` before anything runs.
+    """
+    whole("jobs", jobs, 1)
+    for run in runs:
+        run.check(workload)
+    left = []
+    for run in runs:
+        known = journal.find(workload, run) if journal is not None else None
+        if known is None:
+            left.append(run)
+        else:
+            if progress is not None:
+                progress(len(workload))
+            yield known
+    together = _here if jobs == 1 or len(left) < 2 else _in_processes
+    for run, outcome in together(workload, left, min(jobs, len(left)), progress):
+        if journal is not None:
+            journal.add(workload, run, outcome)
+        yield outcome
+
+
+class Journal:
+    """A file with a line for each replay that was done, so that it need not be done again.
+
+    Lines that are torn, foreign or of another version are passed over. Thread safety: none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[str, Outcome] = {}
+        if path.exists():
+            for line in path.read_bytes().splitlines():
+                found = _line(line)
+                if found is not None:
+                    self._known[found[0]] = found[1]
+
+    def find(self, workload: Workload, run: Run) -> Outcome | None:
+        """What it came to, if it was done."""
+        return self._known.get(_key(workload, run))
+
+    def add(self, workload: Workload, run: Run, outcome: Outcome) -> None:
+        """Keep what it came to."""
+        key = _key(workload, run)
+        self._known[key] = outcome
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"run": key, "outcome": outcome.as_dict()}) + "\n")
+
+
+def _key(workload: Workload, run: Run) -> str:
+    settings = json.dumps(asdict(run), sort_keys=True)
+    return f"{_VERSION} {workload.digest} {settings}"
+
+
+def _line(line: bytes) -> tuple[str, Outcome] | None:
+    try:
+        found = json.loads(line)
+        return str(found["run"]), Outcome.of(found["outcome"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+# --- one after the other, or several processes ---------------------------------------------------
+
+
+def _here(
+    workload: Workload, runs: Iterable[Run], jobs: int, progress: Callable[[int], None] | None
+) -> Iterator[tuple[Run, Outcome]]:
+    del jobs
+    for run in runs:
+        with _differences(progress, len(workload)) as told:
+            outcome = run.on(workload, told)
+        yield run, outcome
+
+
+@contextmanager
+def _differences(
+    progress: Callable[[int], None] | None, total: int
+) -> Iterator[Callable[[int], None] | None]:
+    """Makes of totals what came since; at the end all of them have come."""
+    if progress is None:
+        yield None
+        return
+    told = 0
+
+    def more(number: int) -> None:
+        nonlocal told
+        progress(number - told)
+        told = number
+
+    yield more
+    more(total)
+
+
+class _Worker:
+    """What a process has: the workload, and where it says how far it is."""
+
+    workload: Workload
+    done: Any
+
+    @classmethod
+    def begin(cls, workload: Workload, done: Any) -> None:
+        cls.workload, cls.done = workload, done
+
+    @classmethod
+    def run(cls, run: Run) -> Outcome:
+        def told(more: int) -> None:
+            with cls.done.get_lock():
+                cls.done.value += more
+
+        with _differences(told, len(cls.workload)) as progress:
+            return run.on(cls.workload, progress)
+
+
+def _in_processes(
+    workload: Workload, runs: Sequence[Run], jobs: int, progress: Callable[[int], None] | None
+) -> Iterator[tuple[Run, Outcome]]:
+    # Not forked: threads of whoever calls would be missing there, with their locks held.
+    context = multiprocessing.get_context("spawn")
+    done = context.Value("q", 0)
+    told = 0
+    with ProcessPoolExecutor(
+        jobs, mp_context=context, initializer=_Worker.begin, initargs=(workload, done)
+    ) as pool:
+        futures = {pool.submit(_Worker.run, run): run for run in runs}
+        try:
+            while futures:
+                with_next = _next(futures, 0.2 if progress is not None else None)
+                if progress is not None:
+                    now = done.value
+                    progress(now - told)
+                    told = now
+                if with_next is not None:
+                    yield futures.pop(with_next), with_next.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _next(futures: Iterable[Any], seconds: float | None) -> Any:
+    try:
+        return next(as_completed(futures, timeout=seconds))
+    except TimeoutError:
+        return None
