@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.eviction import EvictionPolicy
     from kvkeep.replay.workload import Ids, Workload
 
-__all__ = ["Paging", "simulate"]
+__all__ = ["Paging", "Stage", "simulate"]
 
 _NOBODY = np.array([2**31 - 1], np.int32)  # the token that is in no prompt, and never stored
 
@@ -97,68 +97,117 @@ def simulate(
 
     Cost: some 100 µs a request by units, some 200 by tokens for prompts of 12,000.
     """
-    paging = Paging(workload.unit_tokens, page_tokens)
-    pages = paging.pages(capacity_tokens)
     begun = time.perf_counter()
-    # By units a request has a page more for the token that is nobody's, which is never stored.
-    extra = 1 if page_tokens is None else 0
-    now = 0.0
-    cache = PagedCache(
-        pages + extra,
-        paging.size,
-        prefix=prefix,
-        eviction=policy,
-        block_pages=None if page_tokens else 1,
-        clock=lambda: now,
-    )
-    named = policy if isinstance(policy, str) else policy.name
-    outcome = Outcome(named, capacity_tokens, paging.tokens, workload.name, workload.digest)
-    watch = Watch(workload, cache.num_pages, paging.size, outcome)
-    cache.subscribe(watch.see)
+    stage = Stage(workload, capacity_tokens, policy, page_tokens=page_tokens, prefix=prefix)
     for number in range(len(workload)):
-        now = watch.now = float(workload.times[number])
-        _serve(cache, workload, number, paging, watch)
+        stage.watch.now = float(workload.times[number])
+        try:
+            sequence, _ = stage.open(number)
+        except OutOfPages:
+            stage.refuse(number)
+        else:
+            _serve(stage, number, sequence)
         if progress is not None and number % 100 == 99:
             progress(number + 1)
-    outcome.evicted_pages = cache.stats().evicted_pages
+    outcome = stage.done()
     outcome.seconds = time.perf_counter() - begun
-    return watch.done()
+    return outcome
 
 
-def _serve(cache: PagedCache, work: Workload, number: int, paging: Paging, watch: Watch) -> None:
-    ids, tokens = work.prompt(number), int(work.tokens[number])
-    space = work.namespaces[work.namespace[number]]
-    try:
-        sequence = cache.open(paging.prompt(ids, tokens), space)
-    except OutOfPages:
-        watch.outcome.refused += 1
-        watch.request(number, 0, 0)
-        return
-    if paging.page_tokens is None:
-        blocks = sequence.num_cached
-        hit = min(blocks * paging.unit_tokens, tokens)
-        computed = len(ids)
-    else:
-        hit = sequence.num_cached
-        blocks = hit // paging.unit_tokens
-        computed = tokens
-    watch.request(number, hit, blocks)
-    keep = bool(work.store[number])
-    sequence.copies()
+def _serve(stage: Stage, number: int, sequence: Sequence) -> None:
+    keep = bool(stage.workload.store[number])
     if keep:
-        sequence.publish(computed)
-        answer = work.answer(number)
-        if len(answer):
-            _append(sequence, paging.whole_units(tokens), paging.answer(answer))
+        stage.publish(number, sequence)
+        if len(stage.workload.answer(number)):
+            try:
+                published = stage.append_answer(number, sequence)
+            except OutOfPages:
+                pass  # as there is no room for it, nothing of it stays
+            else:
+                sequence.publish(published)
     sequence.close(keep=keep)
 
 
-def _append(sequence: Sequence, length: int, answer: Ids) -> None:
-    """The answer follows the first ``length`` tokens; as much of it as there is room for."""
-    sequence.truncate(length)
-    try:
-        sequence.append(answer)
-    except OutOfPages:
-        return
-    sequence.copies()
-    sequence.publish(len(sequence.tokens))
+class Stage:
+    """The cache of one replay, whose clock is ``watch.now``, and who watches it.
+
+    The steps of a request are `open`, `publish`, `append_answer`, and those of its sequence.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        capacity_tokens: int,
+        policy: str | EvictionPolicy,
+        *,
+        page_tokens: int | None,
+        prefix: str,
+    ) -> None:
+        self.workload = workload
+        self.paging = Paging(workload.unit_tokens, page_tokens)
+        pages = self.paging.pages(capacity_tokens)
+        # By units a request has a page more for the token that is nobody's, which is never stored.
+        self.pages = pages
+        pages += page_tokens is None
+        named = policy if isinstance(policy, str) else policy.name
+        outcome = Outcome(
+            named, capacity_tokens, self.paging.tokens, workload.name, workload.digest
+        )
+        self.watch = Watch(workload, pages, self.paging.size, outcome)
+        self.cache = PagedCache(
+            pages,
+            self.paging.size,
+            prefix=prefix,
+            eviction=policy,
+            block_pages=None if page_tokens else 1,
+            clock=lambda: self.watch.now,
+        )
+        self.cache.subscribe(self.watch.see)
+
+    def open(self, number: int, reserve: int = 0) -> tuple[Sequence, int]:
+        """The sequence of a request's prompt, and how many tokens of it were cached.
+
+        ``reserve`` pages are left that others could get. Raises `OutOfPages`.
+        """
+        work, paging = self.workload, self.paging
+        ids, tokens = work.prompt(number), int(work.tokens[number])
+        sequence = self.cache.open(paging.prompt(ids, tokens), self._space(number), reserve=reserve)
+        if paging.page_tokens is None:
+            blocks = sequence.num_cached
+            hit = min(blocks * paging.unit_tokens, tokens)
+        else:
+            hit = sequence.num_cached
+            blocks = hit // paging.unit_tokens
+        self.watch.request(number, hit, blocks)
+        sequence.copies()
+        return sequence, hit
+
+    def _space(self, number: int) -> str:
+        return self.workload.namespaces[int(self.workload.namespace[number])]
+
+    def refuse(self, number: int) -> None:
+        """A request for which there is no room."""
+        self.watch.outcome.refused += 1
+        self.watch.request(number, 0, 0)
+
+    def publish(self, number: int, sequence: Sequence) -> None:
+        """Its prompt is computed."""
+        units = self.paging.page_tokens is None
+        work = self.workload
+        sequence.publish(int(work.prompt_units[number]) if units else int(work.tokens[number]))
+
+    def append_answer(self, number: int, sequence: Sequence) -> int:
+        """Append what the trace tells of the answer; all or nothing.
+
+        It follows the whole units of the prompt. Returns how long the sequence is then, in its own
+        tokens. Raises `OutOfPages`.
+        """
+        sequence.truncate(self.paging.whole_units(int(self.workload.tokens[number])))
+        sequence.append(self.paging.answer(self.workload.answer(number)))
+        sequence.copies()
+        return sequence.num_tokens
+
+    def done(self) -> Outcome:
+        """What was found."""
+        self.watch.outcome.evicted_pages = self.cache.stats().evicted_pages
+        return self.watch.done()
