@@ -786,6 +786,19 @@ def test_every_statistic_means_something() -> None:
     )  # fmt: skip
     assert not soft.active
     big.close()
+    last = cache.stats().as_dict()
+    told = cache.session("told")
+    with expect(
+        lambda: cache.open(range(9), session="told"),
+        sequences=1, opened=1, prompt_tokens=9, sessions=1, pages_used=3, pages_free=-3,
+        references=3, namespaces=1,
+    ) as sequence:  # fmt: skip
+        sequence.publish()
+    last = cache.stats().as_dict()
+    expect(lambda: told.suspend(60), pages_awaited=2)
+    expect(told.supersede, pages_awaited=-2, pages_dead=2)
+    expect(told.close, sessions=-1)
+    cache.clear()
     cache.subscribe(lambda _: 1 // 0)
     cache.open([1]).close()
     assert cache.stats().hook_errors == 2
