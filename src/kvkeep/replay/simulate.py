@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from kvkeep.eviction import EvictionPolicy
     from kvkeep.replay.workload import Ids, Workload
 
-__all__ = ["Paging", "Stage", "simulate"]
+__all__ = ["NOBODY", "Paging", "Stage", "simulate"]
 
-_NOBODY = np.array([2**31 - 1], np.int32)  # the token that is in no prompt, and never stored
+NOBODY = 2**31 - 1
+"""The token that is in no prompt, and never stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Paging:
     def prompt(self, ids: Ids, tokens: int) -> Ids:
         """What `PagedCache.open` is given."""
         if self.page_tokens is None:
-            return np.concatenate((ids, _NOBODY))  # for `open` never gives the last one
+            return np.append(ids, np.int32(NOBODY))  # for `open` never gives the last one
         return ids if self.unit_tokens == 1 else np.repeat(ids, self.unit_tokens)[:tokens]
 
     def whole_units(self, tokens: int) -> int:
@@ -185,6 +186,18 @@ class Stage:
     def _space(self, number: int) -> str:
         return self.workload.namespaces[int(self.workload.namespace[number])]
 
+    def length(self, number: int, *, answered: bool = False) -> int:
+        """Tokens of a prompt's sequence, or of its prompt and answer, whose last is not kept."""
+        work, unit = self.workload, self.paging.unit_tokens
+        units, tokens = self.paging.page_tokens is None, int(work.tokens[number])
+        if not answered:
+            return int(work.prompt_units[number]) if units else tokens
+        told = len(work.answer(number)) * (1 if units else unit)
+        longest = tokens + max(0, int(work.output_tokens[number]) - 1)
+        return max(
+            -(-longest // unit) if units else longest, self.paging.whole_units(tokens) + told
+        )
+
     def refuse(self, number: int) -> None:
         """A request for which there is no room."""
         self.watch.outcome.refused += 1
@@ -192,9 +205,7 @@ class Stage:
 
     def publish(self, number: int, sequence: Sequence) -> None:
         """Its prompt is computed."""
-        units = self.paging.page_tokens is None
-        work = self.workload
-        sequence.publish(int(work.prompt_units[number]) if units else int(work.tokens[number]))
+        sequence.publish(self.length(number))
 
     def append_answer(self, number: int, sequence: Sequence) -> int:
         """Append what the trace tells of the answer; all or nothing.
