@@ -72,9 +72,7 @@ def best_possible(paths: Sequence[Sequence[object]], room: int) -> int:
     return max(states.values())
 
 
-def closed(
-    having: frozenset[tuple[object, ...]], room: int
-) -> set[frozenset[tuple[object, ...]]]:
+def closed(having: frozenset[tuple[object, ...]], room: int) -> set[frozenset[tuple[object, ...]]]:
     """Everything that can be kept of ``having`` in ``room``: with each, all before it."""
     found = {frozenset()}
     for one in sorted(having, key=len):

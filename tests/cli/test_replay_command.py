@@ -1,0 +1,87 @@
+"""``kvkeep replay`` as it is typed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvkeep.cli import main
+from kvkeep.cli.replay import parse_tokens
+from kvkeep.errors import InvalidValue
+from kvkeep.traces import generate, write_trace
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    path = tmp_path_factory.mktemp("traces") / "agent.jsonl.gz"
+    write_trace(generate("agent", seed=1, requests=200), path)
+    return str(path)
+
+
+def test_json_has_a_line_for_each_policy_and_capacity(trace, capsys):
+    words = ["--capacity", "50k,200k", "--policy", "lru,2q,adaptive", "--jobs", "1", "--json"]
+    assert main(["replay", trace, *words]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["policy"], one["capacity_tokens"]) for one in found] == [
+        (policy, size) for policy in ("lru", "2q", "adaptive") for size in (50_000, 200_000)
+    ]
+    for one in found:
+        assert one["requests"] == 200
+        assert one["seconds"] > 0
+        assert 0 < one["hit_rate"] < 1
+        assert sum(one["misses"].values()) + one["hit_tokens"] == one["tokens"]
+
+
+def test_a_table_for_people(trace, capsys):
+    assert main(["replay", trace, "--capacity", "50k", "--policy", "lru", "--jobs", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "200 requests" in lines[0]
+    names = [line.split("  ")[0].strip() for line in lines[1:] if "%" in line]
+    assert names == ["lru", "best possible", "endless memory"]
+    rates = [float(line.split("%")[0].split()[-1]) for line in lines[1:] if "%" in line]
+    assert rates == sorted(rates)
+
+
+def test_pages_and_processes(trace, capsys):
+    words = ["--capacity", "50k,100k", "--policy", "lru", "--page", "16", "--json"]
+    assert main(["replay", trace, *words, "--jobs", "2"]) == 0
+    two = capsys.readouterr().out
+    assert main(["replay", trace, *words, "--jobs", "1"]) == 0
+    one = capsys.readouterr().out
+
+    def figures(out):
+        lines = [json.loads(line) for line in out.splitlines()]
+        return [{**line, "seconds": 0} for line in lines]
+
+    assert figures(one) == figures(two)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--capacity", "3M", "--policy", "oracle"], "no eviction policy 'oracle'; there are lru"),
+        (["--capacity", "lots"], "such as 3M or 500k, or 40GiB; got 'lots'"),
+        (["--capacity", "3"], "less than a page"),
+        (["--capacity", "0"], "capacity"),
+        (["--capacity", "3M,,5M"], "--capacity is a list"),
+        (["--capacity", "40GiB"], "takes --model"),
+        (["--capacity", "3M", "--jobs", "0"], "--jobs"),
+        (["--capacity", "3M", "--page", "0"], "page_tokens"),
+        (["--capacity", "3M", "--out", "report.pdf"], "report.html; got 'report.pdf'"),
+    ],
+)
+def test_what_is_wrong_is_one_line(trace, capsys, words, says):
+    assert main(["replay", trace, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvkeep: error: ")
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_capacities():
+    assert parse_tokens("3M") == 3_000_000
+    assert parse_tokens("1.5k") == 1_500
+    assert parse_tokens("70") == 70
+    with pytest.raises(InvalidValue):
+        parse_tokens("-3M")

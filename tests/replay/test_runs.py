@@ -1,0 +1,97 @@
+"""Several replays at once, resumed, and refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from replaying import workload
+
+from kvkeep.errors import InvalidValue
+from kvkeep.replay import BELADY, INFINITE, Journal, Run, replay
+
+PATHS = ["abc", "abd", "xyz", "abc", "abd", "uvw", "xyz", "abc"]
+
+
+def figures(outcomes):
+    return sorted((one.policy, one.capacity_tokens, one.hit_blocks) for one in outcomes)
+
+
+@pytest.fixture
+def runs() -> list[Run]:
+    return [Run(policy, size) for policy in ("lru", "2q", BELADY) for size in (16, 24)] + [
+        Run(INFINITE, 0)
+    ]
+
+
+def test_two_processes_find_what_one_does(runs):
+    work, told = workload(PATHS), []
+    one = figures(replay(work, runs))
+    two = figures(replay(work, runs, jobs=2, progress=told.append))
+    assert one == two
+    assert len(one) == 7
+    assert sum(told) <= len(runs) * len(work)
+
+
+def test_progress_is_told_to_the_end(runs):
+    work, told = workload(PATHS), []
+    list(replay(work, runs, progress=told.append))
+    assert sum(told) == len(runs) * len(work)
+
+
+def test_what_was_done_is_not_done_again(runs, tmp_path, monkeypatch):
+    work, path = workload(PATHS), tmp_path / "runs.jsonl"
+    first = replay(work, runs, journal=Journal(path))
+    some = [next(first) for _ in range(3)]
+    first.close()  # cut off
+    assert len(path.read_text().splitlines()) == 3
+    ran = []
+    on = Run.on
+    monkeypatch.setattr(Run, "on", lambda self, *args: (ran.append(self), on(self, *args))[1])
+    every = list(replay(work, runs, journal=Journal(path)))
+    assert len(ran) == 4
+    assert figures(every) == figures(replay(work, runs))
+    assert figures(some) == figures(every[:3])
+    assert every[0] == some[0]
+
+
+def test_another_trace_or_setting_is_another_run(tmp_path):
+    journal = Journal(tmp_path / "runs.jsonl")
+    work = workload(PATHS)
+    list(replay(work, [Run("lru", 16)], journal=journal))
+    assert journal.find(work, Run("lru", 16)) is not None
+    assert journal.find(work, Run("lru", 16, page_tokens=2)) is None
+    assert journal.find(workload(PATHS[:-1]), Run("lru", 16)) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"run": 3}', b'[[[["', b"\xff\xfe", b"null", b"0"])
+def test_a_torn_or_foreign_line_is_passed_over(tmp_path, damage):
+    path, work, run = tmp_path / "runs.jsonl", workload(PATHS), Run("lru", 16)
+    list(replay(work, [run], journal=Journal(path)))
+    good = path.read_bytes()
+    path.write_bytes(damage + b"\n" + good + good[: len(good) // 2])
+    found = Journal(path).find(work, run)
+    assert found is not None
+    line = json.loads(good)
+    line["outcome"]["surprise"] = 1
+    path.write_text(json.dumps(line))
+    assert Journal(path).find(work, run) is None
+
+
+def test_nothing_runs_if_one_cannot():
+    work = workload(PATHS)
+    with pytest.raises(InvalidValue, match="less than a page of 4"):
+        next(replay(work, [Run("lru", 16), Run("lru", 3)]))
+    with pytest.raises(InvalidValue, match="jobs"):
+        next(replay(work, [Run("lru", 16)], jobs=0))
+
+
+def test_a_fault_in_a_process_is_told(runs):
+    class Broken(Run):
+        __slots__ = ()
+
+        def on(self, workload, progress=None):
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        list(replay(workload(PATHS), [Broken("lru", 16)]))
