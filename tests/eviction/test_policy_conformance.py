@@ -10,7 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.errors import InvalidValue
-from kvkeep.eviction import FIFO, LFU, LRU, POLICIES, SLRU, Entry, EvictionPolicy, Priority, policy
+from kvkeep.eviction import (
+    ARC,
+    FIFO,
+    GDSF,
+    LFU,
+    LRU,
+    POLICIES,
+    S3FIFO,
+    SLRU,
+    TLRU,
+    Adaptive,
+    Entry,
+    EvictionPolicy,
+    Priority,
+    Reuse,
+    TwoQ,
+    policy,
+)
 from kvkeep.eviction.queues import AgeQueue
 from kvkeep.testing import PolicyTests
 from kvkeep.testing.policy_suite import drain, new_entry
@@ -52,6 +69,84 @@ class TestSLRUThatProtectsNothing(PolicyTests):
 class TestSLRUThatProtectsAll(PolicyTests):
     def make_policy(self) -> EvictionPolicy:
         return SLRU(1)
+
+
+class TestTwoQ(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return TwoQ()
+
+
+class TestTwoQInAMemory(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return fitted(TwoQ(0.3))
+
+
+class TestAdaptive(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return fitted(Adaptive())
+
+
+class TestARC(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return ARC()
+
+
+class TestARCInAMemory(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        policy = ARC()
+        policy.fit(40, 1)
+        for number in [*range(20), *range(60), *range(30, 50)]:  # its target has moved
+            policy.asked([b"before all tests" + bytes([number] * 16)])
+        assert policy._directory.target
+        return policy
+
+
+class TestS3FIFO(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return S3FIFO()
+
+
+class TestS3FIFOInAMemory(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return fitted(S3FIFO(0.5, again=1), 40)
+
+
+class TestGDSF(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return GDSF()
+
+
+class TestGDSFInAMemory(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return fitted(GDSF(even_tokens=1000))
+
+
+class TestTLRU(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return TLRU()
+
+
+class TestTLRUInAMemory(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return fitted(TLRU(spare_tokens=1500))
+
+
+class TestReuse(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return Reuse()
+
+
+class TestReuseInAMemory(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        policy = fitted(Reuse(), 40)
+        for number in [*range(60), *range(40)] * 8:  # it has learned something
+            policy.asked([b"before all tests" + bytes([number] * 16)])
+        return policy
+
+
+def fitted(policy: EvictionPolicy, size: int = 100) -> EvictionPolicy:
+    policy.fit(size, 1)
+    return policy
 
 
 # --- order, against lists ------------------------------------------------------------------------

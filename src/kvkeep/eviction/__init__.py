@@ -6,27 +6,37 @@ from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidValue
 from kvkeep.eviction.adaptive import Adaptive
+from kvkeep.eviction.arc import ARC
 from kvkeep.eviction.base import Entry, EvictionPolicy
 from kvkeep.eviction.fifo import FIFO
+from kvkeep.eviction.gdsf import GDSF
 from kvkeep.eviction.lfu import LFU
 from kvkeep.eviction.lru import LRU
 from kvkeep.eviction.priority import Priority
+from kvkeep.eviction.reuse import Reuse
+from kvkeep.eviction.s3fifo import S3FIFO
 from kvkeep.eviction.slru import SLRU
+from kvkeep.eviction.tlru import TLRU
 from kvkeep.eviction.twoq import TwoQ
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "ARC",
     "FIFO",
+    "GDSF",
     "LFU",
     "LRU",
     "POLICIES",
+    "S3FIFO",
     "SLRU",
+    "TLRU",
     "Adaptive",
     "Entry",
     "EvictionPolicy",
     "Priority",
+    "Reuse",
     "TwoQ",
     "policy",
 ]
@@ -39,6 +49,11 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "priority": Priority,
     "2q": TwoQ,
     "adaptive": Adaptive,
+    "arc": ARC,
+    "s3fifo": S3FIFO,
+    "gdsf": GDSF,
+    "tlru": TLRU,
+    "reuse": Reuse,
 }
 
 

@@ -1,4 +1,4 @@
-"""Queues of entries in order of age, and the two kinds of policy that are made of them."""
+"""Queues of entries in order of age, and the three kinds of policy that are made of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 from kvkeep.eviction.base import Entry, EvictionPolicy
 
-__all__ = ["AgeQueue", "LevelPolicy", "QueuePolicy"]
+__all__ = ["AgeQueue", "LevelPolicy", "OncePolicy", "QueuePolicy"]
 
 
 class AgeQueue:
@@ -23,8 +23,8 @@ class AgeQueue:
     __slots__ = ("_between", "_heap", "_line", "_pushed")
 
     def __init__(self) -> None:
-        self._line: OrderedDict[Entry, int] = OrderedDict()
-        self._heap: list[tuple[int, int, Entry]] = []
+        self._line: OrderedDict[Entry, float] = OrderedDict()
+        self._heap: list[tuple[float, int, Entry]] = []
         self._between: dict[Entry, int] = {}  # entry → the serial number of its living heap item
         self._pushed = 0
 
@@ -35,7 +35,7 @@ class AgeQueue:
         return entry in self._line or entry in self._between
 
     @property
-    def oldest(self) -> int | None:
+    def oldest(self) -> float | None:
         """The age of what `pop` would give."""
         line, heap = self._line, self._heap
         first = line[next(iter(line))] if line else None
@@ -45,7 +45,7 @@ class AgeQueue:
             heapq.heappop(heap)
         return heap[0][0] if first is None else min(first, heap[0][0])
 
-    def push(self, entry: Entry, age: int) -> None:
+    def push(self, entry: Entry, age: float) -> None:
         """Put in an entry that is not there."""
         line = self._line
         if not line or age >= line[next(reversed(line))]:
@@ -57,6 +57,11 @@ class AgeQueue:
             self._pushed += 1
             self._between[entry] = self._pushed
             heapq.heappush(self._heap, (age, self._pushed, entry))
+
+    def put_back(self, entry: Entry, age: float) -> None:
+        """Put in the entry that was just popped: it goes before others of its age, too."""
+        self._line[entry] = age
+        self._line.move_to_end(entry, last=False)
 
     def remove(self, entry: Entry) -> None:
         """Take out an entry that is there."""
@@ -89,7 +94,7 @@ class QueuePolicy(EvictionPolicy):
         self._queue = AgeQueue()
 
     @abstractmethod
-    def age(self, entry: Entry) -> int:
+    def age(self, entry: Entry) -> float:
         """What the queue is ordered by, smallest first."""
 
     def add(self, entry: Entry) -> None:
@@ -158,3 +163,63 @@ class LevelPolicy(EvictionPolicy):
 
     def __len__(self) -> int:
         return self._length
+
+
+class OncePolicy(EvictionPolicy):
+    """A policy with two queues by last use: what was asked for once, and what was asked for again.
+
+    The first may have so much; what is beyond that goes first, then the second, then all of it.
+    """
+
+    portions = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._once = AgeQueue()
+        self._again = AgeQueue()
+        self._once_size = 0
+        self._beyond = 0  # by how much the first queue had too much before the last `pop`
+
+    @abstractmethod
+    def beyond(self) -> int:
+        """By how much what was asked for once exceeds what it may have; 0 or less: not at all."""
+
+    def add(self, entry: Entry) -> None:
+        """``entry`` may be evicted from now on."""
+        if entry.hits:
+            self._again.push(entry, entry.last_used)
+        else:
+            self._once.push(entry, entry.last_used)
+            self._once_size += entry.size
+
+    def discard(self, entry: Entry) -> None:
+        """``entry`` may not be evicted any more."""
+        if entry in self._once:
+            self._once.remove(entry)
+            self._once_size -= entry.size
+        else:
+            self._again.remove(entry)
+
+    def pop(self) -> Entry | None:
+        """Take out the oldest of the first queue if it has too much, else of the second."""
+        self._beyond = self.beyond()
+        entry = None if self._beyond > 0 else self._again.pop()
+        if entry is None:
+            entry = self._once.pop()
+            if entry is None:
+                return self._again.pop()
+            self._once_size -= entry.size
+        return entry
+
+    def portion(self, entry: Entry) -> int:
+        """What is too much of it in the first queue; all of it in the second."""
+        if entry.hits or self._beyond <= 0:
+            return entry.size
+        return min(self._beyond, entry.size)
+
+    def put_back(self, entry: Entry) -> None:
+        """The entry just popped lost only its tail: it is the oldest of its queue."""
+        self.add(entry)
+
+    def __len__(self) -> int:
+        return len(self._once) + len(self._again)

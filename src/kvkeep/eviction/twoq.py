@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidValue
-from kvkeep.eviction.base import Entry, EvictionPolicy
 from kvkeep.eviction.history import History
-from kvkeep.eviction.queues import AgeQueue
+from kvkeep.eviction.queues import OncePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["TwoQ"]
 
 
-class TwoQ(EvictionPolicy):
+class TwoQ(OncePolicy):
     """Two queues by last use: entries on probation, which nobody asked for again, and the others.
 
     Probation may have ``probation`` of the memory; what is beyond goes first, then the least
@@ -38,9 +37,6 @@ class TwoQ(EvictionPolicy):
         self.remembered = remembered
         self._size = 0
         self._history = History(1)
-        self._once = AgeQueue()
-        self._again = AgeQueue()
-        self._once_size = 0
 
     def fit(self, size: int, block: int) -> None:
         """It serves a memory of ``size``, in blocks of ``block``."""
@@ -51,45 +47,10 @@ class TwoQ(EvictionPolicy):
         """A prompt came; how many of its leading blocks were asked for lately."""
         return self._history.asked(keys)
 
-    def add(self, entry: Entry) -> None:
-        """``entry`` may be evicted from now on."""
-        if entry.hits:
-            self._again.push(entry, entry.last_used)
-        else:
-            self._once.push(entry, entry.last_used)
-            self._once_size += entry.size
-
-    def discard(self, entry: Entry) -> None:
-        """``entry`` may not be evicted any more."""
-        if entry in self._once:
-            self._once.remove(entry)
-            self._once_size -= entry.size
-        else:
-            self._again.remove(entry)
-
-    def pop(self) -> Entry | None:
-        """Take out the oldest entry on probation if there are too many of them, else the oldest."""
-        entry: Entry | None = None
-        if not self._spares_probation():
-            entry = self._once.pop()
-        if entry is None:
-            entry = self._again.pop()
-            if entry is not None:
-                return entry
-            entry = self._once.pop()
-        if entry is not None:
-            self._once_size -= entry.size
-        return entry
-
-    def _spares_probation(self) -> bool:
+    def beyond(self) -> int:
+        """By how much probation exceeds its share; without one, whether the oldest is there."""
         if self.probation is not None:
-            return self._once_size <= self.probation * self._size
+            return self._once_size - int(self.probation * self._size)
         once, again = self._once.oldest, self._again.oldest
-        return once is None or (again is not None and again < once)
-
-    def put_back(self, entry: Entry) -> None:
-        """The entry just popped lost only its tail."""
-        self.add(entry)
-
-    def __len__(self) -> int:
-        return len(self._once) + len(self._again)
+        older = once is not None and (again is None or once <= again)
+        return self._once_size if older else 0

@@ -29,6 +29,17 @@ def drain(policy: EvictionPolicy) -> list[Entry]:
     return popped
 
 
+def _fill(policy: EvictionPolicy, count: int, size: int) -> list[Entry]:
+    """Entries that were used now and then, all of which may go."""
+    chance = random.Random(3)  # noqa: S311 - a test, not a secret
+    entries = [new_entry(policy, size, priority=chance.randrange(3)) for _ in range(count)]
+    for _ in range(40):
+        policy.hit(chance.choice(entries))
+    for entry in entries:
+        policy.add(entry)
+    return entries
+
+
 class PolicyTests:
     """Subclass it, fill in `make_policy`, and pytest runs all of it.
 
@@ -72,6 +83,49 @@ class PolicyTests:
         assert second.last_used > first.last_used
         assert second.hits == 1
         assert first.stored < second.stored
+
+    def test_what_grew_is_as_new_as_its_tail(self) -> None:
+        """``stored`` and ``last_used`` are those of its last pages."""
+        policy = self.make_policy()
+        first, second = new_entry(policy), new_entry(policy)
+        first.size += 2
+        policy.grown(first)
+        assert first.stored > second.stored
+        assert first.last_used > second.last_used
+        assert first.hits == 0
+
+    def test_what_comes_back_has_a_hit(self) -> None:
+        """What is stored and ``known`` was asked for before."""
+        policy = self.make_policy()
+        entry = Entry()
+        entry.size = 1
+        policy.stored(entry, 0, known=True)
+        assert entry.hits == 1
+        policy.add(entry)
+        assert policy.pop() is entry
+
+    def test_it_is_told_what_is_asked_for(self) -> None:
+        """If it `remembers`, it knows the leading blocks that were asked for lately."""
+        policy = self.make_policy()
+        policy.fit(400, 4)
+        keys = [number.to_bytes(32, "big") for number in range(1, 31)]
+        first, second, other = keys[:10], keys[:5] + keys[10:15], keys[15:20]
+        knows = 1 if policy.remembers else 0
+        assert policy.asked([]) == 0
+        assert policy.asked(first) == 0
+        assert policy.asked(second) == 5 * knows
+        assert policy.asked(other) == 0
+        assert policy.asked(first) == 10 * knows
+        assert policy.asked(second) == 10 * knows
+        assert policy.asked([keys[29], *first]) == 0, "what leads is not known"
+
+    def test_it_does_not_remember_for_ever(self) -> None:
+        """What was asked for many memories ago is forgotten."""
+        policy = self.make_policy()
+        policy.fit(64, 4)
+        for number in range(2000):
+            policy.asked([number.to_bytes(32, "big")])
+        assert policy.asked([bytes(32)]) == 0
 
     def test_an_entry_cut_in_two_is_as_old_as_it_was(self) -> None:
         """The front has the age and priority of the whole."""
@@ -134,23 +188,40 @@ class PolicyTests:
             assert not {*map(id, popped)} & {*map(id, entries[::3])}
 
     def test_what_is_put_back_is_next(self) -> None:
-        """An entry that lost its tail goes before all others, whatever its place was."""
+        """An entry that lost its tail goes before all others, whatever its place was.
+
+        A policy that takes in `portions` may have had enough of it; then another is next.
+        """
         policy = self.make_policy()
-        chance = random.Random(3)  # noqa: S311 - a test, not a secret
-        entries = [new_entry(policy, size=5, priority=chance.randrange(3)) for _ in range(30)]
-        for _ in range(40):
-            policy.hit(chance.choice(entries))
-        for entry in entries:
-            policy.add(entry)
+        _fill(policy, 30, size=5)
         for left in range(30, 0, -1):
             victim = policy.pop()
             assert victim is not None
+            assert policy.portions or policy.portion(victim) == victim.size
             for size in (3, 1):
                 victim.size = size
                 policy.put_back(victim)
                 assert len(policy) == left
-                assert policy.pop() is victim
+                again = policy.pop()
+                assert again is not None
+                assert again is victim or policy.portions
+                victim = again
         assert policy.pop() is None
+
+    def test_victims_go_in_portions(self) -> None:
+        """As an index takes them: each time a page or more, until all are gone."""
+        policy = self.make_policy()
+        entries = _fill(policy, 30, size=7)
+        total = sum(entry.size for entry in entries)
+        taken = 0
+        while (victim := policy.pop()) is not None:
+            portion = policy.portion(victim)
+            assert 1 <= portion <= victim.size
+            taken += portion
+            if portion < victim.size:
+                victim.size -= portion
+                policy.put_back(victim)
+        assert taken == total
 
     def test_what_is_put_back_may_be_discarded(self) -> None:
         """The rest of a victim is used again like any other entry."""
@@ -186,6 +257,7 @@ class PolicyTests:
                     policy.inherit(entry, new_entry(policy, priority=chance.randrange(4)))
                 elif step == 3:
                     entry.size = chance.randrange(1, 9)
+                    policy.grown(entry)
                 else:
                     upper = Entry()
                     upper.size = 1
@@ -249,8 +321,9 @@ class PolicyTests:
                     if victim is not None and step == "put_back":
                         victim.size = max(1, victim.size - 1)
                         policy.put_back(victim)
-                        assert policy.pop() is victim
-                        policy.put_back(victim)
+                        again = policy.pop()
+                        assert again is victim or (again is not None and policy.portions)
+                        policy.put_back(again)
                     elif victim is not None:
                         inside.remove(victim)
                         outside.append(victim)
