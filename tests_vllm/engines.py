@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from models import VOCABULARY
 from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
 from kvkeep.integrations.vllm.stats import Counts
 
@@ -124,7 +125,11 @@ def engine(model: str, tiers: Sequence[str] | None = None, **more: Any) -> Itera
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"tiers": list(tiers), **extra},
         }
-    running = Engine(LLM(model, **(settings | more)))
+    try:
+        running = Engine(LLM(model, **(settings | more)))
+    except BaseException:
+        ensure_kv_transfer_shutdown()  # vLLM would give what is left of it to the next engine
+        raise
     try:
         yield running
     finally:
@@ -145,7 +150,7 @@ def apart(call: str, *args: str) -> None:
     code = f"import sys, conftest, {module}; {module}.{function}(*sys.argv[1:])"
     done = subprocess.run(
         [sys.executable, "-c", code, *args],
-        cwd=Path(__file__).parent, capture_output=True, text=True, timeout=240, check=False,
+        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 

@@ -1,128 +1,112 @@
-"""``vllm serve`` as the documentation says, and its Prometheus page."""
+"""``vllm serve`` as the documentation says, ended and started again, and its Prometheus page."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
+import shlex
 import time
-import urllib.error
-import urllib.request
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from engines import BLOCK, Answer, engine, prompt
+from engines import BLOCK, prompt
+from serving import served
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from serving import Served
 
 DOCS = Path(__file__).parents[1] / "docs" / "vllm.md"
 
 
-def documented(tiers: list[str]) -> str:
-    """The command line's JSON, with places that are here."""
-    match = re.search(r"--kv-transfer-config '(\{.*?\})'", DOCS.read_text(), re.DOTALL)
+def documented(tiers: list[str]) -> list[str]:
+    """The arguments that the documentation gives to ``vllm serve``, with tiers that are here."""
+    match = re.search(r"^vllm serve MODEL (.*?)\n```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
     assert match
-    config = json.loads(match[1])
+    arguments = shlex.split(match[1])
+    config = json.loads(arguments.pop())
     assert config["kv_connector_extra_config"]["tiers"]
     config["kv_connector_extra_config"]["tiers"] = tiers
-    return json.dumps(config)
+    return [*arguments, json.dumps(config)]
 
 
-@contextmanager
-def served(model: str, tiers: list[str], log: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # What `vllm serve` runs; the command itself wants a package of the name vllm.
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
-        "--kv-transfer-config", documented(tiers), "--port", str(port), "--host", "127.0.0.1",
-        "--dtype", "float32", "--block-size", str(BLOCK), "--max-model-len", "2048",
-        "--enforce-eager",
-    ]  # fmt: skip
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    url = f"http://127.0.0.1:{port}"
-    with (
-        log.open("w") as out,
-        subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        ) as process,
-    ):
-        try:
-            until = time.monotonic() + 400
-            while True:
-                try:
-                    fetch(f"{url}/health")
-                    break
-                except (OSError, urllib.error.URLError):
-                    if process.poll() is not None or time.monotonic() > until:
-                        pytest.fail(f"it does not serve:\n{log.read_text()[-4000:]}")
-                    time.sleep(0.3)
-            yield url
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+@dataclass(frozen=True)
+class Said:
+    text: str
+    logprobs: tuple[float, ...]
+    cached: int
 
 
-def fetch(url: str, body: dict[str, Any] | None = None) -> str:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return str(answer.read().decode())
+def ask(one: Served, tokens: list[int], **wishes: object) -> Said:
+    asked = {
+        "model": "tiny", "prompt": tokens, "max_tokens": 6, "temperature": 0, "logprobs": 1,
+        "ignore_eos": True,
+    }  # fmt: skip
+    if wishes:
+        asked["kv_transfer_params"] = {"kvkeep": wishes}
+    answer = json.loads(one.fetch("/v1/completions", asked))
+    (choice,) = answer["choices"]
+    details = answer["usage"]["prompt_tokens_details"] or {}
+    return Said(
+        choice["text"],
+        tuple(choice["logprobs"]["token_logprobs"]),
+        details.get("cached_tokens") or 0,
+    )
 
 
-@pytest.mark.timeout(600)
-def test_the_command_line_of_the_documentation(
-    llama: str, cold: list[Answer], tmp_path: Path
-) -> None:
-    del cold  # one engine at a time
-    tiers = ["memory://16MiB", f"file://{tmp_path}/kv?size=64MiB"]
-    mine, other = prompt(300, seed=1), prompt(200, seed=2)
-    with engine(llama, tiers) as one:
-        said = one.ask([mine])[0]
-    with served(llama, tiers, tmp_path / "log") as url:
-        page = fetch(f"{url}/metrics")
-        assert _metric(page, "loaded_tokens") == 0
-        model = json.loads(fetch(f"{url}/v1/models"))["data"][0]["id"]
-
-        def ask(tokens: list[int], **more: object) -> str:
-            body = {"model": model, "prompt": tokens, "max_tokens": 6, "temperature": 0}
-            answer = fetch(f"{url}/v1/completions", body | {"ignore_eos": True} | more)
-            return str(json.loads(answer)["choices"][0]["text"])
-
-        # What another process stored.
-        assert ask(mine).split() == [f"t{token}" for token in said.tokens]
-        ask(other, kv_transfer_params={"kvkeep": {"store": False}})
-        ask(other, kv_transfer_params={"kvkeep": {"stored": False}})
-        until = time.monotonic() + 30
-        while time.monotonic() < until:
-            page = fetch(f"{url}/metrics")
-            if _metric(page, "ignored_params") and _metric(page, "saved_tokens"):
-                break
-            time.sleep(0.2)
-        assert _metric(page, "loaded_tokens") == 288
-        assert _metric(page, "saved_tokens") == 192
-        assert _metric(page, "ignored_params") == 1
-        assert _metric(page, "hit_blocks", 'tier="file"') == 9
-    # It ended in order: what it had was written.
-    log = (tmp_path / "log").read_text()
-    assert "did not write all" not in log
-    with engine(llama, tiers) as one:
-        assert one.ask([other])[0].cached == 192
-
-
-def _metric(page: str, name: str, labels: str = "") -> float:
+def metric(page: str, name: str, labels: str = "") -> float:
     lines = [
         line for line in page.splitlines()
         if line.startswith(f"vllm:kvkeep_{name}_total{{") and labels in line
     ]  # fmt: skip
     return float(lines[0].rpartition(" ")[2]) if lines else 0.0
+
+
+def counted(one: Served, name: str, expected: float, labels: str = "") -> None:
+    """The page is written behind the answers."""
+    until = time.monotonic() + 60
+    while (found := metric(one.fetch("/metrics"), name, labels)) != expected:
+        assert time.monotonic() < until, f"{name} is {found}, and not {expected}"
+        time.sleep(0.1)
+
+
+def test_the_command_line_of_the_documentation(llama: str, tmp_path: Path) -> None:
+    arguments = [
+        *documented(["memory://16MiB", f"file://{tmp_path}/kv?size=64MiB"]),
+        "--block-size", str(BLOCK), "--max-model-len", "2048", "--num-gpu-blocks-override", "256",
+        "--shutdown-timeout", "300",  # as documented, and longer: the machine may be busy
+    ]  # fmt: skip
+    mine, other, last = prompt(300, seed=1), prompt(200, seed=2), prompt(1500, seed=3)
+    past = prompt(100, seed=4)
+    with served(llama, arguments, tmp_path / "first", processes=True) as one:
+        cold = ask(one, mine)
+        assert ask(one, other, store=False).cached == 0
+        assert ask(one, past).cached == 0
+        counted(one, "saved_tokens", 288 + 96)
+        counted(one, "ignored_params", 0)
+        assert ask(one, mine, stored=False).cached == 288  # vLLM's own; the wish is not followed
+        counted(one, "ignored_params", 1)
+        assert metric(one.fetch("/metrics"), "loaded_tokens") == 0
+        late = ask(one, last)
+        one.stop()
+    # Right after its last answer; all was written.
+    log = (tmp_path / "first").read_text()
+    assert "there are store, load, ttl and pin" in log
+    assert "did not write all" not in log
+    assert "kill" not in log.lower()
+
+    with served(llama, arguments, tmp_path / "second", processes=True) as one:
+        assert ask(one, past, load=False).cached == 0, "it was not to be loaded"
+        warm = ask(one, mine)
+        assert warm.cached == 288
+        assert warm.text == cold.text
+        assert warm.logprobs == pytest.approx(cold.logprobs, abs=1e-4)
+        assert ask(one, other).cached == 0, "it was not to be stored"
+        again = ask(one, last)
+        assert again.cached == 1472
+        assert again.logprobs == pytest.approx(late.logprobs, abs=1e-4)
+        counted(one, "loaded_tokens", 288 + 1472)
+        counted(one, "hit_tokens", 288 + 1472)
+        counted(one, "hit_blocks", (288 + 1472) / BLOCK, 'tier="file"')
+        counted(one, "failed_tokens", 0)
