@@ -92,8 +92,8 @@ class TierSimulator:
             self._used(keys[:count])
             for block in keys[:count]:
                 for level in self.planner.read(block):
-                    if block not in self._places[level].catalogue and block in front:
-                        self._write(level, block)
+                    if block in front:
+                        self._add(level, [block])
         for place, hits in zip(self._places, found, strict=True):
             place.hits += hits
         self._put(keys[count:])
@@ -120,43 +120,38 @@ class TierSimulator:
         if not blocks:
             return
         self._asked(blocks)
-        planner, front = self.planner, self._front
-        levels = range(1, len(self._places))
-        for block in blocks:
-            touches = planner.put(block)
-            self._make_room(0)
-            front.catalogue.add(block, 1)
-            front.writes += 1
-            for level in levels:
-                if planner.admits(level, touches):
-                    self._write(level, block)
+        planner = self.planner
+        touches = [planner.put(block) for block in blocks]
+        self._add(0, blocks[: self._front.room])
+        for level in range(1, len(self._places)):
+            admitted = [
+                block
+                for block, count in zip(blocks, touches, strict=True)
+                if planner.admits(level, count)
+            ]
+            self._add(level, admitted[: self._places[level].room])
         self._used(blocks, new=blocks)
         self._demote_ahead()
 
     def _promote(self, block: bytes, level: int) -> None:
-        self._make_room(0)
-        self._front.catalogue.add(block, 1)
+        self._add(0, [block])
         if self.planner.leaves(level):
             self._places[level].catalogue.forget(block)
         self._demote_ahead()
 
-    def _write(self, level: int, block: bytes) -> None:
+    def _add(self, level: int, blocks: Sequence[bytes]) -> None:
         place = self._places[level]
-        if block in place.catalogue:
-            return
-        self._make_room(level)
-        place.catalogue.add(block, 1)
-        place.writes += 1
-
-    def _make_room(self, level: int) -> None:
-        place = self._places[level]
-        if place.catalogue.total_bytes >= place.room:
-            self._evict(level, 1)
+        catalogue = place.catalogue
+        blocks = [block for block in blocks if block not in catalogue]
+        needed = len(blocks) - (place.room - catalogue.total_bytes)
+        if needed > 0:
+            self._evict(level, needed)
+        catalogue.add_all(blocks, 1)
+        place.writes += len(blocks)
 
     def _demote_ahead(self) -> None:
         excess = 0
-        if HEAD:
-            excess = self.planner.excess(self._front.room, self._front.catalogue.total_bytes)
+        if HEAD: excess = self.planner.excess(self._front.room, self._front.catalogue.total_bytes)
         if excess:
             self._evict(0, excess)
 
@@ -164,11 +159,15 @@ class TierSimulator:
         place = self._places[level]
         victims = place.catalogue.victims(needed)
         place.evictions += len(victims)
+        down: dict[int, list[bytes]] = {}
         for block in victims:
             target = self.planner.demotes(level, block)
-            if target is not None and block not in self._places[target].catalogue:
-                self._write(target, block)
-                place.demotions += 1
+            if target is not None:
+                down.setdefault(target, []).append(block)
+        for target, blocks in down.items():
+            before = self._places[target].writes
+            self._add(target, blocks)
+            place.demotions += self._places[target].writes - before
 
     def _used(self, blocks: Sequence[bytes], new: Sequence[bytes] = ()) -> None:
         fresh = set(new)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import heapq
 import threading
 import time
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from kvkeep.eviction import Entry, EvictionPolicy
 from kvkeep.keys import SPACE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
 __all__ = ["Catalogue"]
+
+_REMEMBERED = 4  # times as many blocks as there is room for are remembered as asked for again
 
 
 class _Kept(Entry):
@@ -44,6 +47,9 @@ class Catalogue:
     its beginning. A namespace with a quota has a policy of its own, all others share one; what goes
     under pressure is the older of their candidates.
 
+    Policies that remember (`EvictionPolicy.remembers`) are told of what is `asked` for, and fit for
+    ``budget`` bytes, once the size of a block is seen; without a budget they are not served.
+
     Thread safety: all methods, by one lock that is never held while anything else is called but the
     policy. Cost: about a microsecond a block.
     """
@@ -54,8 +60,10 @@ class Catalogue:
         *,
         ttl: float | None = None,
         clock: Callable[[], float] = time.time,
+        budget: int | None = None,
     ) -> None:
         self.ttl = ttl
+        self.budget = budget
         self._make = policy
         self._clock = clock
         self._lock = threading.Lock()
@@ -68,6 +76,9 @@ class Catalogue:
         self._pinned_bytes = 0
         self._serial = 0
         self._pins: list[tuple[float, bytes]] = []  # a heap: when a pin may end
+        self.remembers = self._shared.remembers and budget is not None
+        self._fitted = 0  # bytes of a block that the policies are fit for; 0: for none yet
+        self._again: OrderedDict[bytes, None] = OrderedDict()  # `known` when last asked for
 
     # --- what is there ---------------------------------------------------------------------------
 
@@ -127,6 +138,13 @@ class Catalogue:
         with self._lock:
             self._add(block, size, self._clock())
 
+    def add_all(self, blocks: Iterable[bytes], size: int) -> None:
+        """`add` for each of ``blocks``, ``size`` bytes long."""
+        with self._lock:
+            now = self._clock()
+            for block in blocks:
+                self._add(block, size, now)
+
     def fill(self, found: Iterable[tuple[bytes, int, float]]) -> None:
         """Take over what a place holds: (block, bytes, last used).
 
@@ -141,10 +159,33 @@ class Catalogue:
                 elif used > known.used:
                     known.used = known.noted = used
 
-    def used(self, blocks: Sequence[bytes], grain: float = 30.0) -> list[bytes]:
+    def asked(self, blocks: Sequence[bytes]) -> None:
+        """A prompt made of ``blocks`` of one namespace came, found or to be put: once for each.
+
+        Before any of them is added. For policies that remember; nothing is done for others.
+        """
+        if not self.remembers or not self._fitted or not blocks:
+            return
+        again = self._again
+        with self._lock:
+            # The key alone: it is hashed over its namespace as well, and is evenly spread.
+            known = self._policy_of(blocks[0]).asked([block[SPACE_BYTES:] for block in blocks])
+            for block in blocks[known:]:
+                again.pop(block, None)
+            for block in blocks[:known]:
+                again[block] = None
+                again.move_to_end(block)
+            most = _REMEMBERED * (self.budget or 0) // self._fitted
+            while len(again) > most:
+                again.popitem(last=False)
+
+    def used(
+        self, blocks: Sequence[bytes], grain: float = 30.0, *, new: Container[bytes] = ()
+    ) -> list[bytes]:
         """A prompt used ``blocks``, in its order; those the place should be told of, last to first.
 
-        That are the ones of which it was not told for ``grain`` seconds.
+        That are the ones of which it was not told for ``grain`` seconds. To those in ``new``, which
+        it just brought, it is no hit.
         """
         now = self._clock()
         tell = []
@@ -157,12 +198,13 @@ class Catalogue:
                 self._serial += 1
                 kept.serial = self._serial
                 policy = self._policy_of(block)
+                tell_policy = policy.used if block in new else policy.hit
                 if kept.may_go:
                     policy.discard(kept)
-                    policy.hit(kept)
+                    tell_policy(kept)
                     policy.add(kept)
                 else:
-                    policy.hit(kept)
+                    tell_policy(kept)
                 if now - kept.noted >= grain:
                     kept.noted = now
                     tell.append(block)
@@ -248,13 +290,17 @@ class Catalogue:
             if space in self._own:
                 return
             policy = self._make()
+            if self.remembers and self._fitted:
+                policy.fit(limit, self._fitted)
             mine = [kept for kept in self._kept.values() if kept.block.startswith(space)]
             for kept in mine:
                 if kept.may_go:
                     self._shared.discard(kept)
             # The new policy's clock begins at 0: it has to see what happened, in that order.
             for kept in sorted(mine, key=lambda kept: kept.stored):
-                policy.stored(kept, kept.priority)
+                hits = kept.hits
+                policy.stored(kept, kept.priority, known=hits > 0)
+                kept.hits = hits
             for kept in sorted(mine, key=lambda kept: kept.serial):
                 policy.used(kept)
                 if kept.may_go:
@@ -314,6 +360,8 @@ class Catalogue:
         return self._own.get(block[:SPACE_BYTES], self._shared)
 
     def _add(self, block: bytes, size: int, used: float) -> None:
+        if self.remembers and size >= 2 * self._fitted:  # the first may be a short tail
+            self._fit(size)
         known = self._kept.get(block)
         policy = self._policy_of(block)
         if known is not None:  # replaced: the record may have another size
@@ -330,9 +378,19 @@ class Catalogue:
             self._count(block, size)
         self._serial += 1
         kept.serial = self._serial
-        policy.stored(kept, 0)
+        hits = kept.hits
+        policy.stored(kept, 0, known=hits > 0 or block in self._again)
+        if hits:  # replaced: who counts goes on counting
+            kept.hits = hits
         if kept.may_go:
             policy.add(kept)
+
+    def _fit(self, size: int) -> None:
+        """Blocks of ``size`` bytes come: the first one, or the first after shorter ones."""
+        self._fitted = size
+        self._shared.fit(self.budget or 0, size)
+        for space, policy in self._own.items():
+            policy.fit(self._quotas[space], size)
 
     def _drop(self, kept: _Kept) -> None:
         del self._kept[kept.block]

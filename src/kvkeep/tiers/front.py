@@ -72,9 +72,9 @@ class Front:
     ) -> None:
         self.name = name
         self.backend = backend
-        self.catalogue = Catalogue(policy, ttl=ttl)
-        self.counters = Counters()
         self.capacity = backend.arena.size
+        self.catalogue = Catalogue(policy, ttl=ttl, budget=self.capacity)
+        self.counters = Counters()
         self.evicted: Callable[[bytes], None] | None = None
         """Told of every block that had to make room; set by who has other tiers."""
         self.leaving_bytes = 0

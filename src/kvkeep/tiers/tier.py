@@ -21,7 +21,7 @@ from kvkeep.tiers.record import HEADER_BYTES, BadRecord, OtherVersion, naming, s
 from kvkeep.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from kvkeep.backends import Backend
     from kvkeep.codecs import Codec
@@ -110,7 +110,7 @@ class Tier:
     def __post_init__(self) -> None:
         options = self.options
         self.indexed = self.backend.capacity is not None
-        self.catalogue = Catalogue(options.policy, ttl=options.ttl)
+        self.catalogue = Catalogue(options.policy, ttl=options.ttl, budget=self.backend.capacity)
         self.breaker = Breaker(self.name, limit=options.breaker_limit)
         self.reading = Workers(f"{self.name} reader", options.readers, 4096)
         self.writing = Workers(
@@ -492,9 +492,12 @@ class Tier:
 
     # --- upkeep ----------------------------------------------------------------------------------
 
-    def used(self, blocks: Sequence[bytes]) -> None:
-        """A prompt used ``blocks``: whether they were read here or above, they stay longer."""
-        tell = self.catalogue.used(blocks) if self.indexed else list(reversed(blocks))
+    def used(self, blocks: Sequence[bytes], new: Container[bytes] = ()) -> None:
+        """A prompt used ``blocks``: whether they were read here or above, they stay longer.
+
+        Those in ``new`` it brought itself.
+        """
+        tell = self.catalogue.used(blocks, new=new) if self.indexed else list(reversed(blocks))
         if tell and not self.is_away():
             self.writing.submit(lambda: self._tell(tell), _TELL_COST * len(tell))
         if self.options.ttl is not None and time.monotonic() - self._expired > _EXPIRE_EVERY:
@@ -507,7 +510,7 @@ class Tier:
         The place is told of it by the next `flush`.
         """
         if self.indexed:
-            self.catalogue.used(blocks, grain=float("inf"))
+            self.catalogue.used(blocks, grain=float("inf"), new=set(blocks))
 
     def _tell(self, blocks: Sequence[bytes]) -> None:
         if blocks and self.breaker.allows():

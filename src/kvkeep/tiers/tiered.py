@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from kvkeep.errors import BackendFailed, IllegalStep
 from kvkeep.tiers.flight import Flight
-from kvkeep.tiers.plan import Inclusive, TieringPolicy, Touches
+from kvkeep.tiers.plan import Inclusive, Planner, TieringPolicy
 from kvkeep.tiers.record import HEADER_BYTES
 from kvkeep.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from kvkeep.tiers.counters import TierStats
     from kvkeep.tiers.front import Front, Held
@@ -28,7 +28,6 @@ _WINDOW = 16  # blocks read ahead, at most
 _PROBES = (1, 16, 64, 256)  # blocks asked for at once: few at first, most prompts are not there
 _QUEUED_SHARE = 0.75  # of memory that may wait to be written to a tier; the rest moves on
 _PATIENCE = 0.2  # of a tier's timeout that one above it waits for it to take what is evicted
-_HEADROOM = 0.1  # of memory that is kept free where evicted blocks have to be written first
 
 
 @dataclass(slots=True)
@@ -122,7 +121,7 @@ class TieredStore:
         self.front = front
         self.tiers = list(tiers)
         self.policy = policy or Inclusive()
-        self._touches = Touches()
+        self._planner = Planner(self.policy, len(self.tiers))
         self._lock = threading.Lock()
         self._flights: dict[bytes, Flight] = {}
         # Blocks that a tier is to write, and who is told when it did. What was deleted meanwhile
@@ -209,9 +208,13 @@ class TieredStore:
 
         Returns how many blocks were handed over.
         """
-        count = self._read(
-            blocks, raw_bytes, sink, levels=levels, deadline=deadline, cancelled=cancelled
-        )
+        self._check_open()
+        until = None if deadline is None else time.monotonic() + deadline
+        if levels is None:
+            levels = self.locate(blocks, until)
+        if levels:
+            self._asked(blocks[: len(levels)], raw_bytes[0])
+        count = self._read(blocks, raw_bytes, sink, levels, until=until, cancelled=cancelled)
         writing = _Writing(self.tiers, blocks)
         for block in blocks[:count]:
             self._asked_for(block, writing)
@@ -223,16 +226,12 @@ class TieredStore:
         blocks: Sequence[bytes],
         raw_bytes: Sequence[int],
         sink: Callable[[int, memoryview], None],
+        levels: Sequence[int],
         *,
-        levels: Sequence[int] | None = None,
-        deadline: float | None = None,
+        until: float | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> int:
-        self._check_open()
-        until = None if deadline is None else time.monotonic() + deadline
         ahead: deque[Flight | Held] = deque()
-        if levels is None:
-            levels = self.locate(blocks, until)
         count = started = 0
         try:
             while count < len(levels):
@@ -280,9 +279,8 @@ class TieredStore:
             places.sort(key=lambda tier: tier is not self.tiers[level - 1])
             flight = Flight(self.front, block, raw_bytes, places, self._landed)
             flight.join()
-            touches = self._touches.count(block) + 1
-            flight.stays = bool(places) and self.policy.promotes(
-                1 + self.tiers.index(places[0]), touches
+            flight.stays = bool(places) and self._planner.promotes(
+                1 + self.tiers.index(places[0]), block
             )
             self._flights[block] = flight
         flight.start()
@@ -301,7 +299,7 @@ class TieredStore:
                 return
             del self._flights[flight.block]
             tier = flight.source
-            leaves = tier is not None and self.policy.leaves(1 + self.tiers.index(tier))
+            leaves = tier is not None and self._planner.leaves(1 + self.tiers.index(tier))
         if flight.removed:
             self.front.remove([flight.block])
         elif tier is not None and flight.stays and flight.block in self.front:
@@ -328,18 +326,38 @@ class TieredStore:
             for then in waiting:
                 self._queue(tier, block, 0.0, then)
 
+    def _asked(self, blocks: Sequence[bytes], raw_bytes: int) -> None:
+        """A prompt came, ``blocks`` of it found or to be put: tell who watches that."""
+        if self._planner.due():
+            room = self._room(raw_bytes + HEADER_BYTES)
+            with self._lock:
+                self._planner.fit(room)
+        with self._lock:
+            self._planner.asked(blocks)
+        self.front.catalogue.asked(blocks)
+        for tier in self.tiers:
+            tier.catalogue.asked(blocks)
+
+    def _room(self, record_bytes: int) -> list[int | None]:
+        """Blocks that each tier has room for, if they are as large as those it holds.
+
+        As ``record_bytes`` where it holds none; None where there is no budget.
+        """
+        room: list[int | None] = []
+        capacities = [self.front.capacity, *(tier.backend.capacity for tier in self.tiers)]
+        catalogues = [self.front.catalogue, *(tier.catalogue for tier in self.tiers)]
+        for capacity, catalogue in zip(capacities, catalogues, strict=True):
+            held = len(catalogue)
+            size = catalogue.total_bytes // held if held else record_bytes
+            room.append(None if capacity is None else capacity // max(1, size))
+        return room
+
     def _asked_for(self, block: bytes, writing: _Writing) -> None:
         """Count it, and write the block to the tiers that admit it from this time on."""
         with self._lock:
-            touches = self._touches.touch(block)
-            if touches == 1:
-                return  # not put here lately
-            new = [
-                tier
-                for level, tier in enumerate(self.tiers, start=1)
-                if self.policy.admits(level, touches) > self.policy.admits(level, touches - 1)
-            ]
-        for tier in new:
+            new = self._planner.read(block)
+        for level in new:
+            tier = self.tiers[level - 1]
             if not tier.knows(block) and block in self.front:
                 self._queue(tier, block, 0.0, writing.one_more(tier))
 
@@ -356,6 +374,7 @@ class TieredStore:
                 if not self._closed and not handle._cancelled:
                     blocks, sizes = plan()
                     fit = self._fit(sizes)
+                    blocks, sizes = blocks[:fit], sizes[:fit]
 
                     def arrived(at: int, raw: memoryview) -> None:
                         del raw
@@ -365,9 +384,10 @@ class TieredStore:
                             handle._cancelled = True
 
                     self._read(
-                        blocks[:fit],
-                        sizes[:fit],
+                        blocks,
+                        sizes,
                         arrived,
+                        self.locate(blocks),
                         cancelled=lambda: handle._cancelled or self._closed,
                     )
             finally:
@@ -407,10 +427,12 @@ class TieredStore:
         writing = _Writing(self.tiers, blocks)
         full: set[str] = set()  # what comes behind a block that a tier dropped is of no use there
         alone: list[bytes] = []  # only in memory: what follows must not push out its own beginning
+        if blocks:
+            self._asked(blocks, raw_bytes[0])
         try:
             for at, block in enumerate(blocks):
                 with self._lock:
-                    touches = self._touches.touch(block)
+                    touches = self._planner.put(block)
                 held = self.front.lease(block)
                 if held is not None or any(tier.knows(block) for tier in self.tiers):
                     written.already.append(at)
@@ -430,7 +452,7 @@ class TieredStore:
             for block in alone:
                 self.front.catalogue.free(block)
         kept, already = len(written.kept), len(written.already)
-        self.used(blocks[: kept + already])
+        self._used(blocks[: kept + already], {blocks[at] for at in written.kept})
         writing.end()
         self._demote_ahead()
         self.front.counters.count(writes=kept, already=already, drops=len(blocks) - kept - already)
@@ -466,7 +488,7 @@ class TieredStore:
         below = False
         for level, tier in enumerate(self.tiers, start=1):
             with self._lock:
-                admitted = self.policy.admits(level, touches)
+                admitted = self._planner.admits(level, touches)
             if tier.knows(block):
                 below = True
             elif not admitted:
@@ -549,21 +571,18 @@ class TieredStore:
 
     def _demote_ahead(self) -> None:
         """Write evicted blocks down before their room is needed, where the policy wants that."""
+        used = self.front.backend.used() - self.front.leaving_bytes
         with self._lock:
-            level = self.policy.demotes(0, 1 << 30)
-        if level is None or level > len(self.tiers):
-            return
-        low = int(self.front.capacity * (1 - _HEADROOM))
-        excess = self.front.backend.used() - self.front.leaving_bytes - low
-        if excess > 0:
+            excess = self._planner.excess(self.front.capacity, used)
+        if excess:
             for block in self.front.leave(excess):
                 self._demote(block)
 
     def _demote(self, block: bytes) -> None:
         """Move ``block``, which is to leave memory, to where it goes, if it goes anywhere."""
         with self._lock:
-            level = self.policy.demotes(0, self._touches.count(block))
-            tier = None if level is None or level > len(self.tiers) else self.tiers[level - 1]
+            level = self._planner.demotes(0, block)
+            tier = None if level is None else self.tiers[level - 1]
             known = tier is None or (
                 tier.knows(block) and (block, tier.name) not in self._queued  # it may be leaving
             )
@@ -580,8 +599,8 @@ class TieredStore:
     def _evicted_above(self, block: bytes) -> None:
         """A block had to leave memory at once."""
         with self._lock:
-            level = self.policy.demotes(0, self._touches.count(block))
-        if level is None or level > len(self.tiers) or self.tiers[level - 1].knows(block):
+            level = self._planner.demotes(0, block)
+        if level is None or self.tiers[level - 1].knows(block):
             return
         self.front.counters.count(demotions_dropped=1)
 
@@ -591,8 +610,8 @@ class TieredStore:
         A slow place holds up the one above only a little: one that hangs would take it along.
         """
         with self._lock:
-            target = self.policy.demotes(level, self._touches.count(block))
-        if target is None or target > len(self.tiers):
+            target = self._planner.demotes(level, block)
+        if target is None:
             return
         source, tier = self.tiers[level - 1], self.tiers[target - 1]
         over = threading.Event()
@@ -619,10 +638,13 @@ class TieredStore:
 
     def used(self, blocks: Sequence[bytes]) -> None:
         """A prompt used ``blocks``, wherever it found them: they stay longer, in every tier."""
+        self._used(blocks)
+
+    def _used(self, blocks: Sequence[bytes], new: Container[bytes] = ()) -> None:
         if blocks:
-            self.front.catalogue.used(blocks)
+            self.front.catalogue.used(blocks, new=new)
             for tier in self.tiers:
-                tier.used(blocks)
+                tier.used(blocks, new)
 
     # --- by request ------------------------------------------------------------------------------
 
@@ -693,9 +715,8 @@ class TieredStore:
         saved: list[bool] = []
         for item in self.front.backend.list():
             with self._lock:
-                touches = self._touches.count(item.block)
-                level = self.policy.demotes(0, touches)
-            if level is not None and level <= len(self.tiers):
+                level = self._planner.demotes(0, item.block)
+            if level is not None:
                 self._queue(self.tiers[level - 1], item.block, _left(until), saved.append)
         written = [tier.settled(_left(until)) for tier in self.tiers]
         return all(written) and all(saved)
