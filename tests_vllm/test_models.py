@@ -140,7 +140,7 @@ def two_ranks(llama: str, disk: str) -> None:
 
     llm = LLM(
         llama, enforce_eager=True, max_model_len=1024, dtype="float32", block_size=32,
-        tensor_parallel_size=2, distributed_executor_backend="mp",
+        tensor_parallel_size=2, distributed_executor_backend="mp", num_gpu_blocks_override=512,
         kv_transfer_config={
             "kv_connector": "KVKeepConnector", "kv_role": "kv_both",
             "kv_connector_module_path": "kvkeep.integrations.vllm",

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import json
 import re
-import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from serving import Served
 
 from kvkeep.feed import EventReader, Source
 from kvkeep.models import bundled_model
@@ -26,79 +23,33 @@ from kvkeep.router.upstreams import Upstreams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 BLOCK = 32
-START_S = 180.0
-
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build"),
-    pytest.mark.skipif(not VLLM.exists(), reason="no environment with vLLM"),
-]
 
 
-def eventually(holds: Any, seconds: float = 30.0) -> None:
+def eventually(holds: Any, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, f"still not so after {seconds} s"
         time.sleep(0.05)
 
 
-class Instance:
+class Instance(Served):
     """A `vllm serve` of the tiny model, with KV events on."""
 
     def __init__(self, directory: Path, number: int, blocks: int) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
         self.events = f"ipc://{directory}/events{number}"
         self.replay = f"ipc://{directory}/replay{number}"
-        config = (
-            '{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv", '
-            f'"endpoint": "{self.events}", "replay_endpoint": "{self.replay}"}}'
-        )
-        self.log = directory / f"vllm{number}.log"
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("VLLM_")
-        }
-        environment |= {
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [
-                    # The `vllm` command looks for a distribution of that name; this is vllm-cpu.
-                    str(VLLM), "-m", "vllm.entrypoints.openai.api_server",
-                    "--model", str(bundled_model()), "--served-model-name", "tiny",
-                    "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-                    "--distributed-executor-backend", "uni", "--enforce-eager",
-                    "--max-model-len", "1024",
-                    "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(blocks),
-                    "--kv-events-config", config, "--enable-prompt-tokens-details",
-                ],
-                stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
-            )  # fmt: skip
-
-    def ready(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()[-4000:]
-        try:
-            return httpx.get(f"{self.url}/health").is_success
-        except httpx.TransportError:
-            return False
-
-    def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        config = {
+            "enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv",
+            "endpoint": self.events, "replay_endpoint": self.replay,
+        }  # fmt: skip
+        arguments = [
+            "--max-model-len", "1024", "--block-size", str(BLOCK),
+            "--num-gpu-blocks-override", str(blocks), "--kv-events-config", json.dumps(config),
+        ]  # fmt: skip
+        super().__init__(str(bundled_model()), arguments, directory / f"vllm{number}.log")
 
 
 class Routing:
@@ -148,9 +99,9 @@ def instances(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Instanc
         made = []
         for number in range(2):
             made.append(Instance(directory, number, blocks=40))
-            stack.callback(made[-1].stop)
+            stack.callback(made[-1].kill)
         for one in made:
-            eventually(one.ready, START_S)
+            one.wait()
         yield made
 
 
