@@ -92,6 +92,7 @@ EXTERNAL: dict[str, set[str]] = {
     "obstore": {"backends.objects"},
     "zstandard": {"traces.files"},
     "jinja2": {"engine"},
+    "matplotlib": {"replay.report.picture"},
     "fastapi": {"server"}, "starlette": {"server", "router", "cli.route"},
     "uvicorn": {"server", "router", "cli.route"},
     "pydantic": {"server"}, "pydantic_core": {"server"},
