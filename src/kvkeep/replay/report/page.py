@@ -20,13 +20,14 @@ from kvkeep.replay.report.sections import sections
 from kvkeep.replay.report.words import count, duration, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kvkeep.replay.report.arranged import Arranged
     from kvkeep.replay.report.prices import Prices
 
 __all__ = ["page"]
 
+_SCRIPTS = ("words.js", "chart.js", "page.js")
 _FACTS = {
     "name": "name",
     "requests": "requests",
@@ -52,14 +53,14 @@ def page(
     """All of it; ``beside`` are the names of the files that lie next to it."""
     span_s = float(trace.get("span_s") or 0.0)
     name = shown(trace.get("name") or _any_name(found) or "a trace")
-    script, style = _text("page.js"), _text("page.css")
-    charts, charts_style = _vendored("uPlot.iife.min.js"), _vendored("uPlot.min.css")
+    scripts = [_vendored("uPlot.iife.min.js"), *(_text(one) for one in _SCRIPTS)]
+    styles = [_vendored("uPlot.min.css"), _text("page.css")]
     return Template(_text("page.html")).substitute(
-        policy=_policy(scripts=(charts, script), styles=(charts_style, style)),
+        policy=_policy(scripts, styles),
         title=escape(f"What a cache would reuse of {name}"),
         name=escape(name),
         licence=escape(_vendored("LICENSE").replace("--", "- -"), quote=False),
-        styles=f"<style>{charts_style}</style><style>{style}</style>",
+        styles="".join(f"<style>{one}</style>" for one in styles),
         summary=escape(_summary(trace, span_s)),
         findings="".join(f"<li>{escape(one)}</li>" for one in findings(found, prices, span_s)),
         advice=_advice(advice),
@@ -71,8 +72,7 @@ def page(
             f'<a href="{escape(_link(one))}">{escape(shown(one))}</a>' for one in beside
         ),
         data=_embedded(chart_data(found, prices, span_s)),
-        charts=f"<script>{charts}</script>",
-        script=f"<script>{script}</script>",
+        scripts="".join(f"<script>{one}</script>" for one in scripts),
     )
 
 
@@ -84,7 +84,7 @@ def _vendored(name: str) -> str:
     return (files("kvkeep.replay.report") / "vendor" / name).read_text("utf-8")
 
 
-def _policy(scripts: tuple[str, ...], styles: tuple[str, ...]) -> str:
+def _policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
     """Content-Security-Policy: these scripts and styles by their digests, and nothing else."""
     return (
         f"default-src 'none'; script-src {_digests(scripts)}; style-src {_digests(styles)}; "
@@ -92,7 +92,7 @@ def _policy(scripts: tuple[str, ...], styles: tuple[str, ...]) -> str:
     )
 
 
-def _digests(texts: tuple[str, ...]) -> str:
+def _digests(texts: Sequence[str]) -> str:
     found = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
     return " ".join(f"'sha256-{one}'" for one in found)
 
