@@ -448,6 +448,7 @@ class TieredStore:
                             alone.append(block)
                     finally:
                         held.release()
+                    self._demote_ahead()  # a long prompt needs more than what is kept free
         finally:
             for block in alone:
                 self.front.catalogue.free(block)
