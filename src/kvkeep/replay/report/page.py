@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.replay.report.charts import chart_data
 from kvkeep.replay.report.findings import GLOSSARY, findings
-from kvkeep.replay.report.markup import glossary, paragraphs
+from kvkeep.replay.report.markup import escaped, glossary, paragraphs
 from kvkeep.replay.report.sections import sections
 from kvkeep.replay.report.words import count, duration, shown
 
@@ -57,19 +57,19 @@ def page(
     styles = [_vendored("uPlot.min.css"), _text("page.css")]
     return Template(_text("page.html")).substitute(
         policy=_policy(scripts, styles),
-        title=escape(f"What a cache would reuse of {name}"),
-        name=escape(name),
+        title=escaped(f"What a cache would reuse of {name}"),
+        name=escaped(name),
         licence=escape(_vendored("LICENSE").replace("--", "- -"), quote=False),
         styles="".join(f"<style>{one}</style>" for one in styles),
-        summary=escape(_summary(trace, span_s)),
-        findings="".join(f"<li>{escape(one)}</li>" for one in findings(found, prices, span_s)),
+        summary=escaped(_summary(trace, span_s)),
+        findings="".join(f"<li>{escaped(one)}</li>" for one in findings(found, prices, span_s)),
         advice=_advice(advice),
         sections="".join(sections(found, prices, span_s)),
         words=glossary(GLOSSARY),
         facts=glossary(_facts(trace, span_s)),
         made=glossary(_made(command)),
         beside=", ".join(
-            f'<a href="{escape(_link(one))}">{escape(shown(one))}</a>' for one in beside
+            f'<a href="{escaped(_link(one))}">{escaped(shown(one))}</a>' for one in beside
         ),
         data=_embedded(chart_data(found, prices, span_s)),
         scripts="".join(f"<script>{one}</script>" for one in scripts),
@@ -162,8 +162,7 @@ def _made(command: str | None) -> Iterator[tuple[str, str]]:
 def _advice(advice: str | None) -> str:
     if not advice or not advice.strip():
         return ""
-    said = "\n".join(shown(line, 2000) for line in advice.splitlines())
     return (
         '<section id="advice" class="advice" aria-labelledby="advice-title">'
-        f'<h2 id="advice-title">What to do</h2>{paragraphs(said)}</section>'
+        f'<h2 id="advice-title">What to do</h2>{paragraphs(advice)}</section>'
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.replay.outcome import REASONS
-from kvkeep.replay.report.markup import bar, details, key, table
+from kvkeep.replay.report.markup import bar, details, escaped, key, table
 from kvkeep.replay.report.prices import FORMULA
 from kvkeep.replay.report.words import count, duration, money, number, share, shown, tokens
 
@@ -43,7 +42,7 @@ def sections(found: Arranged, prices: Prices | None, span_s: float) -> Iterator[
 def _section(name: str, title: str, *content: str) -> str:
     return (
         f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">'
-        f"{escape(title)}</h2>{''.join(content)}</section>"
+        f"{escaped(title)}</h2>{''.join(content)}</section>"
     )
 
 
@@ -51,7 +50,7 @@ def _chart(name: str, title: str, note: str, behind: str = "") -> str:
     """Where the page's script draws; ``behind`` is its text alternative, folded away."""
     return (
         f'<figure class="chart" data-chart="{name}"><figcaption><h3 id="{name}-chart">'
-        f'{escape(title)}</h3><p>{escape(note)}</p></figcaption><div class="plot" tabindex="0" '
+        f'{escaped(title)}</h3><p>{escaped(note)}</p></figcaption><div class="plot" tabindex="0" '
         f'role="img" aria-labelledby="{name}-chart" aria-describedby="keys"></div>'
         f'<div class="legend"></div><p class="said" aria-live="polite"></p>{behind}</figure>'
     )
@@ -60,11 +59,11 @@ def _chart(name: str, title: str, note: str, behind: str = "") -> str:
 def _choice(name: str, label: str, options: Sequence[tuple[str, str]], first: int = 0) -> str:
     """What the charts below it are drawn for; at ``first`` when the page opens."""
     inside = "".join(
-        f'<option value="{escape(value)}"{" selected" * (at == first)}>{escape(text)}</option>'
+        f'<option value="{escaped(value)}"{" selected" * (at == first)}>{escaped(text)}</option>'
         for at, (value, text) in enumerate(options)
     )
     chosen = f'<select id="{name}">{inside}</select>'
-    return f'<p class="choice"><label>{escape(label)} {chosen}</label></p>'
+    return f'<p class="choice"><label>{escaped(label)} {chosen}</label></p>'
 
 
 def _rates(found: Arranged) -> str:
@@ -112,7 +111,7 @@ def _misses(found: Arranged) -> str:
             for line in found.policies
             if (outcome := line.at(capacity)) is not None
         ]
-        groups.append(f"<h3>With {escape(tokens(capacity))} tokens</h3>{''.join(bars)}")
+        groups.append(f"<h3>With {escaped(tokens(capacity))} tokens</h3>{''.join(bars)}")
     colours = key([(_CLASSES.get(one, "m4"), one) for one in ("reused", *reasons)])
     head = ["policy", "capacity, tokens", "prompt tokens", "reused", *reasons]
     rows = (
@@ -259,7 +258,7 @@ def _costs(found: Arranged, prices: Prices, span_s: float) -> str:
     )
     formula = FORMULA[0].upper() + FORMULA[1:]
     return _section(
-        "cost", "What it costs", chart, f"<p>{escape(given)}</p><p>{escape(formula)}</p>"
+        "cost", "What it costs", chart, f"<p>{escaped(given)}</p><p>{escaped(formula)}</p>"
     )
 
 

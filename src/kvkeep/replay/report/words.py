@@ -12,11 +12,12 @@ def shown(text: object, longest: int = _LONGEST) -> str:
     """A name as it can be printed: what is invisible or turns the line around is spelt out.
 
     Control characters, marks of direction, lone surrogates and line breaks become ``\\u202e`` and
-    the like. What is longer than ``longest`` characters is cut. Not escaped for HTML.
+    the like. What is longer than ``longest`` characters is cut; what was shown once is not changed
+    again. Not escaped for HTML.
     """
     whole = str(text)
     cut = whole if len(whole) <= longest else whole[: longest - 1] + "…"
-    return "".join(one if one.isprintable() else _spelt(ord(one)) for one in cut)
+    return "".join(one if one.isprintable() or one == _SPACE else _spelt(ord(one)) for one in cut)
 
 
 def _spelt(code: int) -> str:
@@ -35,7 +36,7 @@ def count(amount: float) -> str:
 
 def number(amount: float) -> str:
     """To three figures that matter, with no zeros behind them."""
-    if amount >= 1000:
+    if amount >= 100:
         return f"{amount:,.0f}"
     return f"{amount:.3g}"
 
@@ -44,7 +45,7 @@ def tokens(amount: float) -> str:
     """``3_500_000`` → 3.5 M; ``16_384`` → 16.4 k; below a thousand as it is."""
     for size, unit in ((1e6, "M"), (1e3, "k")):
         if amount >= size * 0.9995:
-            return f"{number(round(amount / size, 1))}{_SPACE}{unit}"
+            return f"{number(amount / size)}{_SPACE}{unit}"
     return f"{amount:.0f}"
 
 
@@ -52,7 +53,7 @@ def duration(seconds: float) -> str:
     """``90`` → 1.5 min, in the largest unit of which it is more than one and a half."""
     for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 1.5 * size:
-            return f"{number(round(seconds / size, 1))}{_SPACE}{unit}"
+            return f"{number(seconds / size)}{_SPACE}{unit}"
     if seconds and seconds < 1:
         return f"{number(1000 * seconds)}{_SPACE}ms"
     return f"{number(seconds)}{_SPACE}s"

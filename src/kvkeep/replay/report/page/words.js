@@ -6,16 +6,16 @@ const root = document.documentElement;
 const MINUTE = 60, HOUR = 3600, DAY = 86400;
 
 const short = (value) =>
-  value >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(3));
+  value >= 100 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(3));
 const tokens = (value) =>
-  value >= 999500 ? `${short(Math.round(value / 1e5) / 10)} M`
-    : value >= 999.5 ? `${short(Math.round(value / 100) / 10)} k` : String(Math.round(value));
+  value >= 999500 ? `${short(value / 1e6)} M`
+    : value >= 999.5 ? `${short(value / 1e3)} k` : String(Math.round(value));
 const share = (value) => `${(100 * value).toFixed(1)} %`;
 const money = (value) => data.currency +
   value.toLocaleString("en", {maximumFractionDigits: value < 100 ? 2 : 0});
 const seconds = (value) => {
   for (const [size, unit] of [[DAY, "days"], [HOUR, "h"], [MINUTE, "min"]]) {
-    if (value >= 1.5 * size) return `${short(Math.round(10 * value / size) / 10)} ${unit}`;
+    if (value >= 1.5 * size) return `${short(value / size)} ${unit}`;
   }
   return value && value < 1 ? `${short(1000 * value)} ms` : `${short(value)} s`;
 };
