@@ -33,6 +33,7 @@ class PagedBase(RuleBasedStateMachine):
 
     prefix: str
     model: PagedModel
+    make_model = PagedModel
 
     @initialize(
         page_size=st.sampled_from([4, 3, 2, 4, 3, 2, 1, 16]),
@@ -46,7 +47,7 @@ class PagedBase(RuleBasedStateMachine):
     ) -> None:
         """``most_live``: with few sequences more is done to each."""
         budget = min(budget, num_pages - 1)
-        self.model = PagedModel(num_pages, page_size, self.prefix, eviction, budget)
+        self.model = self.make_model(num_pages, page_size, self.prefix, eviction, budget)
         self.cache = self.model.cache
         self.page_size = page_size
         self.most_live = most_live

@@ -175,6 +175,19 @@ class PagedModel:
             gone.append(page)
         return gone
 
+    # --- hints, of which this one knows nothing: see `paged_hints` ---------------------------
+
+    def opening(
+        self, path: list[int], namespace: str, session: str | None, turn: int | None
+    ) -> None:
+        """A request whose prompt matches ``path`` is about to be opened, and will be."""
+
+    def opened(self, seq: Sequence) -> None:
+        """This is its sequence."""
+
+    def published(self, live: Live, path: list[int], start: int, existing: int) -> None:
+        """``live`` has published ``path`` from page ``start`` on; so many were there already."""
+
     # --- steps -------------------------------------------------------------------------------
 
     def begin(self, *, closing: Live | None = None) -> None:

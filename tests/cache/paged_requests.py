@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -27,6 +28,10 @@ class Requests(PagedBase):
     @precondition(room)
     @rule(recipe=recipes(), form=FORM, namespace=NAMESPACES, priority=st.integers(0, 2))
     def open(self, recipe: Recipe, form: str, namespace: str, priority: int) -> None:
+        self.start(recipe, form, namespace, priority=priority)
+
+    def start(self, recipe: Recipe, form: str, namespace: str, **how: Any) -> None:
+        """``how``: what else is said to `PagedCache.open`."""
         model, size = self.model, self.page_size
         prompt = self.prompt(recipe)
         match = model.naive.match(prompt[:-1], namespace)
@@ -39,7 +44,7 @@ class Requests(PagedBase):
             before = model.unchanged()
             model.begin()
             with pytest.raises(OutOfPages) as short:
-                self.cache.open(FORMS[form](prompt), namespace, priority=priority)
+                self.cache.open(FORMS[form](prompt), namespace, **how)
             self.refused(short.value, needed, available, before)
             return
         given_up = partly > 0 and needed > free + len(others - {found.partial_page})
@@ -47,7 +52,9 @@ class Requests(PagedBase):
             partly = 0
 
         model.begin()
-        seq = self.cache.open(FORMS[form](prompt), namespace, priority=priority)
+        model.opening(match.pages, namespace, how.get("session"), how.get("turn"))
+        seq = self.cache.open(FORMS[form](prompt), namespace, **how)
+        model.opened(seq)
         assert seq.num_cached == full * size + partly
         assert seq.pages[:full].tolist() == match.pages
         live = Live(seq, namespace, prompt.copy(), seq.num_cached, seq.id)
@@ -229,6 +236,7 @@ class Requests(PagedBase):
             other.computed = max(other.computed, other.seq.num_published)
             if same:
                 other.own.clear()
+        model.published(live, now[:stop], start, duplicates)
         new = set(now[start + duplicates : stop])
         if duplicates:  # another's pages come after what it stored itself: that is needed now
             live.own.clear()

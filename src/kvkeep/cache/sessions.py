@@ -163,9 +163,8 @@ class SessionBoard:
     def _begin(self, key: Key) -> Line:
         line = self.lines[key] = Line()
         if len(self.lines) > self.most:
-            _, oldest = self.lines.popitem(last=False)
-            self._wake(oldest)
-            self._index.keep_owners().forget(oldest)
+            # What it owns, it owns still, until others use it: only nobody speaks for it any more.
+            self._wake(self.lines.popitem(last=False)[1])
         return line
 
     # --- hints -------------------------------------------------------------------------------

@@ -104,13 +104,6 @@ class Owners:
         for node in owner.nodes:
             self._change(node, 0, 0.0)
 
-    def forget(self, owner: Owner) -> None:
-        """Nothing more will be said of the owner's living nodes: they count as shared."""
-        self.wake(owner)
-        for node in owner.nodes:
-            node.owner = None
-        owner.nodes = {}
-
     # --- what happens in the tree ------------------------------------------------------------
 
     def born(self, leaf: Node, owner: Owner) -> None:

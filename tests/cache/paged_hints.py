@@ -1,0 +1,253 @@
+"""Sessions at random: the machine and its model again, with hints and what must come of them.
+
+The model keeps, for each page, who alone has used it. The cache does so for nodes of its tree, and
+only looks where it must.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from paged_base import NAMESPACES, PICK
+from paged_machine import PagedMachine
+from paged_model import PagedModel
+from paged_requests import FORM, room
+
+from kvkeep import InvalidValue
+from kvkeep.events import Evicted
+from kvkeep.testing.strategies import Recipe, recipes
+
+if TYPE_CHECKING:
+    from paged_model import Live
+
+    from kvkeep import Sequence
+
+NAMES = st.sampled_from(["a", "a", "b", "c", "d"])
+TURN = st.sampled_from([None, None, None, 0, 1, 2])
+MOST = 3
+"""Sessions that the cache may know."""
+
+
+@dataclass(eq=False)
+class NaiveLine:
+    """A session that the cache knows."""
+
+    turn: int = -1
+    due: float = 0.0
+    left: bool = False
+
+
+class HintedModel(PagedModel):
+    """Knows which pages are dead and which are awaited, page by page."""
+
+    def __init__(self, *measures: Any) -> None:
+        super().__init__(*measures)
+        self.cache._core.sessions.most = MOST
+        self.lines: OrderedDict[tuple[str, str], NaiveLine] = OrderedDict()
+        self.away: list[NaiveLine] = []
+        self.owner: dict[int, NaiveLine | None] = {}
+        self.dead: set[int] = set()
+        self.line_of: dict[int, NaiveLine | None] = {}  # by family of sequences
+
+    # --- who uses what -----------------------------------------------------------------------
+
+    def opening(
+        self, path: list[int], namespace: str, session: str | None, turn: int | None
+    ) -> None:
+        self.line = None if session is None else self.enter((namespace, session))
+        self.use(path, self.line)
+        if self.line is not None:
+            turn = self.line.turn + 1 if turn is None else turn
+            if turn > self.line.turn:
+                self.line.turn = turn
+                self.dead.update(self.own(self.line) - set(path))
+        self.turn = turn
+
+    def enter(self, key: tuple[str, str]) -> NaiveLine:
+        line = self.lines.setdefault(key, NaiveLine())
+        self.lines.move_to_end(key)
+        self.wake(line)
+        if len(self.lines) > MOST:
+            self.wake(self.lines.popitem(last=False)[1])
+        return line
+
+    def opened(self, seq: Sequence) -> None:
+        self.line_of[seq.id] = self.line
+        assert seq.turn == self.turn
+
+    def use(self, path: list[int], line: NaiveLine | None) -> None:
+        for page in path:
+            if self.owner[page] is not line:
+                self.owner[page] = None
+            if self.owner[page] is None or not self.owner[page].left:
+                self.dead.discard(page)
+
+    def published(self, live: Live, path: list[int], start: int, existing: int) -> None:
+        line = self.line_of[live.family]
+        if existing:
+            self.use(path[: start + existing], line)
+        for at in range(start + existing, len(path)):
+            self.owner[path[at]] = line
+            if line is not None and (line.left or (at and path[at - 1] in self.dead)):
+                self.dead.add(path[at])
+
+    def own(self, line: NaiveLine) -> set[int]:
+        """Living pages that only this session has used."""
+        own = {page for page, owner in self.owner.items() if owner is line}
+        return (own & self.naive.pages.keys()) - self.dead
+
+    # --- hints -------------------------------------------------------------------------------
+
+    def wake(self, line: NaiveLine) -> None:
+        line.due = 0.0
+        if line in self.away:
+            self.away.remove(line)
+
+    def kept(self) -> set[int]:
+        """Pages of sessions that are away, and what lies before them."""
+        pages: set[int] = set()
+        for line in self.away:
+            for page in self.own(line):
+                pages.update(self.naive.path(page))
+        return pages
+
+    def settle(self) -> None:
+        for line in list(self.away):
+            if line.due <= self.clock.now:
+                self.wake(line)
+        while len(self.kept()) > self.num_pages // 2:
+            self.wake(self.away[0])
+
+    def hint(self, key: tuple[str, str], what: str, eta: float) -> int:
+        """What a hint does, and says."""
+        line = self.lines.get(key)
+        if line is None:
+            return 0
+        self.lines.move_to_end(key)
+        self.wake(line)
+        own = self.own(line)
+        if what == "suspend":
+            line.due = self.clock.now + min(eta, 3600)
+            self.away.append(line)
+            self.settle()
+            return len(own) if line in self.away else 0
+        self.dead.update(own)
+        if what == "close":
+            line.left = True
+            del self.lines[key]
+        return len(own)
+
+    # --- judging -----------------------------------------------------------------------------
+
+    def begin(self, *, closing: Live | None = None) -> None:
+        super().begin(closing=closing)
+        with self.cache._core:
+            self.cache._core.sessions.settle()
+        self.settle()
+
+    def end(self) -> None:
+        super().end()
+        self.owner = {page: who for page, who in self.owner.items() if page in self.naive.pages}
+        self.dead &= self.naive.pages.keys()
+        self.line_of = {live.family: self.line_of[live.family] for live in self.live}
+        sessions = self.cache._core.sessions
+        assert len(sessions.lines) == len(self.lines)
+        assert sessions.num_dead == len(self.dead), "what is dead"
+        assert sessions.num_awaited == len(self.kept()), "what is awaited"
+
+    def _judge_evictions(self) -> None:
+        # Gone pages are still in `owner` and `dead`; `kept` needs the index, so it was noted.
+        gone: set[int] = set()
+        for event in self.events:
+            if isinstance(event, Evicted) and event.reason in {"pressure", "asked"}:
+                gone.update(event.pages.tolist())
+        if not gone:
+            return
+        left = self.evictable() - self.soft_before
+        if gone & self.soft_before:
+            assert not left, "a soft pin gave way before what is not pinned"
+            return
+        if gone - self.dead:
+            assert not left & self.dead, "something living went before what is dead"
+        awaited = {page for page in gone - self.dead if self.owner[page] in self.away}
+        left_kept = self.kept()
+        if awaited:
+            assert not left - left_kept, "what is awaited went before what is not"
+        elif self.eviction == "lru" and gone - self.dead:
+            used = [self.recency[page] for page in left - left_kept]
+            newest = max(self.recency[page] for page in gone - self.dead)
+            assert newest <= min(used, default=newest), "not least recently used"
+
+
+class Hints(PagedMachine):
+    """Requests of sessions, and hints about them."""
+
+    model: HintedModel
+    make_model = HintedModel
+
+    @precondition(room)
+    @rule(recipe=recipes(), form=FORM, namespace=NAMESPACES, session=NAMES, turn=TURN)
+    def open_in_session(
+        self, recipe: Recipe, form: str, namespace: str, session: str, turn: int | None
+    ) -> None:
+        self.start(recipe, form, namespace, session=session, turn=turn)
+
+    @precondition(room)
+    @rule(recipe=recipes(), namespace=NAMESPACES, session=NAMES, turn=TURN)
+    def take_a_turn(self, recipe: Recipe, namespace: str, session: str, turn: int | None) -> None:
+        """A whole request, from its beginning to its end."""
+        model = self.model
+        running = len(model.live)
+        self.start(recipe, "list", namespace, session=session, turn=turn)
+        model.end()
+        if len(model.live) > running:
+            self.compute_and_publish(model.live[-1], 0)
+            model.end()
+            self.finish(model.live[-1], keep=True)
+
+    @precondition(lambda self: bool(self.model.lines))
+    @rule(
+        number=PICK,
+        what=st.sampled_from(["suspend", "suspend", "suspend", "supersede", "close"]),
+        eta=st.sampled_from([0.5, 2, 1e9, float("inf")]),
+    )
+    def hint(self, number: int, what: str, eta: float) -> None:
+        """About a session that is known, or one that is not."""
+        model = self.model
+        model.begin()
+        keys = [*model.lines, *model.lines, ("", "stranger")]
+        key = namespace, session = keys[number % len(keys)]
+        handle = self.cache.session(session, namespace)
+        assert handle.known == (key in model.lines)
+        own = model.own(model.lines[key]) if key in model.lines else set()
+        assert handle.num_pages == len(own)
+        expected = model.hint(key, what, eta)
+        found = handle.suspend(eta) if what == "suspend" else getattr(handle, what)()
+        assert found == expected
+
+    @rule(name=st.sampled_from(["", "x" * 257, 7, None, b"a"]), turn=st.sampled_from([-1, 1.5]))
+    def mistake(self, name: object, turn: object) -> None:
+        before = self.model.snapshot()
+        self.model.begin()
+        with pytest.raises(InvalidValue):
+            self.cache.session(name)  # type: ignore[arg-type]
+        with pytest.raises(InvalidValue):
+            self.cache.open([1], session="a", turn=turn)  # type: ignore[arg-type]
+        with pytest.raises(InvalidValue):
+            self.cache.open([1], turn=1)
+        with pytest.raises(InvalidValue):
+            self.cache.session("a").suspend(-1)
+        self.nothing_happened(before)
+
+
+class HintedRadixMachine(Hints):
+    prefix = "radix"
+
+
+class HintedChainMachine(Hints):
+    prefix = "chain"
