@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvkeep.cache.sessions import check_session
 from kvkeep.engine.beams import BeamSearch
 from kvkeep.engine.keeper import Keeper
 from kvkeep.engine.params import SamplingParams
@@ -95,9 +96,12 @@ class Engine:
         *,
         namespace: NamespaceLike = "",
         store: bool = True,
+        session: str | None = None,
+        turn: int | None = None,
     ) -> Request:
         """Take on a request: it is computed by the steps to come.
 
+        ``session`` and ``turn`` say what conversation it is part of (`PagedCache.session`).
         ``store=False`` reuses what there is of the prompt and leaves nothing behind. Raises
         `QueueFull`, and `InvalidValue` for what can never be done: a prompt that is empty, has
         tokens the model does not know, or is longer than the pool or the model allows; more
@@ -106,6 +110,7 @@ class Engine:
         space = as_namespace(namespace)
         tokens = self._checked(prompt)
         self._check(params)
+        session, turn = check_session(session, turn)
         waiting = self._scheduler.waiting
         if self.limits.max_waiting is not None and len(waiting) >= self.limits.max_waiting:
             raise QueueFull(f"{len(waiting)} requests wait already, which is as many as may")
@@ -119,6 +124,8 @@ class Engine:
             store=store and self._reuse,
             tokenizer=self.tokenizer,
             search=search,
+            session=session,
+            turn=turn,
         )
         self._scheduler.enter(request)
         return request

@@ -111,7 +111,8 @@ class Request:
 
     ``id`` counts up in the order of arrival. ``store`` False reuses what is cached and publishes
     nothing. ``cached_tokens`` is None until the request was first admitted; ``loaded_tokens`` of
-    them came from the store.
+    them came from the store. ``turn`` is None until then, unless it was given: the turn of its
+    ``session`` that it is.
     """
 
     def __init__(
@@ -124,6 +125,8 @@ class Request:
         store: bool,
         tokenizer: Tokenizer | None,
         search: BeamSearch | None,
+        session: str | None = None,
+        turn: int | None = None,
     ) -> None:
         self.id = id
         self.prompt = prompt
@@ -131,6 +134,8 @@ class Request:
         self.namespace = namespace
         self.store = store
         self.search = search
+        self.session = session
+        self.turn = turn
         self.cached_tokens: int | None = None
         self.loaded_tokens = 0
         self.seed = fresh_seed() if params.seed is None else params.seed

@@ -247,7 +247,14 @@ class Scheduler:
         if self.running:
             # Soon each that runs needs a page more, and each answer of this one a page of its own.
             reserve = self._watermark + len(self.running) + answer.slots - 1
-        answer.sequence = self._cache.open(answer.tokens(), request.namespace, reserve=reserve)
+        answer.sequence = self._cache.open(
+            answer.tokens(),
+            request.namespace,
+            reserve=reserve,
+            session=request.session,
+            turn=request.turn,
+        )
+        request.turn = answer.sequence.turn  # who is opened again, or beside others, is no new one
         answer.computed = answer.sequence.num_cached
         if request.cached_tokens is None:
             request.cached_tokens = answer.sequence.num_cached

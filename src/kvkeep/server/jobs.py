@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.engine import SamplingParams, Tokenizer
+    from kvkeep.keys import Namespace
+    from kvkeep.server.schemas.base import SamplingQuestion
     from kvkeep.server.schemas.chat import ChatQuestion, Message
     from kvkeep.server.schemas.completions import CompletionQuestion, Prompt
     from kvkeep.server.service import Service
@@ -45,7 +47,7 @@ def chat_jobs(service: Service, asked: ChatQuestion) -> list[Job]:
     )
     _runs_at_once(service, params)
     space = service.namespace(asked.cache_salt)
-    return [Job(prompt=prompt, params=params, namespace=space, store=asked.extras.store)]
+    return [_job(asked, prompt, params, space)]
 
 
 def completion_jobs(service: Service, asked: CompletionQuestion) -> list[Job]:
@@ -64,9 +66,22 @@ def completion_jobs(service: Service, asked: CompletionQuestion) -> list[Job]:
             best_of=asked.best_of,
         )
         _runs_at_once(service, params)
-        job = Job(prompt=tokens, params=params, namespace=space, store=asked.extras.store)
-        jobs.append(job)
+        jobs.append(_job(asked, tokens, params, space))
     return jobs
+
+
+def _job(
+    asked: SamplingQuestion, prompt: TokenArray, params: SamplingParams, space: Namespace
+) -> Job:
+    extras = asked.extras
+    return Job(
+        prompt=prompt,
+        params=params,
+        namespace=space,
+        store=extras.store,
+        session=extras.session,
+        turn=extras.turn,
+    )
 
 
 def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Message]) -> TokenArray:

@@ -116,6 +116,21 @@ class Service:
         stored = await asyncio.to_thread(self.engine.clear_store, space)
         return await asyncio.to_thread(self.engine.cache.clear, space), stored
 
+    async def hint(
+        self, session: str, salt: str | None, action: str, eta_s: float | None
+    ) -> tuple[bool, int]:
+        """What is said of a session: whether it is known, and of how many pages of its own."""
+        told = self.engine.cache.session(session, self.namespace(salt))
+
+        def tell() -> tuple[bool, int]:
+            known = told.known
+            if action == "suspend":
+                assert eta_s is not None
+                return known, told.suspend(eta_s)
+            return known, told.supersede() if action == "supersede" else told.close()
+
+        return await asyncio.to_thread(tell)
+
     # --- requests ----------------------------------------------------------------------------
 
     @asynccontextmanager

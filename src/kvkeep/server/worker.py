@@ -37,6 +37,8 @@ class Job:
     params: SamplingParams
     namespace: Namespace
     store: bool
+    session: str | None = None
+    turn: int | None = None
 
 
 class Generation:
@@ -215,7 +217,12 @@ class Worker:
             for job in generation.jobs:
                 added.append(  # noqa: PERF401 - those before one that fails are needed
                     self._engine.add(
-                        job.prompt, job.params, namespace=job.namespace, store=job.store
+                        job.prompt,
+                        job.params,
+                        namespace=job.namespace,
+                        store=job.store,
+                        session=job.session,
+                        turn=job.turn,
                     )
                 )
         except Exception:

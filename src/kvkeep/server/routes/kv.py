@@ -3,12 +3,19 @@
 import asyncio
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Path, Query
 from starlette.responses import PlainTextResponse, Response
 
 from kvkeep.server import tree
 from kvkeep.server.routes.base import ERRORS, READ_ERRORS, JSONRoute, ServiceOf
-from kvkeep.server.schemas.kv import ClearAnswer, ClearQuestion, KVStats, KVTree
+from kvkeep.server.schemas.kv import (
+    ClearAnswer,
+    ClearQuestion,
+    KVStats,
+    KVTree,
+    SessionAnswer,
+    SessionQuestion,
+)
 
 __all__ = ["router"]
 
@@ -51,3 +58,16 @@ async def clear(asked: ClearQuestion, service: ServiceOf) -> ClearAnswer:
     """Forget what no running request uses, in the store as well."""
     pages, stored = await service.clear(asked.cache_salt)
     return ClearAnswer(pages=pages, stored_bytes=stored)
+
+
+@router.post("/sessions/{session:path}", responses=ERRORS, operation_id="kv_session")
+async def session(
+    session: Annotated[
+        str, Path(min_length=1, max_length=256, description="As in kvkeep.session.")
+    ],
+    asked: SessionQuestion,
+    service: ServiceOf,
+) -> SessionAnswer:
+    """Say that a session is away, over, or begins anew: what is evicted first follows that."""
+    known, pages = await service.hint(session, asked.cache_salt, asked.action, asked.eta_s)
+    return SessionAnswer(known=known, pages=pages)

@@ -100,6 +100,25 @@ class Extras(Question):
         le=10,
         description="Beams are compared by sum / length to the length_penalty",
     )
+    session: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="The conversation that this is a turn of. What its earlier turns alone used, "
+        "and this one does not continue, is evicted first.",
+    )
+    turn: int | None = Field(
+        default=None,
+        ge=0,
+        le=_INT32,
+        description="Requests of the same turn stand side by side. Default: the next one.",
+    )
+
+    @model_validator(mode="after")
+    def _turns_of_a_session(self) -> "Extras":
+        if self.turn is not None and self.session is None:
+            raise wrong("turn", "is one of a session; give session, too")
+        return self
 
 
 def at_most(count: int) -> BeforeValidator:

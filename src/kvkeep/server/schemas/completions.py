@@ -101,4 +101,6 @@ class CompletionQuestion(SamplingQuestion):
             raise wrong("echo", "has no logprobs: the prompt's are not computed; leave one out")
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
             raise wrong("best_of", "cannot stream: which answers are best shows at the end")
+        if len(self.prompt) > 1 and self.extras.session is not None:
+            raise wrong("kvkeep.session", "is one conversation; send its prompts one by one")
         return self

@@ -1,13 +1,13 @@
 """``/kv``: a look into the cache."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
-from kvkeep.server.schemas.base import Answer, Question
+from kvkeep.server.schemas.base import Answer, Question, wrong
 
 __all__ = ["ClearAnswer", "ClearQuestion", "HealthAnswer", "Hidden", "KVStats", "KVTree", "Run",
-           "Space"]  # fmt: skip
+           "SessionAnswer", "SessionQuestion", "Space"]  # fmt: skip
 
 
 class KVStats(Answer):
@@ -67,6 +67,37 @@ class ClearAnswer(Answer):
 
     pages: int
     stored_bytes: int = Field(description="In all tiers; of salts that were used since the start.")
+
+
+class SessionQuestion(Question):
+    """What is said of a session. It orders eviction, and changes nothing else."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"action": "suspend", "eta_s": 30}, {"action": "close"}]}
+    )
+
+    action: Literal["suspend", "supersede", "close"] = Field(
+        description="suspend: it is away, and expected back; supersede: its next request begins "
+        "anew; close: it is over."
+    )
+    eta_s: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="To suspend: the seconds in which it is back at the latest. An hour at most.",
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+    @model_validator(mode="after")
+    def _seconds_to_suspend(self) -> "SessionQuestion":
+        if (self.eta_s is None) == (self.action == "suspend"):
+            raise wrong("eta_s", "belongs to suspend, which needs it")
+        return self
+
+
+class SessionAnswer(Answer):
+    """What came of it."""
+
+    known: bool = Field(description="Whether this server has heard of the session lately.")
+    pages: int = Field(description="Of its own: those that are kept, or those that go first now.")
 
 
 class HealthAnswer(Answer):
