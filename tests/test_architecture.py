@@ -25,8 +25,9 @@ ROOMS: dict[str, set[str]] = {
     "pages": set(),  # does not know that prefixes exist
     "slots": set(),  # contiguous caches: nothing of theirs is a page
     "eviction": set(),
+    "whatif": set(),  # sees keys, tokens and page ids of prompts, not the cache
     "prefix": {"eviction"},  # its nodes are what a policy orders
-    "cache": {"pages", "prefix", "eviction"},
+    "cache": {"pages", "prefix", "eviction", "whatif"},
     "codecs": set(),
     "backends": set(),  # see keys and bytes, no tokens and no tensors
     "tiers": {"backends", "eviction", "codecs"},

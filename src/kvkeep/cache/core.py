@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvkeep.pages import PageCopy, PagePool
     from kvkeep.pages.table import PageArray
     from kvkeep.prefix import PrefixIndex
+    from kvkeep.whatif import PromptWatch
 
 __all__ = ["Claim", "Core"]
 
@@ -57,6 +58,8 @@ class Core:
         self.counters = Counters()
         self.pins = PinBoard(index, pins, clock)
         self.sessions = SessionBoard(index, pool.num_pages, clock)
+        self.watch: PromptWatch | None = None
+        """Who tells what more memory would do, if somebody asked for that."""
         self.sequences: dict[int, Sequence] = {}
         self.opened = 0  # names sequences: 1, 2, 3 …
         self._claimed: dict[int, list[Claim]] = {}  # by the page to be copied from
@@ -135,6 +138,8 @@ class Core:
         if len(pages):
             freed = self.pool.release(pages)
             assert freed == len(pages), "the index evicted a page that a sequence uses"
+            if self.watch is not None:
+                self.watch.forget(pages)
             self.counters.evictions += 1
             self.counters.evicted_pages += len(pages)
             if self.hooks:

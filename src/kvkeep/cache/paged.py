@@ -13,7 +13,7 @@ from kvkeep.cache.core import Core
 from kvkeep.cache.sequence import Sequence
 from kvkeep.cache.sessions import Session, check_session
 from kvkeep.cache.stats import CacheStats
-from kvkeep.errors import InvalidValue, NotCached, whole
+from kvkeep.errors import IllegalStep, InvalidValue, NotCached, whole
 from kvkeep.events import Opened
 from kvkeep.eviction import EvictionPolicy, policy
 from kvkeep.keys import Namespace, as_namespace, chain_keys, root_key
@@ -23,14 +23,15 @@ from kvkeep.prefix.base import EMPTY_PAGES
 from kvkeep.tokens import TOKEN_BYTES, as_row, as_tokens, check_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from kvkeep.cache.pins import Pin
     from kvkeep.events import Hook
     from kvkeep.keys import NamespaceLike
     from kvkeep.pages.table import PageArray
     from kvkeep.prefix import PrefixMatch, Run
-    from kvkeep.tokens import TokensLike
+    from kvkeep.tokens import TokenArray, TokensLike
+    from kvkeep.whatif import MemoryPoint, MissRatioCurve
 
 __all__ = ["CachedPrefix", "PagedCache"]
 
@@ -62,7 +63,9 @@ class PagedCache:
     token) or "chain" (block keys over full pages); ``eviction`` the name of a policy or an
     `EvictionPolicy`; ``hard_pin_pages`` what hard pins may hold at most (default: half the pool);
     ``clock`` gives seconds, for pins that end. ``block_pages`` pages are what eviction policies
-    that remember tell apart (default: as many as hold 512 tokens).
+    that remember tell apart (default: as many as hold 512 tokens). ``what_if`` is the share of
+    prompts' blocks that is watched (0.1 is a good one), or a `MissRatioCurve`, to know what more or
+    less memory would do (`what_if`).
 
     Thread safety: every method takes the cache's one lock. Hooks run under it.
     """
@@ -76,6 +79,7 @@ class PagedCache:
         eviction: str | EvictionPolicy = "lru",
         hard_pin_pages: int | None = None,
         block_pages: int | None = None,
+        what_if: float | MissRatioCurve | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.page_size = whole("page_size", page_size, 1, _MAX_PAGE_SIZE)
@@ -91,6 +95,12 @@ class PagedCache:
         orders.fit(pool.num_pages, block)
         index = make_index(prefix, self.page_size, orders)
         self._core = Core(pool, index, hard_pin_pages, clock)
+        if what_if is not None:
+            from kvkeep.whatif import PromptWatch  # noqa: PLC0415 - only where it is asked for
+
+            self._core.watch = PromptWatch.of(
+                what_if, self.page_size, pool.num_pages, self._block_tokens
+            )
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -126,7 +136,8 @@ class PagedCache:
         core = self._core
         with core:
             encoder = core.index.encoder(space)
-            match = core.index.match(encoder.lookup(prompt[:-1]), space)
+            symbols = encoder.lookup(prompt[:-1])
+            match = core.index.match(symbols, space)
             check_range(prompt, self._matched(match))
             match, needed = self._affordable(match, -(-len(prompt) // self.page_size), reserve)
             hold, source = core.index.hold(match, space)
@@ -153,18 +164,23 @@ class PagedCache:
                 sequence.adopt(len(shared), copy=copy, source=source)
             else:
                 sequence.adopt(len(shared))
+            if core.watch is not None:
+                # Tokens are what the radix index looks for; the bytes are there already.
+                asked = symbols if core.index.name == "radix" else prompt[:-1].tobytes()
+                sequence.told_pages = core.watch.opened(asked, shared, space)
             if core.index.policy.remembers:
-                keys = chain_keys(
-                    root_key(space), prompt.tobytes(), self._block_tokens * TOKEN_BYTES
-                )
-                known = core.index.policy.asked(keys) * self._block_tokens
-                sequence.known_pages = known // self.page_size
+                sequence.known_pages = self._remembered(prompt, space)
             core.counters.opened += 1
             core.counters.prompt_tokens += len(prompt)
             core.counters.hit_tokens += sequence.num_cached
             if core.hooks:
                 core.emit(Opened(sequence.id, space, len(prompt), sequence.num_cached))
             return sequence
+
+    def _remembered(self, prompt: TokenArray, space: Namespace) -> int:
+        """Tell the policy what is asked for; leading pages that were asked for before."""
+        keys = chain_keys(root_key(space), prompt.tobytes(), self._block_tokens * TOKEN_BYTES)
+        return self._core.index.policy.asked(keys) * self._block_tokens // self.page_size
 
     def _affordable(
         self, match: PrefixMatch[Any] | None, total: int, reserve: int
@@ -291,6 +307,21 @@ class PagedCache:
         with self._core:
             return self._core.available()
 
+    def what_if(
+        self, pages: Iterable[int] | None = None, namespace: NamespaceLike | None = None
+    ) -> tuple[MemoryPoint, ...]:
+        """What a cache of so many ``pages`` would do for the prompts there were.
+
+        By default ¼, ½, 1, 2, 4 and 8 times as many as this one has; 16 times is the most. With
+        ``namespace`` for its prompts alone, in memory that all share. `IllegalStep` when the cache
+        was made without ``what_if``. Cost: below 2 ms.
+        """
+        watch = self._core.watch
+        if watch is None:
+            raise IllegalStep("nobody watches what is asked for; make the cache with what_if=0.1")
+        with self._core:
+            return watch.points(None if pages is None else list(pages), namespace)
+
     def stats(self) -> CacheStats:
         """What the cache holds and has done. Cost: one pass over the reference counts."""
         core = self._core
@@ -335,6 +366,7 @@ class PagedCache:
                 copies=did.copies,
                 out_of_pages=did.out_of_pages,
                 hook_errors=did.hook_errors,
+                what_if=() if core.watch is None else core.watch.points(),
             )
 
     def runs(self, namespace: NamespaceLike = "") -> Iterator[Run]:

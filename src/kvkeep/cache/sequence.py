@@ -47,7 +47,7 @@ class Sequence:
     __slots__ = (
         "_claims", "_core", "_encoder", "_family", "_hold", "_line", "_made", "_opened_pages",
         "_shared", "_state", "_table", "_tokens", "id", "known_pages", "namespace", "num_cached",
-        "priority", "turn",
+        "priority", "told_pages", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +67,8 @@ class Sequence:
         self.priority = 0
         self.known_pages = 0
         """Leading pages that were asked for before, says a policy that remembers."""
+        self.told_pages = 0
+        """Who watches what is asked for has to know of more pages than these."""
         self.num_cached = 0
         """Leading tokens that needed no computing when the sequence was opened or forked."""
         self.turn: int | None = None
@@ -267,6 +269,7 @@ class Sequence:
             )
             other.priority = self.priority
             other.known_pages = self.known_pages
+            other.told_pages = self.told_pages
             other._line, other.turn = self._line, self.turn
             other.num_cached = max(self.num_cached, self.num_published)
             other._shared = other._opened_pages = self._shared
@@ -371,6 +374,10 @@ class Sequence:
             stored = self._shared
             pages = self._table.values
             core.pool.release(pages)
+            if keep and core.watch is not None and self._shared > self.told_pages:
+                # It is there for later ones as if it had been asked for.
+                tokens = self._tokens.values[: self.num_published].tobytes()
+                core.watch.stored(tokens, pages[: self._shared], self.namespace)
             if keep:
                 core.index.release(self._hold)
             else:

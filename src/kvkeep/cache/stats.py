@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvkeep.whatif import MemoryPoint
 
 __all__ = ["CacheStats", "Counters"]
 
@@ -71,6 +75,8 @@ class CacheStats:
     copies: int
     out_of_pages: int
     hook_errors: int
+    what_if: tuple[MemoryPoint, ...] = ()
+    """What other sizes would do, where the cache was made to watch that."""
 
     @property
     def hit_rate(self) -> float:
@@ -78,5 +84,7 @@ class CacheStats:
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def as_dict(self) -> dict[str, int | float]:
-        """All of it, with the hit rate, for JSON."""
-        return {**asdict(self), "hit_rate": self.hit_rate}
+        """All counts, with the hit rate, for JSON."""
+        counts = asdict(self)
+        del counts["what_if"]  # a table of its own
+        return {**counts, "hit_rate": self.hit_rate}

@@ -1,0 +1,107 @@
+"""`Histogram`: how often blocks were asked for again at which distance, per namespace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+    Ints = npt.NDArray[np.int64]
+    Flags = npt.NDArray[np.bool_]
+
+__all__ = ["Histogram"]
+
+_EXACT = 512
+"""Distances below have a bin each."""
+_STEPS = 128
+"""Bins an octave beyond: less than 0.8 % wide."""
+_TOO_HEAVY = 2.0**200
+
+
+class Histogram:
+    """Weighted counts of a sample's distances in ``rows`` rows; what came last may weigh most.
+
+    Blocks that were *repeated* a moment ago are counted apart from those that were not, because how
+    many there are of each is known exactly, not from the sample:
+
+    - of those that were not repeated, the sample shows the share that hits;
+    - repeated blocks are few and used all the time, and it is chance whether they are sampled. Only
+      their misses are taken from the sample, all others are hits (SHARDS' adjustment of counts).
+
+    ``half_life``: how many blocks have to be asked for until what was counted weighs half. Instead
+    of making all counts lighter, each new one is heavier, and all are divided now and then.
+
+    Cost: 20 ns a distance. Memory: 16 bytes for each row and bin, 512 bins and 128 an octave.
+    """
+
+    def __init__(self, rows: int, furthest: float, half_life: float | None) -> None:
+        self._half_life = half_life
+        self._weight = 1.0
+        self._bins = int(_bin(np.array([furthest]))[0]) + 1
+        # First what was not repeated, then what was.
+        self._near = np.zeros((2, rows, self._bins))
+        self._sampled = np.zeros((2, rows))  # what all in the sample weigh, misses too
+        self._asked = np.zeros((2, rows))  # what all that were asked for weigh
+
+    def add(self, rows: Ints, repeated: Ints, distances: Floats) -> None:
+        """Count distances of the sample; infinite ones are misses whatever the memory."""
+        bins = _bin(distances)
+        near = bins < self._bins
+        cells = repeated * self._sampled.shape[1] + rows
+        flat = cells[near] * self._bins + bins[near]
+        np.add.at(self._near.reshape(-1), flat, self._weight)
+        counts = np.bincount(cells, minlength=self._sampled.size) * self._weight
+        self._sampled += counts.reshape(self._sampled.shape)
+
+    def asked(self, blocks: Ints, repeated: Ints) -> None:
+        """So many blocks were asked for in each row, of which so many were repeated."""
+        self._asked[0] += (blocks - repeated) * self._weight
+        self._asked[1] += repeated * self._weight
+
+    def age(self, blocks: int) -> None:
+        """So many blocks were asked for: what was counted before weighs less now."""
+        if self._half_life is None:
+            return
+        self._weight *= 2.0 ** min(blocks / self._half_life, 500.0)
+        if self._weight > _TOO_HEAVY:
+            self._near /= self._weight
+            self._sampled /= self._weight
+            self._asked /= self._weight
+            self._weight = 1.0
+
+    def hit_rates(self, capacities: Floats, sample: float, row: int | None = None) -> Floats:
+        """The share of blocks that each capacity would have had; of all rows without ``row``."""
+        which = slice(None) if row is None else slice(row, row + 1)
+        asked = self._asked[:, which].sum(axis=1)
+        sampled = self._sampled[:, which].sum(axis=1)
+        total = float(asked.sum())
+        if not total:
+            return np.zeros(len(capacities))
+        sums = np.cumsum(self._near[:, which].sum(axis=1), axis=1)
+        edges = _edges(self._bins + 1)
+        first, again = (np.interp(capacities, edges, np.append(0.0, one)) for one in sums)
+        share = first / sampled[0] if sampled[0] else np.zeros(len(capacities))
+        missed = np.minimum((sampled[1] - again) / sample, asked[1])
+        hits = asked[0] * share + asked[1] - missed
+        return np.where(capacities >= 1, np.clip(hits / total, 0.0, 1.0), 0.0)
+
+
+def _bin(distances: Floats) -> Ints:
+    """The bin of each distance; a very large number for those that are infinite."""
+    capped = np.minimum(distances, 2.0**60)
+    fraction, octave = np.frexp(np.maximum(capped, _EXACT) / _EXACT)  # 0.5 ≤ fraction < 1
+    beyond = (octave - 1) * _STEPS + ((fraction * 2 - 1) * _STEPS).astype(np.int64)
+    exact = np.minimum(capped, _EXACT).astype(np.int64)
+    return np.where(capped < _EXACT, exact, _EXACT + beyond)
+
+
+def _edges(count: int) -> Floats:
+    """Where the first ``count`` bins begin."""
+    beyond = np.maximum(np.arange(count) - _EXACT, 0)
+    edges = _EXACT * 2.0 ** (beyond // _STEPS) * (1 + beyond % _STEPS / _STEPS)
+    edges[:_EXACT] = np.arange(min(count, _EXACT))
+    return edges

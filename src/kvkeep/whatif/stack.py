@@ -1,0 +1,166 @@
+"""`Stack`: how many other blocks were used since each block was used last, many prompts at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Ints = npt.NDArray[np.int64]
+    Words = npt.NDArray[np.uint64]
+
+__all__ = ["COLD", "Stack"]
+
+COLD = -1
+"""The distance of a block that is not in the stack."""
+_PIECE = 32
+_EARLIER = np.tri(_PIECE, k=-1, dtype=bool).T
+
+
+class Stack:
+    """Blocks in the order of their last use, the ``depth`` last ones of them.
+
+    A prompt is touched from its last block to its first, so a block always lies above what follows
+    it: along a prompt, distances only grow. Memory of ``c`` blocks that forgets what was used
+    least recently therefore holds exactly the leading blocks with a distance below ``c``. What
+    lies below ``depth`` is a miss in every memory up to that size, and is forgotten.
+
+    Prompts come in batches, for speed; distances are those of one prompt after the other.
+    Memory: 16 bytes a block, and twice that during a batch. Cost: 10 ns for each block in the stack
+    a batch, 0.2 µs for each one touched, and as much for each stretch that lay together.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._keys = np.empty(0, np.uint64)  # sorted
+        self._places = np.empty(0, np.int64)  # of each key; 0 is the least recently used
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def touch(self, keys: Words, counts: Ints) -> Ints:
+        """Touch prompts one after the other; the distance of each key before its own prompt.
+
+        ``keys`` are those of all prompts, each prompt's first block first, ``counts`` how many
+        each has. Equal keys are equal prefixes; none occurs twice in a prompt.
+        """
+        total, below = len(keys), len(self._keys)
+        if not total:
+            return np.empty(0, np.int64)
+        ends = np.cumsum(counts)
+        starts = ends - counts
+        # A prompt's blocks in reverse: where the n-th key stands in the order of touching.
+        mirror = np.repeat(starts + ends - 1, counts) - np.arange(total)
+        before = self._touch(keys[mirror])
+        begun = below + np.repeat(starts, counts)
+        # All places between, less those whose blocks were touched again in this batch.
+        distances = begun - before - 1 - _moved(before, begun)
+        # Keys that are no prefixes could come out below 0.
+        np.maximum(distances, 0, out=distances)
+        distances[before == COLD] = COLD
+        return distances[mirror]
+
+    def _touch(self, keys: Words) -> Ints:
+        """Where each key of the batch lay when it was touched; they lie on top afterwards.
+
+        Places from the length of the stack on are those of the batch itself.
+        """
+        total, below = len(keys), len(self._keys)
+        times = np.argsort(keys, kind="stable")
+        ordered = keys[times]
+        new = np.ones(total, bool)
+        np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
+        first = np.flatnonzero(new)
+        unique = ordered[first]
+        last = times[np.append(first[1:], total) - 1]  # when each was touched last
+
+        before = np.empty(total, np.int64)
+        before[times[1:]] = times[:-1] + below
+        at = np.searchsorted(self._keys, unique)
+        known = np.zeros(len(unique), bool)
+        inside = at < below
+        known[inside] = self._keys[at[inside]] == unique[inside]
+        before[times[first]] = COLD
+        before[times[first[known]]] = self._places[at[known]]
+
+        stays = np.ones(below, bool)
+        stays[self._places[at[known]]] = False
+        rank = np.cumsum(stays)
+        remain = below - int(known.sum())
+        top = np.empty(len(unique), np.int64)
+        top[np.argsort(last)] = np.arange(remain, remain + len(unique))
+        self._places = rank[self._places] - 1
+        self._places[at[known]] = top[known]
+        self._insert(at[~known], unique[~known], top[~known])
+        return before
+
+    def _insert(self, at: Ints, keys: Words, places: Ints) -> None:
+        """Keys that are new, before the ones ``at`` which they sort; what is too deep goes."""
+        total = len(self._keys) + len(keys)
+        where = at + np.arange(len(at))
+        old = np.ones(total, bool)
+        old[where] = False
+        all_keys, all_places = np.empty(total, np.uint64), np.empty(total, np.int64)
+        all_keys[old], all_keys[where] = self._keys, keys
+        all_places[old], all_places[where] = self._places, places
+        if total > self.depth:
+            all_places -= total - self.depth
+            deep = all_places >= 0
+            all_keys, all_places = all_keys[deep], all_places[deep]
+        self._keys, self._places = all_keys, all_places
+
+    def check(self) -> None:
+        """Assert that all parts agree."""
+        assert len(self._keys) == len(self._places) <= self.depth
+        assert (self._keys[1:] > self._keys[:-1]).all(), "keys are not sorted"
+        assert sorted(self._places.tolist()) == list(range(len(self._keys)))
+
+
+def _moved(before: Ints, begun: Ints) -> Ints:
+    """For each touch, how many earlier ones moved a block that had lain above its own.
+
+    Touches of one prompt whose blocks lay together are one stretch: no other stretch can lie
+    between its blocks, so it is counted as a whole.
+    """
+    moved = np.zeros(len(before), np.int64)
+    warm = np.flatnonzero(before != COLD)
+    if not len(warm):
+        return moved
+    places, prompts = before[warm], begun[warm]
+    cuts = np.ones(len(warm), bool)
+    cuts[1:] = (places[1:] - places[:-1] != 1) | (prompts[1:] != prompts[:-1])
+    heads = np.flatnonzero(cuts)
+    sizes = np.diff(heads, append=len(warm))
+    moved[warm] = np.repeat(_greater_before(places[heads], sizes), sizes)
+    return moved
+
+
+def _greater_before(values: Ints, weights: Ints) -> Ints:
+    """For each of distinct ``values``, the weight of the greater ones before it.
+
+    In pieces of 32: a table of what greater values weigh in all pieces before, and all pairs
+    within a piece. Cost: O(n²) of very small steps, 0.1 µs a value for 1,000 of them.
+    """
+    count = len(values)
+    pieces = -(-count // _PIECE)
+    ranks = np.empty(count, np.int64)
+    ranks[np.argsort(values)] = np.arange(count)
+    at = np.arange(count) // _PIECE
+    table = np.zeros((pieces + 1, count), np.int32)
+    table[at + 1, ranks] = weights
+    np.cumsum(table, axis=0, out=table)
+    np.cumsum(table[:, ::-1], axis=1, out=table[:, ::-1])
+    earlier = table[at, ranks]
+    padded = np.full(pieces * _PIECE, -1, np.int64)
+    padded[:count] = ranks
+    heavy = np.zeros(pieces * _PIECE, np.int64)
+    heavy[:count] = weights
+    rows = padded.reshape(pieces, _PIECE)
+    above = rows[:, :, None] > rows[:, None, :]  # (piece, the earlier one, the later one)
+    above &= _EARLIER
+    within = np.where(above, heavy.reshape(pieces, _PIECE, 1), 0).sum(axis=1)
+    total: Ints = earlier + within.reshape(-1)[:count]
+    return total
