@@ -40,6 +40,13 @@ def add_store_arguments(parser: argparse.ArgumentParser, *, default: str) -> Non
         f"valkey://host:6379, s3://bucket; fastest first, may be repeated (default: {default})",
     )
     store.add_argument(
+        "--tiering",
+        metavar="NAME",
+        default="inclusive",
+        help="what moves where: inclusive, exclusive, adaptive; inclusive:2 or exclusive:2 for "
+        "blocks that were touched twice (default: inclusive)",
+    )
+    store.add_argument(
         "--block-tokens",
         metavar="N",
         type=int,
@@ -53,6 +60,7 @@ def open_store(
     """The store of ``args``' model over ``tiers``. Raises `InvalidValue`: a URL is wrong."""
     from kvkeep.models import bundled_model  # noqa: PLC0415
     from kvkeep.store import KVStore, weights_digest  # noqa: PLC0415 - torch
+    from kvkeep.tiers import tiering  # noqa: PLC0415
 
     block = args.block_tokens
     if block is None:
@@ -66,6 +74,7 @@ def open_store(
         model=name,
         revision=weights_digest(bundled_model() if args.model is None else args.model),
         tiers=list(tiers),
+        policy=tiering(args.tiering),
         block_tokens=block,
     )
 
@@ -75,6 +84,9 @@ def open_default_store(args: argparse.Namespace, runner: Runner, *, name: str) -
 
     Where that cannot be had, less is kept, and said on stderr: it must not stop the service.
     """
+    from kvkeep.tiers import tiering  # noqa: PLC0415
+
+    tiering(args.tiering)  # which is wrong is not for want of a place
     memory = f"memory://{_MEMORY_BYTES}"
     try:
         return open_store(args, runner, name=name, tiers=[memory, _disk_tier()])

@@ -113,17 +113,16 @@ class TierSimulator:
 
     def find(self, keys: Sequence[bytes]) -> Touched:
         """Read leading blocks, up to the first that is nowhere."""
+        levels = self._locate(keys)
+        self._asked(keys[: len(levels)])
         found = [0] * len(self._places)
-        count = self._located(keys)
-        self._asked(keys[:count])
-        for at, block in enumerate(keys[:count]):
-            level = self._level_of(block)
-            if level is None:  # pushed out by what was promoted before it
-                count = at
+        count = 0
+        for block, level in zip(keys, levels, strict=False):
+            # What promotes may push out what follows: of memory, which gave it out already.
+            if level and not self._read(block, level):
                 break
             found[level] += 1
-            if level:
-                self._read(block, level)
+            count += 1
         for place, hits in zip(self._places, found, strict=True):
             place.hits += hits
         blocks = keys[:count]
@@ -134,13 +133,14 @@ class TierSimulator:
                     self._add(level, [block])
         return Touched(tuple(found))
 
-    def _located(self, keys: Sequence[bytes]) -> int:
-        count, before = 0, -1
-        while before < count < len(keys):
-            before = count
-            for place in self._places:
-                count += place.catalogue.leading(keys[count:] if count else keys)
-        return count
+    def _locate(self, keys: Sequence[bytes]) -> list[int]:
+        levels: list[int] = []
+        for block in keys:
+            level = self._level_of(block)
+            if level is None:
+                break
+            levels.append(level)
+        return levels
 
     def _level_of(self, block: bytes) -> int | None:
         for level, place in enumerate(self._places):
@@ -148,12 +148,17 @@ class TierSimulator:
                 return level
         return None
 
-    def _read(self, block: bytes, level: int) -> None:
+    def _read(self, block: bytes, level: int) -> bool:
+        """Read ``block`` from below memory; whether it is still there."""
+        place = self._places[level]
+        if block not in place.catalogue:
+            return False
         if self.planner.promotes(level, block):
             self._add(0, [block])
             if self.planner.leaves(level):
-                self._places[level].catalogue.forget(block)
+                place.catalogue.forget(block)
             self._demote_ahead()
+        return True
 
     # --- writing, as TieredStore.write -----------------------------------------------------------
 

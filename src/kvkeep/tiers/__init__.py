@@ -8,21 +8,25 @@ tier.py       a place below memory; where its failures become misses
 front.py      the memory in front
 flight.py     a block on its way up
 plan.py       what moves where
+adaptive.py   a plan that watches what the others would do
 tiered.py     all of it together
 opening.py    from URLs
 """
 
 from __future__ import annotations
 
+from kvkeep.tiers.adaptive import AdaptiveTiering
 from kvkeep.tiers.counters import Counters, TierStats
 from kvkeep.tiers.front import Front
-from kvkeep.tiers.opening import TIER_OPTIONS, open_backend, open_tiers
+from kvkeep.tiers.opening import TIER_OPTIONS, TIERINGS, open_backend, open_tiers, tiering
 from kvkeep.tiers.plan import Exclusive, Inclusive, TieringPolicy
 from kvkeep.tiers.tier import Tier, TierOptions
 from kvkeep.tiers.tiered import Prefetch, TieredStore, Written
 
 __all__ = [
+    "TIERINGS",
     "TIER_OPTIONS",
+    "AdaptiveTiering",
     "Counters",
     "Exclusive",
     "Front",
@@ -36,4 +40,5 @@ __all__ = [
     "Written",
     "open_backend",
     "open_tiers",
+    "tiering",
 ]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AdaptiveTiering"]
 
-_AFTER: Final = (1, 2, 3)
+_AFTER: Final = (1, 2)
 # A sample is watched: at least this share of the blocks, and so many that chance evens out.
 _SAMPLED: Final = 0.1
 _LEAST: Final = 400
@@ -24,7 +24,7 @@ _TURN: Final = 0.25
 # So much better has another to be.
 _BETTER: Final = 1.02
 # Counts of touches are kept of so many times as many blocks as there is room for.
-_REMEMBERED: Final = 4
+_REMEMBERED: Final = 8
 
 
 class AdaptiveTiering(TieringPolicy):

@@ -12,16 +12,23 @@ from kvkeep.backends.memory import MemoryBackend
 from kvkeep.codecs import BlockShape, codec_of, load_key, make_codec
 from kvkeep.errors import InvalidValue, require
 from kvkeep.eviction import POLICIES
+from kvkeep.tiers.adaptive import AdaptiveTiering
 from kvkeep.tiers.front import Front
+from kvkeep.tiers.plan import Exclusive, Inclusive
 from kvkeep.tiers.tier import Tier, TierOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["TIER_OPTIONS", "open_backend", "open_tiers"]
+    from kvkeep.tiers.plan import TieringPolicy
+
+__all__ = ["TIERINGS", "TIER_OPTIONS", "open_backend", "open_tiers", "tiering"]
 
 TIER_OPTIONS = ("codec", "encrypt", "policy", "ttl", "timeout", "queue", "readers", "writers")
 """Options that every tier has; the others are its backend's."""
+
+TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive")
+"""What `tiering` knows; any number of touches may follow the colon."""
 
 BUFFER_BYTES = 256 << 20
 """The memory in front of tiers among which there is none: what is read and written passes it."""
@@ -67,6 +74,22 @@ def open_backend(url: TierURL) -> Backend:
             f"{url.safe} opens {backend!r}; a Backend is needed: see docs/backends.md"
         )
     return backend
+
+
+def tiering(name: str) -> TieringPolicy:
+    """The policy of what moves where that ``name`` means: one of `TIERINGS`; each time a new one.
+
+    Raises:
+        InvalidValue: it means none.
+    """
+    kind, colon, after = name.partition(":")
+    if name == "adaptive":
+        return AdaptiveTiering()
+    if kind in ("inclusive", "exclusive") and (not colon or after.isdecimal()):
+        touches = int(after) if colon else 1
+        if touches:
+            return Inclusive(touches) if kind == "inclusive" else Exclusive(touches)
+    raise InvalidValue(f"no tiering {name!r}; there are {', '.join(TIERINGS)}")
 
 
 def open_tiers(

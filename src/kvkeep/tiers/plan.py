@@ -15,9 +15,10 @@ __all__ = ["HEADROOM", "Exclusive", "Inclusive", "Planner", "TieringPolicy", "To
 
 HEADROOM = 0.1
 """Of memory that is kept free where evicted blocks have to be written first."""
-_FITS = 2  # times that a policy is told how much there is room for, while as much is asked for
-_FIRST_FIT = 64  # blocks asked for until it is told again, the first time: sizes are known then
+_FIRST_PAUSE = 32  # blocks asked for until the room is counted anew; twice as many each time
 _EVER_TOUCHED = 1 << 30
+_COUNTED = 8  # times as many blocks as there is room for have their touches counted …
+_MOST_COUNTED = 1 << 17  # … and no more than these, at about 200 bytes each
 
 
 class TieringPolicy(ABC):
@@ -143,22 +144,24 @@ class Planner:
         """Below memory."""
         self._touches = Touches()
         self._levels = range(1, tiers + 1)
-        self._until_fit = 0
+        self._left = 0  # blocks that may be asked for until it is
+        self._pause = _FIRST_PAUSE
 
     def due(self) -> bool:
         """Whether `fit` is to be called before the next `asked`."""
-        return self._until_fit <= 0
+        return self._left <= 0
 
     def fit(self, blocks: Sequence[int | None]) -> None:
         """So many blocks have room in each tier; None: no end is known."""
-        first = self._until_fit == 0
-        room = sum(count for count in blocks if count is not None)
-        self._until_fit = _FIRST_FIT if first else max(_FIRST_FIT, room // _FITS)
+        room = None if None in blocks else sum(count for count in blocks if count is not None)
+        counted = _MOST_COUNTED if room is None else _COUNTED * max(1, room)
+        self._touches.limit = counted = min(_MOST_COUNTED, counted)
+        self._left = self._pause = min(2 * self._pause, counted)
         self.policy.fit(blocks)
 
     def asked(self, blocks: Sequence[bytes]) -> None:
         """A prompt came; see `TieringPolicy.asked`."""
-        self._until_fit = (self._until_fit - len(blocks)) or -1  # 0 is only before the first
+        self._left -= len(blocks)
         self.policy.asked(blocks)
 
     def put(self, block: bytes) -> int:
@@ -203,17 +206,17 @@ class Planner:
 class Touches:
     """How often blocks were touched, for the last ``limit`` of them that were."""
 
-    def __init__(self, limit: int = 1 << 16) -> None:
+    def __init__(self, limit: int = _MOST_COUNTED) -> None:
         if limit < 1:
             raise InvalidValue(f"a limit of {limit} touches; at least one is needed")
-        self._limit = limit
+        self.limit = limit
         self._counts: OrderedDict[bytes, int] = OrderedDict()
 
     def touch(self, block: bytes) -> int:
         """Count one more; how many it is now."""
         count = self._counts.pop(block, 0) + 1
         self._counts[block] = count
-        if len(self._counts) > self._limit:
+        while len(self._counts) > self.limit:
             self._counts.popitem(last=False)
         return count
 
