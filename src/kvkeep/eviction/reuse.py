@@ -23,8 +23,8 @@ _HITS: Final = 4  # 0, 1, 2, and 3 or more
 # A sample is watched: at least this share of the blocks, and so many that chance evens out.
 _SAMPLED: Final = 0.1
 _LEAST: Final = 1000
-# What was seen counts half as much after so many rounds.
-_HALF_LIFE: Final = 16.0
+# What was seen counts half as much when so many memories' worth of blocks were asked for since.
+_HALF_LIFE: Final = 8.0
 
 
 class Reuse(EvictionPolicy):
@@ -58,6 +58,7 @@ class Reuse(EvictionPolicy):
         self._watched: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # last asked, hits
         self._most = 0
         self._left = self._round = 1
+        self._fade = 1.0
         self._hazards = Hazards()
         self._stored = 0.0  # what was stored since `_since`, both fading
         self._events = 0.0
@@ -76,6 +77,7 @@ class Reuse(EvictionPolicy):
         self._below = max(1, round(share * 65_536))
         self._most = max(1, round(share * blocks * self.remembered))
         self._left = self._round = max(_LEAST // 2, round(share * blocks / 4))
+        self._fade = 0.5 ** (self._round / (_HALF_LIFE * share * blocks))
 
     def asked(self, keys: Sequence[bytes]) -> int:
         """A prompt came; how many of its leading blocks were asked for lately."""
@@ -98,7 +100,7 @@ class Reuse(EvictionPolicy):
 
     def _learn(self) -> None:
         """Rank the queues by what was counted so far."""
-        fade = 0.5 ** (1 / _HALF_LIFE)
+        fade = self._fade
         self._events = fade * self._events + self._time - self._since
         self._since = self._time
         turnover = self._size * self._events / max(self._stored, 1.0)
