@@ -87,7 +87,7 @@ const cost = () => {
       return ticks;
     },
     xText: (at) => `${share(points[at].rate)}, ${tokens(points[at].capacity)} tokens`,
-    yText: money, yTick: money,
+    yText: money, yTick: (value) => data.currency + short(value),
   };
 };
 

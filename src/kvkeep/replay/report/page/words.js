@@ -11,8 +11,11 @@ const tokens = (value) =>
   value >= 999500 ? `${short(value / 1e6)} M`
     : value >= 999.5 ? `${short(value / 1e3)} k` : String(Math.round(value));
 const share = (value) => `${(100 * value).toFixed(1)} %`;
-const money = (value) => data.currency +
-  value.toLocaleString("en", {maximumFractionDigits: value < 100 ? 2 : 0});
+const money = (value) => {
+  const digits = value < 100 ? 2 : 0;
+  return data.currency + value.toLocaleString("en",
+    {minimumFractionDigits: digits, maximumFractionDigits: digits});
+};
 const seconds = (value) => {
   for (const [size, unit] of [[DAY, "days"], [HOUR, "h"], [MINUTE, "min"]]) {
     if (value >= 1.5 * size) return `${short(value / size)} ${unit}`;
