@@ -256,6 +256,100 @@ def machine_of(policy: str) -> Any:
 globals().update({f"Test_{one}": machine_of(one) for one in POLICIES})
 
 
+# --- policies that remember ------------------------------------------------------------------
+
+REMEMBER = sorted(name for name, make in POLICIES.items() if make().remembers)
+LONG = [block_id(number, 0) for number in range(3000)]
+
+
+def arrives(catalogue: Catalogue, blocks: Sequence[bytes], budget: int) -> int:
+    """A prompt: what is there is used, the rest is added; how many were there."""
+    found = catalogue.leading(blocks)
+    catalogue.asked(blocks)
+    for block in blocks[found:]:
+        short = catalogue.total_bytes + 10 - budget
+        if short > 0:
+            catalogue.victims(short)
+        catalogue.add(block, 10)
+    catalogue.used(blocks, new=set(blocks[found:]))
+    return found
+
+
+def test_there_are_policies_that_remember() -> None:
+    assert {"2q", "adaptive"} <= set(REMEMBER)
+
+
+def test_2q_spares_what_was_asked_for_again_from_a_scan() -> None:
+    kept: dict[str, int] = {}
+    for policy in ("lru", "2q"):
+        catalogue = Catalogue(POLICIES[policy], budget=1000)
+        for _ in range(3):
+            for block in LONG[:50]:
+                arrives(catalogue, [block], 1000)
+        for block in LONG[100:300]:
+            arrives(catalogue, [block], 1000)
+        kept[policy] = catalogue.leading(LONG[:50])
+    assert kept == {"lru": 0, "2q": 50}
+
+
+def test_what_comes_back_after_it_went_is_known() -> None:
+    catalogue = Catalogue(POLICIES["2q"], budget=1000)
+    catalogue.add(LONG[199], 10)  # the first one says how large blocks are
+    for block in [*LONG[:30], *LONG[200:400]]:
+        arrives(catalogue, [block], 1000)
+    assert catalogue.leading(LONG[:30]) == 0, "they were asked for once, and went"
+    for block in [*LONG[:30], *LONG[400:600]]:
+        arrives(catalogue, [block], 1000)
+    assert catalogue.leading(LONG[:30]) == 30
+
+
+def test_adaptive_eviction_learns_that_nothing_comes_back() -> None:
+    hits: dict[str, int] = {}
+    for policy in ("lru", "adaptive"):
+        rng = random.Random(1)
+        catalogue = Catalogue(POLICIES[policy], budget=1000)
+        hits[policy] = 0
+        for step in range(8000):
+            often = rng.random() < 0.3
+            block = LONG[rng.randrange(80)] if often else block_id(10_000 + step, 0)
+            hits[policy] += arrives(catalogue, [block], 1000)
+    assert hits["adaptive"] > 1.3 * hits["lru"]
+
+
+@pytest.mark.parametrize("name", REMEMBER)
+def test_a_first_block_that_is_short_is_not_what_all_are_fit_for(name: str) -> None:
+    fits: list[tuple[int, int]] = []
+    kind = type(POLICIES[name]())
+
+    class Watched(kind):  # type: ignore[misc, valid-type]
+        def fit(self, size: int, block: int) -> None:
+            fits.append((size, block))
+            super().fit(size, block)
+
+    catalogue = Catalogue(Watched, budget=1000)
+    catalogue.asked([A])  # nothing is known of sizes yet
+    for block, size in ((A, 3), (B, 4), (C, 10), (D, 9), (E, 19)):
+        catalogue.add(block, size)
+    assert fits == [(1000, 3), (1000, 10)]
+    catalogue.set_quota(SPACES[0], 500)
+    assert fits[2:] == [(500, 10)]
+
+
+@pytest.mark.parametrize("name", REMEMBER)
+def test_without_a_budget_they_order_what_there_is(name: str) -> None:
+    catalogue = Catalogue(POLICIES[name])
+    for block in BLOCKS[:5]:
+        arrives(catalogue, [block], 1 << 20)
+    assert set(catalogue.victims(1000)) == set(BLOCKS[:5])
+
+
+def test_what_was_just_put_was_not_asked_for_again() -> None:
+    catalogue = filled(A, B, C, policy="lfu")
+    catalogue.used([A, B, C], new={A, B, C})
+    catalogue.used([C])
+    assert catalogue.victims(20) == [B, A], "the end of what nobody asked for again goes first"
+
+
 # --- one by one ------------------------------------------------------------------------------
 
 

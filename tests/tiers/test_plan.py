@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +10,7 @@ from tier_bench import PAGE, Bench, above, get, name, put, settle, there, until
 
 from kvkeep.errors import InvalidValue
 from kvkeep.tiers import Exclusive, Inclusive
-from kvkeep.tiers.plan import Touches
+from kvkeep.tiers.plan import Planner, Touches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,6 +78,65 @@ def test_touches_are_counted_for_those_touched_last() -> None:
     assert [touches.count(block) for block in (b"a", b"b", b"c", b"d", b"x")] == [3, 0, 1, 1, 0]
     with pytest.raises(InvalidValue, match="limit of 0"):
         Touches(0)
+
+
+def test_touches_are_forgotten_when_fewer_are_to_be_counted() -> None:
+    touches = Touches(10)
+    for block in (b"a", b"b", b"c", b"d"):
+        touches.touch(block)
+    touches.limit = 2
+    assert touches.touch(b"e") == 1
+    assert [touches.count(block) for block in (b"a", b"b", b"c", b"d", b"e")] == [0, 0, 0, 1, 1]
+
+
+# --- the planner -----------------------------------------------------------------------------
+
+
+def test_a_read_admits_where_this_touch_is_what_was_missing() -> None:
+    planner = Planner(Inclusive(3), tiers=2)
+    assert planner.read(b"x") == [], "touched once: not put here lately"
+    assert planner.put(b"a") == 1
+    assert planner.read(b"a") == []
+    assert planner.read(b"a") == [1, 2]
+    assert planner.read(b"a") == [], "they had it offered"
+
+
+def test_nothing_moves_below_the_last_tier() -> None:
+    planner = Planner(Exclusive(), tiers=2)
+    planner.put(b"a")
+    assert [planner.demotes(level, b"a") for level in (0, 1, 2)] == [1, 2, None]
+    assert Planner(Exclusive(), tiers=0).demotes(0, b"a") is None
+
+
+def test_room_is_made_ahead_only_for_who_moves_down() -> None:
+    moves, goes = Planner(Exclusive(2), tiers=1), Planner(Inclusive(), tiers=1)
+    assert [moves.excess(1000, used) for used in (0, 900, 901, 1000)] == [0, 0, 1, 100]
+    assert goes.excess(1000, 1000) == 0
+    assert Planner(Exclusive(), tiers=0).excess(1000, 1000) == 0
+
+
+def test_how_much_has_room_is_told_again_ever_more_rarely() -> None:
+    planner = Planner(Inclusive(), tiers=1)
+    told = []
+    for count in range(10_000):
+        if planner.due():
+            planner.fit([100, 400])
+            told.append(count)
+        planner.asked([b"a"])
+    assert told[0] == 0
+    gaps = [after - before for before, after in pairwise(told)]
+    assert gaps == sorted(gaps)
+    assert len(gaps) <= 10
+    assert gaps[-1] == 8 * 500, "as many as have their touches counted"
+
+
+def test_touches_are_counted_of_as_many_blocks_as_matter() -> None:
+    planner = Planner(Inclusive(2), tiers=1)
+    planner.fit([1, 4])
+    for number in range(41):
+        planner.put(bytes([number]))
+    assert planner.put(b"\0") == 1, "eight times as many blocks as have room came since"
+    assert planner.put(bytes([30])) == 2
 
 
 # --- inclusive -------------------------------------------------------------------------------
