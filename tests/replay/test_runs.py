@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from replaying import workload
+from replaying import Chained, Listed, request, workload
 
 from kvkeep.errors import InvalidValue
-from kvkeep.replay import BELADY, INFINITE, Journal, Run, replay
+from kvkeep.replay import BELADY, INFINITE, Journal, Run, Workload, replay
 
 PATHS = ["abc", "abd", "xyz", "abc", "abd", "uvw", "xyz", "abc"]
 
@@ -95,3 +95,24 @@ def test_a_fault_in_a_process_is_told(runs):
 
     with pytest.raises(RuntimeError, match="broken"):
         list(replay(workload(PATHS), [Broken("lru", 16)]))
+
+
+def test_sessions_are_named_to_the_cache_if_the_trace_knows_them():
+    chained = Chained()
+    requests = [
+        request(second, chained.ids(path), session=who, turn=turn)
+        for second, (who, turn, path) in enumerate([
+            ("b", 1, "xyz"), ("a", 1, "abc"),
+            ("a", 2, "def"),  # a went another way: abc will not be back
+            ("c", 1, "uvw"), ("b", 2, "xyz"),
+        ])
+    ]  # fmt: skip
+    work = Workload.read(Listed(requests))
+    plain, told = (Run(name, 9 * 4).on(work) for name in ("lru", "lru+sessions"))
+    assert (plain.policy, told.policy) == ("lru", "lru+sessions")
+    assert (plain.hit_blocks, told.hit_blocks) == (0, 3)
+
+
+def test_sessions_that_a_trace_does_not_know():
+    with pytest.raises(InvalidValue, match="needs sessions; listed knows of none"):
+        next(replay(workload(PATHS), [Run("lru+sessions", 16)]))

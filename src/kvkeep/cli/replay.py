@@ -53,7 +53,8 @@ def add_parser(commands: Commands) -> None:
         metavar="LIST",
         default="lru,2q,adaptive",
         help=f"eviction policies to try, of {', '.join(POLICIES)}; or bounds, of "
-        f"{', '.join(BOUNDS)} (default: lru,2q,adaptive)",
+        f"{', '.join(BOUNDS)}; lru+sessions is told which requests belong together, if the trace "
+        "tells (default: lru,2q,adaptive)",
     )
     parser.add_argument(
         "--no-bounds",

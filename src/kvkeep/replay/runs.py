@@ -13,7 +13,7 @@ from kvkeep.errors import InvalidValue, whole
 from kvkeep.eviction import POLICIES
 from kvkeep.replay.bounds import BELADY, INFINITE, belady, infinite
 from kvkeep.replay.outcome import Outcome
-from kvkeep.replay.simulate import Paging, simulate
+from kvkeep.replay.simulate import SESSIONS, Paging, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ _VERSION = 1  # of what replays find: what an older one found is not taken over
 class Run:
     """One replay: a policy (or a bound) with a capacity.
 
-    Raises `InvalidValue` for what is none.
+    A policy is one of `kvkeep.eviction.POLICIES`, or one of them and ``+sessions``. Raises `InvalidValue` for what is none.
     """
 
     policy: str
@@ -42,20 +42,30 @@ class Run:
     prefix: str = "radix"
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES and self.policy not in BOUNDS:
+        if self.eviction not in POLICIES and self.policy not in BOUNDS:
             known = ", ".join((*POLICIES, *BOUNDS))
-            raise InvalidValue(f"there is no eviction policy {self.policy!r}; there are {known}")
+            raise InvalidValue(
+                f"there is no eviction policy {self.policy!r}; there are {known}, and with "
+                f"{SESSIONS} behind it a policy is told of sessions"
+            )
         if self.policy != INFINITE:
             whole("capacity", self.capacity_tokens, 1)
+
+    @property
+    def eviction(self) -> str:
+        """The name of the policy alone."""
+        return self.policy.removesuffix(SESSIONS)
 
     def check(self, workload: Workload) -> None:
         """Raise `InvalidValue` if it cannot be run on ``workload``."""
         if self.policy != INFINITE:
             page = None if self.policy in BOUNDS else self.page_tokens
             Paging(workload.unit_tokens, page).pages(self.capacity_tokens)
+        if self.policy.endswith(SESSIONS) and not (workload.session >= 0).any():
+            raise InvalidValue(f"{self.policy} needs sessions; {workload.name} knows of none")
 
     def on(self, workload: Workload, progress: Callable[[int], None] | None = None) -> Outcome:
-        """Do it."""
+        """Do it. Raises `InvalidValue` as `check` does."""
         if self.policy == INFINITE:
             return infinite(workload, progress)
         if self.policy == BELADY:
@@ -63,7 +73,8 @@ class Run:
         return simulate(
             workload,
             self.capacity_tokens,
-            self.policy,
+            self.eviction,
+            sessions=self.policy.endswith(SESSIONS),
             page_tokens=self.page_tokens,
             prefix=self.prefix,
             progress=progress,
