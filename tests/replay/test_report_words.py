@@ -30,7 +30,7 @@ def test_findings():
         "cache that never forgets.",
         "With 1 k tokens, lru reuses 15.0 % of all blocks. 2q would reuse 20.0 %, for which lru "
         "needs about 2 k. The most that is possible with that much memory is 40.0 %.",
-        "With 3 k tokens, lru reuses 25.0 % of all blocks. No other policy that was tried reuses "
+        "With 3 k tokens, lru reuses 25.0 % of all blocks. None of the others reuses noticeably "
         "more.",
         "Of the 850 tokens that lru computes with 1 k, 70.6 % were never seen before and 29.4 % "
         "had been evicted. Half of what had been evicted was needed again within 4 min of that.",

@@ -103,7 +103,7 @@ def _capacity(found: Arranged, usual: Line, capacity: int) -> str:
             said += f", for which {usual.name} needs about {tokens(need)}"
         said += "."
     elif len(found.policies) > 1:
-        said += " No other policy that was tried reuses more."
+        said += " None of the others reuses noticeably more."
     if bound is not None:
         said += f" The most that is possible with that much memory is {share(bound.hit_rate)}."
     return said

@@ -71,10 +71,16 @@ def _rates(found: Arranged) -> str:
         "policy", "capacity, tokens", "hit rate", "of tokens", "reused tokens", "computed tokens",
         "evicted pages", "refused requests", "replayed in",
     ]  # fmt: skip
-    bounds = [(one, "belady (bound)") for one in (found.belady.outcomes if found.belady else ())]
-    bounds += [(found.infinite, "infinite (bound)")] if found.infinite is not None else []
-    lines = [(outcome, line.name) for line in found.policies for outcome in line.outcomes]
-    behind = table("Every policy and capacity", head, (_result(*one) for one in [*lines, *bounds]))
+    rows = [
+        _result(outcome, line.name, bound=False)
+        for line in found.policies
+        for outcome in line.outcomes
+    ]
+    if found.belady is not None:
+        rows += [_result(one, "belady (bound)", bound=True) for one in found.belady.outcomes]
+    if found.infinite is not None:
+        rows.append(_result(found.infinite, "infinite (bound)", bound=True))
+    behind = table("Every policy and capacity", head, rows)
     note = (
         "No policy gets above the shaded part: it ends at what one would reuse that sees the "
         "future."
@@ -85,7 +91,7 @@ def _rates(found: Arranged) -> str:
     return _section("hit-rate", "How much is reused", chart)
 
 
-def _result(outcome: Outcome, name: str) -> list[str]:
+def _result(outcome: Outcome, name: str, *, bound: bool) -> list[str]:
     return [
         name,
         count(outcome.capacity_tokens),
@@ -93,8 +99,7 @@ def _result(outcome: Outcome, name: str) -> list[str]:
         share(outcome.token_hit_rate),
         count(outcome.hit_tokens),
         count(outcome.tokens - outcome.hit_tokens),
-        count(outcome.evicted_pages),
-        count(outcome.refused),
+        *(["–", "–"] if bound else [count(outcome.evicted_pages), count(outcome.refused)]),
         duration(outcome.seconds),
     ]
 

@@ -109,9 +109,7 @@ class Chart {
     this.at.className = "at";
     this.values = [];
     this.legend.append(this.at);
-    const order = this.now.series.map((one, number) => number);
-    order.sort((a, b) => Boolean(this.now.series[a].behind) - Boolean(this.now.series[b].behind));
-    for (const number of order) {
+    for (const number of this.order()) {
       const one = this.now.series[number];
       const button = document.createElement("button");
       const line = document.createElement("span");
@@ -135,6 +133,12 @@ class Chart {
       this.values[number] = value;
     }
     this.read();
+  }
+
+  // Of the names: those that lie behind the others come last.
+  order() {
+    const behind = (number) => Boolean(this.now.series[number].behind);
+    return this.now.series.map((_, number) => number).sort((a, b) => behind(a) - behind(b));
   }
 
   read() {
@@ -183,6 +187,7 @@ class Chart {
     if (!this.filled) return;
     this.filled.replaceChildren();
     if (!this.filled.parentElement.open || !this.now || !this.now.x.length) return;
+    const series = this.order().map((number) => this.now.series[number]);
     const table = document.createElement("table"), wide = document.createElement("div");
     const row = (parent, cells, tag) => {
       const line = parent.insertRow();
@@ -194,9 +199,9 @@ class Chart {
         line.append(cell);
       });
     };
-    row(table.createTHead(), [this.now.xName, ...this.now.series.map((one) => one.name)], "th");
+    row(table.createTHead(), [this.now.xName, ...series.map((one) => one.name)], "th");
     const body = table.createTBody();
-    this.now.x.forEach((_, at) => row(body, [this.now.xText(at), ...this.now.series.map((one) =>
+    this.now.x.forEach((_, at) => row(body, [this.now.xText(at), ...series.map((one) =>
       one.values[at] === null ? "–" : this.now.yText(one.values[at]))], "td"));
     wide.className = "wide";
     wide.tabIndex = 0;
