@@ -65,7 +65,7 @@ check: setup     ## lint, format and strict types
 test: check servers .venv-vllm/.installed .venv-sglang/.installed ## check, then all the tests
 	@echo "== pytest, two workers with a core each (5 to 9 minutes)"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(PYTEST_ARGS)
-	@test -n "$(PYTEST_ARGS)" || { echo "== beside vLLM (3 to 6 minutes)"; .venv-vllm/bin/python -m pytest $(addprefix tests_vllm/test_,one_engine.py failures.py parts.py requests.py scheduling.py); }
+	@test -n "$(PYTEST_ARGS)" || { echo "== beside vLLM (4 to 6 minutes)"; .venv-vllm/bin/python -m pytest tests_vllm; }
 	@test -n "$(PYTEST_ARGS)" || { echo "== beside SGLang"; OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests_sglang; }
 
 bench: setup     ## measure the core, the store beside the machine, the engine beside Transformers
