@@ -108,7 +108,7 @@ def test_the_page_is_whole(found, tmp_path):
         "namespaces", "words", "trace", "made",
     ]  # fmt: skip
     charts = [given["data-chart"] for _, given in page.elements if "data-chart" in given]
-    assert charts == ["rates", "time", "gap", "life", "ago", "ttft", "cost"]
+    assert charts == ["rates", "time", "gap", "life", "ago", "wait", "ttft", "cost"]
 
 
 def test_what_there_is_nothing_of_is_left_out(tmp_path):
@@ -234,7 +234,9 @@ def test_charts_have_the_figures(found, tmp_path):
             assert [row[1] for row in one["gap"]] == [row[1] for row in outcome.reuse_gap]
             assert [row[1] for row in one["life"]] == [row[1] for row in outcome.lifetime]
             assert [row[1] for row in one["ago"]] == [row[1] for row in outcome.evicted_ago]
-            begun = outcome.timeline[-1][0] - facts["span_s"]
+            begun = (
+                outcome.timeline[-1][0] - facts["span_s"]
+            )  # the windows are the trace's here, too
             for row, (end, blocks, hits) in zip(one["time"], outcome.timeline, strict=True):
                 assert row == pytest.approx([end - begun, hits / blocks], rel=1e-4, abs=1e-4)
     assert data["policies"][0]["what_if"] == [[10_000, 0.1], [100_000, 0.3], [400_000, 0.4]]
@@ -325,3 +327,12 @@ def test_what_is_vendored_is_what_the_script_pins():
     version = script.PACKAGE.partition("@")[2]
     assert f"(v{version})" in (script.VENDOR / "uPlot.iife.min.js").read_text("utf-8")[:80]
     assert "MIT" in (script.VENDOR / "LICENSE").read_text("utf-8")
+
+
+def test_a_closed_loop_has_a_clock_of_its_own(tmp_path):
+    """Half as fast as its trace, and not a request in some of its windows."""
+    steps = [1, 2, 5, 50, 99, 100]
+    slow = made(latency={"ttft_s": {}}, timeline=[[1000 + 2.0 * at, 10, 5] for at in steps])
+    data = Taken(report(({"span_s": 100.0}, [slow]), tmp_path)[1]).data
+    (one,) = data["details"]["1000"]
+    assert [row[0] for row in one["time"]] == [2.0 * at for at in steps]

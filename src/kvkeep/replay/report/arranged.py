@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidValue
@@ -35,7 +36,7 @@ class Line:
 
         None outside of them.
         """
-        for low, high in zip(self.outcomes, self.outcomes[1:], strict=False):
+        for low, high in pairwise(self.outcomes):
             if low.hit_rate <= hit_rate <= high.hit_rate and low.hit_rate < high.hit_rate:
                 part = (hit_rate - low.hit_rate) / (high.hit_rate - low.hit_rate)
                 return low.capacity_tokens + part * (high.capacity_tokens - low.capacity_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.replay.report.words import shown
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
     from kvkeep.replay.report.arranged import Arranged, Line
     from kvkeep.replay.report.prices import Prices
 
-__all__ = ["chart_data"]
+__all__ = ["PERCENTILES", "chart_data"]
 
+_WINDOWS = 100  # in a timeline, those without a request included
 PERCENTILES = ("p50", "p90", "p99", "mean")
 
 
@@ -67,18 +69,26 @@ def _detail(name: str, outcome: Outcome, span_s: float) -> dict[str, Any]:
     return {
         "name": name,
         "rate": _figure(outcome.hit_rate),
-        "time": _over_time(outcome.timeline, span_s),
+        "time": _over_time(outcome, span_s),
         "gap": _rows(outcome.reuse_gap),
         "life": _rows(outcome.lifetime),
         "ago": _rows(outcome.evicted_ago),
+        "wait": _rows(outcome.latency.get("rows") or []),
     }
 
 
-def _over_time(timeline: Sequence[Sequence[float]], span_s: float) -> list[list[float | None]]:
-    """[seconds since the trace began, hit rate]; the last window ends with the trace."""
+def _over_time(outcome: Outcome, span_s: float) -> list[list[float | None]]:
+    """[seconds since it began, hit rate]; the last window ends with the replay.
+
+    A closed loop has a clock of its own: there the step between two windows says what it took.
+    """
+    timeline = outcome.timeline
     if not timeline:
         return []
-    begun = timeline[-1][0] - span_s
+    ends = [row[0] for row in timeline]
+    if outcome.latency and len(ends) > 1:
+        span_s = _WINDOWS * min(after - end for end, after in pairwise(ends))
+    begun = ends[-1] - span_s
     return [[_figure(end - begun), _figure(hits / blocks)] for end, blocks, hits in timeline]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.replay.outcome import REASONS
+from kvkeep.replay.report.charts import PERCENTILES
 from kvkeep.replay.report.markup import bar, details, escaped, key, table
 from kvkeep.replay.report.prices import FORMULA
 from kvkeep.replay.report.words import count, duration, money, number, share, shown, tokens
@@ -20,7 +21,6 @@ __all__ = ["sections"]
 
 _CLASSES = {"reused": "hit"} | {reason: f"m{at}" for at, reason in enumerate(REASONS)}
 _FEW = 12  # rows of a table that is not folded away
-_PERCENTILES = ("p50", "p90", "p99", "mean")
 
 
 def sections(found: Arranged, prices: Prices | None, span_s: float) -> Iterator[str]:
@@ -164,7 +164,7 @@ def _closer(found: Arranged) -> str:
     options = [(str(one), f"{tokens(one)} tokens") for one in found.capacities]
     chosen = _choice("capacity", "Capacity", options, first=(len(options) - 1) // 2)
     behind = details("The figures", '<div class="filled"></div>')
-    charts = (
+    charts = [
         _chart("time", "Hit rate over time",
                "In hundredths of the trace's time. A cache begins empty.", behind),
         _chart("gap", "Reuse gaps: how long blocks lay between two uses",
@@ -176,15 +176,18 @@ def _closer(found: Arranged) -> str:
         _chart("ago", "Evicted too early: how long ago what is missing was evicted",
                "Tokens computed again, by the time since their eviction. What lies on the left was "
                "nearly kept.", behind),
-    )  # fmt: skip
+    ]  # fmt: skip
+    if any(outcome.latency.get("rows") for _, outcome in found.each()):
+        charts.append(_chart("wait", "Times to first token", "Requests, by how long each waited "
+                             "for the first token of its answer.", behind))  # fmt: skip
     return _section("closer", "One capacity looked at closely", chosen, *charts)
 
 
 def _latency(found: Arranged) -> str:
-    chosen = _choice("percentile", "Percentile", [(one, one) for one in _PERCENTILES])
+    chosen = _choice("percentile", "Percentile", [(one, one) for one in PERCENTILES])
     head = [
-        "policy", "capacity, tokens", *(f"TTFT {one}" for one in _PERCENTILES),
-        "queueing p50", "queueing p99", "busy",
+        "policy", "capacity, tokens", *(f"TTFT {one}" for one in PERCENTILES),
+        "queueing p50", "queueing p99", "whole answer p50", "computing", "saved", "busy",
     ]  # fmt: skip
     rows = (_times(line, outcome) for line, outcome in found.each() if outcome.latency)
     behind = details("The figures", table("Time to first token", head, rows))
@@ -199,8 +202,10 @@ def _times(line: Line, outcome: Outcome) -> list[str]:
     return [
         line.name,
         count(outcome.capacity_tokens),
-        *(_seconds(ttft.get(one)) for one in _PERCENTILES),
+        *(_seconds(ttft.get(one)) for one in PERCENTILES),
         *(_seconds(queue.get(one)) for one in ("p50", "p99")),
+        _seconds((outcome.latency.get("total_s") or {}).get("p50")),
+        *(_seconds(outcome.latency.get(one)) for one in ("prefill_s", "saved_s")),
         "–" if busy is None else share(busy),
     ]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.errors import InvalidValue, MissingExtra
 from kvkeep.replay.outcome import REASONS
 from kvkeep.replay.report.arranged import arranged
+from kvkeep.replay.report.charts import PERCENTILES
 from kvkeep.replay.report.page import page
 from kvkeep.replay.report.picture import picture
 
@@ -29,7 +30,6 @@ _COLUMNS = (
     "policy", "capacity_tokens", "page_tokens", "hit_rate", "token_hit_rate", "requests", "refused",
     "tokens", "hit_tokens", "blocks", "hit_blocks", "evicted_pages", "seconds",
 )  # fmt: skip
-_TTFT = ("p50", "p90", "p99", "mean")
 
 
 def write_report(
@@ -118,14 +118,14 @@ def _csv(outcomes: Sequence[Outcome]) -> bytes:
     timed = any(outcome.latency for outcome in outcomes)
     text = io.StringIO(newline="")
     lines = csv.writer(text, lineterminator="\n")
-    times = [f"ttft_{one}_s" for one in _TTFT] if timed else []
+    times = [f"ttft_{one}_s" for one in PERCENTILES] if timed else []
     lines.writerow([*_COLUMNS, *(_column(one) for one in reasons), *times])
     for outcome in outcomes:
         ttft = outcome.latency.get("ttft_s") or {}
         lines.writerow([
             *(getattr(outcome, name) for name in _COLUMNS),
             *(outcome.misses.get(one, 0) for one in reasons),
-            *(ttft.get(one, "") for one in (_TTFT if timed else ())),
+            *(ttft.get(one, "") for one in (PERCENTILES if timed else ())),
         ])  # fmt: skip
     return text.getvalue().encode("utf-8", "backslashreplace")
 

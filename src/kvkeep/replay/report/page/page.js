@@ -131,9 +131,10 @@ const time = () => {
   };
 };
 
-const MOMENTS = [0.0625, 0.25, 1, 4, 15, MINUTE, 4 * MINUTE, 15 * MINUTE, HOUR, 4 * HOUR, 12 * HOUR,
+const MOMENTS = [0.001, 0.004, 0.015, 0.0625, 0.25, 1, 4, 15, MINUTE, 4 * MINUTE, 15 * MINUTE, HOUR, 4 * HOUR, 12 * HOUR,
   DAY, 4 * DAY, 20 * DAY];
-const histogram = (field, xLabel, all) => () => {
+// What was as short as `lowest`, or shorter, is counted in the first step.
+const histogram = (field, xLabel, lowest, all) => () => {
   const closed = (rows) => {  // an end for the last step
     const [from] = rows[rows.length - 1];
     return [...rows, [+(from * 2 ** 0.25).toPrecision(5), 0]];
@@ -147,15 +148,17 @@ const histogram = (field, xLabel, all) => () => {
   const from = joined(series);
   return {
     x: from.map(Math.log2), series, xName: "time", xPad: 0.01, xLabel,
-    xText: (at) => (from[at] <= MOMENTS[0] ? `up to ${seconds(from[at] * 2 ** 0.25)}` :
+    xText: (at) => (from[at] <= lowest ? `up to ${seconds(from[at] * 2 ** 0.25)}` :
       `from ${seconds(from[at])}`), yText: tokens, yTick: tokens,
-    xTicks: () => MOMENTS.map((at) => [Math.log2(at), at < 0.1 ? "0" : at < 1 ? `${1000 * at} ms` : moment(at)]),
+    xTicks: () => MOMENTS.map((at) => [Math.log2(at), at <= lowest ? "0" : at < 1 ? `${1000 * at} ms` : moment(at)]),
   };
 };
 
 const SPECS = {
-  rates, ttft, cost, time, gap: histogram("gap", "time since the last use", true),
-  life: histogram("life", "time in the cache"), ago: histogram("ago", "time since the eviction"),
+  rates, ttft, cost, time, gap: histogram("gap", "time since the last use", 2 ** -4, true),
+  life: histogram("life", "time in the cache", 2 ** -4),
+  ago: histogram("ago", "time since the eviction", 2 ** -4),
+  wait: histogram("wait", "time to the first token", 2 ** -14),
 };
 const charts = [...document.querySelectorAll("[data-chart]")]
   .map((figure) => new Chart(figure, SPECS[figure.dataset.chart]));
