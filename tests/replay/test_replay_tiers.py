@@ -29,7 +29,6 @@ from kvkeep.traces import generate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvkeep.eviction import EvictionPolicy
     from kvkeep.tiers import TieringPolicy
 
 PAGE = 4096
@@ -122,3 +121,119 @@ def test_it_moves_what_a_real_store_moves(name: str, seed: int, sizes: tuple[int
         assert [place.catalogue.victims(1 << 40) for place in simulated._places] == real.orders()
     finally:
         real.store.close()
+
+
+# --- by itself -------------------------------------------------------------------------------
+
+
+def replayed(
+    policy: TieringPolicy, sizes: Sequence[int], prompts: Sequence[list[bytes]], **more: Any
+) -> tuple[float, TierSimulator]:
+    """The share of blocks that were found, in %."""
+    levels = [Level(f"l{at}", size, **more) for at, size in enumerate(sizes)]
+    simulated = TierSimulator(levels, policy)
+    found = sum(simulated.request(keys).blocks for keys in prompts)
+    simulated.check()
+    return 100 * found / sum(map(len, prompts)), simulated
+
+
+@pytest.fixture(scope="module")
+def chats() -> list[list[bytes]]:
+    """Chats that a few hundred blocks of 512 tokens are too few for."""
+    trace = generate("chat", seed=7, requests=2500, unit_tokens=512)
+    return [prompt(*map(int, request.units)) for request in trace]
+
+
+def test_one_level_is_a_cache(chats: list[list[bytes]]) -> None:
+    """Against an LRU cache of blocks in ten lines."""
+    kept: dict[bytes, None] = {}
+    found = 0
+    for keys in chats:
+        count = next((at for at, key in enumerate(keys) if key not in kept), len(keys))
+        found += count
+        for key in reversed(keys[:count]):
+            kept[key] = kept.pop(key)
+        new = keys[count:]
+        while len(kept) + len(new) > 300:
+            del kept[next(iter(kept))]
+        kept.update(dict.fromkeys(reversed(new)))
+    share, simulated = replayed(Inclusive(), [300], chats)
+    assert share == 100 * found / sum(map(len, chats))
+    assert simulated.stats()[0].hits == found
+    assert simulated.writes(0) <= sum(map(len, chats)) - found, "some lie behind a gap"
+
+
+def test_exclusive_tiers_hold_as_much_as_one_as_large(chats: list[list[bytes]]) -> None:
+    together, simulated = replayed(Exclusive(), [100, 200], chats)
+    alone, _ = replayed(Inclusive(), [300], chats)
+    copied, _ = replayed(Inclusive(), [100, 300], chats)
+    assert abs(together - alone) < 0.5
+    assert abs(copied - alone) < 0.5
+    memory, lower = simulated.stats()
+    assert memory.blocks == 100
+    assert lower.blocks == 200
+    assert memory.demotions == lower.writes <= memory.evictions
+
+
+def test_adaptive_is_about_as_good_as_the_best_that_stays(chats: list[list[bytes]]) -> None:
+    tight = {name: replayed(make(), [60, 120], chats)[0] for name, make in POLICIES.items()}
+    adaptive = tight.pop("adaptive")
+    assert max(tight, key=lambda name: tight[name]) == "exclusive 2"
+    assert adaptive > max(tight.values()) - 0.7, f"{adaptive} of {tight}"
+    ample, _ = replayed(AdaptiveTiering(), [100, 500], chats)
+    assert ample > replayed(Exclusive(), [100, 500], chats)[0] - 0.7
+    assert ample > replayed(Exclusive(2), [100, 500], chats)[0] + 2
+
+
+def test_the_same_again(chats: list[list[bytes]]) -> None:
+    runs = [replayed(AdaptiveTiering(), [100, 300], chats) for _ in range(2)]
+    assert runs[0][0] == runs[1][0]
+    assert runs[0][1].stats() == runs[1][1].stats()
+
+
+@pytest.mark.parametrize("eviction", ["2q", "adaptive"])
+def test_policies_that_remember_are_served(eviction: str) -> None:
+    """A few are asked for again and again, and between them come ever more that are not."""
+    chance = random.Random(3)
+    prompts = [
+        prompt(chance.randrange(60)) if chance.random() < 0.3 else prompt(1000 + number)
+        for number in range(6000)
+    ]
+    lru, _ = replayed(Inclusive(), [30, 60], prompts)
+    share, _ = replayed(Inclusive(), [30, 60], prompts, eviction=eviction)
+    assert share > 1.2 * lru
+
+
+def test_a_prompt_larger_than_memory_fills_it_and_no_more() -> None:
+    for make in POLICIES.values():
+        simulated = TierSimulator([Level("memory", 10), Level("disk", 30)], make())
+        keys = prompt(*range(50))
+        assert simulated.request(keys).blocks == 0
+        simulated.check()
+        again = simulated.request(keys)
+        assert again.blocks in (10, 30), "the beginning of it is there"
+        simulated.check()
+
+
+def test_what_it_takes_to_read() -> None:
+    levels = [Level("memory", 2), Level("disk", 20, bandwidth_bytes_s=1000.0)]
+    simulated = TierSimulator(levels, Inclusive())
+    keys = prompt(*range(6))
+    assert simulated.seconds(simulated.request(keys), 500) == 0
+    touched = simulated.request(keys)
+    assert touched.found == (2, 4)
+    assert simulated.seconds(touched, 500) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: Level("x", 0), "at least 1"),
+        (lambda: Level("x", 5, "best"), "no eviction policy 'best'"),
+        (lambda: Level("x", 5, bandwidth_bytes_s=0.0), "bytes a second"),
+        (lambda: TierSimulator([], Inclusive()), "memory, at least"),
+    ],
+)
+def test_mistakes(wrong: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InvalidValue, match=message):
+        wrong()

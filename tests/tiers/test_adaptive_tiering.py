@@ -110,7 +110,7 @@ def test_what_it_watches_has_an_end() -> None:
     prompts = [[key(number) for number in range(at, at + 100)] for at in range(0, 20_000, 100)]
     for prompt in prompts:
         policy.asked(prompt)
-    assert len(policy._counts) < 1000, "a thousandth of so many is enough"
+    assert len(policy._touches) < 1000, "a thousandth of so many is enough"
 
 
 def test_it_costs_little_beside_the_store() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 from zlib import crc32
 
-from kvkeep.tiers.plan import Exclusive, Inclusive, TieringPolicy
+from kvkeep.tiers.plan import Exclusive, Inclusive, TieringPolicy, Touches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,14 +16,14 @@ __all__ = ["AdaptiveTiering"]
 
 _AFTER: Final = (1, 2)
 # A sample is watched: at least this share of the blocks, and so many that chance evens out.
-_SAMPLED: Final = 0.1
+_SAMPLED: Final = 0.2
 _LEAST: Final = 400
 _MOST: Final = 1 << 14
 # Hits count half as much when so many times all tiers' worth of blocks have been asked for since.
-_HALF_LIFE: Final = 8.0
+_HALF_LIFE: Final = 2.0
 _TURN: Final = 0.25
 # So much better has another to be.
-_BETTER: Final = 1.02
+_BETTER: Final = 1.05
 # Counts of touches are kept of so many times as many blocks as there is room for.
 _REMEMBERED: Final = 8
 
@@ -39,18 +40,16 @@ class AdaptiveTiering(TieringPolicy):
     """
 
     def __init__(self) -> None:
-        self._trials = [
-            _Trial(kind(after), exclusive=kind is Exclusive, after=after)
-            for kind in (Inclusive, Exclusive)
-            for after in _AFTER
-        ]
+        self._trials: list[_Trial] = [kind(after) for kind in (_Copies, _Moves) for after in _AFTER]
         self._now = self._trials[len(_AFTER)]
         self.switches = 0
         self._below = 0
         self._turn = 1
         self._left = 0
-        self._counts: OrderedDict[bytes, int] = OrderedDict()
-        self._remembered = 1
+        # The memory of all of them: whatever is asked for is there, and goes when it is the oldest.
+        self._memory: OrderedDict[bytes, None] = OrderedDict()
+        self._room = 1
+        self._touches = Touches()
 
     @property
     def chosen(self) -> TieringPolicy:
@@ -59,35 +58,43 @@ class AdaptiveTiering(TieringPolicy):
 
     def fit(self, blocks: Sequence[int | None]) -> None:
         """So many blocks have room in each tier."""
-        known = [count for count in blocks if count is not None]
-        total = max(1, sum(known))
+        total = max(1, sum(count for count in blocks if count is not None))
         share = min(1.0, max(_LEAST / total, min(_SAMPLED, _MOST / total)))
         sizes = [_MOST if count is None else max(1, round(count * share)) for count in blocks]
         self._below = round(share * (1 << 32))
         self._turn = max(1, round(total * share * _TURN))
-        self._remembered = _REMEMBERED * sum(sizes)
+        self._touches.limit = _REMEMBERED * sum(sizes)
+        self._room = sizes[0]
+        while len(self._memory) > self._room:
+            self._memory.popitem(last=False)
         for trial in self._trials:
-            trial.fit(sizes)
+            trial.fit(sizes[1:])
 
     def asked(self, blocks: Sequence[bytes]) -> None:
         """A prompt came."""
         below = self._below
-        sampled = [block for block in reversed(blocks) if crc32(block) < below]
-        if not sampled:
+        steps = [self._step(block) for block in reversed(blocks) if crc32(block) < below]
+        if not steps:
             return
-        counts = self._counts
-        touched = []
-        for block in sampled:
-            count = counts.pop(block, 0) + 1
-            counts[block] = count
-            touched.append((block, count))
-        while len(counts) > self._remembered:
-            counts.popitem(last=False)
+        found = sum(not step.missed for step in steps)
         for trial in self._trials:
-            trial.asked(touched, counts)
-        self._left -= len(sampled)
+            trial.hits += found
+            trial.follow(steps, self._touches)
+        self._left -= len(steps)
         if self._left < 0:
             self._choose()
+
+    def _step(self, block: bytes) -> _Step:
+        """``block``, of the sample, is asked for: what comes of it in memory."""
+        memory = self._memory
+        missed = block not in memory
+        memory[block] = None
+        evicted = None
+        if not missed:
+            memory.move_to_end(block)
+        elif len(memory) > self._room:
+            evicted = memory.popitem(last=False)[0]
+        return _Step(block, self._touches.touch(block), missed, evicted)
 
     def _choose(self) -> None:
         self._left = self._turn
@@ -119,67 +126,88 @@ class AdaptiveTiering(TieringPolicy):
         return f"AdaptiveTiering(), {self._now.policy} at present"
 
 
-class _Trial:
-    """Tiers of keys under one policy, each key a block of its own."""
+class _Step(NamedTuple):
+    """A block was asked for: how often by now, whether memory had it, and what had to go there."""
 
-    def __init__(self, policy: TieringPolicy, *, exclusive: bool, after: int) -> None:
-        self.policy = policy
+    block: bytes
+    touches: int
+    missed: bool
+    evicted: bytes | None
+
+
+class _Trial(ABC):
+    """The tiers below memory under one policy, as keys; each a block of its own."""
+
+    policy: TieringPolicy
+
+    def __init__(self, after: int) -> None:
+        self.after = after
         self.hits = 0.0
-        self._exclusive = exclusive
-        self._after = after
-        self._tiers: list[tuple[OrderedDict[bytes, None], int]] = []
+        self.tiers: list[tuple[OrderedDict[bytes, None], int]] = []
 
     def fit(self, sizes: Sequence[int]) -> None:
         """The room of each tier, in keys."""
-        tiers = [one for one, _ in self._tiers]
+        tiers = [one for one, _ in self.tiers]
         tiers += [OrderedDict() for _ in sizes[len(tiers) :]]
-        self._tiers = list(zip(tiers, sizes, strict=True))
-        for kept, size in self._tiers:
+        self.tiers = list(zip(tiers, sizes, strict=True))
+        for kept, size in self.tiers:
             while len(kept) > size:
                 kept.popitem(last=False)
 
-    def asked(self, keys: Sequence[tuple[bytes, int]], counts: OrderedDict[bytes, int]) -> None:
-        """A prompt came, its end first; each key with how often it was touched."""
-        front, room = self._tiers[0]
-        below = self._tiers[1:]
-        for key, touches in keys:
-            if key in front:
+    @abstractmethod
+    def follow(self, steps: Sequence[_Step], touches: Touches) -> None:
+        """A prompt came, its end first: count what is found here, and do as the policy says."""
+
+
+class _Copies(_Trial):
+    """`Inclusive`."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__(after)
+        self.policy = Inclusive(after)
+
+    def follow(self, steps: Sequence[_Step], touches: Touches) -> None:
+        """What is asked for is used in every tier, or comes there."""
+        after = self.after
+        for block, count, missed, _ in steps:
+            found = False
+            for kept, room in self.tiers:
+                if block in kept:
+                    found = True
+                    kept.move_to_end(block)
+                elif count >= after:
+                    kept[block] = None
+                    if len(kept) > room:
+                        kept.popitem(last=False)
+            if missed and found:
                 self.hits += 1
-                front.move_to_end(key)
-                if not self._exclusive:
-                    self._admit(key, touches, below)
-            elif self._exclusive:
-                for kept, _ in below:
-                    if key in kept:
-                        self.hits += 1
-                        del kept[key]
-                        break
-                front[key] = None
-                if len(front) > room:
-                    self._demote(front.popitem(last=False)[0], counts)
-            else:
-                self.hits += any(key in kept for kept, _ in below)
-                front[key] = None
-                if len(front) > room:
-                    front.popitem(last=False)
-                self._admit(key, touches, below)
 
-    def _admit(
-        self, key: bytes, touches: int, below: Sequence[tuple[OrderedDict[bytes, None], int]]
-    ) -> None:
-        for kept, room in below:
-            if key in kept:
-                kept.move_to_end(key)
-            elif touches >= self._after:
-                kept[key] = None
-                if len(kept) > room:
-                    kept.popitem(last=False)
 
-    def _demote(self, key: bytes, counts: OrderedDict[bytes, int]) -> None:
-        for kept, room in self._tiers[1:]:
-            if counts.get(key, 0) < self._after:
+class _Moves(_Trial):
+    """`Exclusive`."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__(after)
+        self.policy = Exclusive(after)
+
+    def follow(self, steps: Sequence[_Step], touches: Touches) -> None:
+        """What memory misses leaves its tier, what memory gives up goes one down."""
+        for block, _, missed, evicted in steps:
+            if not missed:
+                continue
+            for kept, _ in self.tiers:
+                if block in kept:
+                    self.hits += 1
+                    del kept[block]
+                    break
+            if evicted is not None:
+                self._demote(evicted, touches)
+
+    def _demote(self, block: bytes, touches: Touches) -> None:
+        for kept, room in self.tiers:
+            if touches.count(block) < self.after:
                 return
-            kept[key] = None
+            kept[block] = None
             if len(kept) <= room:
                 return
-            key = kept.popitem(last=False)[0]
+            block = kept.popitem(last=False)[0]

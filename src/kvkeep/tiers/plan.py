@@ -220,6 +220,9 @@ class Touches:
             self._counts.popitem(last=False)
         return count
 
+    def __len__(self) -> int:
+        return len(self._counts)
+
     def count(self, block: bytes) -> int:
         """How many it were lately."""
         return self._counts.get(block, 0)
