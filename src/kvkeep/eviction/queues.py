@@ -110,8 +110,8 @@ class QueuePolicy(EvictionPolicy):
         return self._queue.pop()
 
     def put_back(self, entry: Entry) -> None:
-        """The entry just popped is next again: it is still the oldest."""
-        self._queue.push(entry, self.age(entry))
+        """The entry just popped is next again, before others of its age, too."""
+        self._queue.put_back(entry, self.age(entry))
 
     def __len__(self) -> int:
         return len(self._queue)
