@@ -34,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "store": {"tiers", "codecs", "backends"},
     "models": set(),
     "engine": {"cache", "store", "pages", "models"},
-    "integrations": {"cache", "store", "pages", "tiers", "backends"},
+    "integrations": {"cache", "prefix", "eviction", "store", "pages", "tiers", "backends"},
     "server": {
         "engine",
         "cache",
