@@ -18,14 +18,12 @@ from kvkeep.keys import as_namespace, root_key
 from kvkeep.whatif.curve import NAMESPACES, MissRatioCurve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from collections.abc import Sequence as SequenceOf
 
     import numpy.typing as npt
 
     from kvkeep.keys import Namespace, NamespaceLike
 
-    Datas = tuple[bytes, ...]
     Ints = npt.NDArray[np.int64]
     Words = npt.NDArray[np.uint64]
     Pages = npt.NDArray[np.int32]
@@ -39,7 +37,7 @@ _FEWEST_BLOCKS = 4096
 """A cache is told apart into so many blocks at least, where its pages are small enough."""
 
 _TOKEN_BYTES = 4
-_BATCH_BYTES = 1 << 20
+_AT_ONCE_BYTES = 1024
 _BATCH_PROMPTS = 256
 _WORTH_BYTES = 8192
 """Less than that is hashed again sooner than it is found."""
@@ -50,17 +48,19 @@ _SCRAMBLE = np.uint64(0xD6E8FEB86659FD93)
 
 
 class _Path:
-    """The keys of the blocks up to the end of a stored page; None until they are computed."""
+    """The keys of the first ``blocks`` blocks of some prompts, once they are computed."""
 
-    __slots__ = ("words",)
+    __slots__ = ("blocks", "words")
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
         self.words: Words | None = None
 
 
-_Prompt = tuple["Words | None", bytes, int, "Namespace", bool, "_Path | None", int]
-"""One that waits: the keys of its first blocks, its tokens, how many whole blocks they are, whether
-it was asked for, and who wants to have the keys of how many of them. Plain, for speed."""
+_Prompt = tuple["_Path | None", "bytes | Words", int, int, "Namespace", bool, "_Path | None"]
+"""One that waits: how it begins, if that is known; the tokens of its other blocks, or what they
+hash to; how many blocks and tokens it has, and its namespace; whether it was asked for; the path to
+be made of it. Plain, for speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,6 @@ class PromptWatch:
         weights = hashlib.shake_256(b"kvkeep what-if 1").digest(8 * width)
         self._weights = np.frombuffer(weights, "<u8") | np.uint64(1)
         self._waiting: list[_Prompt] = []
-        self._bytes = 0
         self._worth = max(self._block_pages, _WORTH_BYTES // (page_size * _TOKEN_BYTES))
         """So many cached pages."""
         self._paths: list[_Path | None] = [None] * num_pages
@@ -161,26 +160,33 @@ class PromptWatch:
             self._gone.clear()
 
     def _add(self, tokens: bytes, blocks: int, pages: Pages, space: Namespace, asked: bool) -> None:
-        known, path, cached = None, None, 0
-        new = len(tokens)
+        known, path, start = None, None, 0
         if len(pages) >= self._worth and blocks:
             cached = min(len(pages) // self._block_pages, blocks)
             known = self._known(pages, cached)
-            if known is None or len(known) < cached:
-                path = self._wanted(int(pages[cached * self._block_pages - 1]), cached)
             if known is not None:
-                new -= len(known) * self._block_bytes
-        self._waiting.append((known, tokens, blocks, space, asked, path, cached))
-        self._bytes += new
-        if self._bytes >= _BATCH_BYTES or len(self._waiting) >= _BATCH_PROMPTS:
+                start = known.blocks
+            if start < cached:
+                path = self._wanted(int(pages[cached * self._block_pages - 1]), cached)
+        size = self._block_bytes
+        new = (blocks - start) * size
+        part: bytes | Words
+        if new >= _AT_ONCE_BYTES:
+            # While the processor has them: to keep them would cost more than to hash them.
+            part = self._hash(tokens, new, start * size)
+        else:
+            part = tokens[start * size : blocks * size] if new else b""
+        length = len(tokens) // _TOKEN_BYTES + 1
+        self._waiting.append((known, part, blocks, length, space, asked, path))
+        if len(self._waiting) >= _BATCH_PROMPTS:
             self.flush()
 
-    def _known(self, pages: Pages, cached: int) -> Words | None:
-        """The keys of as many of the first ``cached`` blocks as somebody asked for before."""
+    def _known(self, pages: Pages, cached: int) -> _Path | None:
+        """What is remembered of the first ``cached`` blocks, or of as many as possible."""
         self._catch_up()
-        step, stored = self._block_pages, self._stored
+        step = self._block_pages
         last = int(pages[cached * step - 1])
-        if not stored[last]:  # the likely one first; then backwards
+        if not self._stored[last]:  # the likely one first; then backwards
             ends = pages[step - 1 : cached * step : step]
             found = np.flatnonzero(self._flags[ends])
             if not len(found):
@@ -188,9 +194,7 @@ class PromptWatch:
             last = int(ends[found[-1]])
         path = self._paths[last]
         assert path is not None, "a page without a path is marked"
-        if path.words is None:
-            self.flush()
-        return path.words
+        return path
 
     def _wanted(self, page: int, blocks: int) -> _Path:
         """The path that the keys up to ``page`` are going to be."""
@@ -198,7 +202,7 @@ class PromptWatch:
             self._paths = [None] * len(self._paths)
             self._flags[:] = 0
             self._kept = 0
-        path = self._paths[page] = _Path()
+        path = self._paths[page] = _Path(blocks)
         self._stored[page] = 1
         self._kept += blocks
         return path
@@ -245,50 +249,52 @@ class PromptWatch:
         """Hand what waits to the curve."""
         if not self._waiting:
             return
-        known, data, lengths, spaces, asked, paths, _ = zip(*self._waiting, strict=True)
-        waiting, self._waiting, self._bytes = self._waiting, [], 0
-        rows, parents = self._places(spaces)
+        known, parts, lengths, tokens, spaces, asked, paths = zip(*self._waiting, strict=True)
+        self._waiting = []
+        rows, roots = self._places(spaces)
         blocks = np.array(lengths, np.int64)
         first = np.zeros(len(blocks), np.int64)
-        warm = [number for number, words in enumerate(known) if words is not None]
-        for number in warm:
-            first[number] = len(known[number])
-            parents[number] = known[number][-1]
-        words = self._chain(data, first, blocks, parents)
+        warm = [number for number, path in enumerate(known) if path is not None]
         if warm:
-            words = np.concatenate(list(_woven(known, (blocks - first).tolist(), words)))
-        if any(paths):
-            self._found(waiting, words)
+            first[warm] = [path.blocks for path in known if path is not None]
+            roots[warm] = 0  # what they follow comes in the next step
+        new = blocks - first
+        words = self._chain(self._hashes(parts), first, new, roots)
+        if warm or any(paths):
+            words = _joined(known, words, new.tolist(), paths)
         mine = np.array(asked)
-        tokens = np.array(list(map(len, data)), np.int64) // _TOKEN_BYTES + 1
-        np.add.at(self._tokens, rows, tokens * mine)
+        np.add.at(self._tokens, rows, np.array(tokens, np.int64) * mine)
         np.add.at(self._blocks, rows, blocks * mine)
         self.curve.prompts(words, list(lengths), rows, list(asked))
 
-    def _found(self, waiting: list[_Prompt], words: Words) -> None:
-        """Give keys to who wanted to have them."""
-        end = 0
-        for _, _, blocks, _, _, path, cached in waiting:
-            if path is not None:
-                path.words = words[end : end + cached].copy()
-            end += blocks
-
-    def _chain(self, data: Datas, first: Ints, blocks: Ints, parents: Words) -> Words:
-        """The keys of the blocks from ``first`` on, of one prompt after the other."""
-        size = self._block_bytes
-        begins, ends = (first * size).tolist(), (blocks * size).tolist()
-        joined = b"".join(
-            one if not begin and end == len(one) else memoryview(one)[begin:end]
-            for one, begin, end in zip(data, begins, ends, strict=True)
+    def _hash(self, tokens: bytes, length: int, start: int = 0) -> Words:
+        """A number for each block in ``length`` bytes of tokens."""
+        values = np.frombuffer(tokens, self._dtype, length // self._dtype.itemsize, start)
+        width = len(self._weights)
+        found: Words = (
+            values * self._weights[0] if width == 1 else values.reshape(-1, width) @ self._weights
         )
-        words: Words
-        if len(self._weights) == 1:
-            words = np.frombuffer(joined, self._dtype) * self._weights[0]
-        else:
-            words = (
-                np.frombuffer(joined, self._dtype).reshape(-1, len(self._weights)) @ self._weights
-            )
-        new = blocks - first
+        return found
+
+    def _hashes(self, parts: tuple[bytes | Words, ...]) -> Words:
+        """The same of all parts, one after the other, of which some are hashed already."""
+        joined = b"".join([part for part in parts if type(part) is bytes])
+        words = self._hash(joined, len(joined))
+        done = [number for number, part in enumerate(parts) if type(part) is not bytes]
+        if not done:
+            return words
+        pieces: list[Words] = []
+        start = 0
+        for part in parts:
+            if isinstance(part, bytes):
+                if part:
+                    pieces.append(words[start : (start := start + len(part) // self._block_bytes)])
+            else:
+                pieces.append(part)
+        return np.concatenate(pieces)
+
+    def _chain(self, words: Words, first: Ints, new: Ints, parents: Words) -> Words:
+        """The keys of prompts' blocks from ``first`` on, from what the blocks hash to."""
         stops = np.cumsum(new)
         starts = stops - new
         place = np.arange(len(words)) + np.repeat(first - starts, new)
@@ -323,11 +329,22 @@ class PromptWatch:
         self.curve.check()
 
 
-def _woven(known: tuple[Words | None, ...], new: list[int], words: Words) -> Iterator[Words]:
-    """What was known of each prompt, and behind it what is new."""
+def _joined(
+    known: tuple[_Path | None, ...], words: Words, new: list[int], paths: tuple[_Path | None, ...]
+) -> Words:
+    """The keys of all blocks, from those of new ones, which do not yet follow what was known."""
+    pieces: list[Words] = []
     start = 0
-    for mine, count in zip(known, new, strict=True):
-        if mine is not None:
-            yield mine
-        yield words[start : start + count]
+    for before, count, path in zip(known, new, paths, strict=True):
+        mine = words[start : start + count]
         start += count
+        if before is not None:
+            assert before.words is not None, "paths are made in the order in which they are used"
+            pieces.append(before.words)
+            if count:
+                mine += before.words[-1]
+        pieces.append(mine)
+        if path is not None:
+            path.words = mine if before is None else np.concatenate((before.words, mine))  # type: ignore[arg-type]
+            path.words = path.words[: path.blocks].copy()
+    return np.concatenate(pieces)
