@@ -21,7 +21,7 @@ class ARC(OncePolicy):
 
     A run of pages has no name that outlives it, so what went is told from a `Directory` of blocks:
     the original algorithm over keys alone, as large as the memory it serves. Its border is the
-    memory's. Memory: about 400 bytes a block of it. Cost: about 1 µs a block of every prompt.
+    memory's. Memory: up to 500 bytes a block of it. Cost: about 0.5 µs a block of every prompt.
     """
 
     name = "arc"

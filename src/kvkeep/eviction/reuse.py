@@ -37,7 +37,7 @@ class Reuse(EvictionPolicy):
     what was counted. Where nothing is told of prompts, it is hits over age (hyperbolic caching).
 
     What comes back after it went, among the last ``remembered`` memories' worth of blocks, has a
-    hit. Memory: about 250 bytes for each of these. Cost: about 0.5 µs a block of every prompt, and
+    hit. Memory: about 300 bytes for each of these. Cost: about 1 µs a block of every prompt, and
     up to 72 queues to look into for a victim.
     """
 
@@ -76,7 +76,7 @@ class Reuse(EvictionPolicy):
         share = min(1.0, max(_SAMPLED, _LEAST / blocks))
         self._below = max(1, round(share * 65_536))
         self._most = max(1, round(share * blocks * self.remembered))
-        self._left = self._round = max(_LEAST // 2, round(share * blocks / 4))
+        self._left = self._round = max(_LEAST // 2, round(share * blocks))
         self._fade = 0.5 ** (self._round / (_HALF_LIFE * share * blocks))
 
     def asked(self, keys: Sequence[bytes]) -> int:
