@@ -15,11 +15,9 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvkeep.errors import InvalidValue, OutOfPages, whole
 from kvkeep.replay.latency import Times
-from kvkeep.replay.simulate import NOBODY, Stage
+from kvkeep.replay.simulate import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,6 +41,7 @@ def simulate_loop(
     cost: PrefillCost,
     page_tokens: int | None = None,
     prefix: str = "radix",
+    sessions: bool = False,
     max_running: int = 32,
     users: int | None = None,
     speed: float = 1.0,
@@ -67,7 +66,7 @@ def simulate_loop(
     each with mean, p50, p90 and p99; ``prefill_s``, what was computed, and ``saved_s``, what hits
     saved; ``span_s`` from the first coming to the last end, of which prompts were computed for
     ``utilisation``; ``rows`` is a histogram of ``ttft_s``. Times in all else of the outcome are
-    those of this clock.
+    those of this clock. What is not told here is as in `simulate`.
 
     Cost: some 50 µs a request more than `simulate`.
     """
@@ -77,7 +76,14 @@ def simulate_loop(
     if not 1 / _FASTEST <= speed <= _FASTEST:
         raise InvalidValue(f"speed is how many times faster than the trace, got {speed!r}")
     begun = time.perf_counter()
-    stage = Stage(workload, capacity_tokens, policy, page_tokens=page_tokens, prefix=prefix)
+    stage = Stage(
+        workload,
+        capacity_tokens,
+        policy,
+        page_tokens=page_tokens,
+        prefix=prefix,
+        sessions=sessions,
+    )
     calls = _Open(workload, speed) if users is None else _Closed(workload, users, speed)
     outcome = _Loop(stage, calls, cost, max_running).run(progress)
     outcome.seconds = time.perf_counter() - begun
@@ -238,10 +244,7 @@ class _Loop:
         with suppress(OutOfPages):
             if len(self._work.answer(number)):
                 self._answered[number] = stage.append_answer(number, sequence)
-            end = min(stage.length(number, answered=True), stage.pages * stage.paging.size)
-            if end > sequence.num_tokens:
-                sequence.append(np.full(end - sequence.num_tokens, NOBODY, np.int32))
-                sequence.copies()
+            stage.fill(number, sequence)
         self._computing = False
         self._times.first[number] = now
         seconds = self._cost.decode_s(int(self._work.output_tokens[number]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,9 @@ class Paging:
 
     By units (``page_tokens`` None): each unit is a page, the last of a prompt as well, full or not.
     That is how hit rates of traces of block ids are given in the literature. By tokens: a prompt
-    has all its tokens, pages of ``page_tokens`` are stored when they are full, and the last token
-    of a prompt is always computed, as an engine does it.
+    has all its tokens, pages of ``page_tokens`` are stored when they are full, the last token of a
+    prompt is always computed, and an answer has its pages while it is written, as an engine does
+    it.
     """
 
     unit_tokens: int
@@ -132,14 +134,31 @@ def _serve(stage: Stage, number: int, sequence: Sequence) -> None:
     keep = bool(stage.workload.store[number])
     if keep:
         stage.publish(number, sequence)
-        if len(stage.workload.answer(number)):
-            try:
-                published = stage.append_answer(number, sequence)
-            except OutOfPages:
-                pass  # as there is no room for it, nothing of it stays
-            else:
-                sequence.publish(published)
+    with suppress(OutOfPages):  # an engine ends an answer where there is no room for more
+        if stage.paging.page_tokens is not None:
+            _write(stage, number, sequence, keep=keep)
+        elif keep and len(stage.workload.answer(number)):
+            sequence.publish(stage.append_answer(number, sequence))
     sequence.close(keep=keep)
+
+
+def _write(stage: Stage, number: int, sequence: Sequence, *, keep: bool) -> None:
+    """The answer, as an engine writes it: each page is taken when the one before is full.
+
+    Whether a page was stored by then can be what a policy chooses the next victim by.
+    """
+    size = stage.paging.size
+    ids = stage.paging.answer(stage.workload.answer(number))
+    if len(ids):
+        sequence.truncate(stage.paging.whole_units(int(stage.workload.tokens[number])))
+    while len(ids):
+        count = size - sequence.num_tokens % size
+        sequence.append(ids[:count])
+        sequence.copies()
+        if keep:
+            sequence.publish()
+        ids = ids[count:]
+    stage.fill(number, sequence)
 
 
 class Stage:
@@ -248,6 +267,13 @@ class Stage:
         sequence.append(self.paging.answer(self.workload.answer(number)))
         sequence.copies()
         return sequence.num_tokens
+
+    def fill(self, number: int, sequence: Sequence) -> None:
+        """Take the pages for what the trace does not tell of an answer. Raises `OutOfPages`."""
+        end = min(self.length(number, answered=True), self.pages * self.paging.size)
+        if end > sequence.num_tokens:
+            sequence.append(np.full(end - sequence.num_tokens, NOBODY, np.int32))
+            sequence.copies()
 
     def done(self) -> Outcome:
         """What was found."""
