@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
-from paged_base import NAMESPACES, PICK
+from hypothesis.stateful import initialize, precondition, rule
+from paged_base import NAMESPACES, PICK, some_stored
 from paged_machine import PagedMachine
 from paged_model import PagedModel
 from paged_requests import FORM, room
 
 from kvkeep import InvalidValue
 from kvkeep.events import Evicted
+from kvkeep.eviction import POLICIES
 from kvkeep.testing.strategies import Recipe, recipes
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
     from kvkeep import Sequence
 
-NAMES = st.sampled_from(["a", "a", "b", "c", "d"])
+NAMES = st.sampled_from(["a", "b", "c", "d", "e"])
 TURN = st.sampled_from([None, None, None, 0, 1, 2])
-MOST = 3
+MOST = 6
 """Sessions that the cache may know."""
 
 
@@ -67,6 +68,7 @@ class HintedModel(PagedModel):
                 self.line.turn = turn
                 self.dead.update(self.own(self.line) - set(path))
         self.turn = turn
+        self.kept_before = self.kept()
 
     def enter(self, key: tuple[str, str]) -> NaiveLine:
         line = self.lines.setdefault(key, NaiveLine())
@@ -149,6 +151,7 @@ class HintedModel(PagedModel):
         with self.cache._core:
             self.cache._core.sessions.settle()
         self.settle()
+        self.kept_before = self.kept()
 
     def end(self) -> None:
         super().end()
@@ -161,7 +164,8 @@ class HintedModel(PagedModel):
         assert sessions.num_awaited == len(self.kept()), "what is awaited"
 
     def _judge_evictions(self) -> None:
-        # Gone pages are still in `owner` and `dead`; `kept` needs the index, so it was noted.
+        # Gone pages are still in `owner` and `dead`. What lay before one that was awaited is kept
+        # no more once that has gone: so it is looked at as it was.
         gone: set[int] = set()
         for event in self.events:
             if isinstance(event, Evicted) and event.reason in {"pressure", "asked"}:
@@ -175,11 +179,10 @@ class HintedModel(PagedModel):
         if gone - self.dead:
             assert not left & self.dead, "something living went before what is dead"
         awaited = {page for page in gone - self.dead if self.owner[page] in self.away}
-        left_kept = self.kept()
         if awaited:
-            assert not left - left_kept, "what is awaited went before what is not"
+            assert not left - self.kept_before, "what is awaited went before what is not"
         elif self.eviction == "lru" and gone - self.dead:
-            used = [self.recency[page] for page in left - left_kept]
+            used = [self.recency[page] for page in left - self.kept_before]
             newest = max(self.recency[page] for page in gone - self.dead)
             assert newest <= min(used, default=newest), "not least recently used"
 
@@ -190,6 +193,19 @@ class Hints(PagedMachine):
     model: HintedModel
     make_model = HintedModel
 
+    @initialize(
+        page_size=st.sampled_from([2, 1, 3, 4]),
+        num_pages=st.sampled_from([8, 6, 12, 16, 4]),
+        eviction=st.sampled_from(["lru", "lru", *sorted(POLICIES)]),
+        budget=st.integers(0, 5),
+        most_live=st.sampled_from([1, 2, 3]),
+    )
+    def make(
+        self, page_size: int, num_pages: int, eviction: str, budget: int, most_live: int
+    ) -> None:
+        """Pools in which there is room for something to be awaited."""
+        super().make(page_size, num_pages, eviction, budget, most_live)
+
     @precondition(room)
     @rule(recipe=recipes(), form=FORM, namespace=NAMESPACES, session=NAMES, turn=TURN)
     def open_in_session(
@@ -198,17 +214,27 @@ class Hints(PagedMachine):
         self.start(recipe, form, namespace, session=session, turn=turn)
 
     @precondition(room)
-    @rule(recipe=recipes(), namespace=NAMESPACES, session=NAMES, turn=TURN)
-    def take_a_turn(self, recipe: Recipe, namespace: str, session: str, turn: int | None) -> None:
-        """A whole request, from its beginning to its end."""
+    @rule(talk=st.lists(st.tuples(recipes(), NAMES, TURN), min_size=1, max_size=4), to=NAMESPACES)
+    def talk(self, talk: list[tuple[Recipe, str, int | None]], to: str) -> None:
+        """Whole requests, one after the other: this is what fills a cache."""
         model = self.model
-        running = len(model.live)
-        self.start(recipe, "list", namespace, session=session, turn=turn)
-        model.end()
-        if len(model.live) > running:
-            self.compute_and_publish(model.live[-1], 0)
+        for recipe, session, turn in talk:
+            running = len(model.live)
+            self.start(recipe, "list", to, session=session, turn=turn)
             model.end()
-            self.finish(model.live[-1], keep=True)
+            if len(model.live) > running:
+                self.compute_and_publish(model.live[-1], 0)
+                model.end()
+                self.finish(model.live[-1], keep=True)
+                model.end()
+
+    @precondition(some_stored)
+    @rule(pages=st.integers(1, 3))
+    def evict(self, pages: int) -> None:
+        model = self.model
+        model.begin()
+        gone = model.evictable()
+        assert self.cache.evict(pages) == len(self.evicted()) == min(pages, len(gone))
 
     @precondition(lambda self: bool(self.model.lines))
     @rule(
@@ -218,11 +244,22 @@ class Hints(PagedMachine):
     )
     def hint(self, number: int, what: str, eta: float) -> None:
         """About a session that is known, or one that is not."""
+        keys = [*self.model.lines, *self.model.lines, ("", "stranger")]
+        self.tell(keys[number % len(keys)], what, eta)
+
+    @precondition(lambda self: bool(self.model.lines))
+    @rule(skip=st.integers(0, 3), eta=st.sampled_from([1, 2, 60]))
+    def all_go_away(self, skip: int, eta: float) -> None:
+        """All but one."""
+        keys = list(self.model.lines)
+        for key in keys[:skip] + keys[skip + 1 :]:
+            self.tell(key, "suspend", eta)
+            self.model.end()
+
+    def tell(self, key: tuple[str, str], what: str, eta: float) -> None:
         model = self.model
         model.begin()
-        keys = [*model.lines, *model.lines, ("", "stranger")]
-        key = namespace, session = keys[number % len(keys)]
-        handle = self.cache.session(session, namespace)
+        handle = self.cache.session(key[1], key[0])
         assert handle.known == (key in model.lines)
         own = model.own(model.lines[key]) if key in model.lines else set()
         assert handle.num_pages == len(own)

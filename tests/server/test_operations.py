@@ -176,6 +176,7 @@ def test_the_document_describes_what_there_is(server):
     assert set(document["paths"]) == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
         "/tokenize", "/detokenize", "/health", "/metrics", "/kv/stats", "/kv/tree", "/kv/clear",
+        "/kv/sessions/{session}",
     }  # fmt: skip
     names = set(document["components"]["schemas"])
     assert "ErrorAnswer" in names

@@ -36,6 +36,6 @@ def test_what_the_document_says_is_so(start_server, tmp_path):
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         # All of it was tried, and not only refused.
-        assert "11 selected / 11 total" in done.stdout
+        assert "12 selected / 12 total" in done.stdout
         assert server.engine.stats().finished > 20
         server.assert_idle()

@@ -102,5 +102,5 @@ class CompletionQuestion(SamplingQuestion):
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
             raise wrong("best_of", "cannot stream: which answers are best shows at the end")
         if len(self.prompt) > 1 and self.extras.session is not None:
-            raise wrong("kvkeep.session", "is one conversation; send its prompts one by one")
+            raise wrong("prompt", "is one where there is a session; send them one by one")
         return self
