@@ -38,6 +38,20 @@ def test_findings():
     ]
 
 
+def test_times_to_first_token():
+    def timed(capacity, half, most):
+        ttft = {"ttft_s": {"p50": half, "p99": most, "mean": 9}}
+        return made("lru", capacity, misses={}, latency=ttft)
+
+    first = "With 1 k tokens and lru, half of the requests have their first token within 2 s, and "
+    assert said(timed(1000, 2, 90))[-1] == first + "99 of 100 within 1.5 min."
+    assert said(timed(9000, 0.25, 1), timed(1000, 2, 90))[-1] == (
+        first + "99 of 100 within 1.5 min; with 9 k within 250 ms and 1 s."
+    )
+    nothing = made("lru", latency={"ttft_s": {}}, misses={})
+    assert len(said(nothing)) == 1
+
+
 def test_bounds_alone():
     assert said(made("belady", 2000, 40)) == [
         "With 2 k tokens, no policy can reuse more than 40.0 %."

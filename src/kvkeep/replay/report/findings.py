@@ -68,6 +68,7 @@ def findings(found: Arranged, prices: Prices | None, span_s: float) -> list[str]
         capacities = [one.capacity_tokens for one in usual.outcomes]
         said += [_capacity(found, usual, one) for one in _some(capacities)]
         said += _why(usual)
+        said += _waits(usual)
     elif found.belady is not None:
         said += [
             f"With {tokens(one.capacity_tokens)} tokens, no policy can reuse more than "
@@ -140,6 +141,26 @@ def _median(rows: Sequence[Sequence[float]]) -> float | None:
         if seen >= half:
             return rows[number + 1][0] if number + 1 < len(rows) else row[0]
     return None
+
+
+def _waits(usual: Line) -> Iterator[str]:
+    """Times to first token with the least memory and with the most, where there are any."""
+    timed = [
+        (outcome.capacity_tokens, times["p50"], times["p99"])
+        for outcome in usual.outcomes
+        if {"p50", "p99"} <= set(times := outcome.latency.get("ttft_s") or {})
+    ]
+    if not timed:
+        return
+    capacity, half, most = timed[0]
+    said = (
+        f"With {tokens(capacity)} tokens and {usual.name}, half of the requests have their first "
+        f"token within {duration(half)}, and 99 of 100 within {duration(most)}"
+    )
+    if len(timed) > 1:
+        capacity, half, most = timed[-1]
+        said += f"; with {tokens(capacity)} within {duration(half)} and {duration(most)}"
+    yield f"{said}."
 
 
 def _refused(found: Arranged) -> Iterator[str]:

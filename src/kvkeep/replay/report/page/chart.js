@@ -18,9 +18,9 @@ const roomFor = (ticks, low, high, width) => {
 };
 
 class Chart {
-  // `spec` is asked for anew at each drawing: {x, xName, xLabel, xPad, xTicks(low, high, width), xText(index),
-  // yText, yTick, series: [{name, values, colour, dash, width, stepped, points, fill}]}, or
-  // null where there is nothing to draw.
+  // `spec` is asked for anew at each drawing: {x, xName, xLabel, xPad, xTicks(low, high, width),
+  // xText(index), yText, yTick, yLog, series: [{name, values, colour, dash, width, stepped, points,
+  // fill, behind}]}, or null where there is nothing to draw.
   constructor(figure, spec) {
     this.figure = figure;
     this.host = figure.querySelector(".plot");
@@ -70,7 +70,7 @@ class Chart {
           const pad = high > low ? (high - low) * (spec.xPad || 0) : 0.5;
           return [low - pad, high + pad];
         }},
-        y: {range: (_, low, high) => [0, high > 0 ? high * 1.06 : 1]},
+        y: spec.yLog ? {distr: 3} : {range: (_, low, high) => [0, high > 0 ? high * 1.06 : 1]},
       },
       axes: [
         {
@@ -81,12 +81,12 @@ class Chart {
               plot.bbox.width / devicePixelRatio);
             return ticks.map(([at]) => at);
           },
-          values: (_, splits) => splits.map((at) => (ticks.find((tick) => tick[0] === at) || ["", ""])[1]),
+          values: () => ticks.map(([, text]) => text),
         },
         {
           stroke: axis, grid, ticks: {show: false}, font: FONT, space: 44,
           size: (_, values) => 16 + 7 * Math.max(3, ...(values || []).map((text) => text.length)),
-          values: (_, splits) => splits.map((at) => spec.yTick(at)),
+          values: (_, splits) => splits.map((at) => (at === null ? "" : spec.yTick(at))),
         },
       ],
       series: [{}, ...spec.series.map((one) => ({

@@ -43,7 +43,8 @@ const byCapacity = (figure, yText, extra) => {
   const ticks = [...new Set(series.filter((one) => one.points).flatMap((one) =>
     one.rows.map((row) => row[0])))].sort((a, b) => a - b);
   return {
-    x: capacities.map(Math.log2), xPad: 0.04, xName: "capacity", xLabel: "capacity, tokens", yText, yTick: yText, series,
+    x: capacities.map(Math.log2), xPad: 0.04, xName: "capacity", xLabel: "capacity, tokens",
+    yText, yTick: yText, series,
     xTicks: () => ticks.map((at) => [Math.log2(at), tokens(at)]),
     xText: (at) => `${tokens(capacities[at])} tokens`,
   };
@@ -73,7 +74,11 @@ const rates = () => {
 
 const ttft = () => {
   const chosen = document.getElementById("percentile").value;
-  return byCapacity((one) => one.ttft && one.ttft[chosen], seconds, []);
+  const spec = byCapacity((one) => one.ttft && one.ttft[chosen], seconds, []);
+  const times = spec.series.flatMap((one) => one.values).filter((value) => value !== null);
+  spec.yLog = Math.min(...times) > 0 && Math.max(...times) > 20 * Math.min(...times);
+  if (spec.yLog) spec.yTick = (value) => (value < 1 ? `${short(1000 * value)} ms` : `${value} s`);
+  return spec;
 };
 
 // Each point is on a row of its own: two may have the same hit rate.
@@ -114,11 +119,13 @@ const time = () => {
   const series = chosenDetails().map((one) => (
     {name: one.name, width: 1.5, ...painted(one.name), rows: one.time}));
   if (data.infinite) {
-    series.unshift({name: "infinite", ...painted("infinite"), dash: [2, 4], rows: data.infinite.time});
+    series.unshift(
+      {name: "infinite", ...painted("infinite"), dash: [2, 4], rows: data.infinite.time});
   }
   const x = joined(series);
   return {
-    x, series, xName: "until", xLabel: "since the trace began", xText: (at) => `at ${seconds(x[at])}`, yText: share,
+    x, series, xName: "until", xLabel: "since the trace began",
+    xText: (at) => `at ${seconds(x[at])}`, yText: share,
     yTick: (value) => `${+(100 * value).toFixed(1)} %`,
     xTicks: (low, high, width) => {
       const step = STEPS.find((one) => (high - low) / one * 72 <= width) || 365 * DAY;
@@ -131,8 +138,8 @@ const time = () => {
   };
 };
 
-const MOMENTS = [0.001, 0.004, 0.015, 0.0625, 0.25, 1, 4, 15, MINUTE, 4 * MINUTE, 15 * MINUTE, HOUR, 4 * HOUR, 12 * HOUR,
-  DAY, 4 * DAY, 20 * DAY];
+const MOMENTS = [0.001, 0.004, 0.015, 0.0625, 0.25, 1, 4, 15, MINUTE, 4 * MINUTE, 15 * MINUTE,
+  HOUR, 4 * HOUR, 12 * HOUR, DAY, 4 * DAY, 20 * DAY];
 // What was as short as `lowest`, or shorter, is counted in the first step.
 const histogram = (field, xLabel, lowest, all) => () => {
   const closed = (rows) => {  // an end for the last step
@@ -142,15 +149,15 @@ const histogram = (field, xLabel, lowest, all) => () => {
   const series = chosenDetails().filter((one) => one[field].length).map((one) => (
     {name: one.name, stepped: true, width: 1.5, ...painted(one.name), rows: closed(one[field])}));
   if (all && data.infinite && data.infinite[field].length) {
-    series.unshift({name: "infinite", stepped: true, ...painted("infinite"), dash: undefined, width: 1,
-      fill: colour("shade"), rows: closed(data.infinite[field])});
+    series.unshift({name: "infinite", stepped: true, ...painted("infinite"), dash: undefined,
+      width: 1, fill: colour("shade"), rows: closed(data.infinite[field])});
   }
   const from = joined(series);
   return {
     x: from.map(Math.log2), series, xName: "time", xPad: 0.01, xLabel,
     xText: (at) => (from[at] <= lowest ? `up to ${seconds(from[at] * 2 ** 0.25)}` :
       `from ${seconds(from[at])}`), yText: tokens, yTick: tokens,
-    xTicks: () => MOMENTS.map((at) => [Math.log2(at), at <= lowest ? "0" : at < 1 ? `${1000 * at} ms` : moment(at)]),
+    xTicks: () => MOMENTS.map((at) => [Math.log2(at), at <= lowest ? "0" : moment(at)]),
   };
 };
 

@@ -24,6 +24,7 @@ const seconds = (value) => {
 };
 const brief = (value) => (value === 1 || value % 1 === 0 ? String(value) : short(value));
 const moment = (value) => {  // a round time, for an axis
+  if (value < 1) return `${1000 * value} ms`;
   const [size, unit] = value >= DAY ? [DAY, "d"] : value >= HOUR ? [HOUR, "h"]
     : value >= MINUTE ? [MINUTE, "min"] : [1, "s"];
   return `${brief(value / size)} ${unit}`;
