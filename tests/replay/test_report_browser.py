@@ -202,6 +202,21 @@ def test_lines_are_switched(opened, report):
         assert button.get_attribute("aria-pressed") == "true"
 
 
+def test_dragging_looks_closer_and_escape_goes_back(opened, report):
+    with opened(report) as page:
+        page.locator('[data-chart="rates"] .u-over').scroll_into_view_if_needed()
+        before = page.evaluate(PICTURE)
+        box = figure(page, "rates").locator(".u-over").bounding_box()
+        page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 50)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60, steps=4)
+        page.mouse.up()
+        closer = redrawn(page, before).json_value()
+        figure(page, "rates").locator(".plot").focus()
+        page.keyboard.press("Escape")
+        assert redrawn(page, closer).json_value() == before
+
+
 def test_another_capacity_draws_and_fills_anew(opened, report, outcomes):
     lines = {(one.policy, one.capacity_tokens): one for one in outcomes[1]}
     with opened(report) as page:
