@@ -14,7 +14,7 @@ PATHS = ["abc", "abd", "xyz", "abc", "abd", "uvw", "xyz", "abc"]
 
 
 def figures(outcomes):
-    return sorted((one.policy, one.capacity_tokens, one.hit_blocks) for one in outcomes)
+    return sorted((one.policy, one.capacity_tokens, one.hit_blocks) for _, one in outcomes)
 
 
 @pytest.fixture

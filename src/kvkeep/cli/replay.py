@@ -16,6 +16,7 @@ from kvkeep.errors import InvalidValue, MissingExtra, require, whole
 from kvkeep.eviction import POLICIES
 from kvkeep.geometry import KVGeometry, parse_bytes
 from kvkeep.replay import BELADY, BOUNDS, INFINITE, Journal, Run, Workload, replay
+from kvkeep.tiers import TIERINGS
 
 if TYPE_CHECKING:
     import argparse
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvkeep.cli.model import Commands
     from kvkeep.replay import Outcome
+    from kvkeep.replay.report import Prices
 
 __all__ = ["add_parser", "add_replay_arguments", "bar", "parse_tokens", "read_workload", "run"]
 
@@ -46,7 +48,8 @@ def add_parser(commands: Commands) -> None:
         "--capacity",
         metavar="LIST",
         required=True,
-        help="memories to try, in tokens: 3M,5M,10M; or in bytes, with --model: 40GiB,80GiB",
+        help="memories to try, in tokens: 3M,5M,10M; or in bytes, with --model: 40GiB,80GiB; with "
+        "tiers below, fastest first: 1M+8M",
     )
     parser.add_argument(
         "--policy",
@@ -55,6 +58,40 @@ def add_parser(commands: Commands) -> None:
         help=f"eviction policies to try, of {', '.join(POLICIES)}; or bounds, of "
         f"{', '.join(BOUNDS)}; lru+sessions is told which requests belong together, if the trace "
         "tells (default: lru,2q,adaptive)",
+    )
+    parser.add_argument(
+        "--tiering",
+        metavar="LIST",
+        default="inclusive,exclusive,adaptive",
+        help=f"what moves where, if there are tiers: of {', '.join(TIERINGS)} "
+        "(default: inclusive,exclusive,adaptive)",
+    )
+    loop = parser.add_argument_group("time to the first token")
+    loop.add_argument(
+        "--cost",
+        metavar="FILE",
+        type=Path,
+        help="what a prompt costs, as `kvkeep calibrate` measures it: requests then wait in line",
+    )
+    loop.add_argument(
+        "--users",
+        metavar="N",
+        type=int,
+        help="with --cost: so many users, each of whom waits for an answer before asking again "
+        "(default: requests come at their times)",
+    )
+    prices = parser.add_argument_group("cost of a month, in the report")
+    prices.add_argument(
+        "--gpu-hour", metavar="PRICE", type=float, help="of what computes prompts, an hour"
+    )
+    prices.add_argument(
+        "--prefill-speed", metavar="N", type=float, help="prompt tokens it computes a second"
+    )
+    prices.add_argument(
+        "--memory-price", metavar="PRICE", type=float, help="of a GiB of memory, a month"
+    )
+    prices.add_argument(
+        "--disk-price", metavar="PRICE", type=float, help="of a GiB below memory, a month"
     )
     parser.add_argument(
         "--no-bounds",
@@ -101,20 +138,17 @@ def run(args: argparse.Namespace) -> int:
     """Replay, and say what came of it."""
     if args.out is not None and args.out.suffix.lower() not in {".html", ".htm"}:
         raise InvalidValue(f"--out is an HTML file, such as report.html; got {str(args.out)!r}")
-    sizes = [parse_tokens(part, args.model) for part in _parts("--capacity", args.capacity)]
-    policies = _parts("--policy", args.policy)
-    if not args.no_bounds and not args.json:
-        policies += [bound for bound in BOUNDS if bound not in policies]
-    runs = _runs(policies, sizes, args)
+    prices = _prices(args)
+    runs = planned_runs(args, bounds=not args.no_bounds and not args.json)
     workload = read_workload(args)
-    outcomes = _replayed(workload, runs, args)
+    outcomes = replayed(workload, runs, args)
     if args.out is not None:
-        _report(workload, outcomes, args)
+        report(workload, outcomes, args, prices)
     if args.json:
         for outcome in outcomes:
             print(json.dumps(outcome.as_dict()))
     else:
-        _print(workload, outcomes)
+        _print(workload, runs, outcomes)
     return 0
 
 
@@ -144,14 +178,46 @@ def read_workload(args: argparse.Namespace) -> Workload:
         return Workload.read(trace, progress)
 
 
-def _report(workload: Workload, outcomes: Sequence[Outcome], args: argparse.Namespace) -> None:
+def report(
+    workload: Workload,
+    outcomes: Sequence[Outcome],
+    args: argparse.Namespace,
+    prices: Prices | None = None,
+    advice: str | None = None,
+) -> None:
+    """Write the page that ``--out`` names, and what lies beside it."""
     from kvkeep.replay.report import write_report  # noqa: PLC0415 - only where one is asked for
 
     command = shlex.join(["kvkeep", *sys.argv[1:]])
     written = write_report(
-        outcomes, args.out, trace=facts(workload), prices=None, command=command, advice=None
+        outcomes, args.out, trace=facts(workload), prices=prices, command=command, advice=advice
     )
     print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)
+    if not any(path.suffix == ".png" for path in written):
+        print("no PNG: that takes pip install 'kvkeep[report]'", file=sys.stderr)
+
+
+def _prices(args: argparse.Namespace) -> Prices | None:
+    from kvkeep.replay.report import Prices  # noqa: PLC0415 - only where one is asked for
+
+    given = {
+        "--gpu-hour": args.gpu_hour,
+        "--prefill-speed": args.prefill_speed,
+        "--memory-price": args.memory_price,
+        "--model": args.model,
+    }
+    if args.gpu_hour is None and args.memory_price is None and args.disk_price is None:
+        return None
+    missing = [option for option, value in given.items() if value is None]
+    if missing:
+        raise InvalidValue(f"for the cost of a month {', '.join(missing)} is needed, too")
+    return Prices(
+        gpu_hour=args.gpu_hour,
+        memory_gib_month=args.memory_price,
+        disk_gib_month=args.disk_price or 0.0,
+        kv_bytes_per_token=KVGeometry.from_config(args.model).bytes_per_token,
+        prefill_tokens_per_s=args.prefill_speed,
+    )
 
 
 def _parts(option: str, text: str) -> list[str]:
@@ -161,16 +227,42 @@ def _parts(option: str, text: str) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def _runs(policies: Sequence[str], sizes: Sequence[int], args: argparse.Namespace) -> list[Run]:
+def planned_runs(args: argparse.Namespace, *, bounds: bool) -> list[Run]:
+    """A replay for each policy and capacity that was asked for."""
+    sizes = [_capacities(part, args.model) for part in _parts("--capacity", args.capacity)]
+    policies = _parts("--policy", args.policy)
+    if bounds:
+        policies += [bound for bound in BOUNDS if bound not in policies]
+    cost = None
+    if args.cost is not None:
+        from kvkeep.replay.costs import PrefillCost  # noqa: PLC0415 - only where one is named
+
+        cost = PrefillCost.read(args.cost)
     runs = []
     for policy in policies:
-        for size in sizes if policy != INFINITE else [0]:
-            exact = None if policy in BOUNDS else args.page
-            runs.append(Run(policy, size, exact, args.prefix))
+        if policy == INFINITE:
+            runs.append(Run(INFINITE, 0))
+            continue
+        for first, *below in sizes:
+            if policy in BOUNDS:
+                runs.append(Run(policy, first, below=tuple(below)))
+            elif below:
+                runs += [
+                    Run(policy, first, args.page, args.prefix, tuple(below), tiering)
+                    for tiering in _parts("--tiering", args.tiering)
+                ]
+            else:
+                runs.append(Run(policy, first, args.page, args.prefix, cost=cost, users=args.users))
     return list(dict.fromkeys(runs))
 
 
-def _replayed(workload: Workload, runs: Sequence[Run], args: argparse.Namespace) -> list[Outcome]:
+def _capacities(text: str, model: Path | None) -> list[int]:
+    """Of one memory, or of tiers with a plus between them."""
+    return [parse_tokens(part.strip(), model) for part in text.split("+")]
+
+
+def replayed(workload: Workload, runs: Sequence[Run], args: argparse.Namespace) -> list[Outcome]:
+    """Outcomes in the order of ``runs``; with ``--out`` those that are known are not redone."""
     journal = None
     if args.out is not None:
         path = args.out.with_suffix(".runs.jsonl")
@@ -181,11 +273,10 @@ def _replayed(workload: Workload, runs: Sequence[Run], args: argparse.Namespace)
         if done:
             print(f"{done} of {len(runs)} replays were done before ({path})", file=sys.stderr)
     jobs = whole("--jobs", args.jobs, 1) if args.jobs is not None else os.cpu_count() or 1
+    found: dict[Run, Outcome] = {}
     with bar("replaying", len(runs) * len(workload)) as advance:
-        found = list(replay(workload, runs, jobs=jobs, journal=journal, progress=advance))
-    order = {(run.policy, run.capacity_tokens): place for place, run in enumerate(runs)}
-    found.sort(key=lambda one: order.get((one.policy, one.capacity_tokens), len(order)))
-    return found
+        found.update(replay(workload, runs, jobs=jobs, journal=journal, progress=advance))
+    return [found[run] for run in runs]
 
 
 @contextmanager
@@ -224,25 +315,42 @@ def facts(workload: Workload) -> dict[str, Any]:
     }
 
 
-def _print(workload: Workload, outcomes: Sequence[Outcome]) -> None:
+def _print(workload: Workload, runs: Sequence[Run], outcomes: Sequence[Outcome]) -> None:
     known = facts(workload)
     print(
         f"{workload.name}: {known['requests']:,} requests, {known['tokens']:,} prompt tokens in "
         f"{known['span_s'] / 60:,.0f} minutes"
         + (f"; {workload.skipped:,} lines skipped" if workload.skipped else "")
     )
-    sizes = list(dict.fromkeys(o.capacity_tokens for o in outcomes if o.policy != INFINITE))
-    by = {(o.policy, o.capacity_tokens): o for o in outcomes}
+    sizes = list(dict.fromkeys(_memory(run) for run in runs if run.policy != INFINITE))
+    by = {(run.name, _memory(run)): one for run, one in zip(runs, outcomes, strict=True)}
+    endless = next((one for one in outcomes if one.policy == INFINITE), None)
     rows = []
-    for policy in dict.fromkeys(outcome.policy for outcome in outcomes):
-        if policy == INFINITE:
-            continue
-        cells = [_share(by.get((policy, size))) for size in sizes]
-        rows.append([_LABELS.get(policy, policy), *cells])
-    endless = next((o for o in outcomes if o.policy == INFINITE), None)
-    if endless is not None:
-        rows.append([_LABELS[INFINITE], *[_share(endless)] * len(sizes)])
-    _table(["blocks reused", *(_amount(size) for size in sizes)], rows)
+    for name in dict.fromkeys(run.name for run in runs):
+        if name == INFINITE:
+            cells = [_share(endless)] * len(sizes)
+        else:
+            cells = [_share(by.get((name, size))) for size in sizes]
+        rows.append([_LABELS.get(name, name), *cells])
+    _table(["blocks reused", *(" + ".join(map(_amount, size)) for size in sizes)], rows)
+    timed = [one for one in outcomes if one.latency]
+    if timed:
+        names = ("p50", "p90", "p99")
+        _table(
+            ["seconds to the first token", *names, "saved"],
+            [
+                [
+                    f"{one.policy}, {_amount(one.capacity_tokens)}",
+                    *(f"{one.latency['ttft_s'][name]:.2f}" for name in names),
+                    f"{one.latency['saved_s']:,.0f} s",
+                ]
+                for one in timed
+            ],
+        )
+
+
+def _memory(run: Run) -> tuple[int, ...]:
+    return (run.capacity_tokens, *run.below)
 
 
 _LABELS = {BELADY: "best possible", INFINITE: "endless memory"}

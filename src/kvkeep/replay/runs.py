@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.errors import InvalidValue, whole
 from kvkeep.eviction import POLICIES
 from kvkeep.replay.bounds import BELADY, INFINITE, belady, infinite
+from kvkeep.replay.loop import simulate_loop
 from kvkeep.replay.outcome import Outcome
 from kvkeep.replay.simulate import SESSIONS, Paging, simulate
+from kvkeep.replay.tiered import simulate_tiers
+from kvkeep.tiers import tiering
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from kvkeep.replay.costs import PrefillCost
     from kvkeep.replay.workload import Workload
 
 __all__ = ["BOUNDS", "Journal", "Run", "replay"]
@@ -33,13 +37,20 @@ _VERSION = 1  # of what replays find: what an older one found is not taken over
 class Run:
     """One replay: a policy (or a bound) with a capacity.
 
-    A policy is one of `kvkeep.eviction.POLICIES`, or one of them and ``+sessions``. Raises `InvalidValue` for what is none.
+    A policy is one of `kvkeep.eviction.POLICIES`, or one of them and ``+sessions``. With ``below``
+    there are tiers of so many tokens below the first of ``capacity_tokens``, and ``tiering`` says
+    what moves where (`kvkeep.tiers.tiering`). With ``cost`` the replay takes its time, and
+    ``users`` may ask one after the other (`simulate_loop`). Raises `InvalidValue` for what is none.
     """
 
     policy: str
     capacity_tokens: int
     page_tokens: int | None = None
     prefix: str = "radix"
+    below: tuple[int, ...] = ()
+    tiering: str = "inclusive"
+    cost: PrefillCost | None = None
+    users: int | None = None
 
     def __post_init__(self) -> None:
         if self.eviction not in POLICIES and self.policy not in BOUNDS:
@@ -49,7 +60,34 @@ class Run:
                 f"{SESSIONS} behind it a policy is told of sessions"
             )
         if self.policy != INFINITE:
-            whole("capacity", self.capacity_tokens, 1)
+            for capacity in (self.capacity_tokens, *self.below):
+                whole("capacity", capacity, 1)
+        if self.below and self.policy not in BOUNDS:
+            self._check_tiers()
+        if self.users is not None and self.cost is None:
+            raise InvalidValue("users wait for answers: what prompts cost has to be known")
+
+    def _check_tiers(self) -> None:
+        tiering(self.tiering)
+        for what, given in (
+            ("sessions", self.policy.endswith(SESSIONS)),
+            ("pages by tokens", self.page_tokens is not None),
+            ("a closed loop", self.cost is not None),
+        ):
+            if given:
+                raise InvalidValue(f"tiers are replayed by blocks alone: not with {what}")
+
+    @property
+    def name(self) -> str:
+        """What its outcome's policy is called."""
+        if self.below and self.policy not in BOUNDS:
+            return f"{self.policy}/{self.tiering}"
+        return self.policy
+
+    @property
+    def total_tokens(self) -> int:
+        """Of all tiers."""
+        return self.capacity_tokens + sum(self.below)
 
     @property
     def eviction(self) -> str:
@@ -60,7 +98,8 @@ class Run:
         """Raise `InvalidValue` if it cannot be run on ``workload``."""
         if self.policy != INFINITE:
             page = None if self.policy in BOUNDS else self.page_tokens
-            Paging(workload.unit_tokens, page).pages(self.capacity_tokens)
+            for capacity in (self.capacity_tokens, *self.below):
+                Paging(workload.unit_tokens, page).pages(capacity)
         if self.policy.endswith(SESSIONS) and not (workload.session >= 0).any():
             raise InvalidValue(f"{self.policy} needs sessions; {workload.name} knows of none")
 
@@ -69,7 +108,24 @@ class Run:
         if self.policy == INFINITE:
             return infinite(workload, progress)
         if self.policy == BELADY:
-            return belady(workload, self.capacity_tokens, progress)
+            return belady(workload, self.total_tokens, progress)
+        if self.below:
+            capacities = (self.capacity_tokens, *self.below)
+            return simulate_tiers(
+                workload, capacities, self.tiering, self.policy, progress=progress
+            )
+        if self.cost is not None:
+            return simulate_loop(
+                workload,
+                self.capacity_tokens,
+                self.eviction,
+                cost=self.cost,
+                users=self.users,
+                sessions=self.policy.endswith(SESSIONS),
+                page_tokens=self.page_tokens,
+                prefix=self.prefix,
+                progress=progress,
+            )
         return simulate(
             workload,
             self.capacity_tokens,
@@ -88,8 +144,8 @@ def replay(
     jobs: int = 1,
     journal: Journal | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Iterator[Outcome]:
-    """The outcomes of ``runs``, each as soon as it is there, in any order.
+) -> Iterator[tuple[Run, Outcome]]:
+    """``runs`` and their outcomes, each as soon as it is there, in any order.
 
     ``jobs`` processes work at once, each with a copy of the workload. What ``journal`` has is not
     done again, and it is given what is. ``progress`` is told how many more requests were replayed.
@@ -106,12 +162,12 @@ def replay(
         else:
             if progress is not None:
                 progress(len(workload))
-            yield known
+            yield run, known
     together = _here if jobs == 1 or len(left) < 2 else _in_processes
     for run, outcome in together(workload, left, min(jobs, len(left)), progress):
         if journal is not None:
             journal.add(workload, run, outcome)
-        yield outcome
+        yield run, outcome
 
 
 class Journal:

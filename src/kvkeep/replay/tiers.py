@@ -82,7 +82,8 @@ class TierSimulator:
     tenth of it free where evicted blocks move down, as the store has to.
 
     ``levels`` begins with memory. ``policy`` may keep a state: it is not for a second one.
-    ``clock`` gives seconds. Blocks are named as in the store: 16 bytes of a namespace, then a key
+    ``clock`` gives seconds. ``lost`` is told of blocks that had to go from a level and are nowhere
+    else. Blocks are named as in the store: 16 bytes of a namespace, then a key
     that is chained.
 
     Thread safety: none. Cost: 5 to 10 µs a block.
@@ -95,9 +96,11 @@ class TierSimulator:
         clock: Callable[[], float] = time.monotonic,
         *,
         ahead: bool = False,
+        lost: Callable[[int, list[bytes]], None] | None = None,
     ) -> None:
         if not levels:
             raise InvalidValue("there is no level; memory, at least, is needed")
+        self._lost = lost
         self.ahead = ahead
         self.planner = Planner(policy, len(levels) - 1)
         self._places = [_Place(level, clock) for level in levels]
@@ -117,12 +120,16 @@ class TierSimulator:
         self._asked(keys[: len(levels)])
         found = [0] * len(self._places)
         count = 0
+        above = [block for block, level in zip(keys, levels, strict=False) if not level]
+        for block in above:
+            self._memory.hold(block)
         for block, level in zip(keys, levels, strict=False):
-            # What promotes may push out what follows: of memory, which gave it out already.
             if level and not self._read(block, level):
-                break
+                break  # what came up pushed it out
             found[level] += 1
             count += 1
+        for block in above:
+            self._memory.free(block)
         for place, hits in zip(self._places, found, strict=True):
             place.hits += hits
         blocks = keys[:count]
@@ -136,13 +143,14 @@ class TierSimulator:
     def _locate(self, keys: Sequence[bytes]) -> list[int]:
         levels: list[int] = []
         for block in keys:
-            level = self._level_of(block)
+            level = self.level_of(block)
             if level is None:
                 break
             levels.append(level)
         return levels
 
-    def _level_of(self, block: bytes) -> int | None:
+    def level_of(self, block: bytes) -> int | None:
+        """Where ``block`` is, the fastest of these; None: nowhere."""
         for level, place in enumerate(self._places):
             if block in place.catalogue:
                 return level
@@ -167,16 +175,40 @@ class TierSimulator:
         if not keys:
             return
         self._asked(keys)
-        planner = self.planner
-        levels = [(block, planner.put(block), self._level_of(block)) for block in keys]
-        new = [block for block, _, level in levels if level is None]
-        self._add(0, new)
-        for target in range(1, len(self._places)):
-            admits = partial(planner.admits, target)
-            # What lies below alone is not read to be written.
-            self._add(target, [block for block, count, at in levels if not at and admits(count)])
-        self._used(keys, set(new))
+        if all(self.level_of(block) is None for block in keys):
+            self._add(0, keys)  # all at once: it is much faster, and comes to the same
+            self._write_below([(block, self.planner.put(block)) for block in keys])
+            new = set(keys)
+        else:
+            new = self._put_each(keys)
+        self._used(keys, new)
         self._demote_ahead()
+
+    def _put_each(self, blocks: Sequence[bytes]) -> set[bytes]:
+        """Keep blocks of which some are there, behind a gap; which are new."""
+        new, alone = set(), []
+        for block in blocks:
+            touches = self.planner.put(block)
+            level = self.level_of(block)
+            if level:
+                continue  # what lies below alone is not read to be written
+            if level is None:
+                self._add(0, [block])
+                new.add(block)
+            self._write_below([(block, touches)])
+            if not any(block in place.catalogue for place in self._places[1:]):
+                self._memory.hold(block)  # what follows must not push it out
+                alone.append(block)
+            self._demote_ahead()
+        for block in alone:
+            self._memory.free(block)
+        return new
+
+    def _write_below(self, blocks: Sequence[tuple[bytes, int]]) -> None:
+        """Blocks in memory, with their touches, go to the tiers that admit them."""
+        for level in range(1, len(self._places)):
+            admits = partial(self.planner.admits, level)
+            self._add(level, [block for block, touches in blocks if admits(touches)])
 
     # --- making room -----------------------------------------------------------------------------
 
@@ -203,10 +235,17 @@ class TierSimulator:
         victims = place.catalogue.victims(needed)
         place.evictions += len(victims)
         down: dict[int, list[bytes]] = {}
+        stay: list[bytes] = []
         for block in victims:
             target = self.planner.demotes(level, block)
-            if target is not None and block not in self._places[target].catalogue:
+            if target is None:
+                stay.append(block)
+            elif block not in self._places[target].catalogue:
                 down.setdefault(target, []).append(block)
+        if self._lost is not None:
+            gone = [block for block in stay if self.level_of(block) is None]
+            if gone:
+                self._lost(level, gone)
         for target, blocks in down.items():
             place.demotions += len(blocks)
             self._add(target, blocks)

@@ -74,12 +74,14 @@ class Prices:
         """Cost of ``outcome`` for a month of such traffic; None where its span is zero."""
         if span_s <= 0:
             return None
-        memory, disk = outcome.capacity_tokens, 0
+        memory, disk = 0, 0
         for tier in outcome.tiers:
             if str(tier.get("name", "")).startswith("memory"):
                 memory += _room(tier, outcome.page_tokens)
             else:
                 disk += _room(tier, outcome.page_tokens)
+        if not outcome.tiers:
+            memory = outcome.capacity_tokens
         gib = self.kv_bytes_per_token / _GIB
         return Cost(
             memory=memory * gib * self.memory_gib_month,
