@@ -232,6 +232,11 @@ class TieredStore:
         cancelled: Callable[[], bool] | None = None,
     ) -> int:
         ahead: deque[Flight | Held] = deque()
+        # What comes up must not push out what the same prompt has in memory.
+        mixed = any(levels) and not all(levels)
+        above = [block for block, level in zip(blocks, levels, strict=False) if mixed and not level]
+        for block in above:
+            self.front.catalogue.hold(block)
         count = started = 0
         try:
             while count < len(levels):
@@ -252,6 +257,8 @@ class TieredStore:
         finally:
             for waiting in ahead:
                 _let_go(waiting)
+            for block in above:
+                self.front.catalogue.free(block)
         self.used(blocks[:count])
         if count < len(levels):  # where one block is gone, others may be
             for tier in self.tiers:
