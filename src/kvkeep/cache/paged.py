@@ -418,6 +418,8 @@ class PagedCache:
             assert not len(wrong), f"reference counts of pages {wrong[:8]} are wrong"
             core.pool.check()
             core.sessions.check()
+            if core.watch is not None:
+                core.watch.check(stored)
 
     def __repr__(self) -> str:
         core = self._core

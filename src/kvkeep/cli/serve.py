@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import ipaddress
 import logging
@@ -18,7 +19,6 @@ from kvkeep.errors import InvalidValue
 from kvkeep.geometry.units import format_bytes
 
 if TYPE_CHECKING:
-    import argparse
     import socket
     from collections.abc import Iterator
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _KEY_VARIABLE = "KVKEEP_API_KEY"
+_WATCHED = 0.1  # of the blocks of prompts
 _BUNDLED_NAME = "kvkeep-tiny"
 _BODY = '{"messages": [{"role": "user", "content": "What does textwrap.dedent do?"}]}'
 
@@ -79,6 +80,13 @@ def add_parser(commands: Commands) -> None:
         "--draft-tokens", metavar="N", type=int, default=0,
         help="guess so many tokens a step from what a prompt repeats (default: 0)",
     )  # fmt: skip
+    parser.add_argument(
+        "--what-if",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="watch a tenth of what is asked for, to tell in /kv/stats and /metrics what more or "
+        "less memory would do (default: it does)",
+    )
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
     )
@@ -164,7 +172,8 @@ def run(args: argparse.Namespace) -> int:
     # Before the model is loaded: who has to choose another port should not wait for it.
     with bind(args.host, args.port) as bound:
         runner, tokenizer = load(args, dtype=args.dtype)
-        cache = PagedCache(runner.num_pages, runner.page_size)
+        what_if = _WATCHED if args.what_if else None
+        cache = PagedCache(runner.num_pages, runner.page_size, what_if=what_if)
         logging.basicConfig(
             level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
         )

@@ -141,6 +141,9 @@ class _State(Collector):
             ),
         ]
 
+        if cache.what_if:
+            self._families.append(_what_if(cache))
+
     def take_store(self, engine: Mapping[str, float], store: Mapping[str, Any]) -> None:
         """Add what the store and its tiers tell; a tier's figures bear its name."""
         for counters, source in ((_KEEPER_COUNTERS, engine), (_STORE_COUNTERS, store)):
@@ -169,3 +172,14 @@ class _State(Collector):
     def collect(self) -> Iterator[Metric]:
         """What was taken last."""
         return iter(self._families)
+
+
+def _what_if(cache: CacheStats) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily(
+        "kvkeep_what_if_hit_rate",
+        "Share of prompt tokens that so many times the memory would have had, by a sample",
+        labels=["memory"],
+    )
+    for point in cache.what_if:
+        gauge.add_metric([f"{point.times:g}x"], point.hit_rate)
+    return gauge

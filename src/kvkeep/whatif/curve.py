@@ -74,8 +74,7 @@ class MissRatioCurve:
         self.most_blocks = whole("most_blocks", most_blocks, 1)
         self.sample = min(float(sample), max_keys / self.most_blocks)
         self.half_life = half_life
-        self.blocks = 0
-        """Blocks that were asked for."""
+        self._total = 0
         self._most = np.uint64(min(int(self.sample * 2.0**64), 2**64 - 1))
         self._stack = Stack(math.ceil(self.most_blocks * self.sample))
         self._histogram = Histogram(NAMESPACES + 1, float(self.most_blocks), half_life)
@@ -136,7 +135,7 @@ class MissRatioCurve:
         asked = np.zeros(NAMESPACES + 1, np.int64)
         np.add.at(asked, rows, blocks * counts)
         repeated = np.bincount(rows[owners[again]], minlength=NAMESPACES + 1)
-        self.blocks += int(asked.sum())
+        self._total += int(asked.sum())
         self._histogram.age(int(asked.sum()))
         self._histogram.asked(asked, repeated)
         far = np.where(distances == COLD, np.inf, distances / self.sample)
@@ -184,6 +183,12 @@ class MissRatioCurve:
             return [0.0] * len(wanted)
         found: list[float] = self._histogram.hit_rates(wanted, self.sample, row).tolist()
         return found
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that were asked for."""
+        self.settle()
+        return self._total
 
     @property
     def namespaces(self) -> list[Namespace]:

@@ -217,18 +217,20 @@ class PromptWatch:
         For the prompts of one namespace, or for all, in memory that all share.
         """
         there = len(self._paths)
+        most = self.curve.most_blocks * self._block_pages
         if pages is None:
-            sizes = [max(1, int(times * there)) for times in TIMES]
+            factors = [times for times in TIMES if times * there <= most]
+            sizes = [max(1, int(times * there)) for times in factors]
         else:
-            most = self.curve.most_blocks * self._block_pages
             sizes = [whole("pages", size, 1, most) for size in pages]
+            factors = [size / there for size in sizes]
         self.flush()
         rates = self.curve.curve([size / self._block_pages for size in sizes], namespace)
         share = self._in_blocks(namespace)
         page_tokens = self.curve.block_tokens // self._block_pages
         return tuple(
-            MemoryPoint(size / there, size, size * page_tokens, share * rate)
-            for size, rate in zip(sizes, rates, strict=True)
+            MemoryPoint(factor, size, size * page_tokens, share * rate)
+            for factor, size, rate in zip(factors, sizes, rates, strict=True)
         )
 
     def _in_blocks(self, namespace: NamespaceLike | None) -> float:

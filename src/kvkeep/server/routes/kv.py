@@ -1,6 +1,7 @@
 """A look into the cache, and a broom: for those who run the server."""
 
 import asyncio
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query
@@ -13,6 +14,7 @@ from kvkeep.server.schemas.kv import (
     ClearQuestion,
     KVStats,
     KVTree,
+    MemoryPoint,
     SessionAnswer,
     SessionQuestion,
 )
@@ -26,7 +28,12 @@ router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
 async def stats(service: ServiceOf) -> KVStats:
     """What cache, engine and store hold and have done."""
     cache, engine = await service.stats()
-    return KVStats(cache=cache.as_dict(), engine=engine, store=await service.store_stats())
+    return KVStats(
+        cache=cache.as_dict(),
+        engine=engine,
+        store=await service.store_stats(),
+        what_if=[MemoryPoint(**asdict(point)) for point in cache.what_if] or None,
+    )
 
 
 @router.get(

@@ -6,8 +6,18 @@ from pydantic import ConfigDict, Field, model_validator
 
 from kvkeep.server.schemas.base import Answer, Question, wrong
 
-__all__ = ["ClearAnswer", "ClearQuestion", "HealthAnswer", "Hidden", "KVStats", "KVTree", "Run",
+__all__ = ["ClearAnswer", "ClearQuestion", "HealthAnswer", "Hidden", "KVStats", "KVTree",
+           "MemoryPoint", "Run",
            "SessionAnswer", "SessionQuestion", "Space"]  # fmt: skip
+
+
+class MemoryPoint(Answer):
+    """What a cache of another size would do, as far as what was asked for tells."""
+
+    times: float = Field(description="Of the memory there is.")
+    pages: int
+    tokens: int = Field(description="That fit in them.")
+    hit_rate: float = Field(description="The share of prompt tokens that would be reused.")
 
 
 class KVStats(Answer):
@@ -16,6 +26,7 @@ class KVStats(Answer):
     cache: dict[str, int | float]
     engine: dict[str, int | float]
     store: dict[str, Any] | None = Field(description="Null for a server without tiers.")
+    what_if: list[MemoryPoint] | None = Field(description="Null with --no-what-if.")
 
 
 class Hidden(Answer):

@@ -1,0 +1,246 @@
+"""The curve, against full simulations of a plain LRU memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lru_model import PlainMemory, plain_rates, words_of
+
+from kvkeep.errors import InvalidValue
+from kvkeep.keys import Namespace, chain_keys, root_key
+from kvkeep.traces import generate
+from kvkeep.whatif import MissRatioCurve
+
+CONVERSATION = "shared/traces/mooncake_conversation.jsonl.gz"
+MOST_POINTS = 1.5
+
+
+def feed(curve: MissRatioCurve, prompts: list[np.ndarray], seed: int) -> None:
+    """Prompts of blocks with numbers, whose keys are chance."""
+    _, numbers = np.unique(np.concatenate(prompts), return_inverse=True)
+    words = words_of(numbers, seed)
+    row, start = curve.row(""), 0
+    for one in prompts:
+        curve.prompts(words[start : start + len(one)], [len(one)], [row], [True])
+        start += len(one)
+    curve.check()
+
+
+def largest_error(prompts: list[np.ndarray], capacities: list[int], seed: int) -> float:
+    curve = MissRatioCurve(0.1)
+    feed(curve, prompts, seed)
+    # In full: exact by other means, and for each capacity.
+    exact = plain_rates([one.tolist() for one in prompts], capacities)
+    found = curve.curve(capacities)
+    return 100 * max(abs(a - b) for a, b in zip(found, exact, strict=True))
+
+
+# --- exactness -------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=40),
+    st.lists(st.integers(0, 12), max_size=4),
+)
+def test_all_blocks_make_it_exact(paths: list[list[int]], settles: list[int]) -> None:
+    curve = MissRatioCurve(1.0, 2, most_blocks=1000)
+    prompts = []
+    for number, path in enumerate(paths):
+        tokens = np.repeat(np.array(path, np.int32), 2)
+        keys = chain_keys(root_key(Namespace()), tokens.tobytes(), 8)
+        curve.asked(keys)
+        prompts.append(keys)
+        if number in settles:
+            curve.settle()  # when it counts makes no difference
+    curve.check()
+    capacities = [0, 1, 2, 3, 5, 8, 20, 100]
+    assert curve.curve(capacities) == pytest.approx(plain_rates(prompts, capacities))
+    assert curve.blocks == sum(map(len, paths))
+
+
+def test_it_is_exact_where_bins_begin_however_far() -> None:
+    chance = np.random.default_rng(5)
+    sizes = chance.integers(1, 30, 3000)
+    # 400 conversations that grow by a block or two, in turns.
+    prompts = [
+        np.arange(1 + turn // 300) + 10_000 * int(talk) + 1
+        for turn, talk in enumerate(chance.integers(0, 400, len(sizes)))
+    ]
+    curve = MissRatioCurve(1.0, most_blocks=100_000, max_keys=100_000)
+    feed(curve, prompts, 0)
+    capacities = [100, 511, 512, 768, 1024, 1536, 2048, 3072]
+    exact = plain_rates([one.tolist() for one in prompts], capacities)
+    assert curve.curve(capacities) == pytest.approx(exact)
+    assert exact[-1] > exact[0] + 0.1
+
+
+# --- accuracy --------------------------------------------------------------------------------
+
+
+def conversation_trace() -> Path | None:
+    places = (up / CONVERSATION for up in Path(__file__).parents)
+    return next((path for path in places if path.exists()), None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tenth_of_a_real_trace(seed: int) -> None:
+    path = conversation_trace()
+    if path is None:
+        pytest.skip(f"{CONVERSATION} is not beside this repository")
+    with gzip.open(path) as lines:
+        prompts = [np.array(json.loads(line)["hash_ids"]) for line in lines]
+    assert largest_error(prompts, [500, 1500, 5859, 20_000], seed) <= MOST_POINTS
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tenth_of_conversations_zipf_and_scans(seed: int) -> None:
+    """Tenants of all sizes with sessions of all kinds, and prompts that nobody asks for again."""
+    made = generate("tenants", seed=7, requests=3000, unit_tokens=64)
+    prompts = [one.units[: one.tokens // 64] for one in made]
+    prompts = [one for one in prompts if len(one)]
+    # A scan: every fifth prompt is one of 40 blocks that comes this once.
+    scans = [np.arange(40) + 2**62 + 40 * number for number in range(len(prompts) // 5)]
+    mixed = [one for at in range(0, len(prompts), 5) for one in (*prompts[at : at + 5],
+             *scans[at // 5 : at // 5 + 1])]  # fmt: skip
+    assert largest_error(mixed, [500, 1500, 4000, 15_000], seed) <= MOST_POINTS
+
+
+# --- namespaces, time, bounds ----------------------------------------------------------------
+
+
+def ask(curve: MissRatioCurve, number: int, space: str = "", blocks: int = 4) -> None:
+    tokens = np.full(blocks, number, np.int32).tobytes()
+    curve.asked(chain_keys(root_key(Namespace(tenant=space)), tokens, 4), space)
+
+
+def test_each_namespace_has_its_own_curve_over_one_memory() -> None:
+    curve = MissRatioCurve(1.0, 1, most_blocks=1000)
+    for _ in range(10):
+        ask(curve, 1, "same")
+        for other in range(10):
+            ask(curve, other, "many")
+    # Between two of the one tenant's prompts lie 40 blocks of the other's.
+    assert curve.curve([40, 44], "same") == pytest.approx([0.0, 0.9])
+    assert curve.curve([40, 44], "many") == pytest.approx([0.0, 0.9])
+    assert curve.hit_rate(44) == pytest.approx(0.9)
+    assert curve.curve([44], "nobody") == [0.0]
+    assert curve.namespaces == [Namespace(tenant="same"), Namespace(tenant="many")]
+
+
+def test_namespaces_beyond_the_64th_share_a_curve() -> None:
+    curve = MissRatioCurve(1.0, 1, most_blocks=10_000)
+    for turn in range(2):
+        for space in range(100):
+            ask(curve, turn if space < 64 else 7, f"t{space}")
+    assert len(curve.namespaces) == 64
+    assert curve.curve([9000], "t3") == [0.0]
+    assert curve.curve([9000], "t99") == [0.0]  # it has none
+    assert curve.others([9000]) == pytest.approx([0.5])
+    assert curve.hit_rate(9000) == pytest.approx(0.18)
+
+
+@pytest.mark.parametrize(("half_life", "low", "high"), [(None, 0.45, 0.5), (400.0, 0.0, 0.02)])
+def test_what_was_asked_long_ago_weighs_less(
+    half_life: float | None, low: float, high: float
+) -> None:
+    curve = MissRatioCurve(1.0, 1, most_blocks=10_000, half_life=half_life)
+    for _ in range(1000):
+        ask(curve, 1)
+    curve.settle()
+    assert curve.hit_rate(4) > 0.98
+    for number in range(1000):
+        ask(curve, 10 + number)
+        if number % 50 == 0:
+            curve.settle()
+    assert low <= curve.hit_rate(4) <= high
+
+
+def test_weights_never_run_over() -> None:
+    curve = MissRatioCurve(1.0, 1, most_blocks=1000, half_life=1)
+    for _ in range(400):
+        ask(curve, 1, blocks=7)
+        curve.settle()
+    assert curve.hit_rate(7) == pytest.approx(1.0)
+
+
+def test_millions_of_blocks_are_bounded() -> None:
+    curve = MissRatioCurve(0.1, most_blocks=20_000)
+    chance = np.random.default_rng(1)
+    for _ in range(40):
+        words = chance.integers(0, 2**64, 50_000, dtype=np.uint64)
+        curve.prompts(words, [50_000], [0], [True])
+        assert curve.watched <= 2000
+    huge = chance.integers(0, 2**64, 2**20, dtype=np.uint64)
+    for _ in range(2):
+        curve.prompts(huge, [len(huge)], [0], [True])
+    curve.check()
+    # Only its beginning fits, and that is there the second time.
+    rate = curve.hit_rate(20_000) * curve.blocks
+    assert rate == pytest.approx(20_000, rel=0.1)
+
+
+def test_a_sample_is_made_smaller_where_it_would_not_fit() -> None:
+    curve = MissRatioCurve(0.5, most_blocks=1_000_000, max_keys=1000)
+    assert curve.sample == pytest.approx(0.001)
+    assert MissRatioCurve(0.5, max_keys=1000).most_blocks == 2000
+
+
+def test_what_was_only_used_is_neither_hit_nor_miss() -> None:
+    curve = MissRatioCurve(1.0, 1, most_blocks=1000)
+    words = np.array([5, 6, 7], np.uint64)
+    curve.prompts(words, [3], [0], [False])
+    assert (curve.blocks, curve.hit_rate(100)) == (0, 0.0)
+    curve.prompts(words, [3], [curve.row("")], [True])
+    assert (curve.blocks, curve.curve([2, 3])) == (3, pytest.approx([2 / 3, 1.0]))
+
+
+def test_as_json() -> None:
+    curve = MissRatioCurve(1.0, 1, most_blocks=100)
+    for _ in range(3):
+        ask(curve, 1, "a")
+    told = json.loads(json.dumps(curve.as_dict([2, 4])))
+    assert told["hit_rates"] == pytest.approx([1 / 3, 2 / 3])
+    assert told["namespaces"][0]["hit_rates"] == told["hit_rates"]
+    assert curve.as_dict()["capacities"] == [1, 2, 4, 8, 16, 32, 64, 100]
+    assert "12 blocks" in repr(curve)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"sample": 0}, "share above 0"),
+        ({"sample": 1.5}, "share above 0"),
+        ({"sample": True}, "share above 0"),
+        ({"block_tokens": 0}, "block_tokens"),
+        ({"most_blocks": 0}, "most_blocks"),
+        ({"max_keys": 3}, "max_keys"),
+        ({"half_life": 0}, "half_life"),
+        ({"half_life": float("inf")}, "half_life"),
+    ],
+)
+def test_mistakes(wrong: dict[str, float], said: str) -> None:
+    with pytest.raises(InvalidValue, match=said):
+        MissRatioCurve(**wrong)
+
+
+def test_mistakes_in_asking() -> None:
+    curve = MissRatioCurve(most_blocks=100)
+    for capacities in ([101], [-1], [float("nan")], [[1]]):
+        with pytest.raises(InvalidValue, match=r"0 … 100"):
+            curve.curve(capacities)
+    with pytest.raises(InvalidValue, match="32 bytes"):
+        curve.asked([b"short"])
+
+
+def test_the_plain_memory_keeps_prefixes() -> None:
+    """The model itself: what is cut off is the end of what was used least recently."""
+    memory = PlainMemory(3)
+    memory.prompt("abcd")
+    memory.prompt("abcd")
+    assert memory.hits == 3
