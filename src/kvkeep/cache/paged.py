@@ -11,7 +11,7 @@ import numpy as np
 
 from kvkeep.cache.core import Core
 from kvkeep.cache.sequence import Sequence
-from kvkeep.cache.sessions import Session, check_session
+from kvkeep.cache.sessions import Session, check_name, check_session
 from kvkeep.cache.stats import CacheStats
 from kvkeep.errors import IllegalStep, InvalidValue, NotCached, whole
 from kvkeep.events import Opened
@@ -295,9 +295,7 @@ class PagedCache:
         Hints decide what is evicted first, and nothing else. Raises `InvalidValue` for a name that
         is none (1 … 256 characters).
         """
-        name, _ = check_session(session, 0)
-        assert name is not None
-        return Session(self._core, as_namespace(namespace), name)
+        return Session(self._core, as_namespace(namespace), check_name(session))
 
     # --- looking -----------------------------------------------------------------------------
 

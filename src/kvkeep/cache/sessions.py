@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvkeep.keys import Namespace
     from kvkeep.prefix import PrefixIndex
 
-__all__ = ["LONGEST_ETA_S", "Line", "Session", "SessionBoard", "check_session"]
+__all__ = ["LONGEST_ETA_S", "Line", "Session", "SessionBoard", "check_name", "check_session"]
 
 LONGEST_ETA_S = 3600.0
 """A session is awaited for an hour at most, whatever is said."""
@@ -38,11 +38,16 @@ def check_session(session: object, turn: object) -> tuple[str | None, int | None
         if turn is not None:
             raise InvalidValue(f"turn {turn!r} is one of a session; give its session, too")
         return None, None
+    return check_name(session), None if turn is None else whole("turn", turn, 0)
+
+
+def check_name(session: object) -> str:
+    """A session's name, or `InvalidValue`."""
     if not isinstance(session, str) or not 0 < len(session) <= _LONGEST_ID:
         raise InvalidValue(
             f"a session is named by a text of 1 … {_LONGEST_ID} characters, got {session!r:.80}"
         )
-    return session, None if turn is None else whole("turn", turn, 0)
+    return session
 
 
 class Line(Owner):
