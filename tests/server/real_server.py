@@ -83,13 +83,14 @@ def running(
     page_size: int = 16,
     limits: Limits | None = None,
     reuse: bool = True,
+    what_if: float | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
     """Start a server and stop it; ``settings`` are those of `kvkeep.server.Settings`."""
     runner = Runner.load(bundled_model(), num_pages=num_pages, page_size=page_size, device="cpu")
     engine = Engine(
         runner,
-        PagedCache(num_pages, page_size),
+        PagedCache(num_pages, page_size, what_if=what_if),
         Tokenizer.load(bundled_model()),
         limits=limits or Limits(max_running=16, max_waiting=64),
         reuse=reuse,
