@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-COMMANDS = ("generate", "serve", "route", "demo", "size", "tree", "store", "trace", "replay")
+COMMANDS = (
+    "generate", "serve", "route", "demo", "size", "tree", "store", "trace", "replay", "calibrate",
+)  # fmt: skip
 WRONG_INPUT = 2  # argparse uses it too
 INTERRUPTED = 130
 

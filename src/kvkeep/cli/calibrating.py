@@ -1,0 +1,292 @@
+"""Measuring for ``kvkeep calibrate``: the engine here, or a server elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from statistics import median
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from kvkeep.cli.model import load, progress
+from kvkeep.errors import InvalidValue
+from kvkeep.replay.costs import Measured
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+    from http.client import HTTPResponse
+
+    from kvkeep.engine import Completion
+
+__all__ = ["LENGTHS", "Readings", "Timed", "measure_engine", "measure_server"]
+
+LENGTHS = (64, 256, 1024, 2048, 4096)
+"""Of prompts, in tokens, where no others are asked for; as far as a model goes."""
+
+_KEY_VARIABLE = "KVKEEP_API_KEY"
+_PATIENCE_S = 600.0
+_MOST_BYTES = 1 << 20  # of an answer that is no stream, and of a line of one that is
+_MOST_LINES = 1_000_000
+_SYLLABLES = tuple(first + last for first in "bdfglmnprstv" for last in "aeiou")
+
+
+@dataclass(slots=True)
+class Readings:
+    """What was measured; ``remark`` is for whoever reads it."""
+
+    name: str
+    prefill: list[Measured] = field(default_factory=list)
+    decode_s: float = 0.0
+    kv_bytes: float = 0.0
+    remark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One request, in seconds; ``cached_tokens`` is None where nobody says."""
+
+    prompt_tokens: int
+    cached_tokens: int | None
+    generated_tokens: int
+    ttft_s: float
+    seconds: float
+
+
+def _starts(length: int, page: int) -> list[int]:
+    """How much of a prompt is to be cached: nothing, half of it, all but the end."""
+    half, most = length // 2 // page * page, (length - 1) // page * page
+    return sorted({0, half, most})
+
+
+def _pace(timed: Sequence[Timed]) -> float:
+    """Seconds for each token after the first; 0 where no answer had two."""
+    paces = [
+        (one.seconds - one.ttft_s) / (one.generated_tokens - 1)
+        for one in timed
+        if one.generated_tokens > 1
+    ]
+    return median(paces) if paces else 0.0
+
+
+# --- the engine ----------------------------------------------------------------------------------
+
+
+def measure_engine(args: argparse.Namespace, wanted: Sequence[int] | None) -> Readings:
+    """Load the model, and let the engine compute one prompt after the other.
+
+    Raises `InvalidValue` for prompts longer than it takes.
+    """
+    from kvkeep.cache import PagedCache  # noqa: PLC0415
+    from kvkeep.engine import Engine, SamplingParams  # noqa: PLC0415 - seconds, for torch
+
+    runner, _ = load(args, dtype=args.dtype)
+    lengths = wanted or [one for one in LENGTHS if one + args.decode <= runner.max_tokens]
+    if not lengths or max(lengths) + args.decode > runner.max_tokens:
+        raise InvalidValue(
+            f"a prompt and {args.decode} tokens of its answer have {runner.max_tokens} tokens at "
+            "most here; give shorter --lengths, or more --memory"
+        )
+    cache = PagedCache(runner.num_pages, runner.page_size)
+    engine = Engine(runner, cache)
+    rng = random.Random(0)  # noqa: S311 - prompts, no secrets
+
+    def ask(prompt: list[int], tokens: int = 1) -> Completion:
+        return engine.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True))[0]
+
+    readings = Readings("kvkeep-tiny" if args.model is None else args.model.resolve().name)
+    readings.name += f" on {runner.device}"
+    readings.kv_bytes = runner.geometry.bytes_per_token
+    plan = [(start, one) for one in lengths for start in _starts(one, runner.page_size)]
+    with progress("measuring", of=args.repeats * (len(plan) + 1)) as advance:
+        ask([rng.randrange(runner.vocabulary) for _ in range(max(lengths))])  # to be warm
+        for start, length in plan:
+            done = []
+            for _ in range(args.repeats):
+                cache.clear()
+                prompt = [rng.randrange(runner.vocabulary) for _ in range(length)]
+                if start:
+                    ask(prompt[:start])
+                done.append(ask(prompt))
+                advance()
+            cached = done[0].cached_tokens
+            readings.prefill.append(Measured(cached, length, median(d.ttft_s for d in done)))
+        answers = []
+        for _ in range(args.repeats):
+            prompt = [rng.randrange(runner.vocabulary) for _ in range(lengths[len(lengths) // 2])]
+            done = [ask(prompt, args.decode)]
+            answers += [Timed(len(prompt), 0, len(d.tokens), d.ttft_s, d.seconds) for d in done]
+            advance()
+    readings.decode_s = _pace(answers)
+    return readings
+
+
+# --- a server ------------------------------------------------------------------------------------
+
+
+def measure_server(args: argparse.Namespace, wanted: Sequence[int] | None) -> Readings:
+    """Ask a server that speaks OpenAI's API, one request after the other.
+
+    Raises `InvalidValue` for one that cannot be asked, or refuses.
+    """
+    server = _Server(args.url, args.name)
+    rng = random.Random()  # noqa: S311 - prompts that the server has not seen, no secrets
+    readings = Readings(f"{server.model} at {args.url}")
+    with progress("measuring") as advance:
+        server.ask(_words(rng, 16), 2)  # to be warm
+        known = server.ask(_words(rng, 200), 1).prompt_tokens / 200
+        tells = True
+        for length in wanted or LENGTHS:
+            words = max(1, round(length / known))
+            for start in _starts(words, 1) if tells else [0]:
+                try:
+                    done = [_behind(server, rng, start, words) for _ in range(args.repeats)]
+                except InvalidValue as error:
+                    if wanted or len(readings.prefill) < 2:
+                        raise
+                    readings.remark = f"It takes no prompts of {length:,} tokens: {error}"
+                    break
+                tells = tells and done[0].cached_tokens is not None
+                cached = done[0].cached_tokens or 0
+                seconds = median(one.ttft_s for one in done)
+                if cached < done[0].prompt_tokens and (start == 0 or cached):
+                    readings.prefill.append(Measured(cached, done[0].prompt_tokens, seconds))
+                advance()
+            if readings.remark:
+                break
+        readings.decode_s = _pace(
+            [server.ask(_words(rng, 100), args.decode) for _ in range(args.repeats)]
+        )
+    if not tells:
+        readings.remark += " It does not say what was cached: prefixes were not measured."
+    return readings
+
+
+def _words(rng: random.Random, count: int) -> str:
+    """Text that nobody has sent before."""
+    return " ".join("".join(rng.choices(_SYLLABLES, k=2)) for _ in range(count))
+
+
+def _behind(server: _Server, rng: random.Random, start: int, words: int) -> Timed:
+    """A prompt of so many words, of which the first ``start`` were sent before."""
+    text = _words(rng, words).split()
+    if start:
+        server.ask(" ".join(text[:start]), 1)
+    return server.ask(" ".join(text), 1)
+
+
+class _Server:
+    """A server's address, and a request to it at a time."""
+
+    def __init__(self, url: str, model: str | None) -> None:
+        parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in {"http", "https"} or not parts.hostname or port == -1:
+            raise InvalidValue(f"--url is such as http://host:8000, got {url!r}")
+        self._url = url
+        self._host, self._port = parts.hostname, port
+        self._connection = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self.model = model or self._first_model()
+
+    def _first_model(self) -> str:
+        with self._asked("GET", "/v1/models", None) as (response, _):
+            found = self._json(response.read(_MOST_BYTES))
+        try:
+            return str(found["data"][0]["id"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise InvalidValue(f"{self._url} names no model; say which with --name") from error
+
+    def ask(self, prompt: str, tokens: int) -> Timed:
+        """Send a prompt and listen to the end of its answer. Raises `InvalidValue`."""
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        ttft, usage = None, None
+        with self._asked("POST", "/v1/completions", body) as (response, begun):
+            for event in self._events(response):
+                if "error" in event:
+                    raise InvalidValue(f"{self._url} says: {_shortly(event['error'])}")
+                usage = event.get("usage") or usage
+                if ttft is None and event.get("choices"):
+                    ttft = time.perf_counter() - begun
+            seconds = time.perf_counter() - begun
+        prompt_tokens = _count(usage, "prompt_tokens")
+        if ttft is None or not prompt_tokens:
+            raise InvalidValue(f"{self._url} ends an answer without a token, or without its usage")
+        details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+        generated = _count(usage, "completion_tokens") or 0
+        return Timed(prompt_tokens, _count(details, "cached_tokens"), generated, ttft, seconds)
+
+    @contextmanager
+    def _asked(
+        self, method: str, path: str, body: dict[str, Any] | None
+    ) -> Iterator[tuple[HTTPResponse, float]]:
+        """The response, and when it was asked for: the connection was made before."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(_KEY_VARIABLE):
+            headers["Authorization"] = f"Bearer {key}"
+        try:
+            with closing(self._connection(self._host, self._port, timeout=_PATIENCE_S)) as made:
+                made.connect()
+                begun = time.perf_counter()
+                sent = None if body is None else json.dumps(body)
+                made.request(method, self._path + path, sent, headers)
+                with made.getresponse() as response:
+                    if response.status != 200:
+                        said = _shortly(response.read(_MOST_BYTES).decode("utf-8", "replace"))
+                        raise InvalidValue(f"{self._url} says {response.status}: {said}")
+                    yield response, begun
+        except (OSError, HTTPException) as error:
+            raise InvalidValue(f"cannot ask {self._url}: {error!r}") from error
+
+    def _events(self, response: HTTPResponse) -> Iterator[dict[str, Any]]:
+        """The JSON objects of a stream of server-sent events, as far as it goes."""
+        for _ in range(_MOST_LINES):
+            line = response.readline(_MOST_BYTES)
+            name, _, data = line.partition(b":")
+            if not line or (name == b"data" and data.strip() == b"[DONE]"):
+                return
+            if name == b"data":
+                yield self._json(data)
+
+    def _json(self, text: bytes) -> dict[str, Any]:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise InvalidValue(f"{self._url} does not speak OpenAI's API: it sends no JSON objects")
+        return found
+
+
+def _count(found: object, key: str) -> int | None:
+    """A number out of what a server says, or None where it says none."""
+    value = found.get(key) if isinstance(found, dict) else None
+    return value if type(value) is int and 0 <= value < 1 << 31 else None
+
+
+def _shortly(said: object) -> str:
+    """What a server says is wrong."""
+    if isinstance(said, str):
+        try:
+            found = json.loads(said)
+        except (ValueError, RecursionError):
+            found = None
+        said = found.get("error", said) if isinstance(found, dict) else said
+    if isinstance(said, dict) and isinstance(said.get("message"), str):
+        said = said["message"]
+    return str(said)[:300]
