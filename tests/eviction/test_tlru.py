@@ -123,6 +123,24 @@ def test_what_begins_behind_a_system_prompt_is_no_continuation() -> None:
     assert policy._added == pytest.approx(4 + 2 / 128)
 
 
+def test_what_is_no_longer_spare_waits_with_the_others() -> None:
+    policy = served()
+    old, used, short = at(policy, 0, 5), at(policy, 9, 40), at(policy, 0, 3)
+    used.state = 80  # it has lost its end before
+    for entry in (old, used, short):
+        policy.add(entry)
+    assert policy.spare(old) == 5
+    at(policy, 10, 10)
+    assert policy.spare(old) == policy.spare(short) == 0, "continuations add 10: nothing is spare"
+    policy.discard(used)
+    policy.used(used)
+    policy.add(used)
+    small = at(policy, 30, 1)
+    small.state = 20  # its conversation was shorter, once
+    policy.add(small)
+    assert [policy.pop() for _ in range(5)] == [small, old, short, used, None]
+
+
 def test_without_a_memory_it_is_lru() -> None:
     policy = TLRU()
     entries = [new_entry(policy, size=9) for _ in range(5)]
