@@ -1,0 +1,68 @@
+"""Requests of sessions in the engine: turns, answers side by side, and those that had to yield."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvkeep.cache import PagedCache
+from kvkeep.engine import Engine, Limits, SamplingParams
+from kvkeep.errors import InvalidValue
+
+pytestmark = pytest.mark.model
+
+PAGE = 4
+PROMPT = np.random.default_rng(3).integers(0, 160, 16)
+
+
+@pytest.fixture(scope="module")
+def bench(make_bench):
+    return make_bench("llama", page_size=PAGE, num_pages=32)
+
+
+def run(engine, tokens, *, n=1, max_tokens=9, **told):
+    """One request to its end; the tokens of its answers."""
+    params = SamplingParams(temperature=1.0, seed=5, n=n, max_tokens=max_tokens)
+    request = engine.add(tokens, params, **told)
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.completion is not None:
+                done = delta.completion
+    return request, [choice.tokens for choice in done.choices]
+
+
+def test_turns_continue_or_replace(bench):
+    cache = PagedCache(32, PAGE)
+    engine = Engine(bench.runner, cache)
+    first, (answer,) = run(engine, PROMPT, session="s")
+    assert first.turn == 0
+    second, _ = run(engine, [*PROMPT, *answer, 1], session="s")
+    assert second.turn == 1
+    assert cache.stats().pages_dead == 0
+    stored = cache.stats().pages_cached
+    third, _ = run(engine, [*PROMPT, 2, 3], max_tokens=1, session="s")
+    assert third.turn == 2
+    assert cache.stats().pages_dead == stored - len(PROMPT) // PAGE
+    cache.check()
+
+
+def test_who_yields_and_comes_again_replaces_nobody(bench):
+    """Five answers in a pool for three: they take turns, and none of them is dead for that."""
+    cache = PagedCache(32, PAGE)
+    engine = Engine(bench.runner, cache, limits=Limits(max_running=8, step_tokens=64))
+    _, answers = run(engine, PROMPT, n=5, max_tokens=36, session="s")
+    assert engine.stats().preempted > 0
+    assert len(set(answers)) == 5
+    stats = cache.stats()
+    assert (stats.pages_dead, stats.sessions) == (0, 1)
+    told = Engine(bench.runner, PagedCache(32, PAGE), limits=Limits(max_running=8, step_tokens=64))
+    assert run(told, PROMPT, n=5, max_tokens=36)[1] == answers, "the answers are the same without"
+    assert cache.session("s").close() == stats.pages_cached > 0
+
+
+def test_mistakes_are_told_at_once(bench):
+    engine = Engine(bench.runner, PagedCache(32, PAGE))
+    for told in ({"turn": 1}, {"session": ""}, {"session": "s", "turn": -1}):
+        with pytest.raises(InvalidValue):
+            engine.add(PROMPT, **told)
+    assert not engine.has_work
