@@ -95,6 +95,16 @@ def test_it_does_as_the_one_it_follows() -> None:
     assert repr(chosen) in repr(policy)
 
 
+def test_a_place_without_an_end_keeps_what_it_has() -> None:
+    policy = AdaptiveTiering()
+    policy.fit([200, 300, None])
+    for _ in range(40):
+        for number in range(440):
+            policy.asked([key(number)])
+    assert kinds(policy.chosen)[0] is Inclusive
+    assert not policy.leaves(1)
+
+
 @pytest.mark.parametrize("blocks", [[1], [1, 1], [5, None], [100_000, 1 << 30, None], [3, 2, 1]])
 def test_any_sizes(blocks: list[int | None]) -> None:
     policy = AdaptiveTiering()
