@@ -218,15 +218,16 @@ class Hints(PagedMachine):
     def talk(self, talk: list[tuple[Recipe, str, int | None]], to: str) -> None:
         """Whole requests, one after the other: this is what fills a cache."""
         model = self.model
-        for recipe, session, turn in talk:
+        for at, (recipe, session, turn) in enumerate(talk):
+            if at:
+                model.end()
             running = len(model.live)
             self.start(recipe, "list", to, session=session, turn=turn)
-            model.end()
             if len(model.live) > running:
+                model.end()
                 self.compute_and_publish(model.live[-1], 0)
                 model.end()
                 self.finish(model.live[-1], keep=True)
-                model.end()
 
     @precondition(some_stored)
     @rule(pages=st.integers(1, 3))
@@ -252,9 +253,10 @@ class Hints(PagedMachine):
     def all_go_away(self, skip: int, eta: float) -> None:
         """All but one."""
         keys = list(self.model.lines)
+        self.model.begin()
         for key in keys[:skip] + keys[skip + 1 :]:
-            self.tell(key, "suspend", eta)
             self.model.end()
+            self.tell(key, "suspend", eta)
 
     def tell(self, key: tuple[str, str], what: str, eta: float) -> None:
         model = self.model
