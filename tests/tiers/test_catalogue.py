@@ -344,10 +344,12 @@ def test_without_a_budget_they_order_what_there_is(name: str) -> None:
 
 
 def test_what_was_just_put_was_not_asked_for_again() -> None:
-    catalogue = filled(A, B, C, policy="lfu")
-    catalogue.used([A, B, C], new={A, B, C})
-    catalogue.used([C])
-    assert catalogue.victims(20) == [B, A], "the end of what nobody asked for again goes first"
+    catalogue = filled(A, policy="lfu")
+    catalogue.used([A])
+    for block in (B, C):
+        catalogue.add(block, 10)
+    catalogue.used([B, C], new={B, C})
+    assert catalogue.victims(30) == [C, B, A], "what was asked for once outlives newer ones"
 
 
 # --- one by one ------------------------------------------------------------------------------
