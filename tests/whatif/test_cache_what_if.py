@@ -8,13 +8,17 @@ from lru_model import PlainMemory
 
 from kvkeep import Namespace, OutOfPages, PagedCache
 from kvkeep.errors import IllegalStep, InvalidValue
-from kvkeep.whatif import TIMES, MissRatioCurve, PromptWatch
-from kvkeep.whatif.prompts import _WORTH_BYTES
+from kvkeep.whatif import TIMES, MissRatioCurve, PromptWatch, prompts
 
-# Pages so large that what is cached of a prompt is worth remembering from 8 pages on.
 PAGE = 256
 BLOCK = 256
 POOL = 48
+
+
+@pytest.fixture(autouse=True)
+def _remembering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is cached is worth remembering from 8 pages on: these prompts are short."""
+    monkeypatch.setattr(prompts, "_WORTH_BYTES", 8 * PAGE * 4)
 
 
 def serve(cache: PagedCache, tokens: np.ndarray, space: str = "", answer: int = 0) -> np.ndarray:
@@ -104,7 +108,6 @@ def test_what_is_cached_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(PromptWatch, "_hash", count)
     cache = PagedCache(POOL, PAGE, what_if=MissRatioCurve(1.0, BLOCK, most_blocks=1000))
     tokens = np.arange(PAGE * 20 + 1, dtype=np.int32)
-    assert 4 * len(tokens) > _WORTH_BYTES
     for expected in (20, 20, 0, 0):  # when it is computed, when it is found, and never again
         hashed = 0
         serve(cache, tokens)

@@ -39,8 +39,8 @@ _FEWEST_BLOCKS = 4096
 _TOKEN_BYTES = 4
 _AT_ONCE_BYTES = 1024
 _BATCH_PROMPTS = 256
-_WORTH_BYTES = 8192
-"""Less than that is hashed again sooner than it is found."""
+_WORTH_BYTES = 32_768
+"""Fewer cached bytes are hashed again sooner than they are found."""
 _MOST_KEPT = 1 << 20
 """Blocks of all paths together: 8 MiB."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
