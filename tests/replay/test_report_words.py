@@ -70,18 +70,22 @@ def test_of_many_capacities_a_few_are_told_of():
 
 
 def test_costs_are_the_formula():
-    outcome = made("lru", 2**20, 40, tiers=[{"name": "disk", "capacity": 2**20, "blocks": 3}])
+    rooms = [
+        {"name": "memory", "capacity": 2**20},
+        {"name": "disk", "capacity": 2**20, "blocks": 3},
+    ]
+    outcome = made("lru", 2**21, 40, tiers=rooms)
     prices = Prices(3.6, 2.0, 0.5, 1024, 100)  # 2**20 tokens are a GiB
     cost = prices.month(outcome, 3600.0)
-    assert cost.memory == pytest.approx(2.0)
+    assert cost.memory == pytest.approx(2.0 * 10)
     assert cost.disk == pytest.approx(0.5 * 10)  # blocks of 10 tokens
     # 600 tokens at 100/s are 6 s, for 3.6 an hour: 0.006 an hour of the trace.
     assert cost.gpu == pytest.approx(0.006 * 730.5)
     assert cost.total == pytest.approx(cost.memory + cost.disk + cost.gpu)
     assert prices.nothing_kept(outcome, 3600.0).total == pytest.approx(0.01 * 730.5)
     assert prices.month(outcome, 0.0) is None
-    below = made("lru", 2**20, tiers=[{"name": "memory", "blocks": 2**20}])
-    assert prices.month(below, 1.0).memory == pytest.approx(2.0 * 11)
+    alone = made("lru", 2**20)
+    assert prices.month(alone, 1.0).memory == pytest.approx(2.0)
 
 
 def test_the_cheapest_is_told():

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 COMMANDS = (
-    "generate", "serve", "route", "demo", "size", "tree", "store", "trace", "replay", "calibrate",
+    "generate", "serve", "route", "demo", "size", "tree", "store", "trace", "replay", "plan",
+    "calibrate",
 )  # fmt: skip
 WRONG_INPUT = 2  # argparse uses it too
 INTERRUPTED = 130

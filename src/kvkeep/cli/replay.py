@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from kvkeep.replay import Outcome
     from kvkeep.replay.report import Prices
 
-__all__ = ["add_parser", "add_replay_arguments", "bar", "parse_tokens", "read_workload", "run"]
+__all__ = [
+    "add_parser", "add_price_arguments", "add_replay_arguments", "bar", "facts", "parse_tokens",
+    "planned_runs", "prices_of", "read_workload", "replayed", "report", "run",
+]  # fmt: skip
 
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kMG]?)")
 _BYTES = re.compile(r"\d+(?:\.\d+)?\s*[kKMGT]i?B")
@@ -80,19 +83,7 @@ def add_parser(commands: Commands) -> None:
         help="with --cost: so many users, each of whom waits for an answer before asking again "
         "(default: requests come at their times)",
     )
-    prices = parser.add_argument_group("cost of a month, in the report")
-    prices.add_argument(
-        "--gpu-hour", metavar="PRICE", type=float, help="of what computes prompts, an hour"
-    )
-    prices.add_argument(
-        "--prefill-speed", metavar="N", type=float, help="prompt tokens it computes a second"
-    )
-    prices.add_argument(
-        "--memory-price", metavar="PRICE", type=float, help="of a GiB of memory, a month"
-    )
-    prices.add_argument(
-        "--disk-price", metavar="PRICE", type=float, help="of a GiB below memory, a month"
-    )
+    add_price_arguments(parser)
     parser.add_argument(
         "--no-bounds",
         action="store_true",
@@ -110,19 +101,28 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+def add_price_arguments(parser: argparse.ArgumentParser) -> None:
+    """What things cost; `prices_of` reads it."""
+    prices = parser.add_argument_group("cost of a month, in the report")
+    prices.add_argument(
+        "--gpu-hour", metavar="PRICE", type=float, help="of what computes prompts, an hour"
+    )
+    prices.add_argument(
+        "--prefill-speed", metavar="N", type=float, help="prompt tokens it computes a second"
+    )
+    prices.add_argument(
+        "--memory-price", metavar="PRICE", type=float, help="of a GiB of memory, a month"
+    )
+    prices.add_argument(
+        "--disk-price", metavar="PRICE", type=float, help="of a GiB below memory, a month"
+    )
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser, *, pages: bool = True) -> None:
     """How a trace is replayed, whatever for."""
     how = parser.add_argument_group("replaying")
-    how.add_argument(
-        "--page",
-        metavar="TOKENS",
-        type=int,
-        help="tokens a page, and hits exact to the token (default: a page for each id of the "
-        "trace, full or not, as hit rates of such traces are mostly given)",
-    )
-    how.add_argument(
-        "--prefix", choices=("radix", "chain"), default="radix", help="index (default: radix)"
-    )
+    if pages:
+        _add_page_arguments(how)
     how.add_argument(
         "--model",
         metavar="PATH",
@@ -134,11 +134,24 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_page_arguments(how: argparse._ArgumentGroup) -> None:
+    how.add_argument(
+        "--page",
+        metavar="TOKENS",
+        type=int,
+        help="tokens a page, and hits exact to the token (default: a page for each id of the "
+        "trace, full or not, as hit rates of such traces are mostly given)",
+    )
+    how.add_argument(
+        "--prefix", choices=("radix", "chain"), default="radix", help="index (default: radix)"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Replay, and say what came of it."""
     if args.out is not None and args.out.suffix.lower() not in {".html", ".htm"}:
         raise InvalidValue(f"--out is an HTML file, such as report.html; got {str(args.out)!r}")
-    prices = _prices(args)
+    prices = prices_of(args)
     runs = planned_runs(args, bounds=not args.no_bounds and not args.json)
     workload = read_workload(args)
     outcomes = replayed(workload, runs, args)
@@ -197,7 +210,8 @@ def report(
         print("no PNG: that takes pip install 'kvkeep[report]'", file=sys.stderr)
 
 
-def _prices(args: argparse.Namespace) -> Prices | None:
+def prices_of(args: argparse.Namespace) -> Prices | None:
+    """What was given of prices; `InvalidValue` where a part is missing."""
     from kvkeep.replay.report import Prices  # noqa: PLC0415 - only where one is asked for
 
     given = {

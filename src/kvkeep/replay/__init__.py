@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvkeep.replay.bounds import BELADY, INFINITE, belady, infinite
 from kvkeep.replay.outcome import REASONS, Outcome, Spans
+from kvkeep.replay.planning import Advice, Plan
 from kvkeep.replay.runs import BOUNDS, Journal, Run, replay
 from kvkeep.replay.simulate import Paging, simulate
 from kvkeep.replay.workload import Workload
@@ -13,9 +14,11 @@ __all__ = [
     "BOUNDS",
     "INFINITE",
     "REASONS",
+    "Advice",
     "Journal",
     "Outcome",
     "Paging",
+    "Plan",
     "Run",
     "Spans",
     "Workload",

@@ -20,7 +20,8 @@ _GIB = 1024**3
 FORMULA = (
     "cost of a month = memory + disk + GPU time. "
     "Memory = capacity in tokens × bytes a token ÷ 2³⁰ × price of a GiB of memory. "
-    "Disk = the same for each tier below that is not memory, by its room. "
+    "Where there are tiers, it is the room of those that are memory, and disk is the same for the "
+    "others, at the price of a GiB of disk. "
     f"GPU time = tokens computed ÷ tokens prefilled a second ÷ 3600 × ({HOURS:g} h ÷ hours of the "
     "trace) × price of a GPU hour. Only prefill is counted; generating costs the same whatever is "
     "reused."

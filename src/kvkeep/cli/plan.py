@@ -1,0 +1,89 @@
+"""``kvkeep plan``: what to buy and what to set for the traffic that a trace shows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvkeep.cli.replay import (
+    add_price_arguments,
+    add_replay_arguments,
+    parse_tokens,
+    prices_of,
+    read_workload,
+    replayed,
+    report,
+)
+from kvkeep.cli.trace import add_reading_arguments
+from kvkeep.errors import InvalidValue
+from kvkeep.replay import Plan
+
+if TYPE_CHECKING:
+    import argparse
+
+    from kvkeep.cli.model import Commands
+    from kvkeep.replay import Workload
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(commands: Commands) -> None:
+    """Name the arguments."""
+    parser = commands.add_parser(
+        "plan",
+        help="what to buy and what to set for the traffic of a trace",
+        description="Replay a trace with policies, with less and more memory, and with a tier "
+        "below, and recommend what to do, in plain words. docs/replay.md tells more.",
+    )
+    parser.add_argument("file", metavar="TRACE", type=Path)
+    add_reading_arguments(parser)
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        required=True,
+        help="for KV: bytes, such as 40GiB, with --model; or tokens, such as 3M",
+    )
+    parser.add_argument("--disk", metavar="SIZE", help="a tier below it, in the same way")
+    add_replay_arguments(parser, pages=False)
+    add_price_arguments(parser)
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write a report: an HTML file, its figures beside"
+    )
+    parser.add_argument("--fresh", action="store_true", help="with --out: replay all of it again")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay what it takes, and recommend."""
+    if args.out is not None and args.out.suffix.lower() not in {".html", ".htm"}:
+        raise InvalidValue(f"--out is an HTML file, such as report.html; got {str(args.out)!r}")
+    memory = parse_tokens(args.memory, args.model)
+    disk = parse_tokens(args.disk, args.model) if args.disk is not None else 0
+    prices = prices_of(args)
+    workload = read_workload(args)
+    plan = Plan(memory, disk)
+    runs = plan.runs(workload)
+    outcomes = replayed(workload, runs, args)
+    advice = plan.advice(dict(zip(runs, outcomes, strict=True)))
+    if args.out is not None:
+        report(workload, outcomes, args, prices, str(advice))
+    if args.json:
+        found = [one.as_dict() for one in outcomes]
+        print(json.dumps({"memory_tokens": memory, "disk_tokens": disk, **asdict(advice),
+                          "outcomes": found}))  # fmt: skip
+    else:
+        _print(workload, [advice.recommendation, *advice.reasons])
+    return 0
+
+
+def _print(workload: Workload, paragraphs: list[str]) -> None:
+    tokens = int(workload.tokens.sum(dtype="int64"))
+    width = min(88, shutil.get_terminal_size().columns)
+    print(f"{workload.name}: {len(workload):,} requests, {tokens:,} prompt tokens\n")
+    for text in paragraphs:
+        print(textwrap.fill(text, width) + "\n")
