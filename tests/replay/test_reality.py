@@ -31,7 +31,7 @@ pytestmark = pytest.mark.model
 
 PAGE, PAGES = 16, 24
 CAPACITY = PAGE * PAGES
-REQUESTS = 50
+REQUESTS = 40
 
 
 @pytest.fixture(scope="module")
