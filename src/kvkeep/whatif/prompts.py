@@ -38,7 +38,7 @@ _FEWEST_BLOCKS = 4096
 
 _TOKEN_BYTES = 4
 _AT_ONCE_BYTES = 1024
-_BATCH_PROMPTS = 256
+_BATCH_PROMPTS = 512
 _WORTH_BYTES = 32_768
 """Fewer cached bytes are hashed again sooner than they are found."""
 _MOST_KEPT = 1 << 20
@@ -138,8 +138,16 @@ class PromptWatch:
         The last token is left out: it is computed even if it is cached. Returns how many pages may
         be stored of the sequence without another full block among them.
         """
-        blocks = len(tokens) // self._block_bytes
-        self._add(tokens, blocks, pages, space, True)
+        size = len(tokens)
+        blocks = size // self._block_bytes
+        if size >= _AT_ONCE_BYTES:
+            self._add(tokens, blocks, pages, space, True)
+        else:  # the same, where there is nothing to think about
+            part = tokens[: blocks * self._block_bytes]
+            length = size // _TOKEN_BYTES + 1
+            self._waiting.append((None, part, blocks, length, space, True, None))
+            if len(self._waiting) >= _BATCH_PROMPTS:
+                self.flush()
         return (blocks + 1) * self._block_pages - 1
 
     def stored(self, tokens: bytes, pages: Pages, space: Namespace) -> None:

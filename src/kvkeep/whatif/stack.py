@@ -69,7 +69,7 @@ class Stack:
         Places from the length of the stack on are those of the batch itself.
         """
         total, below = len(keys), len(self._keys)
-        times = np.argsort(keys, kind="stable")
+        times = _by_key(keys)
         ordered = keys[times]
         new = np.ones(total, bool)
         np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
@@ -117,6 +117,20 @@ class Stack:
         assert len(self._keys) == len(self._places) <= self.depth
         assert (self._keys[1:] > self._keys[:-1]).all(), "keys are not sorted"
         assert sorted(self._places.tolist()) == list(range(len(self._keys)))
+
+
+def _by_key(keys: Words) -> Ints:
+    """Where the keys stand, sorted by key, then by time."""
+    # With places in their lowest bits, the others of which mostly tell keys apart, they sort five
+    # times as fast.
+    low = np.uint64((1 << len(keys).bit_length()) - 1)
+    mixed = (keys & ~low) | np.arange(len(keys), dtype=np.uint64)
+    mixed.sort()
+    times = (mixed & low).astype(np.int64)
+    ordered = keys[times]
+    if (ordered[1:] < ordered[:-1]).any():
+        return np.argsort(keys, kind="stable")
+    return times
 
 
 def _moved(before: Ints, begun: Ints) -> Ints:
