@@ -148,10 +148,18 @@ class HintedModel(PagedModel):
 
     def begin(self, *, closing: Live | None = None) -> None:
         super().begin(closing=closing)
+        self.both_settle()
+        self.kept_before = self.kept()
+
+    def snapshot(self) -> object:
+        self.both_settle()
+        return super().snapshot()
+
+    def both_settle(self) -> None:
+        """What time has ended is ended now, not at the next eviction or look at the statistics."""
         with self.cache._core:
             self.cache._core.sessions.settle()
         self.settle()
-        self.kept_before = self.kept()
 
     def end(self) -> None:
         super().end()
