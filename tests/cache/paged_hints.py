@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 NAMES = st.sampled_from(["a", "b", "c", "d", "e"])
 TURN = st.sampled_from([None, None, None, 0, 1, 2])
-MOST = 6
+MOST = 4
 """Sessions that the cache may know."""
 
 

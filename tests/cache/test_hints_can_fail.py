@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from paged_hints import HintedRadixMachine
 
 from kvkeep.cache.sequence import Sequence
-from kvkeep.cache.sessions import Line, SessionBoard
+from kvkeep.cache.sessions import SessionBoard
 from kvkeep.eviction.hints import Hinted
 from kvkeep.eviction.queues import AgeQueue
 from kvkeep.prefix.owners import Owners
@@ -102,16 +102,6 @@ def sessions_leave_and_stay(patch: Patch) -> None:
         return dead
 
     patch.setattr(SessionBoard, "close", lax)
-
-
-def the_forgotten_stay_away(patch: Patch) -> None:
-    def begin(self: SessionBoard, key: object) -> Line:
-        line = self.lines[key] = Line()
-        if len(self.lines) > self.most:
-            self.lines.popitem(last=False)
-        return line
-
-    patch.setattr(SessionBoard, "_begin", begin)
 
 
 def nobody_comes_back(patch: Patch) -> None:

@@ -218,6 +218,20 @@ def test_sessions_beyond_the_most_are_forgotten(
     cache.check()
 
 
+def test_who_is_forgotten_is_not_awaited(
+    cache: PagedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache._core.sessions, "most", 5)
+    run(cache, A, "mine")
+    cache.session("mine").suspend(60)
+    for number in range(5):
+        assert cache.stats().pages_awaited == 4
+        run(cache, B, f"hostile {number}")
+    assert cache.stats().pages_awaited == 0
+    assert cached(cache, A) == [4]
+    cache.check()
+
+
 def test_hints_alone_make_nothing(cache: PagedCache) -> None:
     for number in range(100):
         told = cache.session(str(number))
