@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "feed": set(),  # KV events on the wire; of a cache it knows the hook
     "router": {"feed"},
     "traces": set(),  # requests with their times; what replays them is another room
-    "replay": {"cache", "tiers", "traces"},
+    "replay": {"cache", "eviction", "tiers", "traces"},
     "telemetry": set(),
     "testing": {"cache", "prefix", "eviction", "pages", "tiers", "backends", "codecs", "store"},
     "cli": {

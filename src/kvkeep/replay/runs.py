@@ -30,7 +30,7 @@ __all__ = ["BOUNDS", "Journal", "Run", "replay"]
 BOUNDS = (BELADY, INFINITE)
 """Names that stand in the place of a policy, for what no policy can exceed."""
 
-_VERSION = 1  # of what replays find: what an older one found is not taken over
+_VERSION = 2  # of what replays find: what an older one found is not taken over
 
 
 @dataclass(frozen=True, slots=True)

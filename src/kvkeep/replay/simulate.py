@@ -28,6 +28,7 @@ SESSIONS = "+sessions"
 
 NOBODY = 2**31 - 1
 """The token that is in no prompt, and never stored."""
+_UNIT = 2  # tokens of the cache that stand for a unit, by units: a page
 
 # These order by when something was asked for: what a running request stores, and may not be evicted
 # as long as it runs, changes nothing.
@@ -55,7 +56,7 @@ class Paging:
     @property
     def size(self) -> int:
         """Of a page of `PagedCache`, in its tokens."""
-        return 1 if self.page_tokens is None else self.page_tokens
+        return _UNIT if self.page_tokens is None else self.page_tokens
 
     @property
     def tokens(self) -> int:
@@ -75,19 +76,20 @@ class Paging:
     def prompt(self, ids: Ids, tokens: int) -> Ids:
         """What `PagedCache.open` is given."""
         if self.page_tokens is None:
-            return np.append(ids, np.int32(NOBODY))  # for `open` never gives the last one
+            # `open` never gives the last one; this one fills no page, so no policy hears of it.
+            return np.append(np.repeat(ids, _UNIT), np.int32(NOBODY))
         return ids if self.unit_tokens == 1 else np.repeat(ids, self.unit_tokens)[:tokens]
 
     def whole_units(self, tokens: int) -> int:
         """How many tokens of the cache lie in the whole units of a prompt of ``tokens``."""
         units = tokens // self.unit_tokens
-        return units if self.page_tokens is None else units * self.unit_tokens
+        return units * (_UNIT if self.page_tokens is None else self.unit_tokens)
 
     def answer(self, ids: Ids) -> Ids:
         """What is appended behind them."""
-        if self.page_tokens is None or self.unit_tokens == 1:
-            return ids
-        return np.repeat(ids, self.unit_tokens)
+        if self.page_tokens is None:
+            return np.repeat(ids, _UNIT)
+        return ids if self.unit_tokens == 1 else np.repeat(ids, self.unit_tokens)
 
 
 def simulate(
@@ -236,7 +238,7 @@ class Stage:
             turn=turn,
         )
         if paging.page_tokens is None:
-            blocks = sequence.num_cached
+            blocks = sequence.num_cached // _UNIT
             hit = min(blocks * paging.unit_tokens, tokens)
         else:
             hit = sequence.num_cached
@@ -260,12 +262,12 @@ class Stage:
         work, unit = self.workload, self.paging.unit_tokens
         units, tokens = self.paging.page_tokens is None, int(work.tokens[number])
         if not answered:
-            return int(work.prompt_units[number]) if units else tokens
-        told = len(work.answer(number)) * (1 if units else unit)
+            return int(work.prompt_units[number]) * _UNIT if units else tokens
+        told = len(work.answer(number)) * (_UNIT if units else unit)
         longest = tokens + max(0, int(work.output_tokens[number]) - 1)
-        return max(
-            -(-longest // unit) if units else longest, self.paging.whole_units(tokens) + told
-        )
+        if units:
+            longest = -(-longest // unit) * _UNIT
+        return max(longest, self.paging.whole_units(tokens) + told)
 
     def refuse(self, number: int) -> None:
         """A request for which there is no room."""
