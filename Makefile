@@ -47,9 +47,16 @@ demo: setup      ## play a conversation through the real service: cold against w
 	@.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
 	@touch $@
 
-# The store is tested against a real server. Debian's package has one; RUNLEVEL=1 keeps the package
-# from starting a service of its own. Without it those tests are skipped, and say so.
+# The store is tested against a real server, pages in a real browser. Debian has both; RUNLEVEL=1
+# keeps a package from starting a service of its own. Without them those tests are skipped, and say so.
 servers:
+	@command -v chromium >/dev/null || { \
+	  echo "== installing chromium for the tests"; \
+	  export DEBIAN_FRONTEND=noninteractive; \
+	  SUDO=$$(test "$$(id -u)" = 0 || echo "sudo -n"); \
+	  INSTALL="$$SUDO apt-get install -qq -y --no-install-recommends chromium"; \
+	  $$INSTALL >/dev/null 2>&1 || { $$SUDO apt-get update -qq && $$INSTALL; } >/dev/null 2>&1 || \
+	  echo "   not to be had: tests in a browser will be skipped"; }
 	@command -v redis-server >/dev/null || command -v valkey-server >/dev/null || { \
 	  echo "== installing redis-server for the tests"; \
 	  export RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive; \
