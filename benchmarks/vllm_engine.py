@@ -239,12 +239,14 @@ def requests(directory: Path, rounds: int, length: int) -> list[Figure]:
         for name, values in times.items():
             note(name, *values)
         kept.flush()
-        note("own", *(plain.ask(seed, length, 1, 1) for _ in range(5)))
-        hits = []
+        plain.ask(seed, length, 1, 1)
+        hits: dict[str, list[float]] = {"own": [], "memory": []}
         for _ in range(5):
+            hits["own"].append(plain.ask(seed, length, 1, 1))
             kept.forget()
-            hits.append(kept.ask(seed, length, 1, 1))
-        note("memory", *hits)
+            hits["memory"].append(kept.ask(seed, length, 1, 1))
+        for name, values in hits.items():
+            note(name, *values)
         later.restart()
         note("disk", later.ask(seed, length, 1, 1))
         note("cold example", example.ask(seed, length, 1, 1))
