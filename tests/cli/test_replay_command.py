@@ -9,6 +9,7 @@ import pytest
 from kvkeep.cli import main
 from kvkeep.cli.replay import parse_tokens
 from kvkeep.errors import InvalidValue
+from kvkeep.replay import PrefillCost
 from kvkeep.traces import generate, write_trace
 
 
@@ -85,3 +86,69 @@ def test_capacities():
     assert parse_tokens("70") == 70
     with pytest.raises(InvalidValue):
         parse_tokens("-3M")
+
+
+def test_tiers(trace, capsys):
+    words = ["--capacity", "20k+200k", "--policy", "lru", "--jobs", "1", "--json"]
+    assert main(["replay", trace, *words]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["policy"] for one in found] == ["lru/inclusive", "lru/exclusive", "lru/adaptive"]
+    for one in found:
+        assert one["capacity_tokens"] == 220_000
+        assert [tier["capacity_tokens"] for tier in one["tiers"]] == [20_000, 200_000]
+        assert sum(tier["hits"] for tier in one["tiers"]) == one["hit_blocks"]
+        assert sum(one["misses"].values()) + one["hit_tokens"] == one["tokens"]
+
+
+def test_time_to_the_first_token(trace, tmp_path, capsys):
+    cost = tmp_path / "cost.json"
+    PrefillCost(seconds_per_token=1e-4, decode_seconds_per_token=0.01).write(cost)
+    words = ["--capacity", "20k,200k", "--policy", "lru", "--jobs", "1", "--cost", str(cost)]
+    assert main(["replay", trace, *words, "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    small, large = (one["latency"] for one in found)
+    assert 0 < large["ttft_s"]["p50"] <= small["ttft_s"]["p50"]
+    assert large["saved_s"] > small["saved_s"] > 0
+    assert main(["replay", trace, *words, "--users", "4"]) == 0
+    assert "seconds to the first token" in capsys.readouterr().out
+
+
+def test_a_report_and_going_on_from_it(trace, tmp_path, capsys):
+    out = tmp_path / "report.html"
+    words = ["--capacity", "50k", "--policy", "lru", "--jobs", "1", "--out", str(out)]
+    assert main(["replay", trace, *words]) == 0
+    assert {path.suffix for path in tmp_path.iterdir()} >= {".html", ".json", ".csv", ".jsonl"}
+    capsys.readouterr()
+    assert main(["replay", trace, *words[:3], "lru,2q", *words[4:]]) == 0
+    assert "3 of 4 replays were done before" in capsys.readouterr().err
+    assert "2q" in out.read_text()
+
+
+def test_plan_ends_in_words(trace, tmp_path, capsys):
+    out = tmp_path / "plan.html"
+    words = ["--memory", "50k", "--disk", "500k", "--jobs", "1", "--out", str(out)]
+    assert main(["plan", trace, *words]) == 0
+    said = capsys.readouterr().out
+    assert "Keep 50 k tokens in memory with the policy" in said
+    assert "need no computing" in said
+    assert "Keep 50 k tokens in memory" in out.read_text()
+    assert main(["plan", trace, *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recommendation"] in " ".join(said.split())
+    assert found["memory_tokens"] == 50_000
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--memory", "lots"], "such as 3M or 500k, or 40GiB; got 'lots'"),
+        (["--memory", "40GiB"], "takes --model"),
+        (["--memory", "0"], "capacity"),
+        (["--memory", "3M", "--gpu-hour", "2"], "--prefill-speed, --memory-price, --model"),
+    ],
+)
+def test_what_is_wrong_with_a_plan_is_one_line(trace, capsys, words, says):
+    assert main(["plan", trace, *words]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1

@@ -72,7 +72,8 @@ class Outcome:
     blocks by the time since their last use; ``lifetime`` blocks by the time from being stored to
     their eviction; ``evicted_ago`` computed tokens by the time since they were evicted.
     ``tiers`` is what tiers below were asked for and wrote, where there are any; ``latency`` what a
-    closed loop made of it; ``what_if`` points of the sampled curve: [capacity in tokens, hit rate].
+    closed loop made of it; ``what_if`` points of the sampled curve: [capacity in tokens, token hit
+    rate of LRU].
     """
 
     policy: str

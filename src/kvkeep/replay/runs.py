@@ -30,7 +30,9 @@ __all__ = ["BOUNDS", "Journal", "Run", "replay"]
 BOUNDS = (BELADY, INFINITE)
 """Names that stand in the place of a policy, for what no policy can exceed."""
 
-_VERSION = 2  # of what replays find: what an older one found is not taken over
+_CURVE_OF = "lru"
+_WATCHED = 0.1  # of the blocks
+_VERSION = 3  # of what replays find: what an older one found is not taken over
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ class Run:
             workload,
             self.capacity_tokens,
             self.eviction,
+            # One is enough: the curve is of LRU, whatever the policy.
+            what_if=_WATCHED if self.policy == _CURVE_OF else None,
             sessions=self.policy.endswith(SESSIONS),
             page_tokens=self.page_tokens,
             prefix=self.prefix,

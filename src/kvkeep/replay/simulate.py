@@ -100,6 +100,7 @@ def simulate(
     page_tokens: int | None = None,
     prefix: str = "radix",
     sessions: bool = False,
+    what_if: float | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Replay ``workload`` through one pool of ``capacity_tokens``, requests one after the other.
@@ -107,7 +108,9 @@ def simulate(
     Each request is opened at its time, its prompt (and its answer, where the trace has it)
     published, and closed: what an engine does that serves one request at a time. ``page_tokens``
     and what it means is told in `Paging`. With ``sessions`` the cache is told to which session a
-    request belongs, where the trace knows; the outcome's policy is then "lru+sessions".
+    request belongs, where the trace knows; the outcome's policy is then "lru+sessions". With
+    ``what_if`` the cache watches that share of the blocks, and the outcome has the curve: what LRU
+    would reuse with ⅛ … 8 times the memory.
     ``progress`` is told the number of requests done.
 
     By tokens this is what the engine finds, token for token; but where several pages begin alike
@@ -124,6 +127,7 @@ def simulate(
         page_tokens=page_tokens,
         prefix=prefix,
         sessions=sessions,
+        what_if=what_if,
     )
     for number in range(len(workload)):
         stage.watch.now = float(workload.times[number])
@@ -196,8 +200,10 @@ class Stage:
         page_tokens: int | None,
         prefix: str,
         sessions: bool = False,
+        what_if: float | None = None,
     ) -> None:
         self.workload = workload
+        self._what_if = what_if
         self.sessions = sessions
         self.paging = Paging(workload.unit_tokens, page_tokens)
         pages = self.paging.pages(capacity_tokens)
@@ -218,6 +224,7 @@ class Stage:
             prefix=prefix,
             eviction=policy,
             block_pages=None if page_tokens else 1,
+            what_if=what_if,
             clock=lambda: self.watch.now,
         )
         self.cache.subscribe(self.watch.see)
@@ -298,5 +305,12 @@ class Stage:
 
     def done(self) -> Outcome:
         """What was found."""
-        self.watch.outcome.evicted_pages = self.cache.stats().evicted_pages
+        outcome = self.watch.outcome
+        outcome.evicted_pages = self.cache.stats().evicted_pages
+        if self._what_if is not None:
+            sizes = [max(1, int(self.pages * 2.0 ** (step / 2))) for step in range(-6, 7)]
+            outcome.what_if = [
+                [point.pages * self.paging.tokens, point.hit_rate]
+                for point in self.cache.what_if(sizes)
+            ]
         return self.watch.done()

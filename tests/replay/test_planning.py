@@ -1,0 +1,104 @@
+"""Plans: what they replay, and that they recommend what the figures say."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from replaying import Chained, Listed, request, workload
+
+from kvkeep.replay import INFINITE, Plan, Run, Workload, replay
+
+
+def advice_for(work: Workload, plan: Plan):
+    runs = plan.runs(work)
+    outcomes = dict(replay(work, runs))
+    assert set(outcomes) == set(runs)
+    return plan.advice(outcomes), outcomes
+
+
+def chats(users: int, turns: int, length: int = 8) -> Workload:
+    """Users who take turns, each with a prompt that grows."""
+    chained = Chained()
+    requests = [
+        request(float(turn * users + user), chained.ids([(user, at) for at in range(grown)]))
+        for turn in range(turns)
+        for user in range(users)
+        for grown in [(turn + 1) * length]
+    ]
+    return Workload.read(Listed(requests))
+
+
+def scans(requests: int, seed: int = 0) -> Workload:
+    """A few prompts again and again among very many that never come back."""
+    chance = random.Random(seed)
+    paths = [
+        [("hot", chance.randrange(10)), *range(9)]
+        if chance.random() < 0.2
+        else [("once", number), *range(9)]
+        for number in range(requests)
+    ]
+    return workload(paths)
+
+
+def test_nothing_is_shared():
+    advice, _ = advice_for(workload([[("new", at), 1, 2] for at in range(200)]), Plan(400))
+    assert "No cache will help" in str(advice)
+    assert (advice.policy, advice.disk, advice.tiering) == ("lru", False, None)
+
+
+def test_ample_memory_needs_no_other_policy_and_no_more_of_it():
+    advice, outcomes = advice_for(chats(4, 8), Plan(40_000))
+    assert advice.policy == "lru"
+    assert "No policy is worth a change" in str(advice)
+    assert "Half of it would do" in str(advice)
+    best = next(one for run, one in outcomes.items() if run.policy == INFINITE)
+    assert f"{100 * best.token_hit_rate:.1f} % of all prompt tokens" in advice.recommendation
+
+
+def test_scans_ask_for_a_policy_that_withstands_them():
+    advice, outcomes = advice_for(scans(3000), Plan(30 * 10 * 4))
+    rates = {run.policy: one.token_hit_rate for run, one in outcomes.items() if not run.below
+             and run.capacity_tokens == 1200}  # fmt: skip
+    assert rates["adaptive"] > rates["lru"] + 0.02
+    assert advice.policy != "lru"
+    assert rates[advice.policy] >= max(rates["2q"], rates["arc"]) - 0.01
+    assert "were there and had to go" in str(advice)
+
+
+def test_a_disk_that_brings_something_and_one_that_does_not():
+    work = chats(12, 8)
+    advice, outcomes = advice_for(work, Plan(1200, 20_000))
+    assert advice.disk
+    assert advice.tiering in {"inclusive", "exclusive", "adaptive"}
+    assert "below it with the tiering" in advice.recommendation
+    tried = {run.tiering: one.token_hit_rate for run, one in outcomes.items()
+             if run.below and run.policy == "lru"}  # fmt: skip
+    assert tried[advice.tiering] >= max(tried.values()) - 0.005
+    idle, _ = advice_for(work, Plan(200_000, 200_000))
+    assert not idle.disk
+    assert "and nothing below it" in idle.recommendation
+
+
+def test_sessions_are_tried_where_the_trace_knows_them():
+    chained = Chained()
+    requests = [
+        request(float(at), chained.ids([at % 5, at // 5]), session=str(at % 5)) for at in range(40)
+    ]
+    runs = Plan(40).runs(Workload.read(Listed(requests)))
+    assert Run("lru+sessions", 40) in runs
+    assert Run("lru+sessions", 40) not in Plan(40).runs(workload(["ab"]))
+
+
+def test_other_namespaces_are_told():
+    chained = Chained()
+    path = chained.ids(range(20))
+    requests = [request(float(at), path, namespace=str(at)) for at in range(30)]
+    advice, _ = advice_for(Workload.read(Listed(requests)), Plan(10_000))
+    assert "in another namespace" in str(advice)
+
+
+@pytest.mark.parametrize("memory", [8, 40])
+def test_small_memories(memory):
+    advice, _ = advice_for(chats(3, 3), Plan(memory))
+    assert advice.recommendation
