@@ -1,0 +1,209 @@
+"""What policies, tiers and hints make of a trace, how good the sampled curve is, how fast it is.
+
+    python benchmarks/replay.py TRACE            # some ten minutes on two cores
+    python benchmarks/replay.py TRACE --quick    # two capacities, fewer policies
+    python benchmarks/replay.py TRACE --json
+
+TRACE is Mooncake's conversation trace for the figures in docs/replay.md (12,031 requests, ids of
+512 tokens); any other is replayed the same way, at capacities of as many blocks. Hit rates are
+reused blocks / blocks in percent, and the same on every machine. Beside them stand those of
+simulators of single blocks on the conversation trace, where there are any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvkeep import PagedCache
+from kvkeep.errors import KVKeepError
+from kvkeep.replay import BELADY, INFINITE, Run, Workload, replay, simulate
+from kvkeep.traces import open_trace
+
+CAPACITIES = (3_000, 5_859, 10_000, 20_000)
+TIERS = ((1_500, 3_000), (1_500, 6_000), (3_000, 20_000))
+POLICIES = ("lru", "fifo", "2q", "arc", "s3fifo", "gdsf", "tlru", "reuse", "adaptive")
+QUICK = ("lru", "2q", "adaptive")
+ELSEWHERE: dict[str, tuple[float, ...]] = {
+    "lru": (6.5, 13.6, 21.2, 28.8),
+    "fifo": (6.3, 12.5, 18.1, 25.7),
+    "2q": (12.7, 17.4, 21.5, 25.6),
+    "arc": (8.6, 14.4, 22.3, 28.9),
+    "s3fifo": (8.8, 15.3, 19.5, 25.3),
+    BELADY: (29.4, 35.3, 36.6, 36.6),
+    INFINITE: (36.6, 36.6, 36.6, 36.6),
+}
+HINTED = 5_859
+RECALL, FALSE_ALARMS = 0.8, 0.1
+PAGE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A hit rate in percent, where it was measured elsewhere that too, and the replay's seconds."""
+
+    what: str
+    blocks: str
+    percent: float
+    elsewhere: float | None
+    seconds: float
+
+
+def pools(work: Workload, policies: tuple[str, ...], sizes: tuple[int, ...]) -> list[Rate]:
+    """One pool, all policies and bounds."""
+    unit = work.unit_tokens
+    runs = [Run(name, size * unit) for name in (*policies, BELADY) for size in sizes]
+    runs.append(Run(INFINITE, 0))
+    found = dict(replay(work, runs))
+    rates = []
+    for run in runs:
+        blocks = run.capacity_tokens // unit
+        known = ELSEWHERE.get(run.policy)
+        at = CAPACITIES.index(blocks) if blocks else 0
+        outcome = found[run]
+        rates.append(
+            Rate(
+                run.policy,
+                f"{blocks:,}" if blocks else "all",
+                100 * outcome.hit_rate,
+                known[at] if known else None,
+                outcome.seconds,
+            )
+        )
+    return rates
+
+
+def tiers(work: Workload, sizes: tuple[tuple[int, int], ...]) -> list[Rate]:
+    """Memory and a tier below."""
+    unit, rates = work.unit_tokens, []
+    for tiering in ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive"):
+        for first, below in sizes:
+            run = Run("lru", first * unit, below=(below * unit,), tiering=tiering)
+            outcome = run.on(work)
+            rates.append(
+                Rate(tiering, f"{first:,} + {below:,}", 100 * outcome.hit_rate, None,
+                     outcome.seconds)
+            )  # fmt: skip
+    return rates
+
+
+def hints(work: Workload) -> list[Rate]:
+    """LRU, told which conversations are over: 80 % of them, and 10 % of those that are not."""
+    names = conversations(work)
+    last = {name: at for at, name in enumerate(names)}
+    rates = []
+    for what, recall, wrong in (("no hints", 0.0, 0.0), ("poor hints", RECALL, FALSE_ALARMS),
+                                ("perfect hints", 1.0, 0.0)):  # fmt: skip
+        begun, chance = time.perf_counter(), random.Random(1)
+        cache, hits = PagedCache(HINTED, 1), 0
+        for at, name in enumerate(names):
+            prompt = work.prompt(at)
+            told = str(name) if recall else None
+            with cache.open(np.append(prompt, np.int32(2**31 - 1)), session=told) as sequence:
+                sequence.publish(len(prompt))
+                hits += sequence.num_cached
+            if told and chance.random() < (recall if last[name] == at else wrong):
+                cache.session(told).close()
+        percent = 100 * hits / int(work.prompt_units.sum(dtype="int64"))
+        rates.append(Rate(what, f"{HINTED:,}", percent, None, time.perf_counter() - begun))
+    return rates
+
+
+def conversations(work: Workload) -> list[int]:
+    """Which conversation each prompt is of: that whose last prompt it continues."""
+    latest: dict[int, tuple[int, int]] = {}
+    names: list[int] = []
+    for at in range(len(work)):
+        prompt = work.prompt(at).tolist()
+        known = next((n for n, block in enumerate(prompt) if block not in latest), len(prompt))
+        name = at
+        if known > 1:
+            before, blocks = latest[prompt[known - 1]]
+            name = before if known >= blocks - 1 else name
+        names.append(name)
+        latest.update((block, (name, len(prompt))) for block in prompt)
+    return names
+
+
+def curve(work: Workload, size: int) -> tuple[float, float]:
+    """Largest error of the sampled curve in points, and what watching costs, as a share."""
+    unit = work.unit_tokens
+    plain: list[float] = []
+    watched: list[float] = []
+    for _ in range(3):
+        for seconds, share in ((plain, None), (watched, 0.1)):
+            begun = time.process_time()
+            outcome = simulate(work, size * unit, what_if=share)
+            seconds.append(time.process_time() - begun)
+    errors = []
+    for tokens, rate in outcome.what_if:
+        if tokens >= 500 * unit:
+            errors.append(abs(simulate(work, int(tokens)).token_hit_rate - rate))
+    return 100 * max(errors), min(watched) / min(plain) - 1
+
+
+def speed(work: Workload, size: int) -> dict[str, float]:
+    """Seconds for one replay by units, one by tokens, and for four of them alone and in pairs."""
+    unit = work.unit_tokens
+    runs = [Run("lru", (size + step) * unit) for step in range(4)]
+    found: dict[str, float] = {}
+    begun = time.perf_counter()
+    simulate(work, size * unit, "adaptive")
+    found["by units, adaptive"] = time.perf_counter() - begun
+    begun = time.perf_counter()
+    simulate(work, size * unit, "adaptive", page_tokens=PAGE)
+    found[f"by pages of {PAGE} tokens, adaptive"] = time.perf_counter() - begun
+    for jobs in (1, 2):
+        begun = time.perf_counter()
+        list(replay(work, runs, jobs=jobs))
+        found[f"four replays, {jobs} process{'es' if jobs > 1 else ''}"] = (
+            time.perf_counter() - begun
+        )
+    found["memory, GiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return found
+
+
+def main() -> int:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--quick", action="store_true", help="two capacities, fewer policies")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    try:
+        work = Workload.read(open_trace(args.trace))
+    except (KVKeepError, OSError) as fault:
+        print(f"replay.py: {fault}", file=sys.stderr)
+        return 2
+    sizes = CAPACITIES[:2] if args.quick else CAPACITIES
+    policies = QUICK if args.quick else POLICIES
+    rates = [*pools(work, policies, sizes), *tiers(work, TIERS[:1] if args.quick else TIERS)]
+    rates += hints(work)
+    error, cost = curve(work, HINTED)
+    seconds = speed(work, HINTED)
+    if args.json:
+        print(json.dumps({"rates": [asdict(rate) for rate in rates], "curve_error_points": error,
+                          "curve_cost": cost, "speed": seconds}, indent=2))  # fmt: skip
+        return 0
+    print(f"{work.name}: {len(work):,} requests, ids of {work.unit_tokens} tokens")
+    for rate in rates:
+        beside = f"{rate.elsewhere:6.1f} elsewhere" if rate.elsewhere is not None else ""
+        print(
+            f"  {rate.what:16}{rate.blocks:>16}{rate.percent:8.2f} %{rate.seconds:8.1f} s  {beside}"
+        )
+    print(f"  sampled curve: within {error:.2f} points, for {100 * cost:.1f} % more time")
+    for what, value in seconds.items():
+        print(f"  {what:36}{value:8.2f}" + ("" if "GiB" in what else " s"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
