@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvkeep import PagedCache
 from kvkeep.eviction import ARC, LRU, S3FIFO, Adaptive, Entry, EvictionPolicy, Reuse, TwoQ
-from kvkeep.eviction.adaptive import _Trial
+from kvkeep.eviction.adaptive import _Learned, _Lists
 from kvkeep.eviction.arc import Directory
 from kvkeep.eviction.reuse import Hazards, bucket_of
 from kvkeep.eviction.s3fifo import Ghost
@@ -76,15 +76,19 @@ def test_they_do_as_well_as_the_best(make: Callable[[], EvictionPolicy]) -> None
 def test_adaptive_follows_the_best_candidate() -> None:
     policy = Adaptive()
     cache = cached(policy)
-    assert policy.probation is None, "until it knows better it is LRU"
+    assert policy.chosen == "lru", "until it knows better"
+    hot = {
+        "2q with 1% on probation",
+        "2q with 10% on probation",
+        "2q with 30% on probation",
+        "reuse",
+    }
     serve(cache, scan_and_hot_set(2000))
-    assert policy.probation is not None
-    assert policy.probation <= 0.3
+    assert policy.chosen in hot
     serve(cache, twice_and_never_again(4000))
-    assert policy.probation is None or policy.probation >= 0.5, "a new one comes back 50 later"
+    assert policy.chosen not in hot - {"reuse"}, "a new one comes back 50 later"
     serve(cache, scan_and_hot_set(4000))
-    assert policy.probation is not None
-    assert policy.probation <= 0.3
+    assert policy.chosen in hot
 
 
 @pytest.mark.parametrize("probation", [0.0, 0.3, 0.7, None])
@@ -94,7 +98,7 @@ def test_a_candidate_is_2q_over_keys(
     probation: float | None, asked: list[tuple[int, bool]]
 ) -> None:
     """``known`` says that it was asked for before, and went; without probation it is LRU."""
-    trial = _Trial(probation, 10)
+    trial = _Lists(probation, 10)
     most = 10 if probation is None else int(10 * probation)
     once: list[int] = []  # oldest first
     again: list[int] = []
@@ -117,10 +121,13 @@ def test_adaptive_watches_a_sample_of_a_large_memory() -> None:
     chance = random.Random(1)
     keys = [chance.randbytes(32) for _ in range(5000)]
     policy.asked(keys)
-    watched = len(policy._trials[-1]._again)
+    lists = [trial for trial in policy._trials if isinstance(trial, _Lists)]
+    (learned,) = [trial for trial in policy._trials if isinstance(trial, _Learned)]
+    watched = len(lists[-1]._again)
     assert 400 < watched < 600, "a tenth of them"
     policy.asked(keys)
-    assert [trial.hits for trial in policy._trials] == [watched] * len(policy._trials)
+    assert [trial.hits for trial in lists] == [watched] * len(lists)
+    assert learned.hits == watched == len(learned._kept)
 
 
 # --- one block a prompt: there is no tree, and the algorithms are the papers' --------------------

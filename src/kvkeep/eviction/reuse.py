@@ -73,7 +73,10 @@ class Reuse(EvictionPolicy):
         self._size = size
         blocks = max(1, size // block)
         self._history = History(int(self.remembered * blocks))
-        share = min(1.0, max(_SAMPLED, _LEAST / blocks))
+        self.watch(min(1.0, max(_SAMPLED, _LEAST / blocks)), blocks)
+
+    def watch(self, share: float, blocks: int) -> None:
+        """Follow this ``share`` of the keys, of a memory of so many ``blocks``."""
         self._below = max(1, round(share * 65_536))
         self._most = max(1, round(share * blocks * self.remembered))
         self._left = self._round = max(_LEAST // 2, round(share * blocks))
