@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -89,6 +90,9 @@ def test_a_server_that_hangs_while_blocks_are_on_their_way(
     tiers = ["memory://1MiB", server.url(timeout="60s")]
     with engine(llama, tiers, extra={"load_timeout": 0.5, "flush_timeout": 0.5}) as one:
         one.ask(PROMPTS)
+        assert one.store.flush(60)
+        others = [random.randbytes(32) for _ in range(40)]
+        one.store.put(others, [bytes(1 << 16)] * 40)  # what vLLM asks for is on the server alone
         assert one.store.flush(60)
         one.forget()
         scheduler = one.core.scheduler.connector._scheduler
