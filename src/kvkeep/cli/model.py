@@ -68,17 +68,23 @@ def choose_threads(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def progress(doing: str, *, of: int | None = None) -> Iterator[Callable[[], object]]:
+def progress(
+    doing: str, *, of: int | None = None, remaining: bool = False
+) -> Iterator[Callable[..., object]]:
     """Show on stderr, where that is a terminal, what is being done and how far it is.
 
-    Call what it gives after each of the ``of`` steps; without a number of steps it only moves.
+    Call what it gives after each of the ``of`` steps, or with a number of them; without a number of
+    steps it only moves. ``remaining`` also says how much is done and how long it will take: for
+    what takes minutes.
     """
     if not sys.stderr.isatty():
-        yield lambda: None
+        yield lambda _steps=1: None
         return
     rich = require("rich.progress", "cli")
     console = require("rich.console", "cli").Console(stderr=True)
     columns = [rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TimeElapsedColumn()]
+    if remaining:
+        columns[2:] = [rich.TaskProgressColumn(), columns[2], rich.TimeRemainingColumn()]
     with rich.Progress(*columns, console=console, transient=True) as shown:
         task = shown.add_task(doing, total=of)
         yield partial(shown.advance, task)

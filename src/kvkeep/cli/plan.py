@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from kvkeep.cli.replay import (
     add_price_arguments,
     add_replay_arguments,
+    add_report_arguments,
+    check_out,
     parse_tokens,
     prices_of,
     read_workload,
@@ -19,7 +21,6 @@ from kvkeep.cli.replay import (
     report,
 )
 from kvkeep.cli.trace import add_reading_arguments
-from kvkeep.errors import InvalidValue
 from kvkeep.replay import Plan
 
 if TYPE_CHECKING:
@@ -50,18 +51,14 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--disk", metavar="SIZE", help="a tier below it, in the same way")
     add_replay_arguments(parser, pages=False)
     add_price_arguments(parser)
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write a report: an HTML file, its figures beside"
-    )
-    parser.add_argument("--fresh", action="store_true", help="with --out: replay all of it again")
+    add_report_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay what it takes, and recommend."""
-    if args.out is not None and args.out.suffix.lower() not in {".html", ".htm"}:
-        raise InvalidValue(f"--out is an HTML file, such as report.html; got {str(args.out)!r}")
+    check_out(args)
     memory = parse_tokens(args.memory, args.model)
     disk = parse_tokens(args.disk, args.model) if args.disk is not None else 0
     prices = prices_of(args)

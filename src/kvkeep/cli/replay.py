@@ -7,28 +7,30 @@ import os
 import re
 import shlex
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.cli.model import progress
 from kvkeep.cli.trace import add_reading_arguments, opened
 from kvkeep.errors import InvalidValue, MissingExtra, require, whole
 from kvkeep.eviction import POLICIES
 from kvkeep.geometry import KVGeometry, parse_bytes
 from kvkeep.replay import BELADY, BOUNDS, INFINITE, Journal, Run, Workload, replay
+from kvkeep.replay.planning import amount
 from kvkeep.tiers import TIERINGS
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from kvkeep.cli.model import Commands
     from kvkeep.replay import Outcome
     from kvkeep.replay.report import Prices
 
 __all__ = [
-    "add_parser", "add_price_arguments", "add_replay_arguments", "bar", "facts", "parse_tokens",
-    "planned_runs", "prices_of", "read_workload", "replayed", "report", "run",
+    "add_parser", "add_price_arguments", "add_replay_arguments", "add_report_arguments",
+    "check_out", "facts", "parse_tokens", "planned_runs", "prices_of", "read_workload",
+    "replayed", "report", "run",
 ]  # fmt: skip
 
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kMG]?)")
@@ -89,6 +91,13 @@ def add_parser(commands: Commands) -> None:
         action="store_true",
         help="do not look for what no policy can exceed (--json only does when --policy names it)",
     )
+    add_report_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each replay")
+    parser.set_defaults(run=run)
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where a report goes; `replayed` and `report` read it."""
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="write a report: an HTML file, its figures beside"
     )
@@ -97,8 +106,6 @@ def add_parser(commands: Commands) -> None:
         action="store_true",
         help="with --out: replay everything again, also what an earlier call has done",
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON object for each replay")
-    parser.set_defaults(run=run)
 
 
 def add_price_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,8 +156,7 @@ def _add_page_arguments(how: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay, and say what came of it."""
-    if args.out is not None and args.out.suffix.lower() not in {".html", ".htm"}:
-        raise InvalidValue(f"--out is an HTML file, such as report.html; got {str(args.out)!r}")
+    check_out(args)
     prices = prices_of(args)
     runs = planned_runs(args, bounds=not args.no_bounds and not args.json)
     workload = read_workload(args)
@@ -163,6 +169,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(workload, runs, outcomes)
     return 0
+
+
+def check_out(args: argparse.Namespace) -> None:
+    """Raise `InvalidValue` where ``--out`` cannot be a report: before anything is replayed."""
+    if args.out is not None and args.out.suffix.lower() not in {".html", ".htm"}:
+        raise InvalidValue(f"--out is an HTML file, such as report.html; got {str(args.out)!r}")
 
 
 def parse_tokens(text: str, model: Path | None = None) -> int:
@@ -180,15 +192,15 @@ def parse_tokens(text: str, model: Path | None = None) -> int:
 def read_workload(args: argparse.Namespace) -> Workload:
     """The trace that ``args`` names."""
     trace = opened(args, args.file)
-    with bar("reading", trace.length) as advance:
+    with progress("reading", of=trace.length, remaining=True) as advance:
         told = 0
 
-        def progress(number: int) -> None:
+        def read(number: int) -> None:
             nonlocal told
             advance(number - told)
             told = number
 
-        return Workload.read(trace, progress)
+        return Workload.read(trace, read)
 
 
 def report(
@@ -288,26 +300,9 @@ def replayed(workload: Workload, runs: Sequence[Run], args: argparse.Namespace) 
             print(f"{done} of {len(runs)} replays were done before ({path})", file=sys.stderr)
     jobs = whole("--jobs", args.jobs, 1) if args.jobs is not None else os.cpu_count() or 1
     found: dict[Run, Outcome] = {}
-    with bar("replaying", len(runs) * len(workload)) as advance:
+    with progress("replaying", of=len(runs) * len(workload), remaining=True) as advance:
         found.update(replay(workload, runs, jobs=jobs, journal=journal, progress=advance))
     return [found[run] for run in runs]
-
-
-@contextmanager
-def bar(doing: str, of: int | None) -> Iterator[Callable[[int], None]]:
-    """Show on stderr, where that is a terminal, how far it is; call it with how much more is."""
-    if not sys.stderr.isatty():
-        yield lambda more: None
-        return
-    rich = require("rich.progress", "cli")
-    console = require("rich.console", "cli").Console(stderr=True)
-    columns = [
-        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TaskProgressColumn(),
-        rich.TimeElapsedColumn(), rich.TimeRemainingColumn(),
-    ]  # fmt: skip
-    with rich.Progress(*columns, console=console, transient=True) as shown:
-        task = shown.add_task(doing, total=of)
-        yield lambda more: shown.advance(task, more)
 
 
 # --- what came of it -----------------------------------------------------------------------------
@@ -346,7 +341,7 @@ def _print(workload: Workload, runs: Sequence[Run], outcomes: Sequence[Outcome])
         else:
             cells = [_share(by.get((name, size))) for size in sizes]
         rows.append([_LABELS.get(name, name), *cells])
-    _table(["blocks reused", *(" + ".join(map(_amount, size)) for size in sizes)], rows)
+    _table(["blocks reused", *(" + ".join(map(amount, size)) for size in sizes)], rows)
     timed = [one for one in outcomes if one.latency]
     if timed:
         names = ("p50", "p90", "p99")
@@ -354,7 +349,7 @@ def _print(workload: Workload, runs: Sequence[Run], outcomes: Sequence[Outcome])
             ["seconds to the first token", *names, "saved"],
             [
                 [
-                    f"{one.policy}, {_amount(one.capacity_tokens)}",
+                    f"{one.policy}, {amount(one.capacity_tokens)}",
                     *(f"{one.latency['ttft_s'][name]:.2f}" for name in names),
                     f"{one.latency['saved_s']:,.0f} s",
                 ]
@@ -372,13 +367,6 @@ _LABELS = {BELADY: "best possible", INFINITE: "endless memory"}
 
 def _share(outcome: Outcome | None) -> str:
     return "" if outcome is None else f"{100 * outcome.hit_rate:.1f} %"
-
-
-def _amount(tokens: int) -> str:
-    for scale, letter in ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k")):
-        if tokens >= scale:
-            return f"{tokens / scale:.3g} {letter} tokens"
-    return f"{tokens} tokens"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

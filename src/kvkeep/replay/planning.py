@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvkeep.replay.outcome import Outcome
     from kvkeep.replay.workload import Workload
 
-__all__ = ["Advice", "Plan"]
+__all__ = ["Advice", "Plan", "amount"]
 
 _USUAL = "lru"
 _POLICIES = ("lru", "2q", "s3fifo", "arc", "adaptive")
@@ -91,14 +91,12 @@ class _Reading:
             if run.below and run.policy == _USUAL
         }
         self._usual = self._here[_USUAL]
-        self._most = next(
-            outcome.token_hit_rate for run, outcome in outcomes.items() if run.policy == INFINITE
-        )
+        self._most = outcomes[Run(INFINITE, 0)].token_hit_rate
 
     def advice(self) -> Advice:
         policy, why_policy = self._policy()
         disk, tiering, why_disk = self._disk(policy)
-        size = _amount(self._plan.memory_tokens)
+        size = amount(self._plan.memory_tokens)
         kept = self._here[policy]
         words = [f"Keep {size} in memory with the policy {policy.removesuffix(SESSIONS)}"]
         if policy.endswith(SESSIONS):
@@ -106,7 +104,7 @@ class _Reading:
         if disk:
             kept = self._tiers[tiering or ""]
             words.append(
-                f" and {_amount(self._plan.disk_tokens)} below it with the tiering {tiering}"
+                f" and {amount(self._plan.disk_tokens)} below it with the tiering {tiering}"
             )
         elif self._plan.disk_tokens:
             words.append(" and nothing below it")
@@ -156,7 +154,7 @@ class _Reading:
         if self._tiers["adaptive"] > self._tiers[best] - _WORTH / 2:
             best = "adaptive"
         gain = self._tiers[best] - self._here[policy]
-        below = _amount(self._plan.disk_tokens)
+        below = amount(self._plan.disk_tokens)
         if gain < _WORTH:
             return (
                 False,
@@ -179,11 +177,12 @@ class _Reading:
         )
 
     def _written(self, tiering: str) -> float:
-        for run, outcome in self._all.items():
-            if run.below and run.policy == _USUAL and run.tiering == tiering:
-                computed = max(1, outcome.blocks - outcome.hit_blocks)
-                return float(sum(tier["writes"] for tier in outcome.tiers[1:]) / computed)
-        raise AssertionError(tiering)
+        plan = self._plan
+        outcome = self._all[
+            Run(_USUAL, plan.memory_tokens, below=(plan.disk_tokens,), tiering=tiering)
+        ]
+        computed = max(1, outcome.blocks - outcome.hit_blocks)
+        return float(sum(tier["writes"] for tier in outcome.tiers[1:]) / computed)
 
     def _sizes(self) -> str:
         rates = {
@@ -192,7 +191,7 @@ class _Reading:
             if run.policy == "adaptive" and not run.below
         }
         here = self._plan.memory_tokens
-        parts = [f"{_amount(size)} {_share(rate)}" for size, rate in sorted(rates.items())]
+        parts = [f"{amount(size)} {_share(rate)}" for size, rate in sorted(rates.items())]
         said = "More or less memory, with the policy adaptive: " + ", ".join(parts) + "."
         twice, half = rates.get(2 * here), rates.get(here // 2)
         if twice is not None and twice - rates[here] < _WORTH:
@@ -204,12 +203,7 @@ class _Reading:
         return said
 
     def _misses(self) -> str:
-        run = next(
-            run
-            for run in self._all
-            if run.policy == _USUAL and run.capacity_tokens == self._plan.memory_tokens
-        )
-        outcome = self._all[run]
+        outcome = self._all[Run(_USUAL, self._plan.memory_tokens)]
         avoidable = {
             reason: outcome.misses.get(reason, 0) / max(1, outcome.tokens)
             for reason in (EVICTED, NEVER, OTHER, REMAINDER)
@@ -238,7 +232,8 @@ def _points(part: float) -> str:
     return f"{100 * part:.1f} points"
 
 
-def _amount(tokens: int) -> str:
+def amount(tokens: int) -> str:
+    """``1_536_000`` → 1.54 M tokens."""
     for scale, letter in ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k")):
         if tokens >= scale:
             return f"{tokens / scale:.3g} {letter} tokens"

@@ -147,7 +147,7 @@ def replay(
     *,
     jobs: int = 1,
     journal: Journal | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> Iterator[tuple[Run, Outcome]]:
     """``runs`` and their outcomes, each as soon as it is there, in any order.
 
@@ -218,7 +218,7 @@ def _line(line: bytes) -> tuple[str, Outcome] | None:
 
 
 def _here(
-    workload: Workload, runs: Iterable[Run], jobs: int, progress: Callable[[int], None] | None
+    workload: Workload, runs: Iterable[Run], jobs: int, progress: Callable[[int], object] | None
 ) -> Iterator[tuple[Run, Outcome]]:
     del jobs
     for run in runs:
@@ -229,7 +229,7 @@ def _here(
 
 @contextmanager
 def _differences(
-    progress: Callable[[int], None] | None, total: int
+    progress: Callable[[int], object] | None, total: int
 ) -> Iterator[Callable[[int], None] | None]:
     """Makes of totals what came since; at the end all of them have come."""
     if progress is None:
@@ -267,7 +267,7 @@ class _Worker:
 
 
 def _in_processes(
-    workload: Workload, runs: Sequence[Run], jobs: int, progress: Callable[[int], None] | None
+    workload: Workload, runs: Sequence[Run], jobs: int, progress: Callable[[int], object] | None
 ) -> Iterator[tuple[Run, Outcome]]:
     # Not forked: threads of whoever calls would be missing there, with their locks held.
     context = multiprocessing.get_context("spawn")
