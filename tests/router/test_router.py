@@ -180,6 +180,24 @@ def test_instances_come_and_go(router):
     assert router.stats().instances == 2
 
 
+def test_what_comes_and_goes_leaves_no_load_behind(router):
+    """In whatever order prompts arrive, the sums come back to nothing."""
+    rng = np.random.default_rng(2)
+    going = [router.begin(router.score(rng.integers(0, 99, size))[0]) for size in range(1, 200)]
+    for number in rng.permutation(len(going)):
+        router.first_token(going[number])
+        router.end(going[number])
+    assert router.load("a") == router.load("b") == (0, 0.0)
+
+
+def test_a_request_that_an_instance_had_before_it_came_again_is_not_its_load(router):
+    ticket = router.begin(next(s for s in router.score(PROMPT) if s.place.instance == "a"), PROMPT)
+    router.remove("a")
+    router.add("a")
+    router.end(ticket)
+    assert router.load("a") == (0, 0.0)
+
+
 def test_events_and_prompts_at_once(router):
     """Threads that tell and threads that ask; what is known in the end is what was told last."""
     rng = np.random.default_rng(1)

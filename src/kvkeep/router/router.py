@@ -53,26 +53,32 @@ class Score(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class _Load:
+    """What an instance's rank is doing."""
+
+    waiting_ns: int = 0
+    """Expected time of prompts that have not brought a first token: whole numbers, that what
+    comes and goes leaves nothing behind."""
+    requests: int = 0
+    recent_s: float = 0.0
+    """Seconds of prefill it was given, fading."""
+    noted: float = 0.0
+
+    @property
+    def waiting_s(self) -> float:
+        return self.waiting_ns * 1e-9
+
+
+@dataclass(slots=True, eq=False)
 class Ticket:
     """A request that was sent to ``place``; give it back with `PrefixRouter.end`."""
 
     place: Place
     prefill_s: float
+    load: _Load = field(repr=False)  # of the place as it was then: it may be gone, and come again
     coming: list[int] = field(default_factory=list, repr=False)
     waiting: bool = True
     ended: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    """What an instance's rank is doing."""
-
-    waiting_s: float = 0.0
-    """Expected seconds of prompts that have not brought a first token."""
-    requests: int = 0
-    recent_s: float = 0.0
-    """Seconds of prefill it was given, fading."""
-    noted: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,15 +261,15 @@ class PrefixRouter:
     ) -> Ticket:
         """A prompt is sent there: it counts as load, and its ``tokens`` as coming there."""
         place = score.place
-        ticket = Ticket(place, score.prefill_s)
         row = None if tokens is None else as_tokens(tokens)
         digest = salt_digest(salt) if salt else ""
         with self._lock:
-            load = self._load(place)
+            load = self._loads.get(place.instance, {}).get(place)
             if load is None:
                 raise InvalidValue(f"{place} is not known to this router")
+            ticket = Ticket(place, score.prefill_s, load)
             self._fade(load, self._clock())
-            load.waiting_s += ticket.prefill_s
+            load.waiting_ns += _ns(ticket.prefill_s)
             load.recent_s += ticket.prefill_s
             load.requests += 1
             if row is not None:
@@ -284,21 +290,14 @@ class PrefixRouter:
                 return
             self._arrived(ticket)
             ticket.ended = True
-            load = self._load(ticket.place)
-            if load is not None:
-                load.requests -= 1
+            ticket.load.requests -= 1
 
     def _arrived(self, ticket: Ticket) -> None:
         if not ticket.waiting:
             return
         ticket.waiting = False
-        load = self._load(ticket.place)
-        if load is not None:
-            load.waiting_s = max(0.0, load.waiting_s - ticket.prefill_s)
+        ticket.load.waiting_ns -= _ns(ticket.prefill_s)
         self._index.remove(ticket.place, ticket.coming, tier=_COMING)
-
-    def _load(self, place: Place) -> _Load | None:
-        return self._loads.get(place.instance, {}).get(place)
 
     def stats(self) -> RouterStats:
         """What is known. Cost: one pass over the places."""
@@ -333,6 +332,10 @@ class PrefixRouter:
         """Recount everything and assert that it agrees. Cost: all of it."""
         with self._lock:
             self._index.check()
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
 
 
 def _extras(event: BlockStored, lora: str) -> tuple[str, list[str] | None]:
