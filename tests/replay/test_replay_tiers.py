@@ -220,22 +220,11 @@ def test_a_prompt_larger_than_memory_fills_it_and_no_more() -> None:
         simulated.check()
 
 
-def test_what_it_takes_to_read() -> None:
-    levels = [Level("memory", 2), Level("disk", 20, bandwidth_bytes_s=1000.0)]
-    simulated = TierSimulator(levels, Inclusive())
-    keys = prompt(*range(6))
-    assert simulated.seconds(simulated.request(keys), 500) == 0
-    touched = simulated.request(keys)
-    assert touched.found == (2, 4)
-    assert simulated.seconds(touched, 500) == 2.0
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (lambda: Level("x", 0), "at least 1"),
         (lambda: Level("x", 5, "best"), "no eviction policy 'best'"),
-        (lambda: Level("x", 5, bandwidth_bytes_s=0.0), "bytes a second"),
         (lambda: TierSimulator([], Inclusive()), "memory, at least"),
     ],
 )

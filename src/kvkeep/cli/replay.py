@@ -85,6 +85,12 @@ def add_parser(commands: Commands) -> None:
         help="with --cost: so many users, each of whom waits for an answer before asking again "
         "(default: requests come at their times)",
     )
+    loop.add_argument(
+        "--bandwidth",
+        metavar="LIST",
+        help="with --cost and tiers: bytes a second that each tier below memory is read at, as "
+        "20GB,3GB (default: at once)",
+    )
     add_price_arguments(parser)
     parser.add_argument(
         "--no-bounds",
@@ -264,6 +270,9 @@ def planned_runs(args: argparse.Namespace, *, bounds: bool) -> list[Run]:
         from kvkeep.replay.costs import PrefillCost  # noqa: PLC0415 - only where one is named
 
         cost = PrefillCost.read(args.cost)
+    speeds = _bandwidths(args.bandwidth)
+    if speeds and not any(below for _, *below in sizes):
+        raise InvalidValue("--bandwidth is of tiers below memory: --capacity 1M+8M has one")
     runs = []
     for policy in policies:
         if policy == INFINITE:
@@ -274,12 +283,29 @@ def planned_runs(args: argparse.Namespace, *, bounds: bool) -> list[Run]:
                 runs.append(Run(policy, first, below=tuple(below)))
             elif below:
                 runs += [
-                    Run(policy, first, args.page, args.prefix, tuple(below), tiering)
+                    Run(
+                        policy,
+                        first,
+                        args.page,
+                        args.prefix,
+                        tuple(below),
+                        tiering,
+                        cost,
+                        args.users,
+                        speeds,
+                    )
                     for tiering in _parts("--tiering", args.tiering)
                 ]
             else:
                 runs.append(Run(policy, first, args.page, args.prefix, cost=cost, users=args.users))
     return list(dict.fromkeys(runs))
+
+
+def _bandwidths(text: str | None) -> tuple[float | None, ...]:
+    """Of tiers, memory first, which is there at once."""
+    if text is None:
+        return ()
+    return (None, *(float(parse_bytes(part.removesuffix("/s"))) for part in text.split(",")))
 
 
 def _capacities(text: str, model: Path | None) -> list[int]:

@@ -15,22 +15,22 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import InvalidValue, OutOfPages, whole
+from kvkeep.errors import OutOfPages, whole
+from kvkeep.replay.calls import calls_of
 from kvkeep.replay.latency import Times
 from kvkeep.replay.simulate import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from kvkeep.cache import Sequence
     from kvkeep.eviction import EvictionPolicy
+    from kvkeep.replay.calls import Calls
     from kvkeep.replay.costs import PrefillCost
     from kvkeep.replay.outcome import Outcome
     from kvkeep.replay.workload import Workload
 
 __all__ = ["simulate_loop"]
-
-_FASTEST = 1e6
 
 
 def simulate_loop(
@@ -71,10 +71,7 @@ def simulate_loop(
     Cost: some 50 µs a request more than `simulate`.
     """
     whole("max_running", max_running, 1)
-    if users is not None:
-        whole("users", users, 1)
-    if not 1 / _FASTEST <= speed <= _FASTEST:
-        raise InvalidValue(f"speed is how many times faster than the trace, got {speed!r}")
+    calls = calls_of(workload, users, speed)
     begun = time.perf_counter()
     stage = Stage(
         workload,
@@ -84,60 +81,9 @@ def simulate_loop(
         prefix=prefix,
         sessions=sessions,
     )
-    calls = _Open(workload, speed) if users is None else _Closed(workload, users, speed)
     outcome = _Loop(stage, calls, cost, max_running).run(progress)
     outcome.seconds = time.perf_counter() - begun
     return outcome
-
-
-# --- who calls when ------------------------------------------------------------------------------
-
-
-class _Open:
-    """At the times of the trace."""
-
-    def __init__(self, workload: Workload, speed: float) -> None:
-        begin = float(workload.times[0])
-        self._times = ((workload.times - begin) / speed + begin).tolist()
-
-    def first(self) -> Iterator[tuple[float, int]]:
-        """Who comes whatever happens, as (seconds, request)."""
-        return ((when, number) for number, when in enumerate(self._times))
-
-    def after(self, number: int, now: float) -> None:
-        """Nobody comes because request ``number`` has ended ``now``."""
-
-
-class _Closed:
-    """When somebody has had an answer."""
-
-    def __init__(self, workload: Workload, users: int, speed: float) -> None:
-        self._times = workload.times.tolist()
-        self._speed = speed
-        self._users = users
-        self._next: dict[int, int] = {}  # of its session
-        self._sessions: deque[int] = deque()  # first requests
-        latest: dict[int, int] = {}
-        for number, session in enumerate(workload.session.tolist()):
-            if session >= 0 and session in latest:
-                self._next[latest[session]] = number
-            else:
-                self._sessions.append(number)
-            latest[session] = number
-
-    def first(self) -> Iterator[tuple[float, int]]:
-        """Who comes whatever happens, as (seconds, request)."""
-        begin = self._times[0]
-        for _ in range(min(self._users, len(self._sessions))):
-            yield begin, self._sessions.popleft()
-
-    def after(self, number: int, now: float) -> tuple[float, int] | None:
-        """Who comes because request ``number`` has ended ``now``."""
-        following = self._next.get(number)
-        if following is not None:
-            pause = (self._times[following] - self._times[number]) / self._speed
-            return now + pause, following
-        return (now, self._sessions.popleft()) if self._sessions else None
 
 
 # --- the engine ----------------------------------------------------------------------------------
@@ -149,9 +95,7 @@ _ENDED, _COMPUTED, _COMES = range(3)
 class _Loop:
     """One replay. Each request comes once; then it is refused, or computed once and ends once."""
 
-    def __init__(
-        self, stage: Stage, calls: _Open | _Closed, cost: PrefillCost, max_running: int
-    ) -> None:
+    def __init__(self, stage: Stage, calls: Calls, cost: PrefillCost, max_running: int) -> None:
         self._stage = stage
         self._work = stage.workload
         self._calls = calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -42,7 +43,8 @@ class Run:
     A policy is one of `kvkeep.eviction.POLICIES`, or one of them and ``+sessions``. With ``below``
     there are tiers of so many tokens below the first of ``capacity_tokens``, and ``tiering`` says
     what moves where (`kvkeep.tiers.tiering`). With ``cost`` the replay takes its time, and
-    ``users`` may ask one after the other (`simulate_loop`). Raises `InvalidValue` for what is none.
+    ``users`` may ask one after the other (`simulate_loop`); tiers then read at ``bandwidths``, the
+    first one's too (`simulate_tiers`). Raises `InvalidValue` for what is none.
     """
 
     policy: str
@@ -53,6 +55,7 @@ class Run:
     tiering: str = "inclusive"
     cost: PrefillCost | None = None
     users: int | None = None
+    bandwidths: tuple[float | None, ...] = ()
 
     def __post_init__(self) -> None:
         if self.eviction not in POLICIES and self.policy not in BOUNDS:
@@ -68,13 +71,17 @@ class Run:
             self._check_tiers()
         if self.users is not None and self.cost is None:
             raise InvalidValue("users wait for answers: what prompts cost has to be known")
+        if self.bandwidths and not (self.below and self.cost):
+            raise InvalidValue("bandwidths are of tiers, where prompts cost something")
+        for speed in self.bandwidths:
+            if speed is not None and not 0 < speed < math.inf:
+                raise InvalidValue(f"a tier reads some bytes a second, got {speed}")
 
     def _check_tiers(self) -> None:
         tiering(self.tiering)
         for what, given in (
             ("sessions", self.policy.endswith(SESSIONS)),
             ("pages by tokens", self.page_tokens is not None),
-            ("a closed loop", self.cost is not None),
         ):
             if given:
                 raise InvalidValue(f"tiers are replayed by blocks alone: not with {what}")
@@ -114,7 +121,14 @@ class Run:
         if self.below:
             capacities = (self.capacity_tokens, *self.below)
             return simulate_tiers(
-                workload, capacities, self.tiering, self.policy, progress=progress
+                workload,
+                capacities,
+                self.tiering,
+                self.policy,
+                cost=self.cost,
+                bandwidths=self.bandwidths,
+                users=self.users,
+                progress=progress,
             )
         if self.cost is not None:
             return simulate_loop(

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.errors import InvalidValue
+from kvkeep.replay.calls import calls_of
 from kvkeep.replay.outcome import Outcome
+from kvkeep.replay.pace import Pace
 from kvkeep.replay.simulate import Paging
 from kvkeep.replay.tiers import Level, TierSimulator
 from kvkeep.replay.watching import Watch
@@ -18,6 +20,7 @@ from kvkeep.tiers import tiering as tiering_policy
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvkeep.replay.costs import PrefillCost
     from kvkeep.replay.workload import Ids, Workload
 
 __all__ = ["simulate_tiers"]
@@ -29,6 +32,10 @@ def simulate_tiers(
     tiering: str = "inclusive",
     policy: str = "lru",
     *,
+    cost: PrefillCost | None = None,
+    bandwidths: Sequence[float | None] = (),
+    users: int | None = None,
+    speed: float = 1.0,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Replay ``workload`` through tiers of so many tokens, fastest first, by units.
@@ -37,10 +44,22 @@ def simulate_tiers(
     `kvkeep.tiers.tiering` names it, ``policy`` the eviction of each tier. The outcome's ``tiers``
     say what each was asked for and what was written to it; its policy is "lru/inclusive".
 
+    With ``cost`` requests wait in line, and the outcome has a ``latency`` (as `simulate_loop`;
+    ``users`` and ``speed`` are told there): what is found below the first tier is read at
+    ``bandwidths``, in bytes a second of each tier (None, and tiers behind the last: at once), one
+    request at a time from each tier, while the prompt before is computed; ``loaded_s`` is the sum
+    of that. What a running request holds is not taken out of the first tier.
+
     Cost: 5 to 10 µs a block.
     """
     if not capacities_tokens:
         raise InvalidValue("tiers have capacities, fastest first; none were given")
+    pace = None
+    if cost is not None:
+        speeds = [*bandwidths, *(None for _ in capacities_tokens)][: len(capacities_tokens)]
+        pace = Pace(workload, calls_of(workload, users, speed), cost, speeds)
+    elif bandwidths or users is not None:
+        raise InvalidValue("how long tiers and users take matters where prompts cost something")
     begun = time.perf_counter()
     paging = Paging(workload.unit_tokens)
     outcome = Outcome(
@@ -63,35 +82,39 @@ def simulate_tiers(
 
     gone = [0] * len(levels)
     simulator = TierSimulator(levels, tiering_policy(tiering), clock=lambda: watch.now, lost=lost)
-    for number in range(len(workload)):
-        watch.now = float(workload.times[number])
-        _serve(workload, number, simulator, watch)
-        if progress is not None and number % 100 == 99:
-            progress(number + 1)
+    for done, number in enumerate(range(len(workload)) if pace is None else pace):
+        watch.now = float(workload.times[number]) if pace is None else pace.now
+        found = simulator.find(block_ids(workload.prompt(number), int(workload.namespace[number])))
+        hit_tokens = min(found.blocks * workload.unit_tokens, int(workload.tokens[number]))
+        watch.request(number, hit_tokens, found.blocks)
+        if pace is not None:
+            pace.served(number, found.found, hit_tokens, outcome)
+            watch.now = pace.now
+        if workload.store[number]:
+            _keep(workload, number, found.blocks, simulator, watch)
+        if progress is not None and done % 100 == 99:
+            progress(done + 1)
     outcome.tiers = [
         {**asdict(found), "capacity_tokens": tokens, "lost": count}
         for found, tokens, count in zip(simulator.stats(), capacities_tokens, gone, strict=True)
     ]
     outcome.evicted_pages = sum(gone)
+    watch.done()
+    if pace is not None:
+        pace.finish(outcome)
     outcome.seconds = time.perf_counter() - begun
-    return watch.done()
+    return outcome
 
 
-def _serve(workload: Workload, number: int, simulator: TierSimulator, watch: Watch) -> None:
-    ids = workload.prompt(number)
-    space = int(workload.namespace[number])
-    keys = block_ids(ids, space)
-    found = simulator.find(keys).blocks
-    tokens = int(workload.tokens[number])
-    watch.request(number, min(found * workload.unit_tokens, tokens), found)
-    if not workload.store[number]:
-        return
-    new, rest = ids[found:], keys[found:]
-    answer = workload.answer(number)
-    if len(answer):
-        new, rest = np.concatenate((new, answer)), rest + block_ids(answer, space)
-    simulator.put(rest)
-    watch.stored(new[[simulator.level_of(block) is not None for block in rest]])
+def _keep(
+    workload: Workload, number: int, found: int, simulator: TierSimulator, watch: Watch
+) -> None:
+    """Store what was not found of a prompt, and its answer."""
+    ids, answer = workload.prompt(number), workload.answer(number)
+    new = np.concatenate((ids[found:], answer)) if len(answer) else ids[found:]
+    keys = block_ids(new, int(workload.namespace[number]))
+    simulator.put(keys)
+    watch.stored(new[[simulator.level_of(block) is not None for block in keys]])
 
 
 def block_ids(ids: Ids, space: int) -> list[bytes]:

@@ -24,14 +24,12 @@ __all__ = ["Level", "LevelStats", "TierSimulator", "Touched"]
 class Level:
     """A tier to be simulated: a name for people, and how many ``blocks`` it has room for.
 
-    ``eviction`` is the name of its policy, as ``policy=`` in a tier's URL. ``bandwidth_bytes_s``
-    is how fast blocks come from it; None: at once.
+    ``eviction`` is the name of its policy, as ``policy=`` in a tier's URL.
     """
 
     name: str
     blocks: int
     eviction: str = "lru"
-    bandwidth_bytes_s: float | None = None
 
     def __post_init__(self) -> None:
         whole(f"blocks of {self.name}", self.blocks, 1)
@@ -39,9 +37,6 @@ class Level:
             raise InvalidValue(
                 f"no eviction policy {self.eviction!r}; there are {', '.join(POLICIES)}"
             )
-        speed = self.bandwidth_bytes_s
-        if speed is not None and not speed > 0:
-            raise InvalidValue(f"{self.name} reads some bytes a second, got {speed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,14 +261,6 @@ class TierSimulator:
             place.catalogue.used(blocks, new=new)
 
     # --- looking ---------------------------------------------------------------------------------
-
-    def seconds(self, touched: Touched, block_bytes: int) -> float:
-        """What reading it takes, one level after the other."""
-        return sum(
-            count * block_bytes / place.level.bandwidth_bytes_s
-            for count, place in zip(touched.found, self._places, strict=True)
-            if place.level.bandwidth_bytes_s is not None
-        )
 
     def writes(self, level: int) -> int:
         """Blocks that came to ``level`` so far."""
