@@ -68,7 +68,9 @@ def test_a_reader_knows_what_the_cache_holds(cache):
         reader.close()
         publisher.close()
     (stats,) = reader.stats().values()
-    assert stats.malformed == stats.unread == stats.gaps == 0
+    assert stats.malformed == stats.unread == 0
+    # A subscription may begin a moment after the snapshot: what was missed by that is asked for.
+    assert stats.gaps <= stats.replays
 
 
 def test_the_wire_is_vllms(cache):

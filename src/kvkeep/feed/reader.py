@@ -158,7 +158,7 @@ class EventReader:
         if step is Step.RESTART:
             line.stats.restarts += 1
             self._reset(line)
-        else:
+        elif line.stream.taken is not None:  # else it is only where we came in
             line.stats.gaps += 1
         if line.source.replay is not None:
             self._ask(line, Asked.SNAPSHOT if line.stream.taken is None else Asked.SINCE, now, True)

@@ -53,6 +53,7 @@ class ReaderStats:
     """Events of unknown types, or that lack something."""
     duplicates: int = 0
     gaps: int = 0
+    """How often batches were missing behind one that was taken."""
     restarts: int = 0
     replays: int = 0
     snapshots: int = 0
