@@ -109,6 +109,23 @@ def test_the_reasons():
     assert outcome.namespaces == {"": [6 * 16 + 32, 16], "t": [16, 0]}
 
 
+def test_what_more_memory_brings_each_namespace():
+    """One that asks again after what the other asks needs the memory of both; the other none."""
+    chained = Chained()
+    ring = [chained.ids([name]) for name in range(40)]
+    work = Workload.read(Listed([
+        request(100 * turn + at, ids, namespace="again" if at < 20 else f"once {turn % 2}")
+        for turn in range(40) for at, ids in enumerate(ring)
+    ]))  # fmt: skip
+    outcome = simulate(work, 30 * 4, what_if=1.0)
+    curve = {name: dict(rows) for name, rows in outcome.what_if_namespaces.items()}
+    assert set(curve) == {"again", "once 0", "once 1"}
+    assert curve["again"][0.5] == 0
+    assert curve["again"][2.0] == pytest.approx(39 / 40, abs=0.03)
+    assert outcome.what_if_namespaces == Outcome.of(outcome.as_dict()).what_if_namespaces
+    assert simulate(work, 30 * 4).what_if_namespaces == {}
+
+
 def test_what_does_not_fit_is_computed_and_counted():
     work = workload(["ab", "abcdefgh", "ab"])
     outcome = simulate(work, 3 * 4)

@@ -99,6 +99,8 @@ class Outcome:
     tiers: list[dict[str, Any]] = field(default_factory=list)
     latency: dict[str, Any] = field(default_factory=dict)
     what_if: list[list[float]] = field(default_factory=list)
+    what_if_namespaces: dict[str, list[list[float]]] = field(default_factory=dict)
+    """Of the largest ones, where there are several: [times the capacity, token hit rate of LRU]."""
 
     @property
     def hit_rate(self) -> float:

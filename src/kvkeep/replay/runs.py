@@ -33,7 +33,7 @@ BOUNDS = (BELADY, INFINITE)
 
 _CURVE_OF = "lru"
 _WATCHED = 0.1  # of the blocks
-_VERSION = 3  # of what replays find: what an older one found is not taken over
+_VERSION = 4  # of what replays find: what an older one found is not taken over
 
 
 @dataclass(frozen=True, slots=True)

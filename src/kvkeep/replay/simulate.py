@@ -15,7 +15,7 @@ from kvkeep.replay.outcome import Outcome
 from kvkeep.replay.watching import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kvkeep.cache import Sequence
     from kvkeep.eviction import EvictionPolicy
@@ -29,6 +29,8 @@ SESSIONS = "+sessions"
 NOBODY = 2**31 - 1
 """The token that is in no prompt, and never stored."""
 _UNIT = 2  # tokens of the cache that stand for a unit, by units: a page
+
+_TIMES = (0.5, 1.0, 2.0, 4.0)  # the memory, for each namespace's curve
 
 # These order by when something was asked for: what a running request stores, and may not be evicted
 # as long as it runs, changes nothing.
@@ -310,7 +312,28 @@ class Stage:
         if self._what_if is not None:
             sizes = [max(1, int(self.pages * 2.0 ** (step / 2))) for step in range(-6, 7)]
             outcome.what_if = [
-                [point.pages * self.paging.tokens, point.hit_rate]
-                for point in self.cache.what_if(sizes)
+                [size * self.paging.tokens, rate] for size, rate in self._curve(sizes)
             ]
-        return self.watch.done()
+        self.watch.done()
+        if self._what_if is not None and len(outcome.namespaces) > 1:
+            some = [max(1, int(self.pages * times)) for times in _TIMES]
+            outcome.what_if_namespaces = {
+                space: [
+                    [times, rate]
+                    for times, (_, rate) in zip(_TIMES, self._curve(some, space), strict=True)
+                ]
+                for space in outcome.namespaces
+            }
+        return outcome
+
+    def _curve(self, sizes: list[int], space: str | None = None) -> Iterator[tuple[int, float]]:
+        """Pages and hit rates; of what the cache was asked for, not of nobody's tokens."""
+        work, share = self.workload, 1.0
+        if self.paging.page_tokens is None:
+            units = work.prompt_units
+            if space is not None:
+                units = units[work.namespace == work.namespaces.index(space)]
+            asked = _UNIT * int(units.sum(dtype=np.int64))
+            share = 1 + len(units) / asked if asked else 1.0
+        for size, point in zip(sizes, self.cache.what_if(sizes, space), strict=True):
+            yield size, min(1.0, share * point.hit_rate)

@@ -289,9 +289,27 @@ def _namespaces(found: Arranged) -> str:
         head = ["namespace", "prompt tokens", *(line.name for line, _ in there)]
         caption = f"Tokens reused in the largest namespaces, with {tokens(capacity)} tokens"
         tables.append(details(f"With {tokens(capacity)} tokens", table(caption, head, rows)))
+        tables += [
+            _other_memory(capacity, outcome) for _, outcome in there if outcome.what_if_namespaces
+        ]
     return _section(
         "namespaces", "Who gets how much", "<p>Nothing is shared between namespaces.</p>", *tables
     )
+
+
+def _other_memory(capacity: int, outcome: Outcome) -> str:
+    """What less and more memory for all would do for each, by the sampled curve."""
+    curves = outcome.what_if_namespaces
+    times = [factor for factor, _ in next(iter(curves.values()))]
+    rows = [
+        [shown(space) or "(none)", *(share(rate) for _, rate in curve)]
+        for space, curve in curves.items()
+    ]
+    caption = (
+        f"Tokens that LRU would reuse with other memory than {tokens(capacity)} tokens, by a sample"
+    )
+    head = ["namespace", *(f"{factor:g}×" for factor in times)]
+    return details(f"With more or less than {tokens(capacity)} tokens", table(caption, head, rows))
 
 
 def _reused(amounts: Sequence[int] | None) -> str:
