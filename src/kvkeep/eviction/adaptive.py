@@ -20,9 +20,7 @@ _SHARES: Final = (0.01, 0.1, 0.3, 0.5, 0.7, None)
 _SAMPLED: Final = 0.1
 _LEAST: Final = 400
 # Hits count half as much when so many memories' worth of blocks have been asked for since.
-_HALF_LIFE: Final = 8.0
-# So much better has another candidate to be.
-_BETTER: Final = 1.01
+_HALF_LIFE: Final = 16.0
 
 
 class Adaptive(Reuse):
@@ -33,7 +31,8 @@ class Adaptive(Reuse):
     memory there is and on what is asked, and both change: where memory is scarce, what was asked
     for once is rarely worth its place; where there is plenty, it is.
 
-    All entries wait in the queues of all candidates, so a change of mind costs nothing. Memory:
+    It begins with `Reuse`, which is rarely far from the best. All entries wait in the queues of all
+    candidates, so a change of mind costs nothing. Memory:
     about 300 bytes for each block of four memories, and 2.5 KiB a sampled one. Cost: about 2 µs a
     block of every prompt.
     """
@@ -45,7 +44,7 @@ class Adaptive(Reuse):
         super().__init__(remembered=remembered)
         self._lists = TwoQ(remembered=0)  # the candidates that are 2Q or LRU
         self._lists.probation = None
-        self._by_lists = True
+        self._by_lists = False
         self._trials: list[_Trial] = []
         self._tried_below = 0
         self._tried_left = self._tried_round = 1
@@ -67,7 +66,7 @@ class Adaptive(Reuse):
         self._tried_below = max(1, round(share * 65_536))
         sampled = max(1, round(blocks * share))
         self._trials = [_Lists(share, sampled) for share in _SHARES]
-        self._trials.append(_Learned(sampled))
+        self._trials.append(_Learned(sampled, self))
         self._tried_left = self._tried_round = sampled
 
     def asked(self, keys: Sequence[bytes]) -> int:
@@ -88,7 +87,7 @@ class Adaptive(Reuse):
     def _choose(self) -> None:
         now = next(trial for trial in self._trials if self._follows(trial))
         best = max(self._trials, key=lambda trial: trial.hits)
-        if best.hits > _BETTER * now.hits:
+        if best.hits > now.hits:  # changing costs nothing, so however little better is enough
             self._by_lists = isinstance(best, _Lists)
             if isinstance(best, _Lists):
                 self._lists.probation = best.probation
@@ -183,29 +182,29 @@ class _Key(Entry):
 
 
 class _Learned:
-    """`Reuse`, as it is."""
+    """`Reuse`, as it is: it goes by what ``learner`` has learned."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, learner: Reuse) -> None:
         self.hits = 0.0
         self._size = size
-        self._policy = Reuse()
-        self._policy.fit(size, 1)
-        self._policy.watch(1.0, size)  # they are a sample already
+        self._learner = learner
+        self._policy = Reuse(remembered=0)
         self._kept: dict[bytes, _Key] = {}
 
     def asked(self, keys: Sequence[tuple[bytes, bool]]) -> None:
         policy, kept = self._policy, self._kept
-        policy.asked([key for key, _ in keys])
+        policy.follow(self._learner)
+        now = policy._time
         for key, known in keys:
             entry = kept.get(key)
             if entry is not None:
                 self.hits += 1
                 policy.discard(entry)
-                policy.hit(entry)
-                policy.add(entry)
-                continue
-            entry = kept[key] = _Key(key)
-            policy.stored(entry, 0, known=known)
+                entry.hits += 1
+            else:
+                entry = kept[key] = _Key(key)
+                entry.hits = int(known)
+            entry.last_used = now
             policy.add(entry)
             if len(kept) > self._size:
                 victim = policy.pop()

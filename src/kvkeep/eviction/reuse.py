@@ -64,7 +64,9 @@ class Reuse(EvictionPolicy):
         self._events = 0.0
         self._since = 0
         self._queues = [[AgeQueue() for _ in range(_BUCKETS)] for _ in range(_HITS)]
-        self._order = self._ranked(math.inf)
+        self.ranks = self._ranked(math.inf)
+        """Hits and bucket of the queues, least likely to be reused first."""
+        self._order = self._ordered()
         self._aged = 0
         self._length = 0
 
@@ -111,18 +113,28 @@ class Reuse(EvictionPolicy):
         living = self._hazards.copy()
         for last, hits in self._watched.values():
             living.ended(self._time - last, hits, reused=False)
-        self._order = self._ranked(self.horizon * turnover, living)
+        self.ranks = self._ranked(self.horizon * turnover, living)
+        self._order = self._ordered()
         self._hazards.fade(fade)
 
-    def _ranked(self, horizon: float, seen: Hazards | None = None) -> list[AgeQueue]:
-        """The queues, least likely to be reused first."""
+    def follow(self, other: Reuse) -> None:
+        """It is as late as with ``other``, and goes by what that one has learned."""
+        self._time = other._time
+        if self.ranks is not other.ranks:
+            self.ranks = other.ranks
+            self._order = self._ordered()
+
+    def _ordered(self) -> list[AgeQueue]:
+        return [self._queues[hits][bucket] for hits, bucket in self.ranks]
+
+    def _ranked(self, horizon: float, seen: Hazards | None = None) -> list[tuple[int, int]]:
         seen = seen or self._hazards
         ranks = [
             (chance, -bucket, hits)  # of equals, the oldest
             for hits in range(_HITS)
             for bucket, chance in enumerate(seen.chances(hits, horizon))
         ]
-        return [self._queues[hits][-bucket] for _, bucket, hits in sorted(ranks)]
+        return [(hits, -bucket) for _, bucket, hits in sorted(ranks)]
 
     # --- queues ----------------------------------------------------------------------------------
 
