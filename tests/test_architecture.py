@@ -34,7 +34,16 @@ ROOMS: dict[str, set[str]] = {
     "store": {"tiers", "codecs", "backends"},
     "models": set(),
     "engine": {"cache", "store", "pages", "models"},
-    "integrations": {"cache", "prefix", "eviction", "store", "pages", "tiers", "backends"},
+    "integrations": {
+        "cache",
+        "prefix",
+        "eviction",
+        "store",
+        "pages",
+        "tiers",
+        "backends",
+        "traces",  # to capture one
+    },
     "server": {
         "engine",
         "cache",

@@ -27,6 +27,7 @@ class Options:
         revision: which weights these are, where no files say so.
         tenant: what keeps this engine's KV from being found by engines of other tenants.
         min_tokens: a hit that saves fewer is not loaded; None: one block.
+        capture: a file that gets a line for each request, to be replayed; "": none.
     """
 
     tiers: tuple[str, ...] = ("memory://1GiB",)
@@ -36,6 +37,7 @@ class Options:
     revision: str = ""
     tenant: str = ""
     min_tokens: int | None = None
+    capture: str = ""
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> Options:
@@ -63,7 +65,7 @@ class Options:
         for name in ("load_timeout", "lookup_timeout", "flush_timeout"):
             if name in options:
                 options[name] = _seconds(name, options[name])
-        for name in ("revision", "tenant"):
+        for name in ("revision", "tenant", "capture"):
             if not isinstance(options.get(name, ""), str):
                 raise InvalidValue(f"{name} is {options[name]!r}; text is needed")
         if options.get("min_tokens") is not None:

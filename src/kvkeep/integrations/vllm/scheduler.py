@@ -57,6 +57,10 @@ class _Followed:
     loaded: int = -1  # how often it had been preempted when it was last loaded
     hit: tuple[int, int] = (0, 0)  # what was promised last: blocks from … to
     asked: _Asked | None = None
+    # For the capture: tokens that vLLM had, and that were loaded, when it first began, and when.
+    had: int = 0
+    promised: int = 0
+    began: float | None = None
 
     def hashes(self, first: int, end: int) -> Sequence[bytes]:
         """Of its blocks, with what vLLM's own do not know mixed in."""
@@ -91,6 +95,11 @@ class SchedulerSide:
         self._number = 0
         self._cleared = 0
         self._plan = Plan()
+        self._recorder = None
+        if options.capture:
+            from kvkeep.integrations.vllm.record import Recorder  # noqa: PLC0415 - if asked for
+
+            self._recorder = Recorder(options.capture, vllm_config, groups)
 
     # --- a request comes -------------------------------------------------------------------------
 
@@ -116,6 +125,8 @@ class SchedulerSide:
     def matched(self, request: Request, computed: int) -> int | None:
         """How many tokens beyond ``computed`` can be loaded; None: ask again with the next step."""
         followed = self._followed.get(request.request_id)
+        if followed is not None and followed.began is None:
+            followed.had = computed
         if (
             followed is None
             or not self._loads_at_all
@@ -222,6 +233,8 @@ class SchedulerSide:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """The request has pages, ``external`` tokens of which are to be loaded."""
         followed = self._followed.get(request.request_id)
+        if followed is not None and followed.began is None:
+            followed.began, followed.promised = time.time(), external
         if followed is None or external == 0:
             return
         size = self._groups.block_tokens
@@ -285,6 +298,15 @@ class SchedulerSide:
     def finished(self, request: Request) -> None:
         """The request has ended, one way or the other."""
         followed = self._followed.pop(request.request_id, None)
+        if self._recorder is not None:
+            known = followed or _Followed(request, Wishes())
+            self._recorder.ended(
+                request,
+                cached=known.had + known.promised,
+                loaded=known.promised,
+                first=known.began,
+                store=self._saves_at_all and known.wishes.store,
+            )
         if followed is None:
             return
         if followed.asked is not None:
@@ -306,6 +328,8 @@ class SchedulerSide:
     def close(self) -> None:
         """It is over; the store's own side closes it, unless it was forgotten."""
         self._lookers.shutdown(wait=False, cancel_futures=True)
+        if self._recorder is not None:
+            self._recorder.close()
         if self._shared is not None:
             self._shared.close()
 

@@ -1,0 +1,83 @@
+"""`Recorder`: what a capture is told of vLLM's requests, so that they can be replayed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvkeep.keys import Namespace
+from kvkeep.traces import Capture, Seen, Served
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+    from kvkeep.integrations.vllm.groups import Groups
+
+__all__ = ["Recorder"]
+
+# Their numbers are not: vLLM counts on from release to release.
+_WELL = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
+
+
+class Recorder:
+    """Writes a line for each request that ends: times, lengths, keyed hashes, never what was said.
+
+    An id stands for a block of the engine. What a scheduler does not know is not there: the time to
+    the first token is that to its first step. Requests of embeddings alone are left out. Raises
+    `InvalidValue` for a file that is there.
+
+    Thread safety: the scheduler's thread. Cost: a copy of the tokens; the rest is a thread's.
+    """
+
+    def __init__(self, path: str, vllm_config: VllmConfig, groups: Groups) -> None:
+        parallel = vllm_config.parallel_config
+        file = Path(path)
+        if parallel.data_parallel_size > 1:  # each rank schedules by itself
+            file = file.with_name(f"rank{parallel.data_parallel_rank}-{file.name}")
+        self._capture = Capture(
+            file,
+            name=str(vllm_config.model_config.served_model_name),
+            page_size=groups.block_tokens,
+            pages=vllm_config.cache_config.num_gpu_blocks or 0,
+        )
+
+    def ended(
+        self, request: Request, *, cached: int, loaded: int, first: float | None, store: bool
+    ) -> None:
+        """It came to an end; ``first`` is when it was first computed, in `time.time`."""
+        if request.prompt_token_ids is None:
+            return
+        now = time.time()
+        arrived = time.perf_counter() - (now - request.arrival_time)
+        served = None
+        if request.status.name in _WELL and first is not None:
+            since = request.arrival_time
+            served = Served(cached, loaded, max(0.0, first - since), max(0.0, now - since))
+        self._capture.note(
+            Seen(
+                arrived=arrived,
+                prompt=np.array(request.prompt_token_ids, np.int32),
+                namespace=_namespace(request),
+                answer=list(request.output_token_ids),
+                store=store,
+                served=served,
+            )
+        )
+
+    def close(self) -> None:
+        """Write what waits."""
+        self._capture.close()
+
+
+def _namespace(request: Request) -> Namespace:
+    """What keeps a request from reusing another's KV, though its tokens are the same."""
+    seen = [feature.identifier for feature in getattr(request, "mm_features", None) or ()]
+    lora = request.lora_request
+    return Namespace(
+        tenant=" ".join([request.cache_salt or "", *seen]),
+        lora="" if lora is None else lora.lora_name,
+    )
