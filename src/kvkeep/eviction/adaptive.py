@@ -194,7 +194,7 @@ class _Learned:
     def asked(self, keys: Sequence[tuple[bytes, bool]]) -> None:
         policy, kept = self._policy, self._kept
         policy.follow(self._learner)
-        now = policy._time
+        now = policy.moment
         for key, known in keys:
             entry = kept.get(key)
             if entry is not None:
