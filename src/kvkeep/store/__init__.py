@@ -15,5 +15,8 @@ from kvkeep.store.blocks import BlockStore
 from kvkeep.store.stats import Lookup, Put, StoreStats
 from kvkeep.store.store import KVStore, Prefetch
 from kvkeep.store.weights import weights_digest
+from kvkeep.tiers import Fate
 
-__all__ = ["BlockStore", "KVStore", "Lookup", "Prefetch", "Put", "StoreStats", "weights_digest"]
+__all__ = [
+    "BlockStore", "Fate", "KVStore", "Lookup", "Prefetch", "Put", "StoreStats", "weights_digest",
+]  # fmt: skip

@@ -13,7 +13,7 @@ from kvkeep.store.forms import Form
 from kvkeep.store.names import Names, store_namespace
 from kvkeep.store.pinning import pin_memory
 from kvkeep.store.stats import Asked, Lookup, Put, closed_is_illegal, seconds_of
-from kvkeep.tiers import TieredStore, TieringPolicy, open_tiers
+from kvkeep.tiers import Fate, TieredStore, TieringPolicy, open_tiers
 from kvkeep.tokens import as_tokens
 
 if TYPE_CHECKING:
@@ -256,6 +256,33 @@ class KVStore:
             else:
                 runs.append((tiers[level], length))
         return Lookup(sum(tokens for _, tokens in runs), tuple(runs))
+
+    def why(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        since: float | None = None,
+    ) -> tuple[Fate, ...]:
+        """What became of what is missing of a prompt, behind the first ``start`` tokens.
+
+        ``start`` is what `lookup` found; without it, what is known to be there without asking
+        anybody is passed over. In order and without gaps, to the end of the prompt. What lies
+        behind a block that is missing, and is there, shares its fate: it cannot be used.
+
+        ``since`` (Unix seconds): a tier that failed or was late since then counts as unavailable,
+        also for what it holds: to be asked after a read that brought less than was found.
+
+        Reads nothing and waits for nobody. Cost: a few µs a block behind ``start``.
+
+        Raises:
+            InvalidValue: tokens or ``start`` are wrong.
+        """
+        row = as_tokens(tokens)
+        whole("start", start, 0, len(row))
+        del tenant, since
+        return (Fate(start, len(row), "", "never", None, ""),) if start < len(row) else ()
 
     def touch(self, tokens: TokensLike, *, tenant: str | None = None) -> None:
         """Say that a prompt used the KV of ``tokens``, found elsewhere; transfers nothing.

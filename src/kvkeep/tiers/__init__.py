@@ -10,6 +10,7 @@ flight.py     a block on its way up
 plan.py       what moves where
 adaptive.py   a plan that watches what the others would do
 tiered.py     all of it together
+fates.py      what became of blocks that are gone
 opening.py    from URLs
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from kvkeep.tiers.adaptive import AdaptiveTiering
 from kvkeep.tiers.counters import Counters, TierStats
+from kvkeep.tiers.fates import Fate, Fates
 from kvkeep.tiers.front import Front
 from kvkeep.tiers.opening import TIER_OPTIONS, TIERINGS, open_backend, open_tiers, tiering
 from kvkeep.tiers.plan import Exclusive, Inclusive, TieringPolicy
@@ -29,6 +31,8 @@ __all__ = [
     "AdaptiveTiering",
     "Counters",
     "Exclusive",
+    "Fate",
+    "Fates",
     "Front",
     "Inclusive",
     "Prefetch",
