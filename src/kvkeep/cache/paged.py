@@ -300,6 +300,11 @@ class PagedCache:
     # --- looking -----------------------------------------------------------------------------
 
     @property
+    def policy(self) -> str:
+        """The name of the eviction policy."""
+        return self._core.index.policy.name
+
+    @property
     def num_available(self) -> int:
         """Pages that a request could get now: free, or cached and evictable. Cost: two adds."""
         with self._core:
