@@ -69,7 +69,10 @@ ROOMS: dict[str, set[str]] = {
     },
 }
 # Under TYPE_CHECKING alone: the names of types, where a room handles what is another's.
-TYPES_ONLY = {"prefix": {"pages"}}  # `PageArray`, the type of a row of page ids
+TYPES_ONLY = {
+    "prefix": {"pages"},  # `PageArray`, the type of a row of page ids
+    "server": {"store", "tiers"},  # what the store of its engine tells
+}
 # Rooms that may not even use all of the base.
 BASE_OF = {"telemetry": {"events", "errors"}, "backends": {"errors", "keys", "events", "geometry"}}
 
