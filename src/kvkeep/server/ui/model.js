@@ -1,0 +1,114 @@
+// What /kv/map says, as a tree, and where its nodes are drawn. Nothing here touches the page.
+
+import {ago, amount, many, tokens} from "./words.js";
+
+// The tree of an answer: {nodes: Map id → node, tops: those without a parent}. A node has what the
+// server said of it, `up`, `children` (largest first, those that stand for several last), `level`.
+export const grow = (answer) => {
+  const nodes = new Map(answer.nodes.map((one) => [one.id, {...one, up: null, children: []}]));
+  const tops = [];
+  for (const node of nodes.values()) {
+    node.up = nodes.get(node.parent) || null;
+    (node.up ? node.up.children : tops).push(node);
+  }
+  const order = (a, b) => Boolean(a.hidden) - Boolean(b.hidden)
+    || b.subtree_tokens - a.subtree_tokens || a.id - b.id;
+  tops.sort(order);
+  const level = (list, depth) => {
+    let rest = list.map((node) => [node, depth]);
+    while (rest.length) {
+      rest = rest.flatMap(([node, at]) => {
+        node.level = at;
+        node.children.sort(order);
+        return node.children.map((child) => [child, at + 1]);
+      });
+    }
+  };
+  level(tops, 0);
+  return {...answer, nodes, tops};
+};
+
+// Rectangles of an icicle in shares of the width: [{node, left, width, row, siblings, place}], row by
+// row, left to right. What would be narrower than `least`, or is lower than `rows`, is left out, and
+// `cut` is true where something is.
+export const icicle = (tops, least, rows) => {
+  const found = [];
+  const whole = tops.reduce((sum, one) => sum + one.subtree_tokens, 0) || 1;
+  let line = [{children: tops, left: 0, width: 1, tokens: whole, node: null, row: -1}];
+  let cut = false;
+  while (line.length) {
+    const next = [];
+    for (const box of line) {
+      const total = Math.max(box.tokens, box.children.reduce((sum, one) => sum + one.subtree_tokens, 0)) || 1;
+      let left = box.left;
+      const drawn = [];
+      for (const node of box.children) {
+        const width = box.width * node.subtree_tokens / total;
+        if (width < least || box.row + 1 >= rows) {
+          cut = true;
+          if (box.node) box.node.cut = true;
+          continue;
+        }
+        node.cut = false;
+        drawn.push({node, left, width, row: box.row + 1, children: node.children, tokens: node.subtree_tokens});
+        left += width;
+      }
+      drawn.forEach((one, place) => Object.assign(one, {place: place + 1, siblings: drawn.length}));
+      found.push(...drawn);
+      next.push(...drawn);
+    }
+    line = next;
+  }
+  return {boxes: found, cut, rows: found.reduce((most, one) => Math.max(most, one.row + 1), 0)};
+};
+
+// --- colours: classes h0 (cold) to h5 (hot), in bands that people can name ----------------------
+
+const AGES = [[10, "10 s"], [60, "1 min"], [600, "10 min"], [3600, "1 h"], [86400, "1 day"]];
+const HITS = [[0, "none"], [1, "1"], [5, "2–5"], [20, "6–20"], [100, "21–100"]];
+const STATES = [["h0", "nobody needs it"], ["h3", "held by a request"], ["h5", "pinned"]];
+
+export const COLOURS = {
+  age: {
+    of: (node) => {
+      if (node.age_s === null || node.age_s === undefined) return "h0";
+      const band = AGES.findIndex(([most]) => node.age_s < most);
+      return `h${band < 0 ? 0 : 5 - band}`;
+    },
+    legend: () => [...AGES.map(([, text], at) => [`h${5 - at}`, `< ${text}`]), ["h0", "older"]],
+  },
+  hits: {
+    of: (node) => {
+      const band = HITS.findIndex(([most]) => (node.hits || 0) <= most);
+      return `h${band < 0 ? 5 : band}`;
+    },
+    legend: () => [...HITS.map(([, text], at) => [`h${at}`, text]), ["h5", "more hits"]],
+  },
+  state: {
+    of: (node) => (node.pins ? "h5" : node.references ? "h3" : "h0"),
+    legend: () => STATES,
+  },
+  tier: {
+    of: (node, tiers) => `h${Math.max(0, 4 - tiers.indexOf(node.tier))}`,
+    legend: (tiers) => tiers.map((tier, at) => [`h${Math.max(0, 4 - at)}`, tier]),
+  },
+};
+export const tiersOf = (tree) =>
+  [...new Set([...tree.nodes.values()].map((node) => node.tier).filter(Boolean))].sort();
+
+// --- words -------------------------------------------------------------------------------------
+
+// A node of a whole namespace stands above all others; its text is the cache_salt.
+export const isSpace = (node) => node.id < 0 && !node.hidden;
+export const titleOf = (node) => {
+  if (node.hidden) return `${many(node.count || 0, "smaller branch", "smaller branches")}`;
+  if (isSpace(node)) return node.text ? `tenant ${node.text}` : "without a salt";
+  return node.text === null || node.text === undefined ? `prompt of ${tokens(node.tokens)}` : node.text;
+};
+export const figuresOf = (node) => [
+  tokens(node.subtree_tokens),
+  node.hits === null || node.hits === undefined ? "" : many(node.hits, "hit"),
+  node.age_s === null || node.age_s === undefined ? "" : `used ${ago(node.age_s)}`,
+  node.pins ? "pinned" : node.references ? many(node.references, "reference") : "",
+].filter(Boolean);
+export const sizeOf = (node) => amount(node.subtree_tokens);
