@@ -87,9 +87,11 @@ class Engine:
         if store is not None:
             if not reuse:
                 raise InvalidValue("a store is there to reuse; leave out store, or reuse=False")
-            self._keeper = Keeper(store, runner, cache, self._did, timeout=load_timeout)
-        self._scheduler = Scheduler(cache, limits, self._did, self._keeper)
-        self._step = Step(runner, self._scheduler, self._did, self._keeper)
+            self._keeper = Keeper(
+                store, runner, cache, self._did, timeout=load_timeout, watch=self._watch
+            )
+        self._scheduler = Scheduler(cache, limits, self._did, self._keeper, self._watch)
+        self._step = Step(runner, self._scheduler, self._did, self._keeper, self._watch)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -142,6 +144,7 @@ class Engine:
         if request.id in self._scheduler.requests:
             self._did.aborted += 1
             self._scheduler.leave(request)
+            self._watch.ended(request, "aborted")
 
     def step(self) -> list[Delta]:
         """One forward pass; returns what came of it, nothing when there was nothing to do.

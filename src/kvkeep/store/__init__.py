@@ -5,6 +5,7 @@ blocks.py   BlockStore: the same for opaque bytes under block keys
 forms.py    the forms of KV that engines have
 names.py    from tokens to block ids
 stats.py    what is answered and reported
+why.py      why tokens are not there
 pinning.py  memory that a GPU copies fast
 weights.py  a digest of a model's weights, for the namespace
 """

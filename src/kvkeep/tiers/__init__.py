@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from kvkeep.tiers.adaptive import AdaptiveTiering
 from kvkeep.tiers.counters import Counters, TierStats
-from kvkeep.tiers.fates import Fate, Fates
+from kvkeep.tiers.fates import Fate, Fates, Happened, What
 from kvkeep.tiers.front import Front
 from kvkeep.tiers.opening import TIER_OPTIONS, TIERINGS, open_backend, open_tiers, tiering
 from kvkeep.tiers.plan import Exclusive, Inclusive, TieringPolicy
@@ -34,6 +34,7 @@ __all__ = [
     "Fate",
     "Fates",
     "Front",
+    "Happened",
     "Inclusive",
     "Prefetch",
     "Tier",
@@ -41,6 +42,7 @@ __all__ = [
     "TierStats",
     "TieredStore",
     "TieringPolicy",
+    "What",
     "Written",
     "open_backend",
     "open_tiers",
