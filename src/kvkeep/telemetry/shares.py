@@ -105,7 +105,7 @@ class Shares:
                 tokens.prompt *= scale
                 tokens.reused *= scale
             self._begun, lives = now, 0.0
-        return 2.0**lives
+        return float(2.0**lives)
 
     def _forget(self) -> None:
         kept = nlargest(self._most // 2, self._names.items(), key=lambda item: item[1].prompt)

@@ -150,7 +150,11 @@ class Tracing:
             {"kvkeep.loaded_tokens": tokens, "kvkeep.tiers": tiers, "kvkeep.late": late},
         )
         for start, stop, tier in sources[:_MOST_SOURCES]:
-            piece = {"kvkeep.tier": tier, "kvkeep.start": start, "kvkeep.stop": stop}
+            piece: dict[str, AttributeValue] = {
+                "kvkeep.tier": tier,
+                "kvkeep.start": start,
+                "kvkeep.stop": stop,
+            }
             span.add_event("kvkeep.loaded", piece, now)
         span.end(now)
 
