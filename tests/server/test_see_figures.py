@@ -59,16 +59,16 @@ def test_times_to_first_tokens_cold_and_warm_of_five_minutes(clock):
     figures = Figures(clock)
     assert [one.count for one in figures.times()] == [0, 0]
     assert figures.times()[0].p50_s is None
-    figures.first_token(99.0, prompt_tokens=100, reused=0)
+    figures.note_first_token(99.0, prompt_tokens=100, reused_tokens=0)
     clock.now += 301
     for number in range(1, 102):
-        figures.first_token(number / 100, prompt_tokens=100, reused=49)
-        figures.first_token(number / 1000, prompt_tokens=100, reused=50)
+        figures.note_first_token(number / 100, prompt_tokens=100, reused_tokens=49)
+        figures.note_first_token(number / 1000, prompt_tokens=100, reused_tokens=50)
     cold, warm = figures.times()
     assert (cold.count, cold.p50_s, cold.p95_s) == (101, 0.51, 0.96)
     assert (warm.count, warm.p50_s, warm.p95_s) == (101, 0.051, 0.096)
     for _ in range(5000):
-        figures.first_token(1.0, prompt_tokens=1, reused=1)
+        figures.note_first_token(1.0, prompt_tokens=1, reused_tokens=1)
     assert sum(one.count for one in figures.times()) == 2000  # memory is bounded
 
 

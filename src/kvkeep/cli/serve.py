@@ -88,6 +88,16 @@ def add_parser(commands: Commands) -> None:
         "less memory would do (default: it does)",
     )
     parser.add_argument(
+        "--no-text",
+        action="store_true",
+        help="show no text and no tokens of prompts in any answer of /kv",
+    )
+    parser.add_argument(
+        "--no-explain",
+        action="store_true",
+        help="remember no prompts to explain what was reused of them (default: the last 1,000)",
+    )
+    parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
     )
     parser.set_defaults(run=run)
@@ -281,6 +291,8 @@ def _settings(args: argparse.Namespace) -> Settings:
         flush_timeout_s=args.flush_timeout,
         draft_tokens=args.draft_tokens,
         hosts=hosts,
+        text=not args.no_text,
+        explain=not args.no_explain,
     )
 
 

@@ -118,10 +118,10 @@ class Figures:
             for share in shares:
                 share.reused_tokens += tokens
 
-    def first_token(self, seconds: float, *, prompt_tokens: int, reused: int) -> None:
+    def note_first_token(self, seconds: float, *, prompt_tokens: int, reused_tokens: int) -> None:
         """A client has waited so long for its first token."""
         with self._lock:
-            self._times.append((self._clock(), seconds, reused >= _WARM * prompt_tokens))
+            self._times.append((self._clock(), seconds, reused_tokens >= _WARM * prompt_tokens))
 
     def _bucket(self, now: float) -> _Bucket:
         number = int(now) // _BUCKET_S

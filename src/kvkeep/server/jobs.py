@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvkeep.server.service import Service
     from kvkeep.tokens import TokenArray
 
-__all__ = ["chat_jobs", "chat_tokens", "completion_jobs", "echoes"]
+__all__ = ["chat_jobs", "chat_tokens", "completion_jobs", "echoes", "prompt_tokens"]
 
 # As OpenAI's own.
 _COMPLETION_TOKENS = 16
@@ -57,7 +57,7 @@ def completion_jobs(service: Service, asked: CompletionQuestion) -> list[Job]:
     space = service.namespace(asked.cache_salt)
     jobs = []
     for prompt in asked.prompt:
-        tokens = _tokens(service, prompt)
+        tokens = prompt_tokens(service, prompt)
         room = _room(service, "prompt", tokens)
         params = asked.sampling(
             max_tokens=min(asked.max_tokens or _COMPLETION_TOKENS, room),
@@ -108,7 +108,8 @@ def echoes(service: Service, asked: CompletionQuestion) -> list[str]:
     ]
 
 
-def _tokens(service: Service, prompt: Prompt) -> TokenArray:
+def prompt_tokens(service: Service, prompt: Prompt) -> TokenArray:
+    """The tokens of a prompt that is none of a conversation's."""
     if isinstance(prompt, str):
         _refuse_far_too_long(service, "prompt", prompt)
         tokens = service.tokenizer.encode(prompt)
