@@ -12,6 +12,7 @@ from kvkeep.cli.client import Refused
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.watch import add_server_arguments, asking, console, entries, path
 from kvkeep.errors import InvalidValue, require
+from kvkeep.errors import whole as integer
 
 if TYPE_CHECKING:
     import argparse
@@ -78,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidValue("--salt goes with --prompt or --file; a request has its own")
     if args.last is not None and (prompted or args.id is not None):
         raise InvalidValue("--last says how many requests a summary is about; leave it out here")
-    if args.last is not None and args.last < 1:
-        raise InvalidValue(f"--last is {args.last}; 1 or more requests are needed")
+    if args.last is not None:
+        integer("--last", args.last, 1, _REMEMBERED)
     if args.id is not None and not args.id.strip():
         raise InvalidValue("the ID is empty; kvkeep top shows those of the last requests")
     body = _body(args) if prompted else None

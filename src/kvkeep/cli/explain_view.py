@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.text import Text
 
 from kvkeep.cli.drawing import ago, amount, clock, percent, plural, seconds, visible
-from kvkeep.cli.lines import REUSE, bar, cell, reuse_bar
+from kvkeep.cli.lines import REUSE, bar, cell, hanging, reuse_bar
 from kvkeep.cli.watch import below, entries, number, text, tokens_by, whole
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _WIDEST: Final = 120  # more makes a bar longer and nothing clearer
 _SHOWN_IDS: Final = 16
 _WORDS: Final = {
     "new": "never seen before",
-    "diverged": "the prompt goes another way than a cached one",
+    "diverged": "where a cached prompt has others",
     "evicted": "were cached, and evicted",
     "not_admitted": "seen before, and not kept",
     "other_namespace": "cached in another namespace",
@@ -58,7 +58,7 @@ def summary(said: Object, width: int) -> list[Text]:
     reused, computed = tokens_by(said, "reused"), tokens_by(said, "computed")
     prompt, missed = whole(said, "prompt_tokens"), sum(computed.values())
     if not whole(said, "requests"):
-        return [Text("no request has been seen yet")]
+        return [Text("no request is remembered yet")]
     line = Text()
     line.append(f"the last {plural(whole(said, 'requests'), 'request')}", "bold")
     line.append(f": {prompt:,} prompt tokens, {percent(sum(reused.values()), prompt)} reused")
@@ -75,10 +75,9 @@ def summary(said: Object, width: int) -> list[Text]:
         share = percent(number(cause, "share") or 0.0, 1.0)
         line = Text(f"{share:>5}  {amount(whole(cause, 'tokens')):>7}  ")
         line.append(f"{amount(whole(cause, 'requests')):>8}  ")
-        line.append(text(cause, "sentence") or _WORDS.get(text(cause, "reason"), "?"))
-        if example := text(cause, "example"):
-            line.append(f"  ({example})", "dim")
-        lines.append(line)
+        said_so = text(cause, "sentence") or _WORDS.get(text(cause, "reason"), "?")
+        example = text(cause, "example")
+        lines += hanging(line, said_so + (f" (such as {example})" if example else ""), width)
     return lines
 
 
@@ -104,17 +103,17 @@ def explanation(said: Object, width: int) -> list[Text]:
     prompt = whole(said, "prompt_tokens")
     reused, computed = tokens_by(said, "reused"), tokens_by(said, "computed")
     spans = entries(said, "spans")
-    lines = [_who(said), Text(text(said, "sentence"), "bold"), Text()]
+    lines = [*_who(said, width), *hanging(Text(), text(said, "sentence"), width, "bold"), Text()]
     lines += [_spans_bar(spans, width), _legend(reused, sum(computed.values())), Text()]
     digits = len(f"{prompt:,}")
     for span in spans:
-        lines.append(_span(span, digits))
+        lines += _span(span, digits, width)
     difference = _difference(said, spans, width)
     return [*lines, *([Text(), *difference] if difference else [])]
 
 
-def _who(said: Object) -> Text:
-    line = Text(text(said, "id") or "this prompt, if it came now", "bold")
+def _who(said: Object, width: int) -> list[Text]:
+    name = text(said, "id") or "this prompt, if it came now"
     parts = [text(said, "endpoint")]
     if salt := text(said, "cache_salt"):
         parts.append(f"cache_salt {salt}")
@@ -131,7 +130,7 @@ def _who(said: Object) -> Text:
                 f"{plural(answered, 'token')} answered in {seconds(number(said, 'seconds'))}"
             )
     parts.append(plural(whole(said, "prompt_tokens"), "prompt token"))
-    return line.append("".join(f" · {part}" for part in parts if part), "dim")
+    return hanging(Text(f"{name}  ", "bold"), " · ".join(filter(None, parts)), width, "dim", 2)
 
 
 def _spans_bar(spans: Sequence[Object], width: int) -> Text:
@@ -144,29 +143,28 @@ def _kind(span: Object) -> str:
     return "computed" if source is None else "reused" if source == "pool" else "loaded"
 
 
-def _span(span: Object, digits: int) -> Text:
+def _span(span: Object, digits: int, width: int) -> list[Text]:
     start, stop = whole(span, "start"), whole(span, "stop")
     kind = _kind(span)
     line = Text(f"{start:>{digits},} … {stop:>{digits},}  {stop - start:>{digits},}  ")
     line.append(f"{REUSE[kind][0]} ", REUSE[kind][1])
     if kind != "computed":
-        return line.append(f"reused {_source(text(span, 'source'))}")
+        return [line.append(f"reused {_source(text(span, 'source'))}")]
     reason = text(span, "reason", "?")
-    line.append(_WORDS.get(reason, reason.replace("_", " ")))
-    if evidence := _evidence(reason, below(span, "evidence")):
-        line.append(f": {evidence}")
-    return line
+    words = _WORDS.get(reason, reason.replace("_", " "))
+    evidence = _evidence(reason, below(span, "evidence"))
+    return hanging(line, f"{words}: {evidence}" if evidence else words, width)
 
 
 def _evidence(reason: str, of: Object) -> str:
     """What a span's reason rests on, in words; what is not known here, as it was said."""
     if reason == "diverged":
-        nearest = text(of, "nearest")
-        said = f"the first token that differs is {whole(of, 'position'):,}"
-        said += f", of {nearest}" if nearest else ""
-        differs, would = whole(of, "differs"), whole(of, "would_reuse")
-        said += f"; {plural(differs, 'token')} differ" + "s" * (differs == 1) if differs else ""
-        return said + (f"; without that {would:,} more would be reused" if would else "")
+        nearest, differs = text(of, "nearest"), whole(of, "differs")
+        said = f"it differs at token {whole(of, 'position'):,}"
+        said += f" from {nearest}" if nearest else ""
+        said += f", for {plural(differs, 'token')}" if differs else ""
+        would = whole(of, "would_reuse")
+        return said + (f"; {would:,} more would have been reused otherwise" if would else "")
     if reason == "evicted":
         return _evicted(of)
     if reason == "not_admitted":

@@ -6,6 +6,7 @@ markup; what others wrote goes through `kvkeep.cli.drawing.visible` before it co
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
@@ -15,7 +16,7 @@ from kvkeep.cli.drawing import stacked
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["REUSE", "bar", "beside", "cell", "fit", "heading", "reuse_bar", "row"]
+__all__ = ["REUSE", "bar", "beside", "cell", "fit", "hanging", "heading", "reuse_bar", "row"]
 
 # How tokens came about: glyph and style. The glyphs differ, so that nobody needs the colours.
 REUSE: Final[dict[str, tuple[str, str]]] = {
@@ -42,6 +43,19 @@ def cell(content: str, width: int, style: str = "", *, right: bool = False) -> T
 def row(*cells: Text, width: int) -> Text:
     """A line of cells with a column between them, ``width`` in all."""
     return fit(Text(" ", no_wrap=True, overflow="crop", end="").join([Text(), *cells]), width)
+
+
+def hanging(
+    head: Text, words: str, width: int, style: str = "", indent: int | None = None
+) -> list[Text]:
+    """``words`` behind ``head``, in as many lines as they take, all but the first ``indent``ed
+    (default: to where the words begin).
+    """
+    indent = head.cell_len if indent is None else indent
+    first = " " * (head.cell_len - indent)
+    wrapped = textwrap.wrap(first + words, max(width - indent, 20), drop_whitespace=True) or [first]
+    lines = [head.append(wrapped[0][len(first) :], style)]
+    return [*lines, *(Text(" " * indent).append(more, style) for more in wrapped[1:])]
 
 
 def heading(text: Text) -> Text:

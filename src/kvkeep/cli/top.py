@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvkeep.cli.terminal import SUSPEND, keys, suspend, terminated
 from kvkeep.cli.watch import Watcher, add_server_arguments, asking, console
-from kvkeep.errors import InvalidValue, require
+from kvkeep.errors import InvalidValue, require, whole
 
 if TYPE_CHECKING:
     import argparse
@@ -56,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Watch until somebody ends it; 0 then."""
     if not 0.1 <= args.interval <= 3600:
         raise InvalidValue(f"--interval is {args.interval:g}; seconds in 0.1 … 3600 are needed")
-    if not 1 <= args.last <= 1000:
-        raise InvalidValue(f"--last is {args.last}; a number of requests in 1 … 1000 is needed")
+    whole("--last", args.last, 1, 1000)
     with asking(args.url, args) as client:
         watcher = Watcher(client, last=args.last)
         if args.json:
