@@ -57,7 +57,7 @@ const historyOptions = () => ({
   cursor: {y: false, drag: {x: false, y: false}, points: {size: 7}},
   scales: {x: {time: true}, "%": {range: [0, 1.02]}, tokens: {range: (_, low, high) => [0, high * 1.05 || 1]}},
   axes: [
-    {...axis(), space: 70, values: [[60, "{HH}:{mm}", null, null, null, null, null, null, 1],
+    {...axis(), space: 70, size: 30, values: [[60, "{HH}:{mm}", null, null, null, null, null, null, 1],
       [1, "{HH}:{mm}:{ss}", null, null, null, null, null, null, 1]]},
     {...axis(), scale: "%", size: 46, splits: () => [0, 0.25, 0.5, 0.75, 1], values: percent},
     {...axis(), scale: "tokens", side: 1, size: 52, space: 40, grid: {show: false},
@@ -101,7 +101,7 @@ const whatIfOptions = () => ({
   scales: {x: {time: false, range: (_, low, high) => [low - 0.25, high + 0.25]},
     y: {range: (_, low, high) => [0, Math.min(1.02, Math.max(0.1, high * 1.15))]}},
   axes: [
-    {...axis(), splits: () => points.map((one) => Math.log2(one.times)),
+    {...axis(), size: 30, splits: () => points.map((one) => Math.log2(one.times)),
       values: (_, splits) => splits.map((at) => times(2 ** at))},
     {...axis(), size: 46, space: 36, values: percent},
   ],

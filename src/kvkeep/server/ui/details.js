@@ -54,9 +54,9 @@ export class Details {
   }
 
   build(node) {
-    this.text = el("p", {class: "code", dir: "ltr"});
+    this.text = el("p", {class: "code", dir: "ltr", tabindex: 0, role: "group", "aria-label": "How it begins"});
     this.facts = el("dl", {class: "facts"});
-    this.pages = el("details", {hidden: true}, el("summary", {}), el("p", {class: "code numbers"}));
+    this.pages = el("details", {hidden: true}, el("summary", {}), el("p", {class: "code numbers", tabindex: 0, role: "group", "aria-label": "Page ids"}));
     this.said = el("p", {class: "result", role: "status"});
     this.why = el("p", {class: "quiet", id: "details-why"});
     const button = (text, act, kind = "") =>

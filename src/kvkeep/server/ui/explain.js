@@ -23,7 +23,7 @@ const WORDS = {
   ],
   evicted: (said) => [
     said.ago_s === undefined || said.ago_s === null ? "" : `Let go ${ago(said.ago_s)}`,
-    said.tier ? ` from ${sourceName(said.tier)}` : "", {
+    said.tier ? ` from the ${sourceName(said.tier)}` : "", {
       pressure: `, since pages were needed (${said.policy || "policy"} chose these)`,
       asked: ", because somebody asked for it", cleared: ", when the cache was cleared",
       dropped: ", with what it belonged to",
@@ -41,10 +41,10 @@ const WORDS = {
     .flatMap(([field, [ours, other]], at) => [at ? "; " : "", field === "tenant" ? "cache_salt" : field, " is ",
       theirs(ours || "(none)"), " here and ", theirs(other || "(none)"), " there"]), "."],
   computing: (said) => [to(said.by, `Request ${said.by}`), " was just computing it."],
-  tier_unavailable: (said) => [`${sourceName(said.tier)} `, {
+  tier_unavailable: (said) => [`The ${sourceName(said.tier)} `, {
     breaker: "was not asked, because it had failed", late: "answered too late", error: "failed",
   }[said.why] || "was not to be had", said.waited_s ? `, after ${seconds(said.waited_s)}` : "", "."],
-  damaged: (said) => [`What ${sourceName(said.tier)} had did not pass its checksum.`],
+  damaged: (said) => [`What the ${sourceName(said.tier)} had did not pass its checksum.`],
   page_remainder: (said) => [`What is kept is shared by whole pages of ${tokens(said.page_size)}; `
     + "the rest of the last one is computed again."],
   new: () => ["Nobody has asked this before."],
@@ -61,7 +61,7 @@ const evidence = (span) => {
 };
 
 const line = (span) => el("li", {}, swatch(kindOf(span)),
-  el("div", {}, el("b", {}, span.source ? `from the ${sourceName(span.source).replace("tier ", "tier ")}`
+  el("div", {}, el("b", {}, span.source ? `from the ${sourceName(span.source)}`
     : reasonName(span.reason)), ` · ${tokens(span.stop - span.start)} `,
   el("span", {class: "quiet"}, `(${whole(span.start)}–${whole(span.stop)})`),
   span.source ? null : el("p", {}, ...evidence(span))));
@@ -73,7 +73,7 @@ const around = (title, text, at) => {
   const place = Math.max(0, Math.min(at ?? 0, letters.length));
   const mark = letters[place] === undefined ? el("mark", {}, "(ends here)") : theirs("");
   const marked = letters[place] === undefined ? mark : el("mark", {}, shown(letters[place]));
-  return el("div", {class: "sample"}, el("h4", {}, title), el("p", {class: "code", dir: "ltr"},
+  return el("div", {class: "sample"}, el("h4", {}, title), el("p", {class: "code", dir: "ltr", tabindex: 0, role: "group", "aria-label": title},
     shown(letters.slice(0, place).join("")), marked, shown(letters.slice(place + 1).join(""))));
 };
 

@@ -29,13 +29,12 @@ export const grow = (answer) => {
 };
 
 // Rectangles of an icicle in shares of the width: [{node, left, width, row, siblings, place}], row by
-// row, left to right. What would be narrower than `least`, or is lower than `rows`, is left out, and
-// `cut` is true where something is.
+// row, left to right. What would be narrower than `least`, or is lower than `rows`, is left out; a node
+// is `cut` where nothing of what is below it is drawn.
 export const icicle = (tops, least, rows) => {
   const found = [];
   const whole = tops.reduce((sum, one) => sum + one.subtree_tokens, 0) || 1;
   let line = [{children: tops, left: 0, width: 1, tokens: whole, node: null, row: -1}];
-  let cut = false;
   while (line.length) {
     const next = [];
     for (const box of line) {
@@ -44,22 +43,19 @@ export const icicle = (tops, least, rows) => {
       const drawn = [];
       for (const node of box.children) {
         const width = box.width * node.subtree_tokens / total;
-        if (width < least || box.row + 1 >= rows) {
-          cut = true;
-          if (box.node) box.node.cut = true;
-          continue;
-        }
-        node.cut = false;
-        drawn.push({node, left, width, row: box.row + 1, children: node.children, tokens: node.subtree_tokens});
+        if (width < least || box.row + 1 >= rows) continue;
+        drawn.push({node, left, width, row: box.row + 1, children: node.children,
+          tokens: node.subtree_tokens});
         left += width;
       }
+      if (box.node) box.node.cut = box.children.length > 0 && !drawn.length;
       drawn.forEach((one, place) => Object.assign(one, {place: place + 1, siblings: drawn.length}));
       found.push(...drawn);
       next.push(...drawn);
     }
     line = next;
   }
-  return {boxes: found, cut, rows: found.reduce((most, one) => Math.max(most, one.row + 1), 0)};
+  return {boxes: found, rows: found.reduce((most, one) => Math.max(most, one.row + 1), 0)};
 };
 
 // --- colours: classes h0 (cold) to h5 (hot), in bands that people can name ----------------------

@@ -14,7 +14,7 @@ class Table {
     this.body = el("tbody");
     const head = el("tr", {}, columns.map((one) =>
       el("th", {scope: "col", class: one.number ? "n" : null}, one.head)));
-    this.wide = el("div", {class: "wide", role: "region", tabindex: 0, "aria-label": name, hidden: true},
+    this.wide = el("div", {class: "wide", role: "group", tabindex: 0, "aria-label": name, hidden: true},
       el("table", {}, el("thead", {}, head), this.body));
     host.append(this.wide);
   }
@@ -79,13 +79,13 @@ const tiers = new Table(byId("tiers-table"), "Tiers", [
     head: "filled",
     make: () => el("span", {class: "meter"}, bar([]), el("span", {})),
     update: (cell, tier) => {
-      const drawn = bar([{amount: tier.used_bytes, kind: "pool"}], tier.capacity || tier.used_bytes || 1);
+      const drawn = bar([{amount: tier.used_bytes || 0, kind: "pool"}], tier.capacity || tier.used_bytes || 1);
       cell.firstChild.firstChild.replaceWith(drawn);
-      say(cell.firstChild.lastChild, tier.capacity
+      say(cell.firstChild.lastChild, tier.used_bytes === null ? "unknown" : tier.capacity
         ? `${bytes(tier.used_bytes)} of ${bytes(tier.capacity)}` : bytes(tier.used_bytes));
     },
   },
-  {head: "blocks", number: true, text: (tier) => amount(tier.blocks)},
+  {head: "blocks", number: true, text: (tier) => (tier.blocks === null ? "–" : amount(tier.blocks))},
   {head: "hits", number: true, text: (tier) => rate(tier.hits, tier.hits + tier.misses)},
   {head: "reads", number: true, text: (tier) => flow(moved.get(tier.name)?.reads || 0)},
   {head: "writes", number: true, text: (tier) => flow(moved.get(tier.name)?.writes || 0)},
