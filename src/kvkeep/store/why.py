@@ -31,9 +31,10 @@ def fates_behind(names: Names, fates_of: FatesOf, row: TokenArray, start: int) -
     first = start // size
     for number, happened in enumerate(fates_of(full[first:]), start=first):
         begin, end = number * size, (number + 1) * size
-        if happened is not None and happened.what == "never" and not story.fates:
-            # Nothing is known of it; a prompt that ended within it may have been here.
-            _tell_tail(story, names.tails(full[:number], row[begin:end]), fates_of, begin)
+        if happened is not None and not story.fates:
+            # A prompt that ended within it may be here, or have been.
+            ids = names.tails(full[:number], row[begin:end])
+            _tell_tail(story, ids, fates_of, begin, known=happened.what != "never")
         story.tell(end, happened)
     rest = len(full) * size
     if rest < len(row):
@@ -42,12 +43,19 @@ def fates_behind(names: Names, fates_of: FatesOf, row: TokenArray, start: int) -
     return tuple(story.fates)
 
 
-def _tell_tail(story: _Story, tails: list[bytes], fates_of: FatesOf, begin: int) -> None:
-    """Tell of the longest of ``tails``, all from token ``begin`` on, of which anything is known."""
+def _tell_tail(
+    story: _Story, tails: list[bytes], fates_of: FatesOf, begin: int, *, known: bool = False
+) -> None:
+    """Tell of the longest of ``tails``, all from token ``begin`` on, of which anything is known.
+
+    Where more is ``known``, only of one that is there and can be used.
+    """
     happened = fates_of(tails)
     if not story.fates and None in happened:  # the longest one that is there can be used
         there = len(happened) - happened[::-1].index(None)
         story.tell(begin + there, None)
+    if known:
+        return
     for count in range(len(happened), 0, -1):
         one = happened[count - 1]
         if one is None or one.what != "never":

@@ -38,6 +38,7 @@ _ENVELOPE = 1 << 16  # bytes that any codec may need beyond those of another
 _TELL_COST = 1024  # bytes that a block's name counts while it waits to be told, roughly
 _REFUSED_KEPT = 1 << 16
 _READING = frozenset(("get", "sizes", "list"))
+_LONG = 0.05  # seconds that a read takes which is slow for any place
 _MOSTLY = 0.5  # of the time since a moment that one read has taken: it is what was waited for
 _TRIES = 8  # rounds of making room for one record; then something else takes what is freed
 
@@ -179,7 +180,7 @@ class Tier:
         last, now = self._trouble, time.time()
         if last is not None and last.at is not None and last.at >= since:
             return last
-        if self.reading.longest > _MOSTLY * (now - since):
+        if self.reading.longest > max(_LONG, _MOSTLY * (now - since)):
             return Happened(self.name, "late", now, "no answer")
         return None
 
