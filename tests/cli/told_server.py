@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import threading
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -92,4 +93,5 @@ def told(answers: dict[str, Answer], port: int = 0) -> Iterator[Told]:
             server.shutdown()
             thread.join(30)
             for connection in server.connected:
-                connection.close()
+                with suppress(OSError):  # it is closed already
+                    connection.shutdown(socket.SHUT_RDWR)

@@ -280,6 +280,8 @@ class Client:
         connection.request(method, self.address.path + path, body, {**self._headers, **kind})
         with connection.getresponse() as response:
             said = response.read(_ANSWER_BYTES + 1)
+            if response.length and len(said) <= _ANSWER_BYTES:  # what it said would come did not
+                raise IncompleteRead(said, response.length)
             if len(said) > _ANSWER_BYTES:
                 raise _NotWell(f"{self.address} answers with more than {_ANSWER_BYTES:,} bytes")
             status = response.status
@@ -322,7 +324,11 @@ class Client:
             connection = HTTPSConnection(
                 at.host, at.port, timeout=self._timeout_s, context=self._tls
             )
-        connection.connect()
+        try:
+            connection.connect()
+        except BaseException:
+            connection.close()  # it may be connected, and no TLS came of it
+            raise
         return connection
 
     def _trouble(self, error: OSError | HTTPException) -> str:

@@ -97,13 +97,13 @@ def stacked(parts: Sequence[float], width: int) -> list[int]:
     if total <= 0 or width <= 0:
         return [0] * len(parts)
     exact = [part / total * width for part in parts]
-    cells = [max(int(part), 1) if part > 0 else 0 for part in exact]
+    cells = [max(int(cut), 1) if part > 0 else 0 for part, cut in zip(parts, exact, strict=True)]
     while (left := width - sum(cells)) != 0:
         step = 1 if left > 0 else -1
-        # Who lost most by rounding gets one, who won most gives one.
+        # Who lost most by rounding gets one; one is given by who has several, and won most by it.
         at = max(
-            (i for i, part in enumerate(exact) if part > 0 and cells[i] + step >= 0),
-            key=lambda i: step * (exact[i] - cells[i]),
+            (i for i, count in enumerate(cells) if count),
+            key=lambda i: (step > 0 or cells[i] > 1, step * (exact[i] - cells[i])),
         )
         cells[at] += step
     return cells
