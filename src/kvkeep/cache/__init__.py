@@ -7,5 +7,9 @@ from kvkeep.cache.pins import Pin
 from kvkeep.cache.sequence import Sequence
 from kvkeep.cache.sessions import Session
 from kvkeep.cache.stats import CacheStats
+from kvkeep.cache.views import CacheMap, Found, MapNode, NodeView
 
-__all__ = ["CacheStats", "CachedPrefix", "PagedCache", "Pin", "Sequence", "Session"]
+__all__ = [
+    "CacheMap", "CacheStats", "CachedPrefix", "Found", "MapNode", "NodeView", "PagedCache", "Pin",
+    "Sequence", "Session",
+]  # fmt: skip

@@ -1,0 +1,60 @@
+"""`Ages`: seconds for what a policy counts in events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+__all__ = ["Ages"]
+
+_EVERY_S = 1.0
+_MOST = 4096
+
+
+class Ages:
+    """Knows when a policy's count of events was what, to a second, from a bounded list of samples.
+
+    A policy numbers its events (`EvictionPolicy`), which costs an addition each; a clock would cost
+    as much as all else that is done for one. So whoever opens a request tells, and at most once a
+    second that is noted: an event is as old as the last note before it. When the list is full,
+    every second note of its older half goes: what is old is known less exactly.
+
+    Thread safety: none; under the cache's lock. Cost of telling: a look at the clock.
+    """
+
+    __slots__ = ("_clock", "_due", "_moments", "_times")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._moments: list[int] = []
+        self._times: list[float] = []
+        self._due = float("-inf")
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to `note` again."""
+        return self._clock() >= self._due
+
+    def note(self, moment: int) -> None:
+        """The policy has counted so many events; all further ones come now or later."""
+        now = self._clock()
+        self._moments.append(moment)
+        self._times.append(now)
+        self._due = now + _EVERY_S
+        if len(self._moments) > _MOST:
+            older = slice(1, _MOST // 2, 2)
+            del self._moments[older], self._times[older]
+
+    def seconds(self, moments: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """How long ago events were, by their numbers."""
+        if not self._moments:
+            return np.zeros(len(moments))
+        notes = np.searchsorted(np.array(self._moments), moments) - 1  # the last one before each
+        ages = self._clock() - np.array(self._times)[np.maximum(notes, 0)]
+        return np.maximum(ages, 0.0)
