@@ -11,16 +11,17 @@ from kvkeep.explain import Explainer, Explanation
 from kvkeep.keys import as_namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Row
+    from collections.abc import Iterable
     from types import TracebackType
     from typing import Self
 
     from kvkeep.cache import Sequence
+    from kvkeep.tokens import TokenArray
 
 SIZE = 4
 
 
-def tokens(*parts: range | Row[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
+def tokens(*parts: Iterable[Any]) -> TokenArray:
     """One prompt of several parts."""
     return np.array([token for part in parts for token in part], np.int32)
 

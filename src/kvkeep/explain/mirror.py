@@ -37,7 +37,7 @@ class Mirror:
         self._reasons = Reasons(self.ledger, self.prompts, policy)
         self._number = 0  # of events
         self._before: Event | None = None
-        self._eviction: Eviction | None = None  # the last one under pressure
+        self._gone: tuple[Evicted, Eviction] | None = None  # the last, if it is not settled
         # Sequences that were opened: at which event, and what was evicted for them.
         self._opened: OrderedDict[int, tuple[int, Eviction | None]] = OrderedDict()
         self._open: OrderedDict[int, Prompt] = OrderedDict()
@@ -47,15 +47,18 @@ class Mirror:
     def see(self, event: Event, at: float) -> None:
         """The next event of the cache, which came ``at`` that time."""
         self._number += 1
+        made_room = self._made_room(event)
+        if made_room is None:
+            self._settle()
         match event:
             case Stored():
                 self._stored(event, at)
             case Evicted():
-                self._eviction = Eviction(at, event.reason)
-                self.ledger.gone(event.pages, self._eviction)
-                self.ledger.forget()
+                self._gone = (event, Eviction(at, event.reason))
+                if event.reason != "pressure":
+                    self._settle()
             case Opened():
-                self._opened[event.sequence] = (self._number, self._made_room(event))
+                self._opened[event.sequence] = (self._number, made_room)
                 if len(self._opened) > _MOST_OPEN:
                     self._opened.popitem(last=False)
             case Closed():
@@ -63,12 +66,21 @@ class Mirror:
                 self._open.pop(event.sequence, None)
         self._before = event
 
-    def _made_room(self, event: Opened) -> Eviction | None:
-        """What was evicted for a sequence: that is told right before it is said to be open."""
-        before = self._before
-        if event.forked_from is None and isinstance(before, Evicted):
-            return self._eviction if before.reason == "pressure" else None
-        return None
+    def _made_room(self, event: Event) -> Eviction | None:
+        """What was evicted for a sequence: that is told right before it is said to be open.
+
+        It went after the prompt was looked for, and so does not count before that is judged.
+        """
+        if self._gone is None or self._gone[0] is not self._before:
+            return None
+        return self._gone[1] if isinstance(event, Opened) and event.forked_from is None else None
+
+    def _settle(self) -> None:
+        """What was evicted is gone from now on."""
+        if self._gone is not None:
+            (event, eviction), self._gone = self._gone, None
+            self.ledger.gone(event.pages, eviction)
+            self.ledger.forget()
 
     def _stored(self, event: Stored, at: float) -> None:
         prompt = self._open.get(event.sequence)
@@ -116,6 +128,7 @@ class Mirror:
 
     def judged(self, prompt: Prompt, *, cached: int, at: float) -> list[Span]:
         """What would be said of a prompt that is asked now. Changes nothing."""
+        self._settle()
         space = self.ledger.spaces.get(prompt.namespace)
         return self._reasons.spans(Question(prompt, space, cached, at, None, None))
 
@@ -132,6 +145,7 @@ class Mirror:
         if len(wrong):
             self.ledger.gone(self.ledger.page[wrong], Eviction(at, UNKNOWN))
         spans = self._reasons.spans(question)
+        self._settle()
         self._remember(prompt, cached // self.ledger.unit_tokens, at)
         if sequence is not None:
             self._open[sequence] = prompt
