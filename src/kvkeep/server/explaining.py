@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.explain.answer import around
+from kvkeep.explain import around
 from kvkeep.server.schemas.see import (
     CauseAnswer,
     DivergedText,

@@ -7,8 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.explain.answer import Missing
-from kvkeep.explain.explainer import Explainer
+from kvkeep.explain import Explainer, Missing
 from kvkeep.server.figures import Figures
 from kvkeep.server.holdings import Holdings
 

@@ -7,10 +7,10 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query
 from starlette.responses import Response
 
-from kvkeep.explain.explainer import Explainer
+from kvkeep.explain import Explainer
 from kvkeep.server import explaining
 from kvkeep.server.errors import ApiError
-from kvkeep.server.jobs import chat_tokens, prompt_tokens
+from kvkeep.server.jobs import conversation_tokens, prompt_tokens
 from kvkeep.server.routes.base import ERRORS, READ_ERRORS, JSONRoute, ServiceOf, errors
 from kvkeep.server.schemas.see import (
     ExplainQuestion,
@@ -89,12 +89,9 @@ def _explain_prompt(
     service: Service, explainer: Explainer, asked: ExplainQuestion
 ) -> ExplanationAnswer:
     if asked.messages is not None:
-        tokens = chat_tokens(service.tokenizer, asked.messages)
+        tokens = conversation_tokens(service, asked.messages)
     else:
         tokens = prompt_tokens(service, asked.prompt or "")
-    if len(tokens) > service.longest_prompt:
-        message = f"it has {len(tokens)} tokens; this server takes {service.longest_prompt} at most"
-        raise ApiError(400, message, code="context_length_exceeded")
     space = service.namespace(asked.cache_salt)
     cached = service.engine.cache.match(tokens[:-1], space).num_tokens
     explained = explainer.prompt(tokens, space, cached)
