@@ -177,6 +177,14 @@ class Engine:
         keeper = self._keeper
         return 0 if keeper is None else keeper.clear(space)
 
+    def store_tenant(self, namespace: NamespaceLike) -> str | None:
+        """As which tenant the store keeps what is of ``namespace``; None without a store.
+
+        Safe from any thread.
+        """
+        keeper = self._keeper
+        return None if keeper is None else keeper.tenant_of(as_namespace(namespace))
+
     def observe(self, observer: Observer | None) -> None:
         """Tell ``observer`` from now on, in place of the one before; None: nobody.
 

@@ -91,12 +91,12 @@ class Keeper:
     def _tenant(self, namespace: Namespace) -> str:
         tenant = self._tenants.get(namespace)
         if tenant is None:
-            tenant = self._tenants[namespace] = self._tenant_of(namespace)
+            tenant = self._tenants[namespace] = self.tenant_of(namespace)
             if len(self._tenants) > _MOST_TENANTS:
                 del self._tenants[next(iter(self._tenants))]
         return tenant
 
-    def _tenant_of(self, namespace: Namespace) -> str:
+    def tenant_of(self, namespace: Namespace) -> str:
         """The store's tenant for what must not be mixed here.
 
         The store itself separates models, dtypes and so on; what it does not know of is folded in.
@@ -236,7 +236,7 @@ class Keeper:
         """
         spaces = list(self._tenants) if namespace is None else [namespace]
         self._writes.flush(_CLEAR_S)  # else it would come back by itself
-        freed = sum(self._store.clear(tenant=self._tenant_of(space)) for space in spaces)
+        freed = sum(self._store.clear(tenant=self.tenant_of(space)) for space in spaces)
         self._writes.known.clear()
         return freed
 

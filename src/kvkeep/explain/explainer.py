@@ -269,11 +269,20 @@ class Explainer:
             record = self._records.get(id)
             return None if record is None else record.explanation()
 
-    def prompt(self, tokens: TokensLike, namespace: Namespace, cached: int) -> Explanation:
+    def prompt(
+        self,
+        tokens: TokensLike,
+        namespace: Namespace,
+        cached: int,
+        *,
+        sources: Sequence[tuple[int, int, str]] = (),
+        missing: Sequence[Missing] = (),
+    ) -> Explanation:
         """What would become of a prompt if it were asked now. Changes nothing.
 
-        ``cached`` leading tokens are in the pool, says `PagedCache.match`. The id is "", as no
-        request has it. Raises `InvalidValue` for what is no prompt.
+        ``cached`` leading tokens are in the pool, says `PagedCache.match`; ``sources`` and
+        ``missing`` are what a store says, as in `loaded`. The id is "", as no request has it.
+        Raises `InvalidValue` for what is no prompt.
         """
         row = as_tokens(tokens)
         self._check(len(row), cached)
@@ -283,7 +292,9 @@ class Explainer:
             asker = Asker("", store=False)
             prompt = self._mirror.prompt(row, namespace, asker)
             judged = self._mirror.judged(prompt, cached=self._given(row, cached), at=at)
-            return Record(asker, at, namespace, "", None, len(row), judged).explanation()
+            record = Record(asker, at, namespace, "", None, len(row), judged)
+            record.settle(sources, missing)
+            return record.explanation()
 
     def recent(self, last: int = 50) -> list[Explanation]:
         """The last requests, newest first."""
