@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import sys
@@ -19,15 +20,17 @@ if TYPE_CHECKING:
 __all__ = ["SUSPEND", "keys", "suspend", "terminated"]
 
 SUSPEND: Final = "\x1a"  # Ctrl-Z, which comes as a key here
+# Keys that come as several characters: arrows, functions, those with Alt.
+_SEVERAL: Final = re.compile(r"\x1b(?:\[[0-9;?]*[@-~]|O.|.)?", re.DOTALL)
 
 
 @contextmanager
 def keys() -> Iterator[Keys]:
-    """Keys as they are pressed, and not shown: what it gives waits so many seconds for the next.
+    """Keys as they are pressed, and not shown: what it gives waits so many seconds for some.
 
-    It gives "" where none was. Ctrl-C interrupts as ever; Ctrl-Z is a key, so that the terminal can
-    be given back before one stops. Where the input is no terminal, or termios is not there, no key
-    ever comes.
+    It gives "" where none was; arrows and their like are left out. Ctrl-C interrupts as ever;
+    Ctrl-Z is a key, so that the terminal can be given back before one stops. Where the input is no
+    terminal, or termios is not there, no key ever comes.
     """
     try:
         import termios  # noqa: PLC0415 - POSIX alone
@@ -50,9 +53,9 @@ def keys() -> Iterator[Keys]:
             if not select.select([stdin], [], [], seconds)[0]:
                 return ""
             pressed = os.read(stdin, 1024)
-            # Arrows and the like come as several bytes: they are one key, and none of ours. Nothing
-            # at all is the end of the input: nobody is there to press a key any more.
-            return pressed.decode("utf-8", "replace") or "q"
+            if not pressed:  # the end of the input: nobody is there any more
+                raise KeyboardInterrupt
+            return _SEVERAL.sub("", pressed.decode("utf-8", "replace"))
 
         yield key
     finally:

@@ -153,7 +153,7 @@ def _shown(screen: Console, polling: _Polling, address: str) -> str:
                 lines = draw(picture, address, size.width, size.height, ends="q ends")
                 live.update(Text("\n", no_wrap=True).join(lines), refresh=True)
                 drawn = now
-            key = pressed(_LOOK_S)
-            if key in {"q", "Q", SUSPEND}:
-                return key
+            for key in pressed(_LOOK_S):
+                if key in {"q", "Q", SUSPEND}:
+                    return key
     return ""

@@ -28,8 +28,8 @@ _LABEL: Final = 10
 _EACH_S: Final = 5  # seconds of one point of the history
 _POINTS: Final = 120
 _RECENT: Final = 12  # points: the last minute
-_ROOMY: Final = 100  # from here on, lines say what they could leave out
-_WIDE: Final = 140  # from here on, two sections stand beside each other
+_ROOMY: Final = 110  # from here on, lines say what they could leave out
+_WIDE: Final = 150  # from here on, two sections stand beside each other
 _TALL: Final = 36  # from here on, what is pleasant and not needed has room
 _SPAN: Final = "  last 5 min"  # what the times to the first token are of
 _PAGES: Final = (
@@ -55,7 +55,10 @@ def draw(picture: Picture, address: str, width: int, height: int, *, ends: str =
     left = height - len(head) - 1
     blank = [cell("", width)] * (left > 24)
     rows = left - len(blank)
-    return [*head, *blank, *_sections(picture, width, rows), foot][:height]
+    lines = [*head, *blank, *_sections(picture, width, rows)]
+    if ends:  # there is a bottom to stand at
+        lines += [cell("", width) for _ in range(height - 1 - len(lines))]
+    return [*lines[: height - 1], foot]
 
 
 # --- the head -------------------------------------------------------------------------------------
@@ -237,7 +240,7 @@ def _share_out(wants: Mapping[str, tuple[int, int]], rows: int) -> dict[str, int
 
 
 def _tiers(picture: Picture, tiers: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
-    wide = width >= 110
+    wide = width >= _ROOMY
     more = ("queued", "drops", "errors", "place") if wide else ()
     before = {text(one, "name"): one for one in entries(picture.before, "tiers")}
     passed = (number(picture.live, "at") or 0) - (number(picture.before, "at") or 0)
@@ -247,7 +250,7 @@ def _tiers(picture: Picture, tiers: Sequence[Mapping[str, Any]], width: int) -> 
             row(
                 cell("tier", 9), cell("fill", 25), cell("hits", 6, right=True),
                 cell("misses", 6, right=True), cell(f"read{each}", 9, right=True),
-                cell(f"write{each or 'd'}", 9, right=True), cell("state", 9),
+                cell(f"write{each}" if each else "written", 9, right=True), cell("state", 9),
                 *(cell(name, 9, right=name != "place") for name in more), width=width,
             )
         )
