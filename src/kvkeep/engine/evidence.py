@@ -78,6 +78,8 @@ class Evidence:
         """``ready`` tokens may be read, most of them in memory by now."""
         self._fetched = _ranges(prefetch.start, prefetch.sources)
         self._ready = ready
+        if ready < self._found:  # it was waited for in vain
+            self.now()
 
     def begins(self, pool: int, *, wanted: bool) -> None:
         """Its answer is admitted."""
@@ -98,11 +100,13 @@ class Evidence:
     def late(self) -> None:
         """The time for reading is over."""
         self._in_time = False
+        self.now()
 
     def unanswered(self, why: Sequence[Fate]) -> None:
         """The store did not even say what it has; ``why`` may tell who did not answer."""
         self._behind = [one for one in why if one.what != "never"]
         self._slow = next((one.tier for one in why if one.what == "late"), "")
+        self.now()
 
     def now(self) -> None:
         """Something came."""
