@@ -64,9 +64,12 @@ class Anchors:
         hashes *= _MIX[0]
         zeros = min(_MOST_ZEROS, max(0, (len(hashes) // _FEW).bit_length()))
         places = np.flatnonzero((hashes & np.uint64((1 << zeros) - 1)) == 0)
-        chosen, first, count = np.unique(hashes[places], return_index=True, return_counts=True)
-        once = count == 1
-        return cls(chosen[once], places[first[once]])
+        chosen = hashes[places]
+        order = np.argsort(chosen)
+        chosen = chosen[order]
+        differs = np.concatenate(([True], chosen[1:] != chosen[:-1], [True]))
+        once = differs[1:] & differs[:-1]
+        return cls(chosen[once], places[order[once]])
 
 
 def common_tokens(ours: TokenArray, theirs: TokenArray) -> int:

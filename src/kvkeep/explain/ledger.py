@@ -139,27 +139,37 @@ class Ledger:
             space = self.spaces[namespace] = Space(namespace)
         return space
 
-    def note(self, space: Space, names: Sequence[bytes], depth: int) -> Rows:
-        """The rows of these units, the first of them at ``depth``; new ones are made."""
-        rows = self.find(space, names)
-        for at in np.flatnonzero(rows < 0).tolist():
-            rows[at] = self._add(space, names[at], depth + at)
+    def note(
+        self, space: Space, names: Sequence[bytes], depth: int, rows: Rows | None = None
+    ) -> Rows:
+        """The rows of these units, the first of them at ``depth``; new ones are made.
+
+        ``rows`` is what `find` says of them, if it was asked before and nothing forgotten since.
+        """
+        rows = self.find(space, names) if rows is None else rows
+        new = np.flatnonzero(rows < 0)
+        if len(new):
+            fresh = self._rows(len(new))
+            called = names if len(new) == len(names) else [names[at] for at in new.tolist()]
+            space.rows.update(zip(called, fresh, strict=True))
+            rows[new] = fresh
+            self.name[fresh], self.space[fresh], self.fate[fresh] = called, space, None
+            self.page[fresh] = self.prompt[fresh] = -1
+            self.depth[fresh] = depth + new
+            self._out += len(new)
         return rows
 
-    def _add(self, space: Space, name: bytes, depth: int) -> int:
-        if self._free:
-            row = self._free.pop()
-        else:
-            row = self._used
-            self._used += 1
-            if row == len(self.page):
-                self._grow(2 * row)
-        self.name[row], self.space[row], self.fate[row] = name, space, None
-        self.page[row] = self.prompt[row] = -1
-        self.depth[row] = depth
-        space.rows[name] = row
-        self._out += 1
-        return row
+    def _rows(self, count: int) -> list[int]:
+        """So many rows that nothing stands in."""
+        again = min(count, len(self._free))
+        rows = self._free[len(self._free) - again :]
+        del self._free[len(self._free) - again :]
+        more = count - again
+        if self._used + more > len(self.page):
+            self._grow(max(2 * len(self.page), self._used + more))
+        rows += range(self._used, self._used + more)
+        self._used += more
+        return rows
 
     def _grow(self, length: int) -> None:
         names = ("name", "space", "fate", "page", "depth", "since", "prompt", "stamp")
@@ -193,7 +203,7 @@ class Ledger:
         stale = (self._row_of_page[pages] >= 0) | (self.page[rows] >= 0)
         if stale.any():  # events were lost: whatever was there must have gone in between
             moved = np.concatenate((pages[stale], self.page[rows[stale]]))
-            self.gone(moved[moved >= 0], Eviction(at, UNKNOWN))
+            self.gone(np.unique(moved[moved >= 0]), Eviction(at, UNKNOWN))
         self._out -= len(rows)
         self.page[rows] = pages
         self.since[rows] = number
@@ -211,7 +221,7 @@ class Ledger:
         """What was in these pages is not in the cache any more."""
         known = pages[pages < len(self._row_of_page)]
         rows = self._row_of_page[known]
-        rows = np.unique(rows[rows >= 0])
+        rows = rows[rows >= 0]
         self._row_of_page[self.page[rows]] = -1
         self.page[rows] = -1
         self.fate[rows] = fate

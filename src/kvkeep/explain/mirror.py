@@ -17,6 +17,7 @@ from kvkeep.explain.reasons import Question, Reasons
 if TYPE_CHECKING:
     from kvkeep.events import Event
     from kvkeep.explain.answer import Span
+    from kvkeep.explain.ledger import Rows
     from kvkeep.keys import Namespace
     from kvkeep.tokens import TokenArray
 
@@ -130,7 +131,8 @@ class Mirror:
         """What would be said of a prompt that is asked now. Changes nothing."""
         self._settle()
         space = self.ledger.spaces.get(prompt.namespace)
-        return self._reasons.spans(Question(prompt, space, cached, at, None, None))
+        rows = self.ledger.find(space, prompt.names)
+        return self._reasons.spans(Question(prompt, space, rows, cached, at, None, None))
 
     def asked(self, prompt: Prompt, *, cached: int, sequence: int | None, at: float) -> list[Span]:
         """What is said of a prompt; it is remembered from now on."""
@@ -140,13 +142,16 @@ class Mirror:
             pages = -(-len(prompt.tokens) // self.ledger.unit_tokens)
             made_room.needed_pages = pages - cached // self.ledger.unit_tokens
         space = self.ledger.spaces.get(prompt.namespace)
-        question = Question(prompt, space, cached, at, opened, sequence)
+        rows = self.ledger.find(space, prompt.names)
+        question = Question(prompt, space, rows, cached, at, opened, sequence)
         wrong = self._reasons.contradicted(question)
         if len(wrong):
             self.ledger.gone(self.ledger.page[wrong], Eviction(at, UNKNOWN))
         spans = self._reasons.spans(question)
+        forgotten = self.ledger.forgotten
         self._settle()
-        self._remember(prompt, cached // self.ledger.unit_tokens, at)
+        found = rows if forgotten == self.ledger.forgotten else None
+        self._remember(prompt, cached // self.ledger.unit_tokens, at, found)
         if sequence is not None:
             self._open[sequence] = prompt
             if len(self._open) > _MOST_OPEN:
@@ -159,11 +164,11 @@ class Mirror:
             sequence = self._before.sequence
         return (None, None) if sequence is None else self._opened.pop(sequence, (None, None))
 
-    def _remember(self, prompt: Prompt, cached: int, at: float) -> None:
+    def _remember(self, prompt: Prompt, cached: int, at: float, rows: Rows | None) -> None:
         """``cached`` leading units of ``prompt`` were there; the others are being computed."""
         ledger = self.ledger
         space = ledger.enter(prompt.namespace)
-        rows = ledger.note(space, prompt.names, 0)
+        rows = ledger.note(space, prompt.names, 0, rows)
         if prompt.tail is not None:
             tail = ledger.note(space, [prompt.tail], len(prompt.names))
             before = ledger.fate[tail[0]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from itertools import groupby
+from itertools import groupby, pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,12 +35,13 @@ _POLICY_CAUSES = frozenset({"pressure", "asked"})
 class Question:
     """A prompt as it was asked: ``cached`` leading tokens came from the pool, ``at`` that time.
 
-    ``space`` is None for a namespace of which nothing is known. ``opened`` is the number of the
-    event it was opened at, None where nobody knows.
+    ``space`` is None for a namespace of which nothing is known, ``rows`` are those of its full
+    units. ``opened`` is the number of the event it was opened at, None where nobody knows.
     """
 
     prompt: Prompt
     space: Space | None
+    rows: Rows
     cached: int
     at: float
     opened: int | None
@@ -88,11 +89,10 @@ class Reasons:
         Cost: about 0.3 µs a unit that is missing, and some comparisons if any of it is new.
         """
         spans = [Span(0, asked.cached, "pool", None)] if asked.cached else []
-        rows = self._ledger.find(asked.space, asked.names)
-        verdicts = self._verdicts(asked, rows)
-        known = asked.cached // self._size
-        while known < len(rows) and verdicts[known - asked.cached // self._size] != _NEW:
-            known += 1
+        rows = asked.rows
+        verdicts = self._verdicts(asked)
+        before = takewhile(lambda said: said[0] != _NEW, verdicts)
+        known = asked.cached // self._size + sum(units for _, units in before)
         spans += self._of_units(asked, verdicts)
         spans += self._of_tail(asked, asked.space, _NEW)
         if spans[-1].reason == _NEW:
@@ -105,40 +105,43 @@ class Reasons:
     def contradicted(self, asked: Question) -> Rows:
         """Rows that are in the cache, we think, although the pool did not give them."""
         first = asked.cached // self._size
-        if asked.opened is None:
-            return np.empty(0, np.int64)
         if len(asked.tokens) == (first + 1) * self._size:
             first += 1  # the last page is not given as a whole: its last token is always computed
-        rows = self._wrong(asked, asked.names[first : first + 1], asked.opened)
-        if not len(rows):  # then it holds of none behind it
-            return rows
-        return self._wrong(asked, asked.names[first:], asked.opened)
-
-    def _wrong(self, asked: Question, names: list[bytes], opened: int) -> Rows:
-        ledger = self._ledger
-        rows = ledger.find(asked.space, names)
+        rows = asked.rows[first:]
+        if asked.opened is None or not len(rows):
+            return rows[:0]
         rows = rows[rows >= 0]
-        return rows[(ledger.page[rows] >= 0) & (ledger.since[rows] <= opened)]
+        return rows[(self._ledger.page[rows] >= 0) & (self._ledger.since[rows] <= asked.opened)]
 
-    def _verdicts(self, asked: Question, rows: Rows) -> list[Verdict]:
-        """One for each unit that the pool did not give as a whole."""
+    def _verdicts(self, asked: Question) -> list[tuple[Verdict, int]]:
+        """What speaks of the units that the pool did not give as a whole, and of how many."""
         ledger = self._ledger
         first = asked.cached // self._size
-        missing = rows[first:]
-        pages, fates = ledger.page[missing].tolist(), ledger.fate[missing].tolist()
-        said: list[Verdict] = []
-        for at, (row, page, fate) in enumerate(zip(missing.tolist(), pages, fates, strict=True)):
-            if row < 0:
-                said.append(_NEW)
-            elif page >= 0:
-                last = (first + at + 1) * self._size == len(asked.tokens)
-                late = asked.opened is not None and ledger.since[row] > asked.opened
-                said.append(self._published(asked, fate) if late or not last else _REMAINDER)
-            elif isinstance(fate, Eviction) and fate.by == asked.id:
-                said.append(_REMAINDER)  # it would not have been given: it made room for itself
+        missing = asked.rows[first:]
+        if not len(missing):
+            return []
+        fates = ledger.fate[missing]
+        fates[missing < 0] = None
+        there = (missing >= 0) & (ledger.page[missing] >= 0)
+        late = there & (ledger.since[missing] > (0 if asked.opened is None else asked.opened))
+        changes = (fates[1:] != fates[:-1]) | np.diff(there) | np.diff(late)
+        if there[-1] and len(asked.rows) * self._size == len(asked.tokens):
+            changes[-1:] = True  # the last page is a matter of its own
+        begins = [0, *(np.flatnonzero(changes) + 1).tolist(), len(missing)]
+        said: list[tuple[Verdict, int]] = []
+        for begin, end in pairwise(begins):
+            fate = fates[begin]
+            if there[begin]:
+                last = (first + end) * self._size == len(asked.tokens)
+                if last and not (late[begin] and asked.opened is not None):
+                    said.append((_REMAINDER, 1))
+                else:
+                    said.append((self._published(asked, fate), end - begin))
+            elif missing[begin] < 0:
+                said.append((_NEW, end - begin))
             else:
                 assert isinstance(fate, (Asker, Eviction)), "a unit out of the cache has a fate"
-                said.append(fate)
+                said.append((fate, end - begin))
         return said
 
     @staticmethod
@@ -148,13 +151,13 @@ class Reasons:
             return _NEW if fate.id == asked.id else _Late(fate.id)
         return _NEW if fate is not None and fate == asked.sequence else _Late(None)
 
-    def _of_units(self, asked: Question, verdicts: list[Verdict]) -> Iterable[Span]:
+    def _of_units(self, asked: Question, verdicts: list[tuple[Verdict, int]]) -> Iterable[Span]:
         start = asked.cached
         stop = asked.cached // self._size * self._size
-        for _, group in groupby(verdicts, _alike_by):
+        for _, group in groupby(verdicts, lambda said: _alike_by(said[0])):
             same = list(group)
-            stop += len(same) * self._size
-            yield self._span(asked, start, stop, same)
+            stop += sum(units for _, units in same) * self._size
+            yield self._span(asked, start, stop, [said for said, _ in same])
             start = stop
 
     def _span(self, asked: Question, start: int, stop: int, said: list[Verdict]) -> Span:
@@ -201,7 +204,7 @@ class Reasons:
         if not rows:
             return [Span(start, stop, None, reason)]
         gone = self._filled_and_gone(space, rows[0])
-        if gone is not None and gone.by != asked.id and space is asked.space:
+        if gone is not None and space is asked.space:
             return [self._span(asked, start, stop, [gone])]
         return [Span(start, stop, None, _REMAINDER, {"page_size": self._size})]
 
