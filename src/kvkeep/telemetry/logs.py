@@ -22,6 +22,7 @@ __all__ = ["JSONLines", "Plain", "configure", "redact"]
 HIDDEN: Final = "***"
 
 _LONGEST = 16_384  # characters of a text
+_LONGEST_INT = 1024
 _DEEPEST = 4
 _SECRET_NAME = re.compile(
     r"(?i)authorization|cookie|password|passwd|secret|api[-_]?key|private[-_]?key|access[-_]?key"
@@ -152,7 +153,8 @@ def _field(name: str, value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, int):
-        return int(value)
+        # Digits of a very long number are refused by Python itself.
+        return int(value) if value.bit_length() <= _LONGEST_INT else hex(value)[:_LONGEST_INT]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(value)
     if depth < _DEEPEST and isinstance(value, dict):
