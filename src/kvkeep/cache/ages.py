@@ -28,25 +28,21 @@ class Ages:
     Thread safety: none; under the cache's lock. Cost of telling: a look at the clock.
     """
 
-    __slots__ = ("_clock", "_due", "_moments", "_times")
+    __slots__ = ("_moments", "_times", "clock", "due")
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+        self.clock = clock
+        self.due = float("-inf")
+        """When it is time to `note` again."""
         self._moments: list[int] = []
         self._times: list[float] = []
-        self._due = float("-inf")
-
-    @property
-    def due(self) -> bool:
-        """Whether it is time to `note` again."""
-        return self._clock() >= self._due
 
     def note(self, moment: int) -> None:
         """The policy has counted so many events; all further ones come now or later."""
-        now = self._clock()
+        now = self.clock()
         self._moments.append(moment)
         self._times.append(now)
-        self._due = now + _EVERY_S
+        self.due = now + _EVERY_S
         if len(self._moments) > _MOST:
             older = slice(1, _MOST // 2, 2)
             del self._moments[older], self._times[older]
@@ -56,5 +52,5 @@ class Ages:
         if not self._moments:
             return np.zeros(len(moments))
         notes = np.searchsorted(np.array(self._moments), moments) - 1  # the last one before each
-        ages = self._clock() - np.array(self._times)[np.maximum(notes, 0)]
+        ages = self.clock() - np.array(self._times)[np.maximum(notes, 0)]
         return np.maximum(ages, 0.0)

@@ -110,7 +110,7 @@ class Core:
 
     def hold(self, match: PrefixMatch[Any] | None, space: Namespace) -> tuple[Any, Any]:
         """Protect what a prompt matched, see `PrefixIndex.hold`; the time is noted."""
-        if self.ages.due:
+        if self.ages.clock() >= self.ages.due:
             self.ages.note(self.index.moment)
         return self.index.hold(match, space)
 

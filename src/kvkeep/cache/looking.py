@@ -1,6 +1,6 @@
 """`Looking`: the cache's tree as a map, its runs by number, and where in it tokens stand.
 
-A walk over many runs takes the lock for some thousand of them at a time, so that requests pass in
+A walk over many runs takes the lock for some hundred of them at a time, so that requests pass in
 between; what changes meanwhile may be missing, and is there in the next map.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,16 +29,17 @@ if TYPE_CHECKING:
     from kvkeep.cache.pins import Pin
     from kvkeep.keys import NamespaceLike
     from kvkeep.prefix.walk import Walk
-    from kvkeep.tokens import TokensLike
+    from kvkeep.tokens import TokenArray, TokensLike
 
 __all__ = ["Looking"]
 
-_STEP = 8192
-"""Runs looked at under the lock at a time: about 2 ms."""
-_PAUSE_S = 0.0002
+_STEP = 512
+"""Runs looked at under the lock at a time: half a millisecond, so that a step of an engine, which
+takes the lock many times, is not kept waiting each time."""
+_PAUSE_S = 0.0005
 """Between two steps, so that who waits for the lock gets it."""
 _FRESH_S = 1.0
-_MOST_SHARE = 0.02
+_MOST_SHARE = 0.04
 """Of a core: what maps may cost, however often they are asked for."""
 _KEPT_MAPS = 8
 _HEAD_TOKENS = 80
@@ -52,7 +54,9 @@ class Looking:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._making = threading.Lock()  # of maps: who asks for the same waits for it
+        self._searching = threading.Lock()
         self._maps: dict[object, tuple[float, CacheMap]] = {}  # until when they are good
+        self._changes = 0  # what was made before one is not to be shown again
 
     # --- maps --------------------------------------------------------------------------------
 
@@ -62,17 +66,23 @@ class Looking:
         space = None if namespace is None else as_namespace(namespace)
         asked = space, root, nodes
         with self._making:
-            begun = time.monotonic()
             kept = self._maps.get(asked)
-            if kept is not None and begun < kept[0]:
+            if kept is not None and time.monotonic() < kept[0]:
                 return kept[1]
+            changes = self._changes
+            busy = time.thread_time()
             made = self._make(space, root, nodes)
+            good = max(_FRESH_S, (time.thread_time() - busy) / _MOST_SHARE)
             now = time.monotonic()
-            good = max(_FRESH_S, (now - begun) / _MOST_SHARE)
-            self._maps = {key: one for key, one in self._maps.items() if now < one[0]}
-            if len(self._maps) < _KEPT_MAPS:
-                self._maps[asked] = now + good, made
+            maps = {key: one for key, one in self._maps.items() if now < one[0]}
+            if len(maps) < _KEPT_MAPS and changes == self._changes:
+                maps[asked] = now + good, made
+            self._maps = maps if changes == self._changes else {}
             return made
+
+    def _changed(self) -> None:
+        self._changes += 1
+        self._maps = {}
 
     def _make(self, space: Namespace | None, root: int | None, nodes: int) -> CacheMap:
         survey = Survey(self._walk(Survey.COLUMNS, space if root is None else self._find(root)))
@@ -116,7 +126,7 @@ class Looking:
         (node,) = shown_nodes(survey, row, ages, self._heads(heads), bare=False)
         exact = core.index.name == "radix"
         return NodeView(
-            node=node,
+            node=replace(node, parent=look.path[-1] if look.path else None),
             namespace=look.namespace,
             path=look.path,
             start=look.start,
@@ -140,7 +150,7 @@ class Looking:
             hold, _ = core.index.hold(core.index.at(top), Namespace(), used=False)
             pin = core.pins.add(hold, ttl, hard=False)
             core.index.release(hold, used=False)
-            self._maps.clear()
+            self._changed()
             return pin
 
     def unpin(self, number: int) -> int:
@@ -153,7 +163,7 @@ class Looking:
             ended = core.pins.soft_at(number)
             for pin in ended:
                 core.pins.end(pin)
-            self._maps.clear()
+            self._changed()
             return len(ended)
 
     def evict_below(self, number: int) -> int:
@@ -168,7 +178,7 @@ class Looking:
                 core.pins.end(pin)
             pages = core.index.evict_below(top)
             core.forget(pages, "asked")
-            self._maps.clear()
+            self._changed()
             return len(pages)
 
     def _check(self, node: Any, number: int) -> None:
@@ -193,6 +203,11 @@ class Looking:
                 "can be sought in it; make the cache with prefix='radix'"
             )
         space = None if namespace is None else as_namespace(namespace)
+        with self._searching:
+            return self._found(sought, space, most)
+
+    def _found(self, sought: list[TokenArray], space: Namespace | None, most: int) -> list[Found]:
+        core = self._core
         walk = self._walk(Finding.COLUMNS, space)
         finding = Finding(walk, core.page_size)
         places = [(p, i) for i, one in enumerate(sought) for p in finding.places(one, most)]
