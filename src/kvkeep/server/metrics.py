@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -32,7 +33,7 @@ class Metrics:
     ``events`` gives the figures of a publisher of KV events (`PublisherStats.as_dict`), ``reasons``
     the tokens computed by reason since the start (an explainer's); each is set by who has one.
 
-    Thread safety: prometheus_client's: every update takes a lock. `exposition` is for one thread.
+    Thread safety: all methods.
     """
 
     content_type: Final = CONTENT_TYPE_PLAIN_1_0_0
@@ -41,6 +42,7 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self._state = _State()
         registry.register(self._state)
+        self._telling = threading.Lock()
         self._times: PageTimes | None = None
         self.reuse = Reuse()
         self.events: Callable[[], Mapping[str, int]] | None = None
@@ -98,9 +100,10 @@ class Metrics:
 
         Nobody pays for it who does not ask: see `docs/observability.md` for what it costs.
         """
-        if self._times is None:
-            self._times = PageTimes(cache.num_pages)
-            cache.subscribe(self._times.see)
+        with self._telling:
+            if self._times is None:
+                self._times = PageTimes(cache.num_pages)
+                cache.subscribe(self._times.see)
 
     def note_first_token(self, seconds: float, *, prompt_tokens: int, reused_tokens: int) -> None:
         """A request's first token came, so long after it arrived."""
@@ -121,20 +124,21 @@ class Metrics:
         ``namespaces`` are cached pages by tenant. Cost: below two milliseconds, and a few
         microseconds for each event of the cache since the last time.
         """
-        times = None if self._times is None else self._times.snapshot()
-        found: list[Metric] = [*families.of_cache(cache), *families.of_engine(engine)]
-        found += families.of_pages(cache.evicted_pages, times)
-        found += families.of_reuse(self.reuse.snapshot(families.MOST_NAMES))
-        if namespaces is not None:
-            found += families.of_namespaces(namespaces)
-        if self.reasons is not None:
-            found += families.of_computed(self.reasons())
-        if self.events is not None:
-            found += families.of_events(self.events())
-        if store is not None:
-            found += families.of_store(engine, store)
-        self._state.families = found
-        return generate_latest(self._registry)
+        with self._telling:
+            times = None if self._times is None else self._times.snapshot()
+            found: list[Metric] = [*families.of_cache(cache), *families.of_engine(engine)]
+            found += families.of_pages(cache.evicted_pages, times)
+            found += families.of_reuse(self.reuse.snapshot(families.MOST_NAMES))
+            if namespaces is not None:
+                found += families.of_namespaces(namespaces)
+            if self.reasons is not None:
+                found += families.of_computed(self.reasons())
+            if self.events is not None:
+                found += families.of_events(self.events())
+            if store is not None:
+                found += families.of_store(engine, store)
+            self._state.families = found
+            return generate_latest(self._registry)
 
 
 class _State(Collector):
