@@ -67,8 +67,10 @@ class Anchors:
         chosen = hashes[places]
         order = np.argsort(chosen)
         chosen = chosen[order]
-        differs = np.concatenate(([True], chosen[1:] != chosen[:-1], [True]))
-        once = differs[1:] & differs[:-1]
+        once = np.ones(len(chosen), bool)
+        same = chosen[1:] == chosen[:-1]
+        once[1:] &= ~same
+        once[:-1] &= ~same
         return cls(chosen[once], places[order[once]])
 
 

@@ -265,10 +265,10 @@ class Ledger:
             stamp, rows = self._ages.popleft()
             self._aged -= len(rows)
             rows = self._still(stamp, rows)
-            if len(rows) > more:
-                self._ages.appendleft((stamp, rows[more:]))
+            if len(rows) > more:  # what stands first in a prompt is worth most
+                self._ages.appendleft((stamp, rows[:-more]))
                 self._aged += len(rows) - more
-                rows = rows[:more]
+                rows = rows[-more:]
             for row in rows.tolist():
                 self._remove(row)
 

@@ -75,7 +75,7 @@ class Prompts:
     """Remembers prompts up to ``most_tokens`` in total, the oldest forgotten.
 
     A prompt that continues another, or is the same, takes its place. Thread safety: none. Memory:
-    about 6 bytes a token, and as much again for long prompts' names.
+    4 bytes a token, and up to 7 more for the names of its units.
     """
 
     def __init__(self, most_tokens: int) -> None:
