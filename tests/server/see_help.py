@@ -103,9 +103,13 @@ def storing(
             server.stop()
 
 
-def forget_pool(server: Running) -> None:
-    """Let the pool forget everything, and the store keep it, where it has been written."""
+def forget_pool(server: Running, *prompts: list[int]) -> None:
+    """Let the pool forget everything, once the store has all blocks of ``prompts``."""
+    store = server.engine.store
+    assert store is not None
+    eventually(
+        lambda: all(store.lookup(one).tokens >= len(one) // BLOCK * BLOCK for one in prompts)
+    )
+    store.flush(5.0)
     eventually(lambda: not server.engine.has_work)
-    assert server.engine.store is not None
-    server.engine.store.flush(5.0)
     server.engine.cache.clear()

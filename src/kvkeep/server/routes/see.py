@@ -1,8 +1,9 @@
 """Why prompts missed, what was asked for, and the server at this moment."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Path, Query
 from starlette.responses import Response
@@ -20,6 +21,10 @@ from kvkeep.server.schemas.see import (
     SummaryAnswer,
 )
 from kvkeep.server.service import Service
+from kvkeep.server.stored import stored
+
+if TYPE_CHECKING:
+    from kvkeep.tokens import TokenArray
 
 __all__ = ["router"]
 
@@ -53,7 +58,19 @@ async def explain(
 @router.post("/explain", responses={**ERRORS, **_NOT_HERE}, operation_id="kv_explain_prompt")
 async def explain_prompt(asked: ExplainQuestion, service: ServiceOf) -> ExplanationAnswer:
     """The same for a prompt, as if it were asked now. Changes nothing."""
-    return await service.counting(partial(_explain_prompt, service, _explainer(service), asked))
+    explainer = _explainer(service)
+    tokens = await service.counting(partial(_tokens, service, asked))
+    space = service.namespace(asked.cache_salt)
+    cached = await asyncio.to_thread(service.engine.cache.match, tokens[:-1], space)
+    sources, missing = await stored(service.engine, tokens, space, cached.num_tokens)
+
+    def look() -> ExplanationAnswer:
+        explained = explainer.prompt(
+            tokens, space, cached.num_tokens, sources=sources, missing=missing
+        )
+        return explaining.as_answer(explained, id=None, decode=_decode(service))
+
+    return await service.counting(look)
 
 
 @router.get("/requests", responses={**READ_ERRORS, **_NOT_HERE}, operation_id="kv_requests")
@@ -85,17 +102,10 @@ async def live(service: ServiceOf) -> Response:
     return Response(await service.live.told(), media_type="application/json")
 
 
-def _explain_prompt(
-    service: Service, explainer: Explainer, asked: ExplainQuestion
-) -> ExplanationAnswer:
+def _tokens(service: Service, asked: ExplainQuestion) -> "TokenArray":
     if asked.messages is not None:
-        tokens = conversation_tokens(service, asked.messages)
-    else:
-        tokens = prompt_tokens(service, asked.prompt or "")
-    space = service.namespace(asked.cache_salt)
-    cached = service.engine.cache.match(tokens[:-1], space).num_tokens
-    explained = explainer.prompt(tokens, space, cached)
-    return explaining.as_answer(explained, id=None, decode=_decode(service))
+        return conversation_tokens(service, asked.messages)
+    return prompt_tokens(service, asked.prompt or "")
 
 
 def _explainer(service: Service) -> Explainer:
