@@ -28,9 +28,13 @@ if TYPE_CHECKING:
 Name = tuple[str, tuple[int, ...]]
 """A unit: its namespace, and all tokens up to its end."""
 
-TEXTS = [[10 * many + at for at in range(many)] for many in (1, 2, 3, 4, 8, 9, 12, 17)]
-PROMPTS = st.lists(st.sampled_from(TEXTS), min_size=1, max_size=6).map(
-    lambda parts: [token for part in parts for token in part]
+HEADS = [[], [1], [2, 3], [1, 2, 3, 4], list(range(10, 22)), list(range(10, 21)), [10, 11, 99]]
+BODIES = [[], list(range(100, 113)), list(range(100, 132)), list(range(200, 217))]
+ENDS = [[], [5], [6, 7], [5, 6, 7, 8, 9]]
+PROMPTS = (
+    st.tuples(*map(st.sampled_from, (HEADS, BODIES, ENDS)))
+    .map(lambda parts: [token for part in parts for token in part])
+    .filter(bool)
 )
 SPACES = st.sampled_from(["", "a", "b"])
 
@@ -110,6 +114,21 @@ class Told(RuleBasedStateMachine):
             if self.last.get(unit, Last("")).what != "cached":
                 self.last[unit] = Last("asked", by=name)
 
+    @rule(
+        requests=st.lists(st.tuples(PROMPTS, SPACES), min_size=3, max_size=8), aside=st.booleans()
+    )
+    def run(self, requests: list[tuple[list[int], str]], aside: bool) -> None:
+        """Requests one after the other, each from its beginning to its end."""
+        for prompt, space in requests:
+            name = f"r{len(self.prompts)}"
+            self.ask(prompt, space, store=True)
+            if name in self.open:
+                sequence, _ = self.open[name]
+                sequence.publish()
+                if aside and sequence.num_tokens % 2:
+                    continue
+                self.finish(name, "done")
+
     @precondition(lambda self: self.open)
     @rule(data=st.data(), more=st.lists(st.integers(0, 5), max_size=6))
     def publish(self, data: st.DataObject, more: list[int]) -> None:
@@ -128,7 +147,9 @@ class Told(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data(), outcome=st.sampled_from(["done", "aborted"]), keep=st.booleans())
     def end(self, data: st.DataObject, outcome: str, keep: bool) -> None:
-        name = data.draw(st.sampled_from(sorted(self.open)))
+        self.finish(data.draw(st.sampled_from(sorted(self.open))), outcome, keep=keep)
+
+    def finish(self, name: str, outcome: str, *, keep: bool = True) -> None:
         sequence, store = self.open.pop(name)
         sequence.close(keep=keep)
         self.served.explainer.ended(name, outcome=outcome, generated=0, ttft_s=None, seconds=1.0)
