@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ago", "amount", "clock", "percent", "plural", "seconds", "stacked", "trend", "visible"]
+__all__ = [
+    "ago",
+    "amount",
+    "clock",
+    "percent",
+    "plural",
+    "seconds",
+    "stacked",
+    "storage",
+    "trend",
+    "visible",
+]  # fmt: skip
 
 _PICTURES: Final = {**{code: 0x2400 + code for code in range(0x20)}, 0x7F: 0x2421}
 _BARS: Final = " ▁▂▃▄▅▆▇█"
@@ -45,6 +56,17 @@ def amount(number: float) -> str:
         if number < 999.5:
             return f"{number:.0f} {unit}"
     return f"{number / 1000:,.0f} P"
+
+
+def storage(number: int) -> str:
+    """Bytes in at most eight characters: ``"1 GiB"``, ``"9.9 MiB"``, ``"134 MiB"``."""
+    size = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1023.5:
+            digits = f"{size:.1f}".removesuffix(".0") if size < 9.95 else f"{size:.0f}"
+            return f"{digits} {unit}"
+        size /= 1024
+    return f"{size:,.0f} PiB"
 
 
 def percent(part: float, whole: float) -> str:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from kvkeep.cli.drawing import ago, amount, clock, percent, plural, seconds, visible
 from kvkeep.cli.lines import REUSE, bar, cell, hanging, reuse_bar
-from kvkeep.cli.watch import below, entries, number, text, tokens_by, whole
+from kvkeep.cli.watch import below, cause_words, entries, number, short_id, text, tokens_by, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["explanation", "summary"]
 
 _WIDEST: Final = 120  # more makes a bar longer and nothing clearer
+_SHOWN_CAUSES: Final = 12
 _SHOWN_IDS: Final = 16
 _WORDS: Final = {
     "new": "never seen before",
-    "diverged": "where a cached prompt has others",
+    "diverged": "cached, but behind a difference",
     "evicted": "were cached, and evicted",
     "not_admitted": "seen before, and not kept",
     "other_namespace": "cached in another namespace",
@@ -71,13 +72,18 @@ def summary(said: Object, width: int) -> list[Text]:
         return [*lines, Text("nothing was computed that could have been reused")]
     lines.append(Text(f"what the {missed:,} computed tokens were", "bold"))
     lines.append(Text("share   tokens  requests", "dim"))
-    for cause in causes:
+    for cause in causes[:_SHOWN_CAUSES]:
         share = percent(number(cause, "share") or 0.0, 1.0)
         line = Text(f"{share:>5}  {amount(whole(cause, 'tokens')):>7}  ")
         line.append(f"{amount(whole(cause, 'requests')):>8}  ")
-        said_so = text(cause, "sentence") or _WORDS.get(text(cause, "reason"), "?")
-        example = text(cause, "example")
-        lines += hanging(line, said_so + (f" (such as {example})" if example else ""), width)
+        example = short_id(text(cause, "example"))
+        lines += hanging(line, cause_words(cause) + (f" [{example}]" if example else ""), width)
+    if rest := causes[_SHOWN_CAUSES:]:
+        share = percent(sum(number(cause, "share") or 0.0 for cause in rest), 1.0)
+        tokens = amount(sum(whole(cause, "tokens") for cause in rest))
+        lines.append(Text(f"{share:>5}  {tokens:>7}  {'':8}  {plural(len(rest), 'more cause')}"))
+    lines.append(Text())
+    lines.append(Text("in brackets: a request to look at, kvkeep explain URL ID", "dim"))
     return lines
 
 
@@ -160,11 +166,11 @@ def _evidence(reason: str, of: Object) -> str:
     """What a span's reason rests on, in words; what is not known here, as it was said."""
     if reason == "diverged":
         nearest, differs = text(of, "nearest"), whole(of, "differs")
-        said = f"it differs at token {whole(of, 'position'):,}"
-        said += f" from {nearest}" if nearest else ""
-        said += f", for {plural(differs, 'token')}" if differs else ""
+        said = f"at token {whole(of, 'position'):,}"
+        said += f", {plural(differs, 'token')} long" if differs else ""
+        said += f", from {nearest}" if nearest else ""
         would = whole(of, "would_reuse")
-        return said + (f"; {would:,} more would have been reused otherwise" if would else "")
+        return said + (f"; without it {would:,} more would be reused" if would else "")
     if reason == "evicted":
         return _evicted(of)
     if reason == "not_admitted":
@@ -193,7 +199,7 @@ def _evicted(of: Object) -> str:
     tier, policy = text(of, "tier", "pool"), text(of, "policy")
     said = f"from {'the pool' if tier == 'pool' else tier}"
     if (past := number(of, "ago_s")) is not None:
-        said += f" {ago(past)} ago"
+        said += f" {ago(past)} earlier"
     said += f" by {policy}" if policy else ""
     said += f", {_CAUSE[text(of, 'cause')]}" if text(of, "cause") in _CAUSE else ""
     by, needed = text(of, "by"), whole(of, "needed_pages")
@@ -216,13 +222,13 @@ def _difference(said: Object, spans: Sequence[Object], width: int) -> list[Text]
     names = ("this prompt", "cached")
     room = width - 14
     if shown:
-        lines = [Text("where they part", "bold")]
+        both = []
         for name, which in zip(names, ("given", "cached"), strict=True):
-            raw = shown.get(f"{which}_text")
-            lines += _marked(
-                name, raw if isinstance(raw, str) else "", whole(shown, f"at_{which}"), room
-            )
-        return lines
+            raw, at = shown.get(f"{which}_text"), whole(shown, f"at_{which}")
+            both.append(_marked(name, raw if isinstance(raw, str) else "", at, room))
+        (given, mark), (cached, other) = both
+        marks = [mark] if mark.plain != other.plain else []  # one is enough where they are alike
+        return [Text("where they part", "bold"), given, *marks, cached, other]
     for span in spans:
         of = below(span, "evidence")
         if text(span, "reason") == "diverged" and isinstance(of.get("given"), list):
@@ -237,8 +243,8 @@ def _difference(said: Object, spans: Sequence[Object], width: int) -> list[Text]
     return []
 
 
-def _marked(name: str, raw: str, at: int, room: int) -> list[Text]:
-    """A text on one line, cut to ``room`` columns around its character ``at``, a mark below it."""
+def _marked(name: str, raw: str, at: int, room: int) -> tuple[Text, Text]:
+    """A text on one line, cut to ``room`` columns around its character ``at``, with a mark."""
     before, after = visible(raw[:at]), visible(raw[at:])
     head = cell(before, Text(before).cell_len)
     keep = room // 2
@@ -250,4 +256,4 @@ def _marked(name: str, raw: str, at: int, room: int) -> list[Text]:
     start = Text(before).cell_len
     line = Text(f"{name:>12}  ", "dim")
     line.append(before).append_text(cell(after, max(room - start, 1), "bold yellow"))
-    return [line, Text(" " * (14 + start) + "^", "bold yellow")]
+    return line, Text(" " * (14 + start) + "^", "bold yellow")

@@ -53,7 +53,9 @@ def hanging(
     """
     indent = head.cell_len if indent is None else indent
     first = " " * (head.cell_len - indent)
-    wrapped = textwrap.wrap(first + words, max(width - indent, 20), drop_whitespace=True) or [first]
+    wrapped = textwrap.wrap(first + words, max(width - indent, 20), break_on_hyphens=False) or [
+        first
+    ]
     lines = [head.append(wrapped[0][len(first) :], style)]
     return [*lines, *(Text(" " * indent).append(more, style) for more in wrapped[1:])]
 

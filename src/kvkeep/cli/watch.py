@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import time
 from contextlib import contextmanager
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["Picture", "Watcher", "add_server_arguments", "asking", "below", "console", "entries",
-           "number", "path", "text", "tokens_by", "whole"]  # fmt: skip
+__all__ = [
+    "Picture", "Watcher", "add_server_arguments", "asking", "below", "cause_words", "console",
+    "entries", "number", "path", "short_id", "text", "tokens_by", "whole",
+]  # fmt: skip
 
 _KEY_VARIABLE: Final = "KVKEEP_API_KEY"
 _KEY_BYTES: Final = 4096
 _LARGEST: Final = 1 << 62  # more than anything is counted up to
+_SHARE: Final = re.compile(r"(?:less than )?\d+ % of all (?:re)?computed tokens: ")
 _SUMMARY_S: Final = 5.0  # a summary goes through a thousand requests: not at every poll
 
 
@@ -155,6 +159,18 @@ def tokens_by(of: Any, name: str) -> dict[str, int]:
     found = below(of, name)
     counts = {visible(key): whole(found, key) for key in found}
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def short_id(name: str) -> str:
+    """Enough of a request's id to find it by, without the word that they all begin with."""
+    bare = name.removeprefix("chat").removeprefix("cmpl-")
+    return bare[:8] if bare != name else name
+
+
+def cause_words(cause: Any) -> str:
+    """What a cause of a summary is, without the share that its sentence begins with."""
+    sentence = text(cause, "sentence") or text(cause, "reason", "?").replace("_", " ")
+    return _SHARE.sub("", sentence)
 
 
 # --- polling --------------------------------------------------------------------------------------
