@@ -17,7 +17,13 @@ const LIVE_MS = 1000;
 const REQUESTS_MS = 3000;
 const SUMMARY_MS = 5000;
 
+const NOT_EXPLAINED = "This server remembers no requests: it was started with --no-explain.";
+
 let live = null;
+let answered;
+const known = new Promise((resolve) => {
+  answered = resolve;
+});
 let paused = false;
 
 // --- how it is going ---------------------------------------------------------------------------
@@ -39,10 +45,10 @@ const silent = (error, wait) => {
     locked(error);
     return;
   }
-  const known = live ? ` What is shown is of ${ago(Date.now() / 1000 - live.seenAt)}.` : "";
+  const old = live ? ` What is shown is of ${ago(Date.now() / 1000 - live.seenAt)}.` : "";
   const why = error instanceof Refused ? shown(error.message) : "The server does not answer.";
   state("gone", "No answer");
-  notice(`${why} Trying again in ${seconds(Math.max(1, Math.round(wait)))}.${known}`, " ",
+  notice(`${why} Trying again in ${seconds(Math.max(1, Math.round(wait)))}.${old}`, " ",
     el("button", {type: "button", on: {click: wake}}, "Try now"));
 };
 
@@ -59,8 +65,8 @@ const locked = (error) => {
 };
 
 const askKey = () => {
-  const field = el("input", {type: "password", id: "key-field", autocomplete: "off", spellcheck: "false",
-    required: true});
+  const field = el("input", {type: "password", id: "key-field", autocomplete: "off",
+    spellcheck: "false", required: true});
   const forget = el("button", {type: "button", disabled: !key(), on: {click: () => {
     setKey(null);
     dialogs.close();
@@ -88,6 +94,7 @@ new Poll({
   every: LIVE_MS,
   load: () => ask("kv/live"),
   show: (answer) => {
+    answered();
     live = {...answer, seenAt: Date.now() / 1000};
     setClock(answer.at);
     state("live", "Live");
@@ -100,23 +107,28 @@ new Poll({
   failed: silent,
 });
 
+// After the first answer: it says what there is to ask for.
 const section = (id, every, load, show) => new Poll({
   every,
   element: byId(id),
-  load,
+  ready: known,
+  load: async () => {
+    if (live.explain === false) throw new Refused(404, NOT_EXPLAINED, null);
+    return load();
+  },
   show,
   failed: (error) => say(byId(`${id}-said`), error instanceof Refused && error.status !== 401
     ? shown(error.message) : first(error)),
 });
 section("requests", REQUESTS_MS, () => ask("kv/requests", {query: {last: 50}}), drawRequests);
 section("causes", SUMMARY_MS, () => ask("kv/summary", {query: {last: 1000}}), drawCauses);
-new Explorer(() => Boolean(live && live.changes));
+new Explorer(known, () => Boolean(live && live.changes));
 
 byId("ask").addEventListener("click", askPrompt);
 
 const dressPause = () => {
   say(byId("pause"), paused ? "Go on" : "Pause");
-  byId("pause").setAttribute("aria-label", paused ? "Go on asking the server" : "Stop asking the server");
+  byId("pause").setAttribute("aria-label", `${paused ? "Go on" : "Stop"} asking the server`);
 };
 const go = () => {
   paused = false;

@@ -23,8 +23,9 @@ export const bar = (parts, whole = null) => {
   return host;
 };
 
-export const swatch = (kind) => svg("svg", {class: "swatch", viewBox: "0 0 10 10", "aria-hidden": "true"},
-  svg("rect", {class: `p-${kind}`, width: 10, height: 10}));
+export const swatch = (kind) =>
+  svg("svg", {class: "swatch", viewBox: "0 0 10 10", "aria-hidden": "true"},
+    svg("rect", {class: `p-${kind}`, width: 10, height: 10}));
 export const keyItem = (kind, ...text) => el("li", {}, swatch(kind), ...text);
 
 // A line through `values`, null where there is none; from zero to its largest, or `most`.

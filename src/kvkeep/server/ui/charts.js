@@ -55,7 +55,8 @@ const bars = (fill) => ({paths: uPlot.paths.bars({size: [0.8, 12]}), points: {sh
 
 const historyOptions = () => ({
   cursor: {y: false, drag: {x: false, y: false}, points: {size: 7}},
-  scales: {x: {time: true}, "%": {range: [0, 1.02]}, tokens: {range: (_, low, high) => [0, high * 1.05 || 1]}},
+  scales: {x: {time: true}, "%": {range: [0, 1.02]},
+    tokens: {range: (_, low, high) => [0, high * 1.05 || 1]}},
   axes: [
     {...axis(), space: 70, size: 30, values: [[60, "{HH}:{mm}", null, null, null, null, null, null, 1],
       [1, "{HH}:{mm}:{ss}", null, null, null, null, null, null, 1]]},
@@ -81,7 +82,7 @@ export const drawHistory = (found) => {
   rows = found;
   const asked = rows.reduce((all, one) => all + one[1], 0);
   const reused = rows.reduce((all, one) => all + one[2], 0);
-  sum = asked ? `Bars: ${tokens(asked)} of prompts, ${tokens(reused)} of them reused (the darker part). `
+  sum = asked ? `Bars: ${tokens(asked)} of prompts, ${tokens(reused)} of them reused (in colour). `
     + "Line: hit rate of the minute before." : "No prompt in the last ten minutes.";
   const line = rows.map((_, at) => {
     const minute = rows.slice(Math.max(0, at - MINUTE_ROWS + 1), at + 1);
@@ -89,7 +90,7 @@ export const drawHistory = (found) => {
     return all ? minute.reduce((some, one) => some + one[2], 0) / all : null;
   });
   if (rows.length) {
-    history.draw([rows.map((one) => one[0]), rows.map((one) => one[1]), rows.map((one) => one[2]), line]);
+    history.draw([...[0, 1, 2].map((column) => rows.map((one) => one[column])), line]);
   }
   const at = history.plot?.cursor.idx;
   pointed(at === undefined ? null : at);
@@ -130,13 +131,13 @@ export const drawWhatIf = (found) => {
   points = [...found].sort((a, b) => a.times - b.times);
   say(byId("whatif-said"), sentence());
   whatIf.draw([points.map((one) => Math.log2(one.times)), points.map((one) => one.hit_rate)]);
-  keyed(byId("whatif-points"), points, (one) => one.times, () => el("li", {}, el("b", {}), el("span", {})),
-    (node, one) => {
-      say(node.firstChild, times(one.times));
-      say(node.lastChild, share(one.hit_rate));
-      node.title = `${whole(one.pages)} pages`;
-      node.classList.toggle("now", one.times === 1);
-    });
+  const make = () => el("li", {}, el("b", {}), el("span", {}));
+  keyed(byId("whatif-points"), points, (one) => one.times, make, (node, one) => {
+    say(node.firstChild, times(one.times));
+    say(node.lastChild, share(one.hit_rate));
+    node.title = `${whole(one.pages)} pages`;
+    node.classList.toggle("now", one.times === 1);
+  });
 };
 
 export const redraw = () => {

@@ -7,7 +7,10 @@ import {isSpace, titleOf} from "./model.js";
 import {ago, many, tokens, whole} from "./words.js";
 
 const TIMES = [[60, "1 minute"], [600, "10 minutes"], [3600, "1 hour"], [86400, "1 day"]];
-const NO_KEY = "Pinning and evicting need a server with an API key: start it with --api-key-file.";
+const MANY = "Several branches too small to be drawn. Open the one above to see more of them.";
+const NO_SALT = "Prompts without a cache_salt.";
+const NO_TEXT = "The server shows no text.";
+const NO_KEY = "Pinning and evicting need a server that was started with an API key.";
 
 export class Details {
   // `on`: {closed(), changed(), zoom(id)}; `allowed()`: whether the server lets anything be changed.
@@ -53,14 +56,22 @@ export class Details {
     }
   }
 
+  // It is no longer in what is drawn.
+  gone() {
+    if (!this.said.textContent) say(this.said, "It is no longer kept, or too small to be drawn.");
+    for (const button of Object.values(this.buttons)) button.disabled = true;
+  }
+
   build(node) {
-    this.text = el("p", {class: "code", dir: "ltr", tabindex: 0, role: "group", "aria-label": "How it begins"});
+    const code = (name, kind = "") => el("p", {class: `code ${kind}`, dir: "ltr", tabindex: 0,
+      role: "group", "aria-label": name});
+    this.text = code("How it begins");
     this.facts = el("dl", {class: "facts"});
-    this.pages = el("details", {hidden: true}, el("summary", {}), el("p", {class: "code numbers", tabindex: 0, role: "group", "aria-label": "Page ids"}));
+    this.pages = el("details", {hidden: true}, el("summary", {}), code("Page ids", "numbers"));
     this.said = el("p", {class: "result", role: "status"});
     this.why = el("p", {class: "quiet", id: "details-why"});
-    const button = (text, act, kind = "") =>
-      el("button", {type: "button", class: kind, "aria-describedby": "details-why", on: {click: act}}, text);
+    const button = (text, act, kind = "") => el("button", {type: "button", class: kind,
+      "aria-describedby": "details-why", on: {click: act}}, text);
     this.buttons = {
       pin: button("Pin…", () => this.pin(node.id)),
       unpin: button("Unpin", () => this.act(node.id, {action: "unpin"}, "let go of")),
@@ -73,8 +84,7 @@ export class Details {
 
   fill(node) {
     this.node = node;
-    const text = node.hidden ? "Several branches too small to be drawn. Open the one above to see more of them."
-      : shown(node.text ?? "") || (isSpace(node) ? "Prompts without a cache_salt." : "The server shows no text.");
+    const text = node.hidden ? MANY : shown(node.text ?? "") || (isSpace(node) ? NO_SALT : NO_TEXT);
     if (this.text.textContent !== text) this.text.replaceChildren(theirs(text));
     const rows = [
       ["tokens", whole(node.tokens)],
@@ -121,15 +131,15 @@ export class Details {
     const {pages} = await ask(`kv/map/${id}`, {body});
     if (this.id === id) say(this.said, `The server ${done} ${many(pages, "page")}.`);
     this.on.changed();
-    if (this.id === id) this.load(this.node);
+    if (this.id === id && body.action !== "evict") this.load(this.node);
   }
 
   pin(id) {
     const choice = el("select", {id: "pin-for"},
       TIMES.map(([value, text]) => el("option", {value, selected: value === 600}, text)));
     dialogs.confirm("Pin it?", [
-      `${quoted(this.node)} and what comes before it stay in the pool, whatever else is asked.`,
-      "Other prompts have less room meanwhile.",
+      `${quoted(this.node)} and what comes before it stay in the pool until nothing else is left `
+        + "to evict. Other prompts have less room meanwhile.",
     ], "Pin", () => this.act(id, {action: "pin", ttl_s: Number(choice.value)}, "pinned"),
     {fields: [el("p", {}, el("label", {for: "pin-for"}, "For "), choice)]});
   }
@@ -137,14 +147,16 @@ export class Details {
   evict(id) {
     const {subtree_nodes: nodes = 1, subtree_tokens: amount} = this.node;
     dialogs.confirm("Evict it?", [
-      `${quoted(this.node)}${nodes > 1 ? `, with ${many(nodes - 1, "node")} below it,` : ""} leaves the pool: `
-        + `${tokens(amount)}.`,
-      "Prompts that begin so are computed again, unless a tier below has them. What is in use cannot go.",
+      `${quoted(this.node)}${nodes > 1 ? `, with ${many(nodes - 1, "node")} below it,` : ""} `
+        + `leaves the pool: ${tokens(amount)}.`,
+      "Prompts that begin so are computed again, unless a tier below has them. What is in use "
+        + "cannot go.",
     ], "Evict", () => this.act(id, {action: "evict"}, "evicted"), {grave: true});
   }
 }
 
-const childrenOf = (node) => (Array.isArray(node.children) ? node.children.length : Number(node.children) || 0);
+const childrenOf = (node) =>
+  (Array.isArray(node.children) ? node.children.length : Number(node.children) || 0);
 const quoted = (node) => {
   const title = shown(titleOf(node));
   return `“${title.length > 60 ? `${title.slice(0, 60)}…` : title}”`;

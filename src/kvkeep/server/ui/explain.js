@@ -12,8 +12,9 @@ export const kindOf = (span) => (span.source ? (span.source === "pool" ? "pool" 
   : `r-${span.reason in REASONS ? span.reason : "new"}`);
 export const reasonName = (reason) => REASONS[reason] || reason;
 
-const to = (id, text = id) => (id
-  ? el("button", {type: "button", class: "link", on: {click: () => explain(id)}}, theirs(text)) : "another request");
+// Opens the explanation of another request, where it is known which.
+const to = (id, text) => (id ? el("button", {type: "button", class: "link",
+  on: {click: () => explain(id)}}, theirs(text)) : "another request");
 
 const WORDS = {
   diverged: (said) => [
@@ -38,8 +39,9 @@ const WORDS = {
     given_up: "Its request was given up before it was published.",
   }[said.why] || "It was seen, and nobody kept it.", said.tier ? ` (${sourceName(said.tier)})` : ""],
   other_namespace: (said) => ["It is kept, but for others: ", ...Object.entries(said.fields || {})
-    .flatMap(([field, [ours, other]], at) => [at ? "; " : "", field === "tenant" ? "cache_salt" : field, " is ",
-      theirs(ours || "(none)"), " here and ", theirs(other || "(none)"), " there"]), "."],
+    .flatMap(([field, [ours, other]], at) => [at ? "; " : "",
+      field === "tenant" ? "cache_salt" : field, " is ", theirs(ours || "(none)"), " here and ",
+      theirs(other || "(none)"), " there"]), "."],
   computing: (said) => [to(said.by, `Request ${said.by}`), " was just computing it."],
   tier_unavailable: (said) => [`The ${sourceName(said.tier)} `, {
     breaker: "was not asked, because it had failed", late: "answered too late", error: "failed",
@@ -66,15 +68,26 @@ const line = (span) => el("li", {}, swatch(kindOf(span)),
   el("span", {class: "quiet"}, `(${whole(span.start)}–${whole(span.stop)})`),
   span.source ? null : el("p", {}, ...evidence(span))));
 
-// The text around the first difference. Places are counted in characters, not in what JavaScript
-// calls one.
-const around = (title, text, at) => {
-  const letters = Array.from(text || "");
-  const place = Math.max(0, Math.min(at ?? 0, letters.length));
-  const mark = letters[place] === undefined ? el("mark", {}, "(ends here)") : theirs("");
-  const marked = letters[place] === undefined ? mark : el("mark", {}, shown(letters[place]));
-  return el("div", {class: "sample"}, el("h4", {}, title), el("p", {class: "code", dir: "ltr", tabindex: 0, role: "group", "aria-label": title},
+// The text around the first difference, which is at `place`. Letters are whole characters, as the
+// server counts them, not what JavaScript calls one.
+const around = (title, letters, place) => {
+  const marked = el("mark", {}, place < letters.length ? shown(letters[place]) : "(ends here)");
+  const text = {class: "code", dir: "ltr", tabindex: 0, role: "group", "aria-label": title};
+  return el("div", {class: "sample"}, el("h3", {}, title), el("p", text,
     shown(letters.slice(0, place).join("")), marked, shown(letters.slice(place + 1).join(""))));
+};
+
+const samples = (text) => {
+  const given = Array.from(text.given_text || ""), kept = Array.from(text.cached_text || "");
+  let at = Math.min(text.at_given ?? 0, given.length);
+  let other = Math.min(text.at_cached ?? 0, kept.length);
+  // The first token that differs may begin as the other does.
+  while (at < given.length && other < kept.length && given[at] === kept[other]) {
+    at += 1;
+    other += 1;
+  }
+  return el("section", {class: "samples", "aria-label": "Where they differ"},
+    around("This prompt", given, at), around("What is kept", kept, other));
 };
 
 const facts = (one) => {
@@ -101,9 +114,7 @@ const drawn = (one) => {
     bar(parts),
     el("ol", {class: "spans"}, spans.slice(0, MOST_SPANS).map(line)),
     more > 0 ? el("p", {class: "quiet"}, `and ${many(more, "part")} more`) : null,
-    one.text ? el("section", {class: "samples"}, el("h3", {}, "Where they differ"),
-      around("This prompt", one.text.given_text, one.text.at_given),
-      around("What is kept", one.text.cached_text, one.text.at_cached)) : null,
+    one.text ? samples(one.text) : null,
     facts(one),
   ].filter(Boolean);
 };
@@ -112,12 +123,13 @@ const titled = (one) => (one.id ? `Request ${shown(one.id)}` : "If it were asked
 
 // Open the dialog for a request.
 export const explain = async (id) => {
-  dialogs.open(`Request ${shown(id)}`, el("p", {class: "quiet", role: "status"}, "Asking…"), {kind: "wide"});
+  const title = `Request ${shown(id)}`;
+  dialogs.open(title, el("p", {class: "quiet", role: "status"}, "Asking…"), {kind: "wide"});
   try {
     const one = await ask(`kv/explain/${encodeURIComponent(id)}`);
     if (dialogs.isOpen()) dialogs.open(titled(one), drawn(one), {kind: "wide"});
   } catch (error) {
-    if (dialogs.isOpen()) dialogs.open(`Request ${shown(id)}`, el("p", {class: "wrong"}, shown(error.message)));
+    if (dialogs.isOpen()) dialogs.open(title, el("p", {class: "wrong"}, shown(error.message)));
   }
 };
 
@@ -135,9 +147,11 @@ export const askPrompt = () => {
     el("div", {class: "buttons"}, el("button", {type: "submit", class: "main"}, "Explain")));
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    const prompt = chat.checked ? {messages: [{role: "user", content: text.value}]} : {prompt: text.value};
+    const body = chat.checked ? {messages: [{role: "user", content: text.value}]}
+      : {prompt: text.value};
+    if (salt.value) body.cache_salt = salt.value;
     try {
-      const one = await ask("kv/explain", {body: {...prompt, ...(salt.value ? {cache_salt: salt.value} : {})}});
+      const one = await ask("kv/explain", {body});
       dialogs.open(titled(one), drawn(one), {kind: "wide"});
     } catch (error) {
       say(said, shown(error.message));

@@ -48,8 +48,11 @@ export class List {
   }
 
   fill(line, node, what, top, heat) {
-    const open = this.isOpen(node), siblings = node.up && node.level > top ? node.up.children : what.tops;
-    line.className = `line ${node.id === what.selected ? "chosen" : ""} ${what.found.has(node.id) ? "hit" : ""}`;
+    const open = this.isOpen(node);
+    const siblings = node.up && node.level > top ? node.up.children : what.tops;
+    line.className = "line";
+    line.classList.toggle("chosen", node.id === what.selected);
+    line.classList.toggle("hit", what.found.has(node.id));
     line.style.setProperty("--deep", String(Math.min(node.level - top, 12)));
     line.tabIndex = node.id === this.focus ? 0 : -1;
     line.setAttribute("aria-level", node.level - top + 1);

@@ -88,7 +88,8 @@ export const drawLive = (live) => {
 const traffic = new Map();
 export const speed = (live) => {
   for (const tier of live.tiers) {
-    const old = traffic.get(tier.name), now = {at: live.at, read: tier.read_bytes, written: tier.written_bytes};
+    const old = traffic.get(tier.name);
+    const now = {at: live.at, read: tier.read_bytes, written: tier.written_bytes};
     const span = old ? now.at - old.at : 0;
     if (!old || span <= 0) {
       if (!old) traffic.set(tier.name, {...now, reads: 0, writes: 0});

@@ -38,7 +38,8 @@ export const icicle = (tops, least, rows) => {
   while (line.length) {
     const next = [];
     for (const box of line) {
-      const total = Math.max(box.tokens, box.children.reduce((sum, one) => sum + one.subtree_tokens, 0)) || 1;
+      const below = box.children.reduce((sum, one) => sum + one.subtree_tokens, 0);
+      const total = Math.max(box.tokens, below) || 1;
       let left = box.left;
       const drawn = [];
       for (const node of box.children) {

@@ -1,21 +1,21 @@
 // Asking again and again, as little as can be: only while the page is seen and the part of it that
-// the answer is for, later after errors, and never so often that the server is busy with it.
+// the answer is for, later after errors, and less often where answers take long.
 
 import {Refused} from "./api.js";
 
 const LONGEST_MS = 30000;
 const OFF_MS = 60000;  // what the server does not have, it may have after a restart
-// An answer that takes the server long is asked for less often: this much longer than it took.
-const REST = 40;
+const REST = 4;  // times what the last answer took
 
 const all = new Set();
 let stopped = false;  // by the person, or for want of a key
 
 // `load()` asks, `show(answer)` draws; `failed(error, seconds until the next try)` says so.
-// `element`: asked only while it is on or near the screen; without one, always.
+// `element`: asked only while it is on or near the screen; without one, always. `ready`: a promise
+// that is waited for first.
 export class Poll {
-  constructor({every, load, show, failed, element = null}) {
-    Object.assign(this, {every, load, show, failed, element});
+  constructor({every, load, show, failed, element = null, ready = null}) {
+    Object.assign(this, {every, load, show, failed, element, ready});
     this.seen = element === null;
     this.failures = 0;
     this.timer = null;
@@ -39,6 +39,7 @@ export class Poll {
       return;
     }
     this.asking = true;
+    await this.ready;
     const begun = performance.now();
     let wait, draw;
     try {

@@ -32,30 +32,32 @@ const fill = (node, one) => {
     drawn.dataset.state = state;
     drawn.replaceChildren(bar([{amount: pool, kind: "pool"}, {amount: loaded, kind: "loaded"},
       {amount: computed, kind: "computed"}], Math.max(one.prompt_tokens, pool + loaded + computed)),
-    el("span", {class: "unseen"}, `${whole(pool + loaded)} of them reused, ${whole(computed)} computed.`));
+    el("span", {class: "unseen"},
+      `${whole(pool + loaded)} of them reused, ${whole(computed)} computed.`));
   }
   say(size, tokens(one.prompt_tokens));
   say(time, took(one));
-  const sentence = shown(one.sentence || "") + (one.cache_salt ? ` · ${shown(tenantName(one.cache_salt))}` : "");
+  const tenant = one.cache_salt ? ` · ${shown(tenantName(one.cache_salt))}` : "";
+  const sentence = shown(one.sentence || "") + tenant;
   if (why.textContent !== sentence) why.replaceChildren(theirs(sentence));
 };
 
 export const drawRequests = (answer) => {
   const list = answer.requests;
-  say(byId("requests-said"), list.length ? "" : "Nothing was asked yet. A request appears here as soon as it begins.");
+  say(byId("requests-said"), list.length ? ""
+    : "Nothing was asked yet. A request appears here as soon as it begins.");
   keyed(byId("requests-list"), list, (one) => one.id, make, fill);
 };
 
 // --- causes ------------------------------------------------------------------------------------
 
 const causeKey = (cause) => [cause.reason, cause.cache_salt, cause.position].join(" ");
-const title = (reason, amount) => ` ${reasonName(reason)} · ${tokens(amount)}`;
 
 export const drawCauses = (answer) => {
   const computed = Object.values(answer.computed).reduce((sum, one) => sum + one, 0);
   say(byId("causes-said"), !answer.requests ? "Nothing was asked yet."
-    : `Of the last ${many(answer.requests, "request")}, ${tokens(computed)} of ${tokens(answer.prompt_tokens)} `
-      + "were computed. What costs most comes first.");
+    : `Of the last ${many(answer.requests, "request")}, ${tokens(computed)} of `
+      + `${tokens(answer.prompt_tokens)} were computed. What costs most comes first.`);
   const ranked = [...answer.causes].sort((a, b) => b.tokens - a.tokens
     || ORDER.indexOf(a.reason) - ORDER.indexOf(b.reason));
   keyed(byId("causes-list"), ranked, causeKey, (cause) => el("li", {},
@@ -67,7 +69,8 @@ export const drawCauses = (answer) => {
     portion.lastChild.replaceWith(bar([{amount: cause.share, kind: `r-${cause.reason}`}], 1));
     const said = shown(cause.sentence);
     if (text.firstChild.textContent !== said) text.firstChild.replaceChildren(theirs(said));
-    say(text.lastChild, `${title(cause.reason, cause.tokens).trim()} · ${many(cause.requests, "request")}`);
+    say(text.lastChild, [reasonName(cause.reason), tokens(cause.tokens),
+      many(cause.requests, "request")].join(" · "));
     button.hidden = !cause.example;
     button.onclick = () => explain(cause.example);
     button.setAttribute("aria-label", `Example of: ${said}`);

@@ -58,17 +58,16 @@ const BREAKER = {
   "half-open": ["fair", "being tried again"],
   open: ["bad", "not asked: it failed"],
 };
-const health = (tier) => {
-  const [kind, text] = BREAKER[tier.breaker] || (tier.breaker ? ["fair", tier.breaker] : ["good", "works"]);
-  return [kind, text];
-};
+const health = (tier) =>
+  BREAKER[tier.breaker] || (tier.breaker ? ["fair", shown(tier.breaker)] : ["good", "works"]);
 let moved = new Map();
 
 const tiers = new Table(byId("tiers-table"), "Tiers", [
   {head: "tier", ...name((tier) => tier.name, (tier) => tier.place)},
   {
     head: "health",
-    make: () => el("span", {class: "health"}, el("span", {class: "dot", "aria-hidden": "true"}), el("span", {})),
+    make: () => el("span", {class: "health"}, el("span", {class: "dot", "aria-hidden": "true"}),
+      el("span", {})),
     update: (cell, tier) => {
       const [kind, text] = health(tier);
       cell.firstChild.dataset.kind = kind;
@@ -79,7 +78,8 @@ const tiers = new Table(byId("tiers-table"), "Tiers", [
     head: "filled",
     make: () => el("span", {class: "meter"}, bar([]), el("span", {})),
     update: (cell, tier) => {
-      const drawn = bar([{amount: tier.used_bytes || 0, kind: "pool"}], tier.capacity || tier.used_bytes || 1);
+      const used = tier.used_bytes || 0;
+      const drawn = bar([{amount: used, kind: "pool"}], tier.capacity || used || 1);
       cell.firstChild.firstChild.replaceWith(drawn);
       say(cell.firstChild.lastChild, tier.used_bytes === null ? "unknown" : tier.capacity
         ? `${bytes(tier.used_bytes)} of ${bytes(tier.capacity)}` : bytes(tier.used_bytes));
@@ -93,11 +93,12 @@ const tiers = new Table(byId("tiers-table"), "Tiers", [
   {
     head: "lost", number: true,
     text: (tier) => [[tier.drops, "dropped"], [tier.errors, "failed"], [tier.damaged, "damaged"]]
-      .filter(([number]) => number).map(([number, word]) => `${amount(number)} ${word}`).join(", ") || "–",
+      .filter(([number]) => number).map(([number, word]) => `${amount(number)} ${word}`)
+      .join(", ") || "–",
   },
 ]);
 const sessions = new Table(byId("sessions-table"), "Sessions", [
-  {head: "session", ...name((one) => one.session, (one) => (one.cache_salt ? tenantName(one.cache_salt) : ""))},
+  {head: "session", ...name((one) => one.session, (one) => one.cache_salt || "")},
   {head: "turns", number: true, text: (one) => whole(one.turns)},
   {head: "tokens", number: true, text: (one) => amount(one.prompt_tokens)},
   reuse("reused"),
@@ -116,11 +117,12 @@ export const drawTables = (live) => {
   say(byId("tiers-said"), live.tiers.length ? "Where KV goes that the pool has no room for."
     : "This server keeps KV in its pool alone: it was started without a store.");
   tiers.draw(live.tiers, (one) => one.name);
-  say(byId("sessions-said"), live.sessions.length ? "The latest conversations that were named in requests."
-    : "No request has named a session yet.");
+  say(byId("sessions-said"), live.sessions.length
+    ? "The latest conversations that were named in requests." : "No request has named a session yet.");
   sessions.draw(live.sessions, (one) => `${one.cache_salt} ${one.session}`);
   say(byId("tenants-said"), live.tenants.length
-    ? `Prompts of one cache_salt share nothing with those of others; ${tokens(live.totals.prompt_tokens)} in all.`
+    ? "Prompts of one cache_salt share nothing with those of others; "
+      + `${tokens(live.totals.prompt_tokens)} in all.`
     : "Nobody has asked anything yet.");
   tenants.draw(live.tenants, (one) => `t${one.cache_salt}`);
 };

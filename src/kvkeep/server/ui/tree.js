@@ -15,7 +15,8 @@ const EVERY_MS = 4000;
 const NOTHING = "Nothing is kept yet. A prompt appears here once its first page is full.";
 
 export class Explorer {
-  constructor(allowed) {
+  // `known`: settled when the server has answered for the first time.
+  constructor(known, allowed) {
     this.path = [];  // nodes from the top down to the one that is looked at
     this.tree = null;
     this.selected = null;
@@ -34,7 +35,7 @@ export class Explorer {
       over: (node) => this.over(node)});
     this.list = new List(byId("list"), both);
     this.controls();
-    this.poll = new Poll({every: EVERY_MS, element: byId("kept"), load: () => this.load(),
+    this.poll = new Poll({every: EVERY_MS, element: byId("kept"), ready: known, load: () => this.load(),
       show: (answer) => this.show(answer), failed: (error) => this.failed(error)});
   }
 
@@ -68,9 +69,9 @@ export class Explorer {
 
   // --- what the server has ------------------------------------------------------------------
 
-  load() {
+  async load() {
     const root = this.root;
-    return ask("kv/map", {query: {root, nodes: NODES}}).then((answer) => ({root, answer}));
+    return {root, answer: await ask("kv/map", {query: {root, nodes: NODES}})};
   }
 
   show({root, answer}) {
@@ -81,11 +82,13 @@ export class Explorer {
     hide(byId("kept-empty"), !empty);
     if (empty) say(byId("kept-empty"), NOTHING);
     say(byId("kept-sum"), `${many(answer.total_nodes, "node")}, ${amount(answer.total_pages)} pages of `
-      + `${answer.page_size} tokens. Prompts that begin alike share what is above; the wider, the more tokens.`);
+      + `${answer.page_size} tokens. Prompts that begin alike share what is above; the wider, the `
+      + "more tokens.");
     this.draw();
     if (this.selected !== null && this.details.id === this.selected) {
       const node = this.tree.nodes.get(this.selected);
       if (node) this.details.load(node);
+      else this.details.gone();
     }
   }
 
@@ -146,8 +149,8 @@ export class Explorer {
 
   draw() {
     if (!this.tree) return;
-    const what = {tree: this.tree, tops: this.top ? [this.top] : this.tree.tops, selected: this.selected,
-      found: this.found, colour: byId("colour").value};
+    const what = {tree: this.tree, tops: this.top ? [this.top] : this.tree.tops,
+      selected: this.selected, found: this.found, colour: byId("colour").value};
     if (byId("picture").hidden) this.list.draw(what);
     else this.picture.draw(what);
     this.crumbs();
@@ -168,16 +171,21 @@ export class Explorer {
 
   over(node) {
     say(byId("kept-keys"), node
-      ? `${shown(titleOf(node)).slice(0, 90)} · ${tokens(node.tokens)} here, ${tokens(node.subtree_tokens)} with all below`
+      ? `${shown(titleOf(node)).slice(0, 90)} · ${tokens(node.tokens)} here, `
+        + `${tokens(node.subtree_tokens)} with all below`
       : "Arrows move, Enter opens, Backspace goes up, Escape closes.");
   }
 
   // --- search -------------------------------------------------------------------------------
 
   async search() {
-    const said = byId("search-for").value.trim();
-    hide(byId("found"), !said);
+    const kind = byId("search-kind").value;
+    const typed = byId("search-for").value;
+    // Token ids however they are written; of a text, every character counts but blanks around it.
+    const said = kind === "tokens" ? (typed.match(/\d+/g) || []).join(",") : typed.trim();
+    hide(byId("found"), !typed.trim());
     if (!said) {
+      say(byId("found-said"), "Token ids are numbers: 12, 7, 300.");
       this.found = new Set();
       byId("found-list").replaceChildren();
       this.draw();
@@ -185,7 +193,7 @@ export class Explorer {
     }
     say(byId("found-said"), "Searching…");
     try {
-      await this.newest(() => ask("kv/search", {query: {[byId("search-kind").value]: said}}),
+      await this.newest(() => ask("kv/search", {query: {[kind]: said}}),
         ({matches}) => this.matched(matches));
     } catch (error) {
       byId("found-list").replaceChildren();
@@ -209,17 +217,17 @@ export class Explorer {
   async reach(match) {
     const ids = match.parent_path.filter((id) => id !== match.id);
     const above = ids.length ? ids[ids.length - 1] : null;
-    this.path = await Promise.all(ids.map((id) => this.known(id)));
+    this.path = await Promise.all(ids.map((id) => this.nodeOf(id)));
     this.top = null;
     const answer = await this.load();
     this.show(answer);
-    const node = this.tree.nodes.get(match.id) || await this.known(match.id);
+    const node = this.tree.nodes.get(match.id) || await this.nodeOf(match.id);
     if (this.root !== above) return;
     this.choose({children: [], ...node});
     this.picture.reach(match.id, true);
   }
 
-  async known(id) {
+  async nodeOf(id) {
     const here = this.tree?.nodes.get(id) || this.path.find((one) => one.id === id);
     if (here) return here;
     try {
