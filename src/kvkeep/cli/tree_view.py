@@ -91,7 +91,10 @@ def _node(node: Object, guide: str, width: int, left_out: int) -> Text:
     glyph, style = next(
         (g, s) for up_to, g, s in _HEAT if (age or 0) < up_to or up_to == _HEAT[-1][0]
     )
-    line.append(" " if hidden or age is None else glyph, style).append(f"  {guide}", "dim")
+    line.append(" " if hidden or age is None else glyph, style)
+    # So deep that there is no room for text any more: the nearest part of the way is what counts.
+    near = guide if len(guide) <= width // 3 else f"… {guide[-(width // 3) :]}"
+    line.append(f"  {near}", "dim")
     if hidden:
         line.append(f"… {plural(max(whole(node, 'count'), 1), 'smaller one')}", "dim italic")
         return fit(line, width)
@@ -109,7 +112,8 @@ def _node(node: Object, guide: str, width: int, left_out: int) -> Text:
     if type(identity) is int and identity >= 0:
         line.append(f"{identity} ", "dim")
     room = width - line.cell_len - tail.cell_len
-    label = Text(text(node, "text") or "(no text)", "cyan", no_wrap=True, end="")
+    nameless = "(no cache_salt)" if node.get("text") == "" else "(no text)"
+    label = Text(text(node, "text") or nameless, "cyan", no_wrap=True, end="")
     label.truncate(max(room, 8), overflow="ellipsis")
     return fit(line.append_text(label).append_text(tail), width)
 
@@ -119,10 +123,10 @@ def detail(said: Object, width: int) -> list[Text]:
     line = Text(f"node {whole(said, 'id')}", "bold")
     if namespace := text(said, "namespace"):
         line.append(f" of {namespace}")
-    line.append(
-        f": {plural(whole(said, 'tokens'), 'token')} behind {whole(said, 'path_tokens'):,} others, "
-        f"{plural(whole(said, 'pages'), 'page')}"
-    )
+    before = whole(said, "path_tokens")
+    place = f"behind {plural(before, 'other')}" if before else "at the beginning"
+    tokens, pages = plural(whole(said, "tokens"), "token"), plural(whole(said, "pages"), "page")
+    line.append(f": {tokens} {place}, {pages}")
     ids = said.get("page_ids")
     if isinstance(ids, list) and ids:
         shown = ",".join(str(one) for one in ids[:_IDS] if type(one) is int)
