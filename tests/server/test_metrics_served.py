@@ -56,3 +56,32 @@ def test_hostile_salts_are_labels_that_prometheus_reads(start_server):
         assert hostile.isprintable()
         assert found["kvkeep_namespace_pages", hostile] > 0
         assert found["kvkeep_namespace_pages", "default"] > 0
+
+
+def test_every_prompt_token_was_reused_or_computed_for_a_reason(start_server):
+    with start_server() as server:
+        shared = [7] * 64
+        ask(server, [*shared, *[8] * 40], [*shared, *[9] * 40], [*shared, *[9] * 40], salt="a")
+        ask(server, [*shared, *[9] * 40], salt="b")
+        found = scraped(server)
+
+        def total(name):
+            return sum(value for key, value in found.items() if key[0] == name)
+
+        prompts = 4 * 104
+        assert total("kvkeep_prompt_tokens_total") == prompts
+        hits = total("kvkeep_hit_tokens_total")
+        assert (
+            hits == found["kvkeep_hit_tokens_total", "pool"] == total("kvkeep_cached_tokens_total")
+        )
+        assert hits == total("kvkeep_prefill_saved_tokens_total") == 64 + 96
+        assert total("kvkeep_prefill_computed_tokens_total") == prompts - hits
+        assert total("kvkeep_recomputed_tokens_total") == prompts - hits
+        assert found["kvkeep_recomputed_tokens_total", "last_token"] >= 1
+        seconds = total("kvkeep_prefill_computed_seconds_total")
+        assert seconds > 0
+        assert total("kvkeep_prefill_saved_seconds_total") > 0
+        warm = found["kvkeep_time_to_first_token_by_warmth_seconds_count", "warm"]
+        assert (warm, found["kvkeep_time_to_first_token_seconds_count",]) == (2, 4)
+        assert found["kvkeep_namespace_prompt_ratio", "a"] == pytest.approx(0.75, abs=0.01)
+        assert found["kvkeep_namespace_reused_ratio", "b"] == 0
