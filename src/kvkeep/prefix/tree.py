@@ -19,7 +19,6 @@ Three decisions make eviction cheap:
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -69,7 +68,7 @@ class RunTree(PrefixIndex[Node]):
         self.owners: Owners | None = None
         self._roots: dict[Namespace, Root] = {}
         self._pinned = AgeQueue()  # leaves that could go, but for their pins
-        self._serials = itertools.count(1)
+        self._serial = 0  # of the node made last
 
     def keep_owners(self) -> Owners:
         """Begin to keep who uses what; what is stored already counts as shared."""
@@ -158,7 +157,8 @@ class RunTree(PrefixIndex[Node]):
         if match is None:
             root = self._roots.get(namespace)
             if root is None:
-                root = self._roots[namespace] = Root(namespace, next(self._serials))
+                self._serial += 1
+                root = self._roots[namespace] = Root(namespace, self._serial)
             self._hold(root)
             return root, None
         end = match.end
@@ -311,7 +311,8 @@ class RunTree(PrefixIndex[Node]):
             return node
         if not node.children and not node.holders and node.parent is not None:
             self._leave(node)
-        leaf = Node(node, symbols, pages.copy(), self.unit, next(self._serials))
+        self._serial += 1
+        leaf = Node(node, symbols, pages.copy(), self.unit, self._serial)
         self._attach(node, leaf)
         self.policy.stored(leaf, priority, known=known)
         self.num_evictable += leaf.size
@@ -342,7 +343,8 @@ class RunTree(PrefixIndex[Node]):
             self._leave(node)
         cut = at * self.unit
         front = node.pages[:at].copy()
-        upper = Node(parent, bytes(node.run[:cut]), front, self.unit, next(self._serials))
+        self._serial += 1
+        upper = Node(parent, bytes(node.run[:cut]), front, self.unit, self._serial)
         self.policy.split(upper, node)
         upper.holders = 1 if node.holders else 0
         parent.children[upper.key] = upper  # in the place of node

@@ -4,7 +4,9 @@ import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from kvkeep.server.errors import ApiError
 from kvkeep.server.map import Maps
@@ -26,13 +28,28 @@ router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
 _LARGEST_ID = 2**53 - 1
 _MOST_NODES = 5000
 _Answers = dict[int | str, dict[str, Any]]
-_UNKNOWN: _Answers = {404: {"model": ErrorAnswer, "description": "There is no such node (any more)."}}
+_UNKNOWN: _Answers = {
+    404: {"model": ErrorAnswer, "description": "There is no such node (any more)."}
+}
 _CHANGES: _Answers = {
     403: {"model": ErrorAnswer, "description": "This server has no API key, so nobody may."},
     **_UNKNOWN,
     409: {"model": ErrorAnswer, "description": "All of it is in use."},
 }
 _NO_TEXT: _Answers = {403: {"model": ErrorAnswer, "description": "This server shows no text."}}
+
+
+class _NodeRoute(JSONRoute):
+    """One of the endpoints of a node: what is refused is told what all of them take."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Starlette's own names the methods of one endpoint alone."""
+        if scope["method"] not in (self.methods or ()):
+            raise HTTPException(405, headers={"Allow": "GET, POST"})
+        await super().handle(scope, receive, send)
+
+
+_nodes = APIRouter(route_class=_NodeRoute)
 
 
 def _maps(request: Request, service: ServiceOf) -> Maps:
@@ -67,13 +84,13 @@ async def show(
     return Response(data, media_type="application/json")
 
 
-@router.get("/map/{id}", responses={**READ_ERRORS, **_UNKNOWN}, operation_id="kv_node")
+@_nodes.get("/map/{id}", responses={**READ_ERRORS, **_UNKNOWN}, operation_id="kv_node")
 async def node(id: NodeId, maps: MapsOf) -> NodeAnswer:
     """One node of the map."""
     return await asyncio.to_thread(maps.node, id)
 
 
-@router.post("/map/{id}", responses={**ERRORS, **_CHANGES}, operation_id="kv_change_node")
+@_nodes.post("/map/{id}", responses={**ERRORS, **_CHANGES}, operation_id="kv_change_node")
 async def change(id: NodeId, asked: NodeQuestion, maps: MapsOf, service: ServiceOf) -> NodeChanged:
     """Pin, unpin or evict a node: on servers with an API key alone."""
     if service.settings.api_key is None:
@@ -110,3 +127,6 @@ async def search(
         message = "this server shows no text, and seeks none; it was started with --no-text"
         raise ApiError(403, message, param="q", code="text_off")
     return await asyncio.to_thread(maps.find_text, q, namespace)
+
+
+router.include_router(_nodes)
