@@ -88,6 +88,8 @@ class _Writing:
         self._lock = threading.Lock()
         self._count: dict[str, int] = {}
         self._left: dict[str, int] = {}
+        self.refused: dict[str, list[bytes]] = {}
+        """Blocks that a tier, by its name, would take if they were asked for more often."""
 
     def one_more(self, tier: Tier) -> Callable[[bool], None]:
         """Another block goes to ``tier``; what to call when it is over."""
@@ -100,6 +102,11 @@ class _Writing:
         """No more come."""
         for name in list(self._left):
             self._over(name)
+
+    def note_refused(self, fates: Fates) -> None:
+        """Remember which blocks were ``refused``."""
+        for name, blocks in self.refused.items():
+            fates.note(blocks, name, "refused", "admission")
 
     def _over(self, name: str) -> None:
         with self._lock:
@@ -135,6 +142,8 @@ class TieredStore:
         self._closed = False
         self.fates = Fates([front.name, *(tier.name for tier in self.tiers)])
         front.fates = self.fates
+        places: list[Front | Tier] = [front, *self.tiers]
+        self._ending = [place for place in places if place.catalogue.ttl is not None]
         front.evicted = self._evicted_above
         share = int(front.capacity * _QUEUED_SHARE)
         for level, tier in enumerate(self.tiers, start=1):
@@ -222,12 +231,10 @@ class TieredStore:
             # Of what it lost itself it has no more, whether it answers or not.
             if tier.hides(block) and (last is None or last.tier != tier.name or tier.knows(block)):
                 return trouble
-        places = [(self.front.name, self.front.catalogue)]
-        places += [(tier.name, tier.catalogue) for tier in self.tiers]
-        for name, catalogue in places:
-            ended = catalogue.ended(block)
+        for place in self._ending:
+            ended = place.catalogue.ended(block)
             if ended is not None:
-                return Happened(name, "removed", ended, "ttl")
+                return Happened(place.name, "removed", ended, "ttl")
         return last or _NEVER
 
     # --- reading ---------------------------------------------------------------------------------
@@ -518,6 +525,7 @@ class TieredStore:
         kept, already = len(written.kept), len(written.already)
         self._used(blocks[: kept + already], {blocks[at] for at in written.kept})
         writing.end()
+        writing.note_refused(self.fates)
         self._demote_ahead()
         self.front.counters.count(writes=kept, already=already, drops=len(blocks) - kept - already)
         if wait is not None:
@@ -558,7 +566,7 @@ class TieredStore:
                 below = True
             elif not admitted:
                 if later:
-                    self.fates.note([block], tier.name, "refused", "admission")
+                    writing.refused.setdefault(tier.name, []).append(block)
             elif tier.name in full:
                 self._dropped(tier, block, "queue full")
             elif self._queue(tier, block, _left(until), writing.one_more(tier)):
