@@ -26,11 +26,11 @@ demo: setup      ## play a conversation through the real service: cold against w
 	@$(BIN)/kvkeep demo
 
 docs: setup      ## build the documentation site into build/site; a warning is an error
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
 docs-serve: setup ## show the documentation site at http://127.0.0.1:8008, as it is written
-	@$(BIN)/mkdocs serve --livereload --dev-addr 127.0.0.1:8008
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --livereload --dev-addr 127.0.0.1:8008
 
 # Engines that kvkeep plugs into ask for their own versions of everything: an environment each.
 .venv-vllm/.installed: requirements-vllm.txt pyproject.toml

@@ -7,17 +7,21 @@ built, so that it cannot go stale:
     <!-- kvkeep: http -->                  every endpoint, from the OpenAPI document
     <!-- kvkeep: api kvkeep.store -->      every public name of a room, from its docstrings
     <!-- kvkeep: docstring kvkeep.keys --> a module's own text
+
+Links that are named after a file are named after what they lead to.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from docs_site.api import module_text, public_names
 from docs_site.commands import command_line
 from docs_site.drawings import inlined
 from docs_site.http import endpoints
+from docs_site.links import onsite, titled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,13 +40,21 @@ _FILLED: dict[str, Callable[..., str]] = {
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fill the markers of a page."""
-    return _MARKER.sub(lambda marker: _filled(marker["what"], page), markdown)
+    """Name the links of a page, and fill its markers."""
+    docs = Path(config.docs_dir).resolve()
+    folder = (docs / page.file.src_uri).parent
+    linked = titled(onsite(markdown, folder, docs), folder)
+    return _MARKER.sub(lambda marker: _filled(marker["what"], page), linked)
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put drawings into the page itself, where they take its colours."""
     return inlined(html, config.docs_dir)
+
+
+def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
+    """Say what the dialog is, which the theme forgets: screen readers ask."""
+    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
 
 
 def _filled(what: str, page: Page) -> str:

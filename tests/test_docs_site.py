@@ -34,7 +34,7 @@ _INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 # What a document shows in place of a value.
 _PLACEHOLDER = re.compile(r"[A-Z]+…?|…")
 _NO_COMMANDS = {"kvkeep namespace 1", "kvkeep record key 1"}  # texts that are hashed
-_FETCHING = {"src", "srcset", "poster", "data"}
+_FETCHING = {"href", "xlink:href", "src", "srcset", "poster", "data"}
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from docs_site.api import listed  # noqa: E402 - beside mkdocs.yml, and no package of ours
@@ -51,7 +51,6 @@ class Page(HTMLParser):
         self.fetched: list[str] = []
         self.names: set[str] = set()
         self.drawings = 0
-        self.images: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -60,10 +59,8 @@ class Page(HTMLParser):
                 self.names.add(value or "")
             elif name == "href" and tag == "a":
                 self.links.append(value or "")
-            elif (name == "href" and tag == "link") or name in _FETCHING:
+            elif name in _FETCHING:  # an href of others than <a> is fetched as well
                 self.fetched.append(value or "")
-                if tag == "img":
-                    self.images.append(value or "")
         self.drawings += tag == "svg" and ("class", "kvd") in attrs
 
 
@@ -72,7 +69,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site as `make docs` builds it; a warning of mkdocs is an error."""
     folder = tmp_path_factory.mktemp("docs") / "site"
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -142,10 +139,16 @@ def test_every_document_is_a_page_that_the_contents_show(
         assert page in shown, f"docs/{source.relative_to(DOCS)} is not in the nav of mkdocs.yml"
 
 
+def test_links_are_named_after_what_they_lead_to(site: Path) -> None:
+    for path in site.rglob("*.html"):
+        left = re.findall(r"[\w-]+\.md</a>", path.read_text("utf-8"))
+        assert not left, f"{path.name} has links named {', '.join(left)}"
+
+
 def test_images_exist_and_drawings_are_part_of_the_page(pages: dict[Path, Page]) -> None:
     drawn = Counter({path.name: page.drawings for path, page in pages.items()})
-    named = sum(text.count(".svg)") for text in _texts(DOCS.rglob("*.md")))
-    assert drawn.total() == named >= 4
+    named = re.findall(r"drawings/\w+\.svg\)", "".join(_texts(DOCS.rglob("*.md"))))
+    assert drawn.total() == len(named) >= 4
     for image in DOCS.rglob("*.svg"):
         assert "<title" in image.read_text("utf-8") or image.parent.name == "assets", image
 

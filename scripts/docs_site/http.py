@@ -44,9 +44,9 @@ def _endpoint(method: str, path: str, operation: dict[str, Any]) -> str:
     for kind, content in body.items():
         rows.append(f"| body | {_type(content.get('schema', {}))} | `{kind}` |")
     if rows:
-        parts.append("\n".join(["| takes | | |", "|---|---|---|", *rows]))
+        parts.append("\n".join(["| takes | type | what it is |", "|---|---|---|", *rows]))
     answers = [_answer(status, answer) for status, answer in operation["responses"].items()]
-    parts.append("\n".join(["| answers | | |", "|---|---|---|", *answers]))
+    parts.append("\n".join(["| answers | type | when |", "|---|---|---|", *answers]))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -65,7 +65,7 @@ def _object(name: str, schema: dict[str, Any]) -> str:
         for field, of in schema.get("properties", {}).items()
     ]
     if rows:
-        parts.append("\n".join(["| field | type | |", "|---|---|---|", *rows]))
+        parts.append("\n".join(["| field | type | what it is |", "|---|---|---|", *rows]))
     elif "enum" in schema:
         parts.append(f"One of {', '.join(f'`{value}`' for value in schema['enum'])}.")
     return "\n\n".join(part for part in parts if part)
