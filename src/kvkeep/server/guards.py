@@ -42,8 +42,8 @@ PAGE_HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
-# What the dashboard asks every second; a line for each would bury the others.
-_QUIET_PATHS = frozenset({"/kv/live"})
+# What the dashboard asks every few seconds; a line for each would bury the others.
+_QUIET_PATHS = frozenset({"/kv/live", "/kv/map", "/kv/requests", "/kv/summary"})
 # A body that is too large is read on for so long, or the client would never read why it is refused.
 _LINGER_S = 1.0
 # And what still comes after that is not read.
