@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvkeep.backends.disk import DiskBackend
 from kvkeep.backends.memory import MemoryBackend
 from kvkeep.cache import PagedCache
-from kvkeep.engine import Engine, Limits, LoadReport, SamplingParams
+from kvkeep.engine import Engine, Limits, LoadReport, SamplingParams, writes
 from kvkeep.store import KVStore
 from kvkeep.testing import FaultyBackend
 from kvkeep.tiers import Inclusive
@@ -380,6 +380,29 @@ def test_not_admitted_until_it_is_asked_for_again(house, prompt, tmp_path):
         house.keep(store, prompt(65, 2))
         report = house.ask(store, prompt(32, 1))
         assert words(report) == [(0, 31, "file", "refused")]
+
+
+def test_a_store_that_was_too_slow_to_take_it(house, prompt, monkeypatch):
+    text = prompt(100, 1)
+    monkeypatch.setattr(writes, "_QUEUE_BLOCKS", 2)
+    gate = threading.Event()
+    with house.store("memory://4MiB") as store:
+        put = store.put
+
+        def slow(*given, **how):
+            assert gate.wait(20)
+            return put(*given, **how)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "put", slow)
+            engine, _ = house.engine(store)
+            engine.generate([text], SamplingParams(max_tokens=1))
+            gate.set()
+            assert engine.close()
+        report = house.ask(store, text)
+        assert report.sources == ((0, 32, "memory"),)
+        assert words(report) == [(32, 96, "memory", "dropped"), (96, 99, "", "never")]
+        assert report.missing[0].detail == "queue full"
 
 
 def test_flipped_bits(house, prompt, tmp_path):
