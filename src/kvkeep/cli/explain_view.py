@@ -158,19 +158,19 @@ def _span(span: Object, digits: int, width: int) -> list[Text]:
         return [line.append(f"reused {_source(text(span, 'source'))}")]
     reason = text(span, "reason", "?")
     words = _WORDS.get(reason, reason.replace("_", " "))
-    evidence = _evidence(reason, below(span, "evidence"))
+    evidence = _evidence(reason, below(span, "evidence"), stop - start)
     return hanging(line, f"{words}: {evidence}" if evidence else words, width)
 
 
-def _evidence(reason: str, of: Object) -> str:
+def _evidence(reason: str, of: Object, tokens: int) -> str:
     """What a span's reason rests on, in words; what is not known here, as it was said."""
     if reason == "diverged":
         nearest, differs = text(of, "nearest"), whole(of, "differs")
         said = f"at token {whole(of, 'position'):,}"
         said += f", {plural(differs, 'token')} long" if differs else ""
         said += f", from {nearest}" if nearest else ""
-        would = whole(of, "would_reuse")
-        return said + (f"; without it {would:,} more would be reused" if would else "")
+        would = whole(of, "would_reuse")  # by the first of several spans behind one difference
+        return said + (f"; without it {would:,} more would be reused" if would > tokens else "")
     if reason == "evicted":
         return _evicted(of)
     if reason == "not_admitted":

@@ -30,15 +30,12 @@ def keys() -> Iterator[Keys]:
 
     It gives "" where none was; arrows and their like are left out. Ctrl-C interrupts as ever;
     Ctrl-Z is a key, so that the terminal can be given back before one stops. Where the input is no
-    terminal, or termios is not there, no key ever comes.
+    terminal, or the system is not POSIX, no key ever comes.
     """
-    try:
-        import termios  # noqa: PLC0415 - POSIX alone
-    except ImportError:
-        termios = None  # type: ignore[assignment, unused-ignore]
-    if termios is None or not sys.stdin.isatty():
+    if os.name != "posix" or not sys.stdin.isatty():
         yield _no_key
         return
+    import termios  # noqa: PLC0415 - POSIX alone
     import tty  # noqa: PLC0415
 
     stdin = sys.stdin.fileno()

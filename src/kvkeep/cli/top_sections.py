@@ -5,6 +5,7 @@ Imported when it is drawn, for it needs rich. Every line is one `rich.text.Text`
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kvkeep.cli.drawing import ago, amount, percent, seconds, storage
@@ -22,6 +23,8 @@ __all__ = ["ROOMY", "main_reason", "sections"]
 
 ROOMY: Final = 110  # columns from which on lines say what they could leave out
 _WIDE: Final = 150  # and from which on two sections stand beside each other
+# How the sentence about a request begins: that has a column of its own.
+_COUNTED: Final = re.compile(r"[0-9,]+ of [0-9,]+ tokens computed(?:: |, )")
 
 
 def sections(picture: Picture, width: int, rows: int) -> list[Text]:
@@ -190,7 +193,7 @@ def _requests(picture: Picture, requests: Sequence[Mapping[str, Any]], width: in
             row(
                 cell("ago", 6, right=True), cell("request", named), cell("tenant", salt),
                 cell("prompt", 6, right=True), cell("", track), cell("TTFT", 7, right=True),
-                cell("computed, for", rest), width=width,
+                cell("computed, because" if wide else "computed, for", rest), width=width,
             )
         )
     ]  # fmt: skip
@@ -198,7 +201,10 @@ def _requests(picture: Picture, requests: Sequence[Mapping[str, Any]], width: in
         return [*lines, _unexplained(width)]
     for one in requests:
         computed = tokens_by(one, "computed")
-        reason = text(one, "sentence") if wide else ""
+        missed = sum(computed.values())
+        reason = main_reason(computed)
+        if wide and (sentence := text(one, "sentence")):
+            reason = f"{amount(missed):>6}  {_COUNTED.sub('', sentence)}"
         name = text(one, "id", "?")
         lines.append(
             row(
@@ -211,9 +217,9 @@ def _requests(picture: Picture, requests: Sequence[Mapping[str, Any]], width: in
                 ),
                 cell(text(one, "cache_salt") or "–", salt),
                 cell(amount(whole(one, "prompt_tokens")), 6, right=True),
-                reuse_bar(tokens_by(one, "reused"), sum(computed.values()), track),
+                reuse_bar(tokens_by(one, "reused"), missed, track),
                 cell(seconds(number(one, "ttft_s")), 7, right=True),
-                cell(reason or main_reason(computed), rest),
+                cell(reason, rest),
                 width=width,
             )
         )
