@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvkeep import telemetry
 from kvkeep.cli.model import add_model_arguments, choose_threads, load
 from kvkeep.cli.tiers import add_store_arguments, open_default_store, open_store
 from kvkeep.errors import InvalidValue
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from kvkeep.cli.model import Commands
     from kvkeep.engine import Engine, Runner
     from kvkeep.feed import EventPublisher
-    from kvkeep.server import Settings
+    from kvkeep.server import Listener, Settings
     from kvkeep.store import KVStore
+    from kvkeep.telemetry.tracing import Tracing
     from kvkeep.traces import Capture
 
 __all__ = ["add_parser", "run"]
@@ -100,6 +102,12 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
     )
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json: one object a line, for machines (default: text)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -171,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
     choose_threads(args)  # before torch comes
     from kvkeep.cache import PagedCache  # noqa: PLC0415
     from kvkeep.engine import Engine, Limits  # noqa: PLC0415 - seconds, for torch
-    from kvkeep.server import bind  # noqa: PLC0415
+    from kvkeep.server import Listener, bind, create_app, url_of  # noqa: PLC0415
 
     settings = _settings(args)
     if args.events_replay is not None and args.events is None:
@@ -184,14 +192,13 @@ def run(args: argparse.Namespace) -> int:
         runner, tokenizer = load(args, dtype=args.dtype)
         what_if = _WATCHED if args.what_if else None
         cache = PagedCache(runner.num_pages, runner.page_size, what_if=what_if)
-        logging.basicConfig(
-            level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-        )
+        telemetry.configure(args.log_level, args.log_format)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         with (
             _publisher(args, cache) as publisher,
             _store(args, runner, settings.name) or nullcontext() as store,
             _capture(args, cache, settings.name) as capture,
+            _tracing() as tracing,
         ):
             engine = Engine(
                 runner,
@@ -201,7 +208,15 @@ def run(args: argparse.Namespace) -> int:
                 store=store,
                 load_timeout=args.load_timeout,
             )
-            return _serve(engine, settings, bound, publisher, capture)
+            announce = partial(_announce, engine, settings, url_of(bound), publisher)
+            app = create_app(
+                engine,
+                settings,
+                capture=capture,
+                watches=[] if tracing is None else [tracing],
+                events=None if publisher is None else publisher.stats.as_dict,
+            )
+            return _listen(Listener(app, ready=announce), bound)
 
 
 @contextmanager
@@ -243,6 +258,17 @@ def _capture(args: argparse.Namespace, cache: PagedCache, name: str) -> Iterator
         print(f"captured {done.written:,} requests in {args.capture}{left_out}", flush=True)
 
 
+@contextmanager
+def _tracing() -> Iterator[Tracing | None]:
+    """Spans, where the environment names a collector for them."""
+    tracing = telemetry.start()
+    try:
+        yield tracing
+    finally:
+        if tracing is not None:
+            tracing.close()
+
+
 def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | None:
     if args.no_store:
         if args.tier:
@@ -253,17 +279,9 @@ def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | Non
     return open_default_store(args, runner, name=name)
 
 
-def _serve(
-    engine: Engine,
-    settings: Settings,
-    bound: socket.socket,
-    publisher: EventPublisher | None,
-    capture: Capture | None,
-) -> int:
-    from kvkeep.server import Listener, create_app, url_of  # noqa: PLC0415
+def _listen(listener: Listener, bound: socket.socket) -> int:
+    from kvkeep.server import url_of  # noqa: PLC0415
 
-    announce = partial(_announce, engine, settings, url_of(bound), publisher)
-    listener = Listener(create_app(engine, settings, capture=capture), ready=announce)
     try:
         asyncio.run(listener.serve([bound]))
     except OSError as error:  # somebody else was quicker to listen

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvkeep.engine import Delta, Engine, Tokenizer
     from kvkeep.server.settings import Settings
     from kvkeep.server.worker import Call, Job
+    from kvkeep.telemetry import RequestWatch
     from kvkeep.traces import Capture
 
 __all__ = ["Service", "Ticket"]
@@ -43,7 +44,13 @@ class Service:
     the engine in the worker's, tokenizers in some of their own.
     """
 
-    def __init__(self, engine: Engine, settings: Settings, capture: Capture | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        capture: Capture | None = None,
+        watches: Sequence[RequestWatch] = (),
+    ) -> None:
         self.engine = engine
         self.settings = settings
         self.capture = capture
@@ -52,7 +59,7 @@ class Service:
             engine.cache,
             explain=settings.explain,
             model=settings.name,
-            watches=[self.metrics.reuse],
+            watches=[self.metrics.reuse, *watches],
         )
         if settings.explain:
             self.metrics.reasons = self.watching.computed_tokens
