@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvkeep.cache import PagedCache
 from kvkeep.errors import InvalidValue
 from kvkeep.events import Evicted, Stored
+from kvkeep.keys import Namespace
 from kvkeep.telemetry import Histogram, PageTimes
 
 PAGE = 4
@@ -126,6 +127,15 @@ def test_much_that_waits_is_counted_without_being_asked_and_nothing_is_lost():
     seen = it.times.snapshot()
     assert seen.evicted["pressure"] == 10_000 - 8
     assert seen.residency["pressure"].total == 8 * (10_000 - 8)
+
+
+def test_sequences_that_ended_long_ago_are_forgotten():
+    times = PageTimes(4)
+    for sequence in range(70_000):
+        pages = np.array([sequence % 4], np.int32)
+        times.see(Stored(sequence, Namespace(), -1, pages, np.zeros(PAGE, np.int32)))
+    times.snapshot()
+    assert len(times._own) <= 1 << 16
 
 
 def test_events_hold_no_tokens_while_they_wait():

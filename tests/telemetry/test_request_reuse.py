@@ -139,6 +139,17 @@ def test_names_without_number_are_not_kept():
     assert sum(share.prompt for share in top) == pytest.approx(1)
 
 
+def test_what_was_forgotten_is_still_part_of_all():
+    shares = Shares(names=4)
+    for number in range(6):
+        shares.add(str(number), 10, 5)
+    top = shares.top(20)
+    assert top[-1].name is None
+    assert sum(share.prompt for share in top) == pytest.approx(1)
+    assert top[-1].prompt == pytest.approx((6 - len(top) + 1) / 6)
+    assert top[-1].reused == pytest.approx(0.5)
+
+
 def test_nothing_before_the_first_token():
     shares = Shares()
     assert shares.top() == []

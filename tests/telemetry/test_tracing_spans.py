@@ -149,7 +149,9 @@ def test_who_was_not_sampled_by_its_client_is_not_traced():
     traced = Traced()
     traced.request(headers={"traceparent": f"00-{TRACE}-{PARENT}-00"})
     assert traced.spans() == {}
-    assert not traced.tracing._open
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
+    traced.tracing.begun("one more", kind="chat", model="m", headers=headers)
+    assert not traced.tracing._open  # nothing is kept for it
     off = Traced(provider={"sampler": ALWAYS_OFF})
     off.request(headers={})
     assert off.spans() == {}

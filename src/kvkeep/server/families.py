@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from kvkeep.telemetry.labels import OTHER, label
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from prometheus_client.core import Metric
 
@@ -146,7 +146,7 @@ def of_store(engine: Mapping[str, float], store: Mapping[str, Any]) -> Iterator[
     for counters, source in ((_KEEPER_COUNTERS, engine), (_STORE_COUNTERS, store)):
         for name, (key, text) in counters.items():
             yield CounterMetricFamily(name, text, source[key])
-    tiers = [(label(tier["name"]), tier) for tier in store["tiers"]]
+    tiers = [(_tier(tier["name"]), tier) for tier in store["tiers"]]
     for name, (key, text) in _TIER_GAUGES.items():
         gauge = GaugeMetricFamily(name, text, labels=["tier"])
         for tier_name, tier in tiers:
@@ -210,8 +210,8 @@ def of_reuse(reuse: Reused) -> Iterator[Metric]:
         "Prompt tokens of admitted requests that were reused, by where they were: pool, or a tier",
         labels=["tier"],
     )
-    for tier, tokens in _merged((label(tier), tokens) for tier, tokens in reuse.hit_tokens.items()):
-        hits.add_metric([tier], tokens)
+    for tier, tokens in reuse.hit_tokens.items():
+        hits.add_metric([_tier(tier)], tokens)
     yield hits
     yield CounterMetricFamily(
         "kvkeep_prefill_saved_tokens", "Prompt tokens that were not computed", reuse.saved_tokens
@@ -273,7 +273,7 @@ def of_computed(reasons: Mapping[str, int]) -> Iterator[Metric]:
     most = nlargest(MOST_NAMES, reasons.items(), key=lambda item: item[1])
     named = [(label(reason), tokens) for reason, tokens in most]
     left = sum(reasons.values()) - sum(tokens for _, tokens in most)
-    for reason, tokens in _merged([*named, (OTHER, left)] if left else named):
+    for reason, tokens in [*named, (OTHER, left)] if left else named:
         counter.add_metric([reason], tokens)
     yield counter
 
@@ -299,16 +299,13 @@ _EVENTS = {
 }
 
 
+def _tier(name: str) -> str:
+    """The label of a tier: its name, as an operator gave it."""
+    return label(name, reserved=())
+
+
 def _buckets(buckets: Buckets) -> list[tuple[str, float]]:
     return [
         ("+Inf" if bound == float("inf") else str(bound), count)
         for bound, count in buckets.cumulative
     ]
-
-
-def _merged(named: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    """Values under the same label as one: Prometheus refuses a sample that comes twice."""
-    sums: dict[str, int] = {}
-    for name, value in named:
-        sums[name] = sums.get(name, 0) + value
-    return iter(sums.items())

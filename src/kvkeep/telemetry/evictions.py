@@ -146,7 +146,5 @@ class PageTimes:
     def _note_evicted(self, now: float, pages: PageArray, reason: str) -> None:
         self._evicted[reason] += len(pages)
         ages = now - self._stored[pages]
-        self._stored[pages] = _NEVER
-        self._run[pages] = -1
         known = ages == ages  # noqa: PLR0124 - not a number: stored before anybody looked
         self._residency[reason].add_all(ages if known.all() else ages[known])

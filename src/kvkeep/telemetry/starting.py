@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -15,9 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["start", "wanted"]
 
+_log = logging.getLogger(__name__)
+
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_FLUSH_MS = 5_000
+_FLUSH_S = 5.0
 
 
 def wanted(environ: Mapping[str, str] | None = None) -> bool:
@@ -39,7 +43,7 @@ def start(*, always: bool = False) -> Tracing | None:
     ``OTEL_SERVICE_NAME``, ``OTEL_TRACES_SAMPLER``, ``OTEL_RESOURCE_ATTRIBUTES``, …). Without an
     endpoint spans go to ``http://localhost:4318/v1/traces``. ``OTEL_SDK_DISABLED=true`` is stronger
     than both. Whoever calls this calls `Tracing.close` at the end: it waits for what is not
-    exported yet, for some seconds at most. A collector that is away is logged by the SDK and costs
+    exported yet, for five seconds at most. A collector that is away is logged by the SDK and costs
     spans, never requests.
 
     Raises:
@@ -76,8 +80,12 @@ def start(*, always: bool = False) -> Tracing | None:
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
 
     def close() -> None:
-        provider.force_flush(_FLUSH_MS)
-        provider.shutdown()
+        # The SDK's own limits of time do not hold for a collector that hangs.
+        ending = threading.Thread(target=provider.shutdown, name="kvkeep spans", daemon=True)
+        ending.start()
+        ending.join(_FLUSH_S)
+        if ending.is_alive():
+            _log.warning("the collector did not take all spans in %g s", _FLUSH_S)
 
     return Tracing(provider.get_tracer("kvkeep", ours), close=close)
 
