@@ -286,6 +286,7 @@ def test_spans_from_a_store_that_cannot_be(served: Served) -> None:
     for start, stop in ((-5, 3), (38, 90), (50, 60), (7, 7), (9, 2)):
         served.explainer.loaded("a", [(start, stop, "disk")], [Missing(stop, start, "damaged")])
         check(served.why("a"))
+        assert served.why("a").spans[-1].reason == "new"  # the last token is computed anyway
     assert served.why("a").computed == {"new": 33, "damaged": 7}
 
 
@@ -387,7 +388,8 @@ def test_a_summary_ranks_what_costs_most() -> None:
             ("new", "A", None),
         ]
         first = summary.causes[0]
-        assert (first.tokens, first.requests) == (7 * 400 - 7 * 3, 7) or first.tokens == 7 * 400
+        # 447 tokens are 111 pages and three more, which are not reusable in any of them.
+        assert (first.tokens, first.requests) == (7 * 397, 7)
         assert first.share == first.tokens / sum(summary.computed.values())
         assert sum(one.share for one in summary.causes) == pytest.approx(1)
         assert sum(one.tokens for one in summary.causes) == sum(summary.computed.values())
