@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import logging
+import os
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -316,7 +319,29 @@ def test_the_environment_names_the_service(collector, environment):
     assert named["service.name"] == "mine"
 
 
-def test_a_protocol_that_is_not_spoken_is_refused(environment):
+def test_a_protocol_that_is_not_spoken_is_refused_to_who_insists(environment, caplog):
     environment.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(InvalidValue, match="4318"):
         start(always=True)
+    environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
+    assert start() is None  # an environment is everybody's: no reason not to serve
+    assert "grpc" in caplog.text
+
+
+@pytest.mark.parametrize("module", ["opentelemetry", "opentelemetry.exporter"])
+def test_without_the_extra_who_insists_is_told_which_it_is(module):
+    code = (
+        f"import sys; sys.modules[{module!r}] = None\n"
+        "from kvkeep.errors import MissingExtra\n"
+        "from kvkeep.telemetry import start\n"
+        "assert start() is None\n"
+        "try: start(always=True)\n"
+        "except MissingExtra as error: print(error)"
+    )
+    environ = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=environ, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "kvkeep[otel]" in done.stdout
+    assert "kvkeep[otel]" in done.stderr  # the line of the log

@@ -8,7 +8,7 @@ import threading
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import InvalidValue, require
+from kvkeep.errors import InvalidValue, MissingExtra, require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,6 +46,9 @@ def start(*, always: bool = False) -> Tracing | None:
     exported yet, for five seconds at most. A collector that is away is logged by the SDK and costs
     spans, never requests.
 
+    An environment is often everybody's: what it wants and cannot be had here is logged, and is no
+    reason not to serve. Who says ``always`` is told:
+
     Raises:
         MissingExtra: OpenTelemetry's SDK or its exporter is not installed (extra ``otel``).
         InvalidValue: the environment asks for another protocol than http/protobuf.
@@ -54,6 +57,16 @@ def start(*, always: bool = False) -> Tracing | None:
         return None
     if not always and not wanted():
         return None
+    try:
+        return _started()
+    except (MissingExtra, InvalidValue) as error:
+        if always:
+            raise
+        _log.warning("no spans, though the environment names a collector: %s", error)
+        return None
+
+
+def _started() -> Tracing:
     protocol = next((told for name in _PROTOCOLS if (told := os.environ.get(name))), "")
     if protocol not in {"", "http/protobuf"}:
         raise InvalidValue(
