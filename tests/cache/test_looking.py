@@ -186,7 +186,7 @@ def test_seconds_of_events(steps, most):
             if clock() >= ages.due:
                 ages.note(len(happened))
             happened += [clock.now] * events
-    found = clock.now - ages.seconds(np.arange(1, len(happened) + 1))
+    found = clock.now - ages.notes().seconds(np.arange(1, len(happened) + 1))
     assert len(found) == len(happened)
     assert all(t <= h + 1e-9 for t, h in zip(found, happened, strict=True))
     assert (np.diff(found) >= 0).all()

@@ -242,7 +242,7 @@ def test_any_change_between_steps_leaves_sums_that_fit_together(asked, later, st
     # What is found was there: its tokens are those of a path that was stored once.
     finding = Finding(walk, PAGE)
     stored = [tokens for tokens, _ in (*asked, *later)]
-    for row, at in finding.places(as_tokens([1, 0]), 99):
+    for row, at in finding.places([as_tokens([1, 0])], 99)[0]:
         path = finding.tokens(row, 0, 99).tolist()
         assert path[at : at + 2] == [1, 0]
         assert any(tokens[: len(path)] == path for tokens in stored)
@@ -269,9 +269,10 @@ def test_tokens_are_found_wherever_they_stand(asked, needle, evicted):
     tree = grown(asked, evicted)
     walk = tree.walk(Finding.COLUMNS)
     finding = Finding(walk, PAGE)
-    places = finding.places(as_tokens(needle), 1000)
+    places, one = finding.places([as_tokens(needle), as_tokens([1])], 1000)
+    assert {(walk.nodes[row].id, at) for row, at in one} == sought(tree, [1])
     assert {(walk.nodes[row].id, at) for row, at in places} == sought(tree, needle)
-    assert finding.places(as_tokens(needle), 2) == places[:2]
+    assert finding.places([as_tokens(needle)], 2) == [places[:2]]
     assert [row for row, _ in places] == sorted(row for row, _ in places)
     for row, at in places:
         path = tree.path(walk.nodes[row])
@@ -288,15 +289,17 @@ def test_batches_do_not_matter(batch, monkeypatch):
     tree = grown([([0, 1, 2, 0, 1, 1], 0), ([0, 1, 2, 0, 2, 2], 1), ([1, 0, 1, 2, 0, 0], 0)])
     walk = tree.walk(Finding.COLUMNS)
     for needle in ([1], [0, 1], [1, 2, 0], [2, 0, 1, 1], [0, 1, 2, 0, 2, 2]):
-        places = Finding(walk, PAGE).places(as_tokens(needle), 99)
+        (places,) = Finding(walk, PAGE).places([as_tokens(needle)], 99)
         assert {(walk.nodes[row].id, at) for row, at in places} == sought(tree, needle)
+        for most in range(1, 9):
+            assert Finding(walk, PAGE).places([as_tokens(needle)], most) == [places[:most]]
 
 
 def test_bytes_that_are_no_tokens_are_not_found():
     """0x01000000 0x01000000 has the bytes of 1 in it, between its tokens."""
     tree = Tree()
     tree.put([0x01000000, 0x01000000])
-    assert Finding(tree.walk(Finding.COLUMNS), PAGE).places(as_tokens([1]), 9) == []
+    assert Finding(tree.walk(Finding.COLUMNS), PAGE).places([as_tokens([1])], 9) == [[]]
 
 
 # --- by number -----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["Ages"]
+__all__ = ["Ages", "Notes"]
 
 _EVERY_S = 1.0
 _MOST = 4096
@@ -47,10 +47,22 @@ class Ages:
             older = slice(1, _MOST // 2, 2)
             del self._moments[older], self._times[older]
 
+    def notes(self) -> Notes:
+        """What was noted so far, to be asked without the lock."""
+        return Notes(np.array(self._moments, np.int64), np.array(self._times), self.clock())
+
+
+class Notes(NamedTuple):
+    """What `Ages` had noted at the time ``now``."""
+
+    moments: npt.NDArray[np.int64]
+    times: npt.NDArray[np.float64]
+    now: float
+
     def seconds(self, moments: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """How long ago events were, by their numbers."""
-        if not self._moments:
+        if not len(self.moments):
             return np.zeros(len(moments))
-        notes = np.searchsorted(np.array(self._moments), moments) - 1  # the last one before each
-        ages = self.clock() - np.array(self._times)[np.maximum(notes, 0)]
+        last = np.searchsorted(self.moments, moments) - 1  # the last note before each
+        ages = self.now - self.times[np.maximum(last, 0)]
         return np.maximum(ages, 0.0)

@@ -92,8 +92,12 @@ class Looking:
         bare = root is None and space is not None  # without the root, which would say nothing new
         rows = survey.largest(nodes + bare)
         with core:
-            ages = core.ages.seconds(survey.below_last)
-            heads = survey.heads(rows, _HEAD_TOKENS * TOKEN_BYTES)
+            notes = core.ages.notes()
+        ages = notes.seconds(survey.below_last)
+        heads: list[bytes] = []
+        for start in range(0, len(rows), _STEP):
+            with core:
+                heads += survey.heads(rows[start : start + _STEP], _HEAD_TOKENS * TOKEN_BYTES)
         tops = survey.parents < 0
         return CacheMap(
             page_size=core.page_size,
@@ -120,9 +124,10 @@ class Looking:
         row = np.zeros(1, np.int64)
         with core:
             self._check(top, number)
-            ages = core.ages.seconds(survey.below_last)
+            notes = core.ages.notes()
             look = core.index.look(top)
             heads = survey.heads(row, _HEAD_TOKENS * TOKEN_BYTES)
+        ages = notes.seconds(survey.below_last)
         (node,) = shown_nodes(survey, row, ages, self._heads(heads), bare=False)
         exact = core.index.name == "radix"
         return NodeView(
@@ -210,7 +215,7 @@ class Looking:
         core = self._core
         walk = self._walk(Finding.COLUMNS, space)
         finding = Finding(walk, core.page_size)
-        places = [(p, i) for i, one in enumerate(sought) for p in finding.places(one, most)]
+        places = [(p, i) for i, each in enumerate(finding.places(sought, most)) for p in each]
         ids = walk.ids().tolist()
         found: list[Found] = []
         for (row, at), i in sorted(places)[:most]:

@@ -9,7 +9,7 @@ import numpy as np
 from kvkeep.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -34,7 +34,7 @@ class Finding:
     """The runs that a `Walk` saw, ready to be searched; their symbols are tokens.
 
     Thread safety: none, but it needs no lock: what it looks at does not change. Cost: a pass over
-    all tokens, about 1 ns each, and 0.1 µs a run; memory for a million of them at a time.
+    all tokens, 1 or 2 ns each for each needle, and 1 µs a run; memory for a million tokens.
     """
 
     COLUMNS = ("parent", "end", "serial", "run", "depth")
@@ -63,16 +63,24 @@ class Finding:
         rows: list[int] = np.flatnonzero(unknown).tolist()
         return rows
 
-    def places(self, needle: TokenArray, most: int) -> list[Place]:
-        """The first place in each run in which ``needle`` ends, shallow runs first.
+    def places(self, needles: Sequence[TokenArray], most: int) -> list[list[Place]]:
+        """For each needle the first place in each run in which it ends, shallow runs first.
 
-        At most ``most`` of them.
+        At most ``most`` for each.
         """
-        assert len(needle)
-        found = dict(self._across(needle))  # these begin before all that lie within
-        for row, at in self._within(needle, most):
-            found.setdefault(row, at)
-        return [Place(row, found[row]) for row in sorted(found)[:most]]
+        assert all(len(needle) for needle in needles)
+        found = [dict(self._across(needle)) for needle in needles]
+        for batch in self._batches():
+            short = [i for i, places in enumerate(found) if self._wants(places, batch, most)]
+            if not short:
+                continue
+            for i, row, at in self._within(batch, [(i, needles[i]) for i in short]):
+                found[i].setdefault(row, at)  # what begins before the run comes first
+        return [[Place(row, at[row]) for row in sorted(at)[:most]] for at in found]
+
+    def _wants(self, places: dict[int, int], batch: tuple[int, int], most: int) -> bool:
+        """Whether rows from this batch on can be among the first ``most``."""
+        return len(places) < most or sum(row < batch[0] for row in places) < most
 
     def path(self, row: int) -> list[int]:
         """The rows from the top to this one."""
@@ -96,22 +104,26 @@ class Finding:
 
     # --- within runs -------------------------------------------------------------------------
 
-    def _within(self, needle: TokenArray, most: int) -> Iterator[Place]:
-        left = most
-        for first, last in self._batches():
-            if left <= 0:
-                return
-            tokens = np.frombuffer(b"".join(self._runs[first:last]), TOKEN_DTYPE)
-            lengths = self._lengths[first:last]
-            ends = np.cumsum(lengths)
-            at = _occurrences(tokens, needle)
+    def _within(
+        self, batch: tuple[int, int], needles: list[tuple[int, TokenArray]]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Which needle ends in which row, and where it begins; the first place of each."""
+        first, last = batch
+        tokens = np.frombuffer(b"".join(self._runs[first:last]), TOKEN_DTYPE)
+        lengths = self._lengths[first:last]
+        ends = np.cumsum(lengths)
+        begun: dict[int, npt.NDArray[np.intp]] = {}  # by a needle's first token: where that stands
+        for i, needle in needles:
+            token = int(needle[0])
+            if token not in begun:
+                begun[token] = np.flatnonzero(tokens == token)
+            at = _go_on(tokens, begun[token], needle)
             rows = np.searchsorted(ends, at, side="right")
             inside = at + len(needle) <= ends[rows]
             rows, firsts = np.unique(rows[inside], return_index=True)
             offsets = at[inside][firsts] - (ends[rows] - lengths[rows])
             for row, offset in zip((rows + first).tolist(), offsets.tolist(), strict=True):
-                yield Place(row, self._depths[row] * self._page_size + offset)
-            left -= len(rows)
+                yield i, row, self._depths[row] * self._page_size + offset
 
     def _batches(self) -> Iterator[tuple[int, int]]:
         """Rows with a million tokens together, or one row with more."""
@@ -167,12 +179,11 @@ class Finding:
         return lengths
 
 
-def _occurrences(tokens: TokenArray, needle: TokenArray) -> npt.NDArray[np.intp]:
-    """Every place at which ``needle`` stands in ``tokens``."""
-    last = len(tokens) - len(needle) + 1
-    if last <= 0:
-        return np.zeros(0, np.intp)
-    at = np.flatnonzero(tokens[:last] == needle[0])
+def _go_on(
+    tokens: TokenArray, at: npt.NDArray[np.intp], needle: TokenArray
+) -> npt.NDArray[np.intp]:
+    """The places among ``at``, where its first token stands, at which all of ``needle`` does."""
+    at = at[: np.searchsorted(at, len(tokens) - len(needle), side="right")]
     for offset in range(1, len(needle)):
         if not len(at):
             break

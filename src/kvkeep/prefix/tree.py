@@ -424,8 +424,9 @@ class RunTree(PrefixIndex[Node]):
             self._pass_on_pins(leaf, parent)
         del parent.children[leaf.key]
         self.policy.inherit(parent, leaf)
-        if leaf.uses:
-            parent.uses += leaf.uses
+        uses = leaf.uses
+        if uses:
+            parent.uses += uses
         if parent.children:
             return
         parent.heads = None
