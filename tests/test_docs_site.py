@@ -21,6 +21,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 import pytest
 
 pytest.importorskip("mkdocs", reason="the site needs what requirements-dev.txt names")
+griffe = pytest.importorskip("griffe")
 
 if TYPE_CHECKING:
     import argparse
@@ -161,11 +162,24 @@ def test_a_name_is_on_the_site_once(pages: dict[Path, Page]) -> None:
     assert not [name for name, times in rooms.items() if times > 1]
 
 
-def test_every_public_name_has_a_docstring_there(pages: dict[Path, Page]) -> None:
+def test_every_public_name_is_on_a_page(pages: dict[Path, Page]) -> None:
     names = set().union(*(page.names for page in pages.values()))
     for room in sorted(set(_rooms())):
         for name in listed(room):
             assert f"{room}.{name}" in names, f"{room}.{name} is on no page"
+
+
+def test_public_classes_and_functions_have_docstrings() -> None:
+    package = griffe.load("kvkeep", search_paths=[ROOT / "src"], resolve_aliases=True)
+    silent = []
+    for room in sorted(set(_rooms())):
+        for name in listed(room):
+            found = package[f"{room}.{name}".removeprefix("kvkeep.")]
+            shown = [found] if found.is_class or found.is_function else []
+            if found.is_class:
+                shown += [member for member in found.members.values() if member.is_function]
+            silent += [one.path for one in shown if one.name[0] != "_" and not one.has_docstring]
+    assert not silent, f"without a docstring: {', '.join(silent)}"
 
 
 def test_every_room_with_public_names_is_in_the_reference() -> None:
