@@ -377,6 +377,26 @@ def test_a_real_server_asks_for_its_key_and_may_explain_nothing(capsys, monkeypa
 
 
 @pytest.mark.model
+def test_what_clients_send_to_a_real_server_is_text_in_all_three(capsys):
+    evil = EVIL.replace("\ud800", "")  # no client could send half a pair
+    with seen() as url:
+        for question in ("one", "two"):
+            fields = {"cache_salt": evil, "kvkeep": {"session": evil}}
+            name = chat(url, evil, f"{evil} {question}", **fields)
+        for arguments in (
+            ["top", url, "--once"],
+            ["explain", url],
+            ["explain", url, name],
+            ["tree", url],
+            ["tree", url, "--search", "evil"],
+        ):
+            assert main(arguments) == 0
+            out = capsys.readouterr().out
+            assert all(line.isprintable() for line in out.splitlines())
+            assert "[red]" in out or "]52;c" in out or "evil" in out
+
+
+@pytest.mark.model
 def test_top_shows_what_a_real_server_does(capsys):
     with seen() as url:
         for _ in range(3):

@@ -69,6 +69,13 @@ def test_a_picture_is_exactly_as_large_as_the_terminal(width, height):
         assert word in shown
 
 
+def test_a_terminal_that_is_far_too_small_is_no_trouble():
+    for width in (1, 2, 7, 20, 40, 79):
+        for height in (1, 2, 3, 7, 12, 40):
+            lines = draw(picture(), "http://here", width, height, ends="q ends")
+            assert [line.cell_len for line in lines] == [width] * height
+
+
 def test_everything_that_matters_has_its_line():
     shown = plain(draw(picture(), "http://here", 100, 24))
     (tier,) = (line for line in shown if line.startswith(" disk"))

@@ -15,7 +15,7 @@ from said_live import live, request, summary
 from told_server import failure, told
 
 from kvkeep.cli import main
-from kvkeep.cli.client import Address, Client, Refused
+from kvkeep.cli.client import Address, Client, Gone, Refused
 from kvkeep.cli.watch import Watcher, entries, number, text, tokens_by, whole
 from kvkeep.errors import InvalidValue
 
@@ -81,8 +81,8 @@ def test_a_connection_that_was_closed_meanwhile_is_made_again():
     [
         ((404, failure("no request x\x1b[31m")), Refused, "says: no request x␛"),
         ((401, failure("key")), Refused, "needs an API key: give it with --api-key-file FILE"),
-        ((503, failure("shutting down")), ConnectionError, "says: shutting down"),
-        ((502, b"<html>"), ConnectionError, "answers 502 at /kv/live"),
+        ((503, failure("shutting down")), Gone, "says: shutting down"),
+        ((502, b"<html>"), Gone, "answers 502 at /kv/live"),
         ((404, b"<html>"), Refused, "answers 404 at /kv/live, without what a kvkeep server"),
         ((301, b""), Refused, "answers 301"),
         (b"<html>", Refused, "without what a kvkeep server says"),
@@ -90,7 +90,7 @@ def test_a_connection_that_was_closed_meanwhile_is_made_again():
         (b'{"x":' + b"[" * 100_000, Refused, "without what a kvkeep server says"),
         (b"1" * 5000, Refused, "without what a kvkeep server says"),
         (b"\xff\xfe", Refused, "without what a kvkeep server says"),
-        ((500, {"error": {"message": 5}}), ConnectionError, "answers 500"),
+        ((500, {"error": {"message": 5}}), Gone, "answers 500"),
         ((400, {"error": "words"}), Refused, "answers 400"),
     ],
     ids=str,
@@ -127,7 +127,7 @@ def test_what_does_not_speak_http(said, words):
         thread = threading.Thread(target=serve)
         thread.start()
         address = Address.parse(f"127.0.0.1:{listening.getsockname()[1]}")
-        with Client(address) as client, pytest.raises(ConnectionError, match=words):
+        with Client(address) as client, pytest.raises(Gone, match=words):
             client.get("/kv/live")
         thread.join(30)
 
@@ -137,7 +137,7 @@ def test_a_server_that_hangs_is_given_up():
         address = Address.parse(f"127.0.0.1:{listening.getsockname()[1]}")
         with (
             Client(address, timeout_s=0.05) as client,
-            pytest.raises(ConnectionError, match=r"does not answer within 0\.05 s"),
+            pytest.raises(Gone, match=r"does not answer within 0\.05 s"),
         ):
             client.get("/kv/live")
 
@@ -147,7 +147,7 @@ def test_an_answer_that_has_no_end_is_not_read(monkeypatch):
     with (
         told({"/kv/live": {"x": "y" * 2000}}) as server,
         Client(Address.parse(server.url)) as client,
-        pytest.raises(ConnectionError, match="more than 1,000 bytes"),
+        pytest.raises(Gone, match="more than 1,000 bytes"),
     ):
         client.get("/kv/live")
 
@@ -275,7 +275,7 @@ def test_a_watcher_without_a_server_or_with_another_key_has_nothing_to_show():
         pytest.raises(Refused, match="needs another API key"),
     ):
         Watcher(client).poll()
-    with Client(Address.parse(server.url)) as client, pytest.raises(ConnectionError):
+    with Client(Address.parse(server.url)) as client, pytest.raises(Gone):
         Watcher(client).poll()
 
 
@@ -298,6 +298,21 @@ def test_nothing_heavy_is_imported_to_watch():
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], timeout=60, check=False)
     assert done.returncode == 0
+
+
+def test_a_reader_that_hangs_up_is_no_server_that_is_gone():
+    command = [sys.executable, "-m", "kvkeep", "top", "--json", "--interval", "0.1"]
+    with told(ANSWERS) as server:
+        process = subprocess.Popen(
+            [*command, server.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        process.stderr.close()
+        assert process.wait(30) == 1
 
 
 def test_what_the_client_refuses_is_a_mistake_of_the_caller():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-__all__ = ["Address", "Client", "Heard", "Refused", "ask", "get"]
+__all__ = ["Address", "Client", "Gone", "Heard", "Refused", "ask", "get"]
 
 # As long as the service itself gives a request.
 _PATIENCE_S = 600.0
@@ -148,6 +148,10 @@ def _refusal(error: dict[str, Any]) -> Exception:
 # --- any server, about itself ---------------------------------------------------------------------
 
 
+class Gone(ConnectionError):
+    """A server is not there, is not well, or breaks off: it may be there again later."""
+
+
 class Refused(InvalidValue):
     """A server has answered that it will not; ``status`` is HTTP's, ``code`` its own or None."""
 
@@ -206,9 +210,9 @@ class Address:
 class Client:
     """Asks one server for JSON, over a connection that is kept and made again where it broke.
 
-    What a server refuses (4xx) is `Refused`, in its own words; `ConnectionError` says that it is
-    not there, is not well, or speaks something else: it may be there again. Everything in a message
-    that a server has said can be printed. ``ca_file`` has the certificates to trust for https
+    What a server refuses (4xx) is `Refused`, in its own words; `Gone` says that it is not there, is
+    not well, or speaks something else. Everything in a message that a server has said can be
+    printed. ``ca_file`` has the certificates to trust for https
     (default: the system's). Not thread-safe: one thread at a time. A request takes ``timeout_s``
     seconds without a byte at most; redirects are not followed, so the key goes nowhere else.
     """
@@ -258,7 +262,7 @@ class Client:
             if self._connection is not None:
                 try:
                     return self._exchange(self._connection, method, path, body)
-                except _NotWell:
+                except Gone:
                     raise
                 except (ConnectionError, HTTPException):
                     self.close()  # a server closes what is idle; nobody knows before one asks
@@ -266,9 +270,9 @@ class Client:
             return self._exchange(self._connection, method, path, body)
         except (OSError, HTTPException) as error:
             self.close()
-            if isinstance(error, _NotWell):
+            if isinstance(error, Gone):
                 raise
-            raise ConnectionError(self._trouble(error)) from error
+            raise Gone(self._trouble(error)) from error
         except BaseException:
             self.close()  # half an answer may still be in it
             raise
@@ -283,7 +287,7 @@ class Client:
             if response.length and len(said) <= _ANSWER_BYTES:  # what it said would come did not
                 raise IncompleteRead(said, response.length)
             if len(said) > _ANSWER_BYTES:
-                raise _NotWell(f"{self.address} answers with more than {_ANSWER_BYTES:,} bytes")
+                raise Gone(f"{self.address} answers with more than {_ANSWER_BYTES:,} bytes")
             status = response.status
         try:
             found = json.loads(said)
@@ -309,10 +313,10 @@ class Client:
             said = f"{self.address} says: {visible(message[:_SAID])}"
             if 400 <= status < 500 and status not in {408, 429}:
                 return Refused(said, status, code if isinstance(code, str) else None)
-            return _NotWell(said)
+            return Gone(said)
         place = f"{self.address} answers {status} at {path.partition('?')[0]}"
         if status >= 500 or status in {408, 429}:
-            return _NotWell(place)
+            return Gone(place)
         return Refused(f"{place}, without what a kvkeep server says there", status)
 
     def _connect(self) -> HTTPConnection:
@@ -351,10 +355,6 @@ class Client:
         if isinstance(error, HTTPException):
             return f"what answers at {self.address} does not speak HTTP"
         return f"cannot reach {self.address}: {error.strerror or error}"
-
-
-class _NotWell(ConnectionError):
-    """The server is there, and its answer is none."""
 
 
 def _trusting(ca_file: Path | None) -> ssl.SSLContext:

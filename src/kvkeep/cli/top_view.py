@@ -71,7 +71,7 @@ def _title(picture: Picture, address: str, width: int) -> Text:
         return fit(line, width)
     line.append(f" · kvkeep {text(live, 'version', '?')} · {text(live, 'policy', '?')}", "dim")
     line.append(f" · up {ago(number(live, 'uptime_s') or 0)}", "dim")
-    return fit(line, width - 9).append(f" {clock(picture.seen_at)}", "dim")
+    return fit(fit(line, width - 9).append(f" {clock(picture.seen_at)}", "dim"), width)
 
 
 def _labelled(name: str) -> Text:

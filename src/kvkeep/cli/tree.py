@@ -87,7 +87,7 @@ def _of_ones_own(parser: argparse.ArgumentParser) -> None:
         help="a model directory, for its tokenizer (default: the tiny model that kvkeep ships)",
     )
     own.add_argument("--pages", metavar="N", type=int, help="of the cache (default: 16384)")
-    own.add_argument("--page-size", metavar="TOKENS", type=int, help="default: 4")
+    own.add_argument("--page-size", metavar="TOKENS", type=int, help="of a page (default: 4)")
     own.add_argument("--prefix", choices=INDICES, help="how prefixes are found (default: radix)")
     own.add_argument("--eviction", choices=POLICIES, help="what goes first (default: lru)")
     own.add_argument("--branches", metavar="N", type=int, help="drawn of a run (default: 12)")

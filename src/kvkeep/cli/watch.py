@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
-from kvkeep.cli.client import Address, Client, Refused
+from kvkeep.cli.client import Address, Client, Gone, Refused
 from kvkeep.cli.drawing import visible
 from kvkeep.errors import InvalidValue, require
 
@@ -79,7 +79,7 @@ def asking(url: str, args: argparse.Namespace) -> Iterator[Client]:
     with client:
         try:
             yield client
-        except ConnectionError as error:
+        except Gone as error:
             raise InvalidValue(str(error)) from error
 
 
@@ -214,12 +214,12 @@ class Watcher:
     def poll(self) -> Picture:
         """Ask; a server that does not answer leaves the picture as it was, with its trouble.
 
-        Raises `ConnectionError` if there is no picture yet, and `Refused` where asking again would
+        Raises `Gone` if there is no picture yet, and `Refused` where asking again would
         not help: a wrong key, or no kvkeep server.
         """
         try:
             self._picture = self._ask()
-        except ConnectionError as error:
+        except Gone as error:
             old = self._picture
             if old is None:
                 raise
