@@ -354,6 +354,50 @@ def test_more_than_memory_holds(house, prompt, tmp_path):
             assert report.sources[-1][2] == "file"
 
 
+def test_the_tier_that_gave_it_is_named_not_the_one_where_it_was_found(house, prompt, tmp_path):
+    text = prompt(60, 1)
+    place = FaultyBackend(MemoryBackend(1 << 24))
+    with house.store("memory://4MiB", place, f"file://{tmp_path}/tier?size=64MiB") as store:
+        house.keep(store, text)
+        forget(store)
+        assert store.lookup(text).tiers == (("faulty", 60),)
+        place.fail("get")
+        assert house.ask(store, text).sources == ((0, 59, "file"),)
+        place.heal()
+
+
+def test_what_came_up_since_it_was_sought_came_from_below(house, prompt, tmp_path, monkeypatch):
+    text = prompt(60, 1)
+    with house.store("memory://4MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
+        house.keep(store, text)
+        forget(store)
+        lookup = store.lookup
+
+        def and_then_another_fetches_it(tokens, **more):
+            found = lookup(tokens, **more)
+            store.prefetch(tokens, **more).wait(10)
+            return found
+
+        monkeypatch.setattr(store, "lookup", and_then_another_fetches_it)
+        assert house.ask(store, text).sources == ((0, 59, "file"),)
+
+
+def test_a_read_that_takes_too_long(house, prompt):
+    """Memory holds a part, the rest is read as it comes; that is slow."""
+    text = prompt(200, 1)
+    place = FaultyBackend(MemoryBackend(1 << 24))
+    place.timeout = 30.0
+    with house.store(f"memory://{4 * (BLOCK_BYTES + 4096)}", place) as store:
+        house.keep(store, text)
+        forget(store)
+        place.slow(0.1, "get")
+        report = house.ask(store, text, place.heal, load_timeout=0.3)
+        assert report.late
+        assert {one.what for one in report.missing} == {"late"}
+        assert {one.tier for one in report.missing} <= {"faulty", "memory"}
+        assert sum(stop - start for start, stop, _ in report.sources) < 199
+
+
 def test_evicted(house, prompt):
     memory = f"memory://{4 * (BLOCK_BYTES + 4096)}"
     with house.store(memory) as store:

@@ -255,7 +255,7 @@ class Scheduler:
         if self.running:
             # Soon each that runs needs a page more, and each answer of this one a page of its own.
             reserve = self._watermark + len(self.running) + answer.slots - 1
-        observed = self._watch.observer is not None and request.cached_tokens is None
+        observed = self._watch.observer is not None
         began = perf_counter() if observed else 0.0
         answer.sequence = self._cache.open(
             answer.tokens(),
