@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import logging
 import os
 import subprocess
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -17,9 +15,6 @@ from kvkeep.telemetry import start, wanted
 
 pytest.importorskip("opentelemetry.sdk")
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-)
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -218,34 +213,6 @@ def test_many_threads_leave_whole_trees():
 
 
 # --- to a collector --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def collector():
-    """A receiver of OTLP over HTTP; what it got, and its address."""
-    got: list[tuple[str, dict[str, str], ExportTraceServiceRequest]] = []
-
-    class Receiver(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if self.headers.get("content-encoding") == "gzip":
-                body = gzip.decompress(body)
-            request = ExportTraceServiceRequest()
-            request.ParseFromString(body)
-            got.append((self.path, dict(self.headers), request))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", got
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(autouse=True)
