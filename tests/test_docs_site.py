@@ -7,6 +7,8 @@ document, extras against the package's. Links to other hosts are not followed.
 from __future__ import annotations
 
 import ast
+import fcntl
+import os
 import re
 import shlex
 import subprocess
@@ -67,8 +69,19 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site as `make docs` builds it; a warning of mkdocs is an error."""
-    folder = tmp_path_factory.mktemp("docs") / "site"
+    """The site as `make docs` builds it, once for all workers; a warning of mkdocs is an error."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, done = shared / "docs-site", shared / "docs-site.done"
+    with (shared / "docs-site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            _build(folder)
+            done.touch()
+    return folder
+
+
+def _build(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
@@ -78,7 +91,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder
 
 
 @pytest.fixture(scope="module")
