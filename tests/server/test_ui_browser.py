@@ -293,6 +293,18 @@ def test_by_keyboard_alone(server, opened):
         assert page.evaluate(outlines) != "none", "the focus is not seen"
 
 
+def test_the_focus_stays_while_the_tree_changes(server, opened):
+    complete(server, WORDS * 6)
+    with opened(server) as page:
+        boxes(page)
+        page.locator("#picture [role=treeitem][aria-level='2']:not(.several)").first.focus()
+        at = "document.activeElement.dataset.key"
+        before = page.evaluate(at)
+        complete(server, "A new tenant is larger than all before it. " * 40, cache_salt="larger")
+        until(page, "document.getElementById('picture').textContent.includes('tenant larger')")
+        assert page.evaluate(at) == before
+
+
 def test_the_list_says_the_same(server, opened):
     complete(server, WORDS * 6)
     with opened(server) as page:

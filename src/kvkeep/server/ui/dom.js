@@ -52,19 +52,23 @@ export const hide = (node, hidden) => {
 // selection and scrolling survive. `make(item)` makes one, `update(node, item)` fills it.
 export const keyed = (parent, items, key, make, update) => {
   const old = new Map([...parent.children].map((node) => [node.dataset.key, node]));
+  const names = items.map((item) => String(key(item)));
+  const stays = new Set(names);
+  for (const [name, node] of old) {
+    if (!stays.has(name)) node.remove();
+  }
+  const focus = parent.contains(document.activeElement) ? document.activeElement : null;
   let at = parent.firstElementChild;
-  for (const item of items) {
-    const name = String(key(item));
-    let node = old.get(name);
+  items.forEach((item, place) => {
+    let node = old.get(names[place]);
     if (node === undefined) {
       node = make(item);
-      node.dataset.key = name;
-    } else {
-      old.delete(name);
+      node.dataset.key = names[place];
     }
     update(node, item);
     if (node === at) at = at.nextElementSibling;
     else parent.insertBefore(node, at);
-  }
-  for (const node of old.values()) node.remove();
+  });
+  // What is moved loses the focus.
+  if (focus && focus.isConnected && focus !== document.activeElement) focus.focus({preventScroll: true});
 };

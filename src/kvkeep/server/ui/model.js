@@ -29,8 +29,9 @@ export const grow = (answer) => {
 };
 
 // Rectangles of an icicle in shares of the width: [{node, left, width, row, siblings, place}], row by
-// row, left to right. What would be narrower than `least`, or is lower than `rows`, is left out; a node
-// is `cut` where nothing of what is below it is drawn.
+// row, left to right. Siblings that would be narrower than `least` are drawn as one, with the hidden
+// one that the server has made of its smallest; what is lower than `rows` is left out. A node is
+// `cut` where nothing of what is below it is drawn.
 export const icicle = (tops, least, rows) => {
   const found = [];
   const whole = tops.reduce((sum, one) => sum + one.subtree_tokens, 0) || 1;
@@ -39,24 +40,35 @@ export const icicle = (tops, least, rows) => {
     const next = [];
     for (const box of line) {
       const below = box.children.reduce((sum, one) => sum + one.subtree_tokens, 0);
-      const total = Math.max(box.tokens, below) || 1;
+      const scale = box.width / (Math.max(box.tokens, below) || 1);
+      const drawn = box.row + 1 >= rows ? [] : merged(box.children, least / scale, box.node);
       let left = box.left;
-      const drawn = [];
-      for (const node of box.children) {
-        const width = box.width * node.subtree_tokens / total;
-        if (width < least || box.row + 1 >= rows) continue;
-        drawn.push({node, left, width, row: box.row + 1, children: node.children,
-          tokens: node.subtree_tokens});
+      drawn.forEach((node, at) => {
+        const width = node.subtree_tokens * scale;
+        next.push({node, left, width, row: box.row + 1, children: node.children,
+          tokens: node.subtree_tokens, place: at + 1, siblings: drawn.length});
         left += width;
-      }
+      });
       if (box.node) box.node.cut = box.children.length > 0 && !drawn.length;
-      drawn.forEach((one, place) => Object.assign(one, {place: place + 1, siblings: drawn.length}));
-      found.push(...drawn);
-      next.push(...drawn);
     }
+    found.push(...next);
     line = next;
   }
   return {boxes: found, rows: found.reduce((most, one) => Math.max(most, one.row + 1), 0)};
+};
+
+// `nodes` with those of less than `least` tokens, and the hidden one, as one at the end.
+const merged = (nodes, least, up) => {
+  const large = nodes.filter((one) => !one.hidden && one.subtree_tokens >= least);
+  const rest = nodes.filter((one) => one.hidden || one.subtree_tokens < least);
+  const tokens = rest.reduce((sum, one) => sum + one.subtree_tokens, 0);
+  if (!rest.length || tokens < least) return large;
+  if (rest.length === 1) return [...large, rest[0]];
+  const sum = (name) => rest.reduce((all, one) => all + (one[name] || 0), 0);
+  return [...large, {...rest[0], id: `rest of ${up ? up.id : "all"}`, hidden: true, up, children: [],
+    tokens, subtree_tokens: tokens, pages: undefined, hits: sum("hits"), pins: sum("pins"),
+    references: sum("references"), age_s: Math.min(...rest.map((one) => one.age_s)), text: null,
+    subtree_nodes: sum("subtree_nodes"), count: rest.reduce((all, one) => all + (one.count || 1), 0)}];
 };
 
 // --- colours: classes h0 (cold) to h5 (hot), in bands that people can name ----------------------

@@ -51,15 +51,18 @@ export const drawRequests = (answer) => {
 
 // --- causes ------------------------------------------------------------------------------------
 
+const CAUSES = 8;
 const causeKey = (cause) => [cause.reason, cause.cache_salt, cause.position].join(" ");
 
 export const drawCauses = (answer) => {
   const computed = Object.values(answer.computed).reduce((sum, one) => sum + one, 0);
   say(byId("causes-said"), !answer.requests ? "Nothing was asked yet."
     : `Of the last ${many(answer.requests, "request")}, ${tokens(computed)} of `
-      + `${tokens(answer.prompt_tokens)} were computed. What costs most comes first.`);
+      + `${tokens(answer.prompt_tokens)} were computed. What costs most comes first`
+      + `${answer.causes.length > CAUSES ? `; ${whole(answer.causes.length - CAUSES)} smaller `
+        + "causes are left out." : "."}`);
   const ranked = [...answer.causes].sort((a, b) => b.tokens - a.tokens
-    || ORDER.indexOf(a.reason) - ORDER.indexOf(b.reason));
+    || ORDER.indexOf(a.reason) - ORDER.indexOf(b.reason)).slice(0, CAUSES);
   keyed(byId("causes-list"), ranked, causeKey, (cause) => el("li", {},
     el("div", {class: "portion"}, el("b", {}), bar([])),
     el("div", {}, el("p", {class: "sentence"}), el("p", {class: "quiet"})),

@@ -88,7 +88,7 @@ export class Explorer {
     if (this.selected !== null && this.details.id === this.selected) {
       const node = this.tree.nodes.get(this.selected);
       if (node) this.details.load(node);
-      else this.details.gone();
+      else if (!this.details.node.hidden) this.details.gone();
     }
   }
 

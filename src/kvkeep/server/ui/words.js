@@ -14,7 +14,7 @@ export const amount = (value) =>
 export const tokens = (value) => `${amount(value)}${NB}${value === 1 ? "token" : "tokens"}`;
 export const many = (value, one, more = `${one}s`) =>
   `${amount(value)}${NB}${value === 1 ? one : more}`;
-export const share = (value) => `${(100 * value).toFixed(value > 0 && value < 0.0995 ? 1 : 0)}${NB}%`;
+export const share = (value) => `${(100 * value).toFixed(value > 0 && value < 0.0095 ? 1 : 0)}${NB}%`;
 export const bytes = (value) => {
   for (const [size, unit] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) {
     if (value >= size) return `${short(value / size)}${NB}${unit}`;
@@ -31,9 +31,9 @@ export const seconds = (value) => {
 export const ago = (value) => {
   if (value < 1.5) return "just now";
   for (const [size, unit] of [[DAY, "days"], [HOUR, "h"], [MINUTE, "min"]]) {
-    if (value >= 1.5 * size) return `${Math.round(value / size)}${NB}${unit} ago`;
+    if (value >= 1.5 * size) return `${Math.round(value / size)}${NB}${unit}${NB}ago`;
   }
-  return `${Math.round(value)}${NB}s ago`;
+  return `${Math.round(value)}${NB}s${NB}ago`;
 };
 export const running = (value) => {
   const parts = [[DAY, "d"], [HOUR, "h"], [MINUTE, "min"]]
