@@ -380,7 +380,7 @@ def test_a_summary_ranks_what_costs_most() -> None:
             served.run(f"a{at}", tokens(range(41), [5000 + at] * 6, text), "A")
         served.run("b", tokens(range(7000, 7050)), "B")
         served.end(served.open("c", tokens(range(8000, 8030)), store=False))
-        served.open("d", tokens(range(8000, 8030))).close()
+        served.end(served.open("d", tokens(range(8000, 8030))))
         summary = served.explainer.summary()
         assert summary.requests == 11
         assert [(one.reason, one.tenant, one.position) for one in summary.causes[:2]] == [
@@ -406,14 +406,18 @@ def test_a_summary_ranks_what_costs_most() -> None:
         assert sum(totals["A"].computed.values()) + sum(totals["A"].reused.values()) == 8 * 447
 
 
-def test_totals_follow_what_a_store_gave(served: Served) -> None:
-    served.open("a", A).close()
+def test_totals_count_what_has_ended_and_never_fall(served: Served) -> None:
+    sequence = served.open("a", A)
+    assert served.explainer.namespaces() == []
     served.explainer.loaded("a", [(0, 16, "disk")], [])
+    served.end(sequence)
     (totals,) = served.explainer.namespaces()
     assert (totals.reused, totals.computed) == ({"disk": 16}, {"new": 24})
-    served.explainer.loaded("a", [], [])
-    (totals,) = served.explainer.namespaces()
-    assert (totals.requests, totals.reused, totals.computed) == (1, {}, {"new": 40})
+    totals.computed.clear()
+    assert served.explainer.computed() == {"new": 24}
+    served.run("b", A, "b")
+    assert served.explainer.computed() == {"new": 64}
+    assert [one.requests for one in served.explainer.namespaces()] == [1, 1]
 
 
 def test_what_json_gets(served: Served) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -83,8 +83,10 @@ class Explainer:
     ``prompt_tokens``, and of ``units`` full pages that are not in the cache what became of them.
     ``policy`` is the name of the cache's eviction policy, ``clock`` gives unix seconds.
 
-    Thread safety: all of it. Cost: of telling, some microseconds; see ``docs/explain.md`` for the
-    rest.
+    Thread safety: all of it. Cost: of telling, 1 µs an event and 12 µs a request of 8,192 tokens.
+    Working one off takes about 0.6 ms if it was cached and 1.5 ms if it was not (pages of 16
+    tokens), a quarter of a millisecond of it hashing. Memory: 200 bytes a unit, 4 … 11 a token of
+    the prompts, 2 KiB a request: with the defaults 250 MB at most.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Explainer:
         self._records: OrderedDict[str, Record] = OrderedDict()
         self._running: OrderedDict[str, Record] = OrderedDict()
         self._totals: OrderedDict[Namespace, Totals] = OrderedDict()
+        self._computed: dict[str, int] = {}
         self._inbox: Inbox[_Told] = Inbox(self._understand, "kvkeep-explain", _MOST_TOLD)
 
     # --- being told --------------------------------------------------------------------------
@@ -212,9 +215,10 @@ class Explainer:
         if len(self._records) > self._most_requests:
             self._records.popitem(last=False)
         self._running[told.id] = record
-        if len(self._running) > _MOST_RUNNING:  # nobody told of their end
-            self._running.popitem(last=False)[1].asker.running = False
-        self._count(record, 1)
+        if len(self._running) > _MOST_RUNNING:  # nobody told of its end
+            oldest = self._running.popitem(last=False)[1]
+            oldest.asker.running = False
+            self._count(oldest)
 
     @staticmethod
     def _given(tokens: TokenArray, cached: int) -> int:
@@ -224,11 +228,7 @@ class Explainer:
     def _was_loaded(self, told: _Loaded) -> None:
         record = self._running.get(told.id) or self._records.get(told.id)
         if record is not None:
-            self._count(record, -1)
-            try:
-                record.settle(told.sources, told.missing)
-            finally:
-                self._count(record, 1)
+            record.settle(told.sources, told.missing)
 
     def _has_ended(self, told: _Ended) -> None:
         record = self._running.pop(told.id, None)
@@ -237,26 +237,21 @@ class Explainer:
             record.asker.outcome = told.outcome
             record.generated = told.generated
             record.ttft_s, record.seconds = told.ttft_s, told.seconds
+            self._count(record)
 
-    def _count(self, record: Record, sign: int) -> None:
-        """Add what became of one request to its namespace's totals, or take it out of them."""
-        before = self._totals.get(record.namespace)
-        if before is None:
-            before = Totals(record.namespace, 0, 0, {}, {})
-        reused: dict[str, int] = {}
-        computed: dict[str, int] = {}
-        add_up(record.spans, reused, computed)
-        for counts, more in ((before.reused, reused), (before.computed, computed)):
-            for name, tokens in more.items():
-                counts[name] = counts.get(name, 0) + sign * tokens
-        self._totals[record.namespace] = Totals(
-            record.namespace,
-            before.requests + sign,
-            before.prompt_tokens + sign * record.tokens,
+    def _count(self, record: Record) -> None:
+        """Add what became of a request to its namespace's totals: at its end, when that is sure."""
+        space = record.namespace
+        before = self._totals.pop(space, None) or Totals(space, 0, 0, {}, {})
+        add_up(record.spans, before.reused, before.computed)
+        add_up(record.spans, {}, self._computed)
+        self._totals[space] = Totals(
+            space,
+            before.requests + 1,
+            before.prompt_tokens + record.tokens,
             before.reused,
             before.computed,
         )
-        self._totals.move_to_end(record.namespace)
         if len(self._totals) > _MOST_NAMESPACES:
             self._totals.popitem(last=False)
 
@@ -314,21 +309,25 @@ class Explainer:
     def namespaces(self) -> list[Totals]:
         """What all requests of each namespace reused and computed, the largest first.
 
-        Since the beginning, of the 10,000 namespaces that were asked last.
+        Since the beginning, of the 10,000 namespaces that were asked last. A request counts once
+        it has ended.
         """
         with self._inbox.lock:
             self._inbox.work_off()
             found = [
-                Totals(
-                    one.namespace,
-                    one.requests,
-                    one.prompt_tokens,
-                    {name: tokens for name, tokens in one.reused.items() if tokens},
-                    {name: tokens for name, tokens in one.computed.items() if tokens},
-                )
+                replace(one, reused=dict(one.reused), computed=dict(one.computed))
                 for one in self._totals.values()
             ]
         return sorted(found, key=lambda one: -one.prompt_tokens)
+
+    def computed(self) -> dict[str, int]:
+        """Reason → tokens that were computed for it, of all requests that have ended.
+
+        Since the beginning; these numbers never fall, as counters must not.
+        """
+        with self._inbox.lock:
+            self._inbox.work_off()
+            return dict(self._computed)
 
     def close(self) -> None:
         """End the thread. What was told before can still be asked for."""
