@@ -37,7 +37,10 @@ _Table = dict[str, tuple[str, str]]
 # Ours → the field of `CacheStats`, and what it is.
 _CACHE_GAUGES: _Table = {
     "kvkeep_pages_pinned": ("pinned_pages", "Cached pages under pins, soft or hard"),
-    "kvkeep_pages_hard_pinned": ("hard_pinned_pages", "Of these, pages that are never evicted"),
+    "kvkeep_pages_hard_pinned": (
+        "hard_pinned_pages",
+        "Cached pages that hard pins keep for certain",
+    ),
     "kvkeep_pages_dead": ("pages_dead", "Cached pages that sessions left aside: they go first"),
     "kvkeep_pages_awaited": ("pages_awaited", "Cached pages kept for sessions that are away"),
     "kvkeep_pages_shared": ("pages_shared", "Pages that more than one sequence has"),
@@ -73,7 +76,7 @@ _KEEPER_COUNTERS: _Table = {
 }
 _STORE_COUNTERS: _Table = {
     "kvkeep_store_asked_tokens": ("asked_tokens", "Tokens that the store was asked for"),
-    "kvkeep_store_hit_tokens": ("hit_tokens", "Of these, tokens that it gave"),
+    "kvkeep_store_hit_tokens": ("hit_tokens", "Tokens that it was asked for and gave"),
     "kvkeep_store_put_tokens": ("put_tokens", "Tokens that it took in"),
     "kvkeep_store_skipped_tokens": ("skipped_tokens", "Tokens given to it that it had already"),
     "kvkeep_store_dropped_tokens": ("dropped_tokens", "Tokens given to it that found no room"),
@@ -98,11 +101,22 @@ _TIER_COUNTERS = {
     "drops": "Blocks not written: full queue, no room, or a failed write",
     "evictions": "Blocks taken away to make room",
     "demotions": "Evicted blocks that moved one tier down",
-    "demotions_dropped": "Evicted blocks that should have, but there was no time",
+    "demotions_dropped": "Evicted blocks that should have moved down, but there was no time",
     "read_bytes": "Bytes of records read",
     "written_bytes": "Bytes of records written",
     "read_seconds": "Seconds spent in the tier's backend, reading",
     "write_seconds": "Seconds spent in the tier's backend, writing",
+}
+
+# The same, of a publisher of KV events.
+_EVENT_COUNTERS: _Table = {
+    "kvkeep_events_batches": ("batches", "Batches of KV events that were published"),
+    "kvkeep_events_told": ("events", "KV events that were published"),
+    "kvkeep_events_dropped": ("dropped", "KV events that found the queue full"),
+    "kvkeep_events_resyncs": ("resyncs", "Times all was compared with the cache after that"),
+    "kvkeep_events_replays": ("replays", "Requests for KV events that were missed"),
+    "kvkeep_events_snapshots": ("snapshots", "Requests for all that is cached"),
+    "kvkeep_events_refused": ("refused", "Requests on the replay socket that were none"),
 }
 
 
@@ -280,23 +294,8 @@ def of_computed(reasons: Mapping[str, int]) -> Iterator[Metric]:
 
 def of_events(publisher: Mapping[str, int]) -> Iterator[Metric]:
     """What the publisher of KV events has done: `kvkeep.feed.PublisherStats` by name."""
-    for what in ("batches", "events", "dropped", "resyncs", "replays", "snapshots", "refused"):
-        yield CounterMetricFamily(
-            f"kvkeep_events_{what}" if what != "events" else "kvkeep_events_told",
-            f"KV events: {_EVENTS[what]}",
-            publisher[what],
-        )
-
-
-_EVENTS = {
-    "batches": "batches published",
-    "events": "told in them",
-    "dropped": "that found the queue full",
-    "resyncs": "times that all was compared with the cache after that",
-    "replays": "requests for what was missed",
-    "snapshots": "requests for all that there is",
-    "refused": "requests that were none",
-}
+    for name, (key, text) in _EVENT_COUNTERS.items():
+        yield CounterMetricFamily(name, text, publisher[key])
 
 
 def _tier(name: str) -> str:

@@ -58,11 +58,13 @@ class Metrics:
             "kvkeep_prompt_tokens", "Prompt tokens of finished requests", registry=registry
         )
         self.cached_tokens = Counter(
-            "kvkeep_cached_tokens", "Of these, tokens that were reused", registry=registry
+            "kvkeep_cached_tokens",
+            "Prompt tokens of finished requests that were reused",
+            registry=registry,
         )
         self.loaded_tokens = Counter(
             "kvkeep_loaded_tokens",
-            "Of the cached tokens, those that came from the store",
+            "Prompt tokens of finished requests that were reused from the store",
             registry=registry,
         )
         self.generated_tokens = Counter(
@@ -76,7 +78,8 @@ class Metrics:
         )
         self._by_warmth = Histogram(
             "kvkeep_time_to_first_token_by_warmth_seconds",
-            "The same, apart for warm requests (half of the prompt or more was reused) and cold",
+            "From a request's arrival to its first token; warm: half of its prompt or more was "
+            "reused",
             ["warmth"],
             buckets=_SECONDS,
             registry=registry,
