@@ -14,7 +14,7 @@ from kvkeep.engine import Limits
 pytestmark = pytest.mark.model
 
 CLIENTS = 6
-EACH = 14
+EACH = 9
 REASONS = {
     "new", "diverged", "evicted", "not_admitted", "other_namespace", "page_remainder",
     "computing", "tier_unavailable", "damaged", "last_token",
@@ -32,7 +32,7 @@ def bodies(chance):
             prompt[chance.randrange(len(prompt))] = chance.randrange(5, 4000)
         yield {
             "prompt": [prompt] * chance.choice((1, 1, 1, 2)),
-            "max_tokens": chance.choice((1, 1, 2, 20)),
+            "max_tokens": chance.choice((1, 1, 2, 12)),
             "temperature": 0,
             "cache_salt": chance.choice((None, None, "a")),
             "kvkeep": {"store": chance.random() < 0.8},

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from real_server import eventually
-from see_help import ask, explained, forget_pool, only, storing, tokens_of
+from see_help import BLOCK, ask, explained, forget_pool, only, storing, tokens_of
 
 from kvkeep.backends.memory import MemoryBackend
 from kvkeep.testing import FaultyBackend
@@ -133,6 +133,17 @@ def test_a_tier_that_is_too_small():
         assert evidence["policy"] == "lru"
         assert evidence["ago_s"] >= 0
         assert told["computed"]["evicted"] >= 128
+
+
+def test_a_tier_that_has_no_room(faulty):
+    with storing("memory://1MiB", faulty) as server:
+        faulty.fill_up()
+        prompt = tokens_of(12, LONG)
+        ask(server, prompt)
+        push_out_of_memory(server)
+        told = explained(server, ask(server, prompt))
+        assert only(told, "not_admitted")["evidence"] == {"tier": "faulty", "why": "no_room"}
+        assert told["computed"]["not_admitted"] >= 2 * BLOCK
 
 
 def test_cleared_from_the_store():
