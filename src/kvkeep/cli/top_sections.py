@@ -23,6 +23,7 @@ __all__ = ["ROOMY", "main_reason", "sections"]
 
 ROOMY: Final = 110  # columns from which on lines say what they could leave out
 _WIDE: Final = 150  # and from which on two sections stand beside each other
+_SENTENCE: Final = 36  # columns that a sentence needs to say anything
 # How the sentence about a request begins: that has a column of its own.
 _COUNTED: Final = re.compile(r"[0-9,]+ of [0-9,]+ tokens computed(?:: |, )")
 
@@ -77,7 +78,7 @@ def _share_out(wants: Mapping[str, tuple[int, int]], rows: int) -> dict[str, int
 
 def _tiers(picture: Picture, tiers: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
     wide = width >= ROOMY
-    more = ("queued", "drops", "errors", "place") if wide else ()
+    more = ["queued", "drops", "errors"] * wide + ["place"] * (width >= _WIDE)
     before = {text(one, "name"): one for one in entries(picture.before, "tiers")}
     passed = (number(picture.live, "at") or 0) - (number(picture.before, "at") or 0)
     each = "/s" if before and passed > 0 else ""
@@ -113,7 +114,7 @@ def _tiers(picture: Picture, tiers: Sequence[Mapping[str, Any]], width: int) -> 
                 _counted(whole(tier, "drops")),
                 _counted(whole(tier, "errors") + whole(tier, "damaged")),
                 cell(text(tier, "place"), max(width - 129, 0), "dim"),
-            ]
+            ][: len(more)]
         lines.append(row(*cells, width=width))
     return lines
 
@@ -185,7 +186,7 @@ def _unexplained(width: int) -> Text:
 
 
 def _requests(picture: Picture, requests: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
-    wide = width >= 120
+    wide = width >= _WIDE
     named, salt, track = (33, 14, 24) if wide else (12, 8, 14)
     rest = max(width - named - salt - track - 27, 8)
     lines = [
@@ -193,7 +194,7 @@ def _requests(picture: Picture, requests: Sequence[Mapping[str, Any]], width: in
             row(
                 cell("ago", 6, right=True), cell("request", named), cell("tenant", salt),
                 cell("prompt", 6, right=True), cell("", track), cell("TTFT", 7, right=True),
-                cell("computed, because" if wide else "computed, for", rest), width=width,
+                cell("computed, " + ("because" if rest >= _SENTENCE else "for"), rest), width=width,
             )
         )
     ]  # fmt: skip
@@ -203,7 +204,7 @@ def _requests(picture: Picture, requests: Sequence[Mapping[str, Any]], width: in
         computed = tokens_by(one, "computed")
         missed = sum(computed.values())
         reason = main_reason(computed)
-        if wide and (sentence := text(one, "sentence")):
+        if rest >= _SENTENCE and (sentence := text(one, "sentence")):
             reason = f"{amount(missed):>6}  {_COUNTED.sub('', sentence)}"
         name = text(one, "id", "?")
         lines.append(

@@ -64,12 +64,12 @@ def _title(picture: Picture, address: str, width: int) -> Text:
     live = picture.live
     line = Text(no_wrap=True, end="")
     line.append(f" {text(live, 'model', '?')} ", "bold reverse")
-    line.append(f" {address}")
     if picture.trouble is not None:
-        line.append(f"  {visible(picture.trouble)}; asked again", "bold red")
-        line.append(f" (seen {ago(time.time() - picture.seen_at)} ago)", "red")
-        return fit(line, width)
-    line.append(f" · kvkeep {text(live, 'version', '?')} · {text(live, 'policy', '?')}", "dim")
+        line.append(f" seen {ago(time.time() - picture.seen_at)} ago, asked again: ", "red")
+        return fit(line.append(visible(picture.trouble), "bold red"), width)
+    line.append(
+        f" {address} · kvkeep {text(live, 'version', '?')} · {text(live, 'policy', '?')}", "dim"
+    )
     line.append(f" · up {ago(number(live, 'uptime_s') or 0)}", "dim")
     return fit(fit(line, width - 9).append(f" {clock(picture.seen_at)}", "dim"), width)
 
