@@ -264,6 +264,9 @@ class Reasons:
             evidence = _divergence(asked.tokens, found)
             for start, stop, _ in found.stretches:
                 spans = painted(spans, Span(start, stop, None, "diverged", evidence), {_NEW})
+            # Where much was forgotten, some of them are known to have been lost otherwise.
+            reusable = (span.tokens for span in spans if span.reason == "diverged")
+            evidence["would_reuse"] = sum(reusable)
         return spans
 
     def _same_page(
@@ -314,7 +317,6 @@ def _divergence(tokens: TokenArray, found: Nearest) -> dict[str, Any]:
     return {
         "position": position,
         "nearest": found.prompt.id,
-        "would_reuse": found.would_reuse,
         "given": tokens[window].tolist(),
         "cached": found.prompt.tokens[window].tolist(),
         "differs": max(0, found.resumes - position),
