@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -142,6 +143,46 @@ def test_events_hold_no_tokens_while_they_wait():
     it = Watched()
     it.ask(1, 2, at=0)
     assert not any(isinstance(note, Stored | Evicted) for note in it.times._waiting)
+
+
+def test_who_reads_meanwhile_neither_waits_nor_takes_anything_away():
+    it = Watched(pages=16)
+    ended = threading.Event()
+    seen: list[int] = []
+
+    def read() -> None:
+        while not ended.is_set():
+            seen.append(sum(it.times.snapshot().evicted.values()))
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for number in range(3000):
+        it.ask(number, number, at=number)
+    ended.set()
+    for reader in readers:
+        reader.join()
+    last = it.times.snapshot()
+    assert last.evicted["pressure"] == it.cache.stats().evicted_pages == 2 * 3000 - 16
+    assert last.residency["pressure"].count == 2 * 3000 - 16
+    assert max(seen) <= 2 * 3000 - 16
+
+
+def test_a_reason_that_nobody_knows_yet_is_told():
+    times = PageTimes(4)
+    times.see(Evicted(np.array([1, 2], np.int32), "replaced"))
+    seen = times.snapshot()
+    assert seen.evicted["replaced"] == 2
+    assert seen.residency["replaced"].count == 0
+
+
+def test_the_cache_does_not_wait_for_who_reads():
+    it = Watched(pages=8)
+    for number in range(5000):
+        it.ask(number, at=number)
+    with it.times._working:  # somebody reads, and takes long
+        it.ask(7, 7, at=5000)
+    assert it.times.snapshot().evicted["pressure"] == 5002 - 8
 
 
 @settings(max_examples=40, deadline=None)

@@ -85,15 +85,19 @@ class PageTimes:
         # Without its tokens: they are most of an event, and nobody here needs them.
         if isinstance(event, Stored):
             self._waiting.append((self._clock(), event.pages, event.parent, event.sequence))
-            if len(self._waiting) > _MUCH:
-                self._work(_A_LITTLE)
+            # Who reads works it off already: the cache does not wait for that.
+            if len(self._waiting) > _MUCH and self._working.acquire(blocking=False):
+                try:
+                    self._work(_A_LITTLE)
+                finally:
+                    self._working.release()
         elif isinstance(event, Evicted):
             self._waiting.append((self._clock(), event.pages, event.reason))
 
     def snapshot(self) -> TimesOfPages:
         """What has happened so far. Cost: a few microseconds for each event since the last time."""
-        self._work(len(self._waiting))
         with self._working:
+            self._work(len(self._waiting))
             return TimesOfPages(
                 dict(self._evicted),
                 {reason: times.buckets() for reason, times in self._residency.items()},
@@ -101,17 +105,13 @@ class PageTimes:
             )
 
     def _work(self, most: int) -> None:
-        """Count up to ``most`` of what waits, in order."""
-        with self._working:
-            for _ in range(most):
-                try:
-                    note = self._waiting.popleft()
-                except IndexError:
-                    return
-                if len(note) == 4:
-                    self._note_stored(*note)
-                else:
-                    self._note_evicted(*note)
+        """Count up to ``most`` of what waits, in order; one thread at a time."""
+        for _ in range(min(most, len(self._waiting))):
+            note = self._waiting.popleft()
+            if len(note) == 4:
+                self._note_stored(*note)
+            else:
+                self._note_evicted(*note)
 
     def _note_stored(self, now: float, pages: PageArray, parent: int, sequence: int) -> None:
         self._stored[pages] = now
@@ -144,6 +144,9 @@ class PageTimes:
                 return
 
     def _note_evicted(self, now: float, pages: PageArray, reason: str) -> None:
+        if reason not in self._evicted:  # a new one: better told than missed
+            self._evicted[reason] = 0
+            self._residency[reason] = Histogram(_SECONDS)
         self._evicted[reason] += len(pages)
         ages = now - self._stored[pages]
         known = ages == ages  # noqa: PLR0124 - not a number: stored before anybody looked
