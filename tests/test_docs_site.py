@@ -152,6 +152,13 @@ def test_every_document_is_a_page_that_the_contents_show(
         assert page in shown, f"docs/{source.relative_to(DOCS)} is not in the nav of mkdocs.yml"
 
 
+def test_the_contents_show_each_page_once() -> None:
+    text = (ROOT / "mkdocs.yml").read_text("utf-8")
+    named = re.findall(r"^ +- .*?(\S+\.md)$", text[text.index("\nnav:") :], re.MULTILINE)
+    assert len(named) > 40
+    assert not [page for page, times in Counter(named).items() if times > 1]
+
+
 def test_links_are_named_after_what_they_lead_to(site: Path) -> None:
     for path in site.rglob("*.html"):
         left = re.findall(r"[\w-]+\.md</a>", path.read_text("utf-8"))

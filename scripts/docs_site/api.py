@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import textwrap
 from pathlib import Path
 
 __all__ = ["listed", "module_text", "public_names"]
@@ -27,9 +28,13 @@ def listed(room: str) -> list[str]:
 
 
 def module_text(module: str) -> str:
-    """The module's docstring as it stands, without its first line: tables are drawn in it."""
-    _, _, rest = _docstring(module).partition("\n")
-    return f"```text\n{rest.strip(chr(10))}\n```"
+    """The module's docstring without its first line: what is drawn with spaces as it stands."""
+    _, *paragraphs = _docstring(module).split("\n\n")
+    shown = (
+        f"```text\n{textwrap.dedent(text)}\n```" if text.startswith("    ") else text
+        for text in paragraphs
+    )
+    return "\n\n".join(shown)
 
 
 def _first_paragraph(room: str) -> str:
