@@ -233,7 +233,7 @@ class Reasons:
                 high = middle
         if low == known:
             return spans
-        others = self._ledger.holders(names[low - 1], ours)[-_SPACES:]
+        others = self._ledger.holders(names[low - 1], ours, _SPACES)
         theirs = min(others, key=lambda space: len(_differing(ours, space.namespace)))
         span = Span(
             known * self._size,
