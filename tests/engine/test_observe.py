@@ -345,9 +345,10 @@ def test_the_pool_first_then_two_tiers_then_nothing(house, prompt, tmp_path):
 
 def test_more_than_memory_holds(house, prompt, tmp_path):
     memory = f"memory://{3 * (BLOCK_BYTES + 8192)}"
-    with house.store(memory, f"file://{tmp_path}/tier?size=64MiB") as store:
-        texts = [prompt(100, at) for at in range(3)]
+    texts = [prompt(100, at) for at in range(3)]
+    with house.store("memory://16MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
         house.keep(store, *texts)
+    with house.store(memory, f"file://{tmp_path}/tier?size=64MiB") as store:
         for text in texts:
             report = house.ask(store, text)
             assert sum(stop - start for start, stop, _ in report.sources) == 99
@@ -382,14 +383,14 @@ def test_what_came_up_since_it_was_sought_came_from_below(house, prompt, tmp_pat
         assert house.ask(store, text).sources == ((0, 59, "file"),)
 
 
-def test_a_read_that_takes_too_long(house, prompt):
+def test_a_read_that_takes_too_long(house, prompt, tmp_path):
     """Memory holds a part, the rest is read as it comes; that is slow."""
     text = prompt(200, 1)
-    place = FaultyBackend(MemoryBackend(1 << 24))
+    with house.store("memory://16MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
+        house.keep(store, text)
+    place = FaultyBackend(DiskBackend(tmp_path / "tier", 1 << 26, sync="never"))
     place.timeout = 30.0
     with house.store(f"memory://{4 * (BLOCK_BYTES + 4096)}", place) as store:
-        house.keep(store, text)
-        forget(store)
         place.slow(0.1, "get")
         report = house.ask(store, text, place.heal, load_timeout=0.3)
         assert report.late

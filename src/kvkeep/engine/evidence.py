@@ -49,11 +49,13 @@ class Evidence:
         """Tokens that the pool had when it was admitted."""
         self.asks = False
         """Whether anything was wanted of the store."""
+        self.answered = False
+        """Whether the store had said what it has when it was admitted."""
         self._end = end
         self._page_size = page_size
         self._front = tiers[0]
         self._began = self._last = time.monotonic()
-        self._answered = False
+        self._said: tuple[Lookup, Sequence[Fate]] | None = None
         self._slow = ""
         self._found = 0
         self._ready: int | None = None
@@ -68,11 +70,8 @@ class Evidence:
 
     def sought(self, there: Lookup, behind: Sequence[Fate]) -> None:
         """The store has said what it has, and of what it has not, why."""
-        self._found = there.tokens
-        self._where = _ranges(0, there.tiers)
-        self._behind = behind
-        self._answered = True
         self.now()
+        self._said = there, behind
 
     def brought(self, prefetch: Prefetch, ready: int) -> None:
         """``ready`` tokens may be read, most of them in memory by now."""
@@ -82,7 +81,11 @@ class Evidence:
             self.now()
 
     def begins(self, pool: int, *, wanted: bool) -> None:
-        """Its answer is admitted."""
+        """Its answer is admitted. What the store says after that does not count."""
+        if self._said is not None:
+            there, self._behind = self._said
+            self._found, self._where = there.tokens, _ranges(0, there.tiers)
+            self.answered = True
         self.pool = pool
         self.asks = wanted and self._end - pool >= self._page_size
 
@@ -171,7 +174,7 @@ class Evidence:
 
     def _not_there(self, start: int) -> list[Fate]:
         """It was not found."""
-        if self._answered:
+        if self.answered:
             return self._cover(start, self._end, self._behind, "never", "")
         return self._cover(start, self._end, self._behind, "late", "no answer")
 

@@ -194,11 +194,14 @@ class Loads:
 
         What is late is left; `loading` says whether anything comes.
         """
+        evidence = load.evidence
+        if evidence is not None:
+            evidence.begins(cached, wanted=self.wanted(load))
         held = 0.0 if load.held_since is None else time.monotonic() - load.held_since
         # What is ready is worth reading also where the time is over.
         left = max(self._timeout - held, self._timeout / 4)
         with self._lock:
-            prefetch, ready, evidence = load._prefetch, 0, load.evidence
+            prefetch, ready = load._prefetch, 0
             if prefetch is not None:
                 # More may be found than memory holds: the rest is read as it comes.
                 ready = load._found if prefetch.done else min(load._found, prefetch.wait(0))
@@ -207,8 +210,6 @@ class Loads:
             prefetch.cancel()
             if evidence is not None:
                 evidence.brought(prefetch, ready)
-        if evidence is not None:
-            evidence.begins(cached, wanted=self.wanted(load))
         load._stop, load._ready = min(ready, len(load.tokens) - 1), ready
         if load._stop - cached < self._size:
             self.cancel(load)
@@ -281,7 +282,7 @@ class Loads:
         """What came, and why the rest did not. Its answer was admitted, and nothing more comes."""
         if called_off:
             return evidence.report_so_far()
-        if not load._sought and evidence.asks:  # not even that came: who did not answer?
+        if evidence.asks and not evidence.answered:  # who was it that did not?
             at = evidence.pool
             why = self._store.why(load.tokens, at, tenant=load.tenant, since=evidence.since)
             evidence.unanswered(why)

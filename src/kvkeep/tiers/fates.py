@@ -92,12 +92,12 @@ class Fates:
                 known = last.get(block)
                 if known is None:
                     last[block] = event
+                    if len(last) > self.most:
+                        last.popitem(last=False)
                     continue
                 if what != "evicted" or not self._lost_below(known, tier):
                     last[block] = event
                 last.move_to_end(block)
-            while len(last) > self.most:
-                last.popitem(last=False)
 
     def of(self, block: bytes) -> Happened | None:
         """The last thing that happened to ``block``, if that is remembered."""
