@@ -1,4 +1,4 @@
-"""The public names of a room: what its ``__all__`` says, in that order, read and not imported."""
+"""The public names of a room: what its ``__all__`` says, errors last, read and not imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 def public_names(room: str) -> str:
     """What the room is for, then what mkdocstrings shall show of it."""
-    shown = (f"::: {room}.{name}" for name in listed(room))
+    errors = _imported(room, "kvkeep.errors")
+    shown = (f"::: {room}.{name}" for name in sorted(listed(room), key=errors.__contains__))
     return "\n\n".join([_first_paragraph(room), *shown])
 
 
@@ -35,6 +36,16 @@ def module_text(module: str) -> str:
         for text in paragraphs
     )
     return "\n\n".join(shown)
+
+
+def _imported(room: str, source: str) -> set[str]:
+    """The names that the room has from another module."""
+    return {
+        alias.asname or alias.name
+        for node in _parsed(room).body
+        if isinstance(node, ast.ImportFrom) and node.module == source
+        for alias in node.names
+    }
 
 
 def _first_paragraph(room: str) -> str:
