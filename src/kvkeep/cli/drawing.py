@@ -49,13 +49,13 @@ def amount(number: float) -> str:
     """A count in at most six characters: ``"9,999"``, ``"12.3 k"``, ``"120 k"``, ``"4.5 M"``."""
     if number < 9999.5:
         return f"{number:,.0f}"
-    for unit in "kMGT":
+    for unit in "kMGTP":
         number /= 1000
         if number < 99.95:
             return f"{number:.1f} {unit}"
         if number < 999.5:
-            return f"{number:.0f} {unit}"
-    return f"{number / 1000:,.0f} P"
+            break
+    return f"{number:,.0f} {unit}"
 
 
 def storage(number: int) -> str:
