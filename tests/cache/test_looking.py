@@ -421,6 +421,49 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
     assert cache.map("zzz").nodes == ()
 
 
+@pytest.mark.parametrize("nodes", [1, 2, 5, 20])
+def test_what_goes_between_two_steps_is_not_in_the_map(monkeypatch, nodes):
+    cache = PagedCache(100, PAGE)
+    for head in range(9):
+        store(cache, [head, head, 0])
+    numbers = [node.id for node in cache.map("").nodes]
+    rests = 0
+
+    def go(seconds):
+        nonlocal rests
+        rests += 1
+        if rests == 2:  # after the root, and four runs
+            cache.evict(9)
+
+    monkeypatch.setattr(looking, "_STEP", 4)
+    monkeypatch.setattr(looking.time, "sleep", go)
+    made = afresh(cache, "", nodes=nodes)
+    assert rests > 2
+    assert made.pages == made.runs == sum(node.pages for node in made.nodes) == 4
+    assert sum(node.count or 1 for node in made.nodes) == 4
+    assert afresh(cache, "").nodes == ()
+    with pytest.raises(NotCached):
+        cache.node(numbers[0])
+
+
+@pytest.mark.parametrize("ask", ["node", "evict_below", "pin_node", "unpin_node"])
+def test_what_goes_when_it_was_just_found(monkeypatch, cache, ask):
+    number = ids(cache)[3, 3]
+    find = looking.Looking._find
+
+    def found_and_gone(self, number):
+        node = find(self, number)
+        cache.evict(3)
+        return node
+
+    monkeypatch.setattr(looking.Looking, "_find", found_and_gone)
+    with pytest.raises(NotCached):
+        getattr(cache, ask)(number)
+    with pytest.raises(NotCached):
+        cache.map(root=number)
+    cache.check()
+
+
 def test_a_map_of_many_runs_is_made_in_steps(monkeypatch):
     """Nobody waits longer than for one step: who wants the lock meanwhile gets it in between."""
     monkeypatch.setattr(looking, "_STEP", 64)

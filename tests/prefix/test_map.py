@@ -283,6 +283,14 @@ def test_tokens_are_found_wherever_they_stand(asked, needle, evicted):
         assert all(below.parent is above for above, below in pairwise(nodes))
 
 
+def test_the_earliest_of_several_places_across_a_border():
+    tree = grown([([0, 0, 0, 0, 0, 0], 0), ([0, 0, 0, 0, 1, 1], 0)])
+    walk = tree.walk(Finding.COLUMNS)
+    (places,) = Finding(walk, PAGE).places([as_tokens([0, 0, 0])], 9)
+    assert {(walk.nodes[row].id, at) for row, at in places} == sought(tree, [0, 0, 0])
+    assert sorted(at for _, at in places) == [0, 2]
+
+
 @pytest.mark.parametrize("batch", [1, 3, 1 << 20])
 def test_batches_do_not_matter(batch, monkeypatch):
     monkeypatch.setattr("kvkeep.prefix.finding._BATCH_TOKENS", batch)
