@@ -20,6 +20,9 @@ LOOKS = {
     "phone": {"color_scheme": "dark", "viewport": {"width": 360, "height": 740},
               "is_mobile": True, "has_touch": True},
 }  # fmt: skip
+# What holds more than it is wide, and would be scrolled or cut.
+TOO_WIDE = """() => [...document.querySelectorAll("main > *, .card, .requests, .causes")]
+  .filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.id || one.className)"""
 HOSTILE = (
     "<script>window.taken=1</script><img src=x onerror=window.taken=2> \x1b[31m\u202egnp.exe "
     '"><svg onload=window.taken=3> {{7*7}} \u2066\u2069 '
@@ -178,6 +181,7 @@ def test_nothing_scrolls_sideways(server, opened, look, tmp_path):
         # Not innerWidth: a phone's grows with what does not fit.
         wide = page.evaluate("document.documentElement.scrollWidth")
         assert wide <= page.viewport_size["width"]
+        assert page.evaluate(TOO_WIDE) == []
         page.screenshot(path=tmp_path / f"{look}.png", full_page=True)
         see(page, ".request").click()
         page.locator("dialog .spans").wait_for()

@@ -67,6 +67,7 @@ const locked = (error) => {
 const askKey = () => {
   const field = el("input", {type: "password", id: "key-field", autocomplete: "off",
     spellcheck: "false", required: true});
+  const wrong = el("p", {class: "wrong", role: "alert"});
   const forget = el("button", {type: "button", disabled: !key(), on: {click: () => {
     setKey(null);
     dialogs.close();
@@ -75,11 +76,16 @@ const askKey = () => {
   const form = el("form", {class: "asked"},
     el("p", {}, "The key that the server was started with. This tab remembers it until it is closed, "
       + "and sends it to this server alone."),
-    el("label", {for: "key-field"}, "API key"), field,
+    el("label", {for: "key-field"}, "API key"), field, wrong,
     el("div", {class: "buttons"}, forget, el("button", {type: "submit", class: "main"}, "Use it")));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    setKey(field.value.trim());
+    const typed = field.value.trim();
+    if (!/^[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?$/.test(typed)) {
+      say(wrong, "A key is letters, digits and signs of ASCII.");
+      return;
+    }
+    setKey(typed);
     dialogs.close();
     go();
   });

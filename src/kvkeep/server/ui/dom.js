@@ -70,5 +70,5 @@ export const keyed = (parent, items, key, make, update) => {
     else parent.insertBefore(node, at);
   });
   // What is moved loses the focus.
-  if (focus && focus.isConnected && focus !== document.activeElement) focus.focus({preventScroll: true});
+  if (focus?.isConnected && focus !== document.activeElement) focus.focus({preventScroll: true});
 };

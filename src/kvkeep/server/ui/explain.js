@@ -17,6 +17,7 @@ const to = (id, text) => (id ? el("button", {type: "button", class: "link",
   on: {click: () => explain(id)}}, theirs(text)) : "another request");
 
 const WORDS = {
+  __proto__: null,  // whatever a reason is called
   diverged: (said) => [
     `The prompt differs from `, to(said.nearest, said.nearest ? `request ${said.nearest}` : ""),
     ` at token ${whole(said.position)}`, said.differs ? `, for ${tokens(said.differs)}` : "",

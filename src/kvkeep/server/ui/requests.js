@@ -15,6 +15,7 @@ const sums = (one) => {
   const computed = Object.values(one.computed).reduce((sum, many) => sum + many, 0);
   return {pool, loaded: reused - pool, computed};
 };
+const LONG_ID = /\b((?:chat)?cmpl-[0-9a-f]{6})[0-9a-f]+/g;
 const took = (one) => (one.outcome === null || one.outcome === undefined ? "running"
   : one.ttft_s === null || one.ttft_s === undefined ? one.outcome : seconds(one.ttft_s));
 
@@ -38,7 +39,7 @@ const fill = (node, one) => {
   say(size, tokens(one.prompt_tokens));
   say(time, took(one));
   const tenant = one.cache_salt ? ` · ${shown(tenantName(one.cache_salt))}` : "";
-  const sentence = shown(one.sentence || "") + tenant;
+  const sentence = shown(one.sentence || "").replace(LONG_ID, "$1…") + tenant;
   if (why.textContent !== sentence) why.replaceChildren(theirs(sentence));
 };
 
@@ -52,6 +53,11 @@ export const drawRequests = (answer) => {
 // --- causes ------------------------------------------------------------------------------------
 
 const CAUSES = 8;
+// Without the share that it begins with: that stands beside it.
+const sentenceOf = (cause) => {
+  const said = shown(cause.sentence).replace(/^[^:]{0,30}of all computed tokens: /, "");
+  return said.charAt(0).toUpperCase() + said.slice(1);
+};
 const causeKey = (cause) => [cause.reason, cause.cache_salt, cause.position].join(" ");
 
 export const drawCauses = (answer) => {
@@ -70,7 +76,7 @@ export const drawCauses = (answer) => {
     const [portion, text, button] = node.children;
     say(portion.firstChild, share(cause.share));
     portion.lastChild.replaceWith(bar([{amount: cause.share, kind: `r-${cause.reason}`}], 1));
-    const said = shown(cause.sentence);
+    const said = sentenceOf(cause);
     if (text.firstChild.textContent !== said) text.firstChild.replaceChildren(theirs(said));
     say(text.lastChild, [reasonName(cause.reason), tokens(cause.tokens),
       many(cause.requests, "request")].join(" · "));

@@ -53,9 +53,9 @@ const reuse = (head) => ({
 });
 
 const BREAKER = {
+  __proto__: null,
   closed: ["good", "works"],
-  half_open: ["fair", "being tried again"],
-  "half-open": ["fair", "being tried again"],
+  trying: ["fair", "being tried again"],
   open: ["bad", "not asked: it failed"],
 };
 const health = (tier) =>

@@ -219,8 +219,12 @@ export class Explorer {
     const above = ids.length ? ids[ids.length - 1] : null;
     this.path = await Promise.all(ids.map((id) => this.nodeOf(id)));
     this.top = null;
-    const answer = await this.load();
-    this.show(answer);
+    try {
+      this.show(await this.load());
+    } catch (error) {
+      say(byId("found-said"), shown(error.message));
+      return;
+    }
     const node = this.tree.nodes.get(match.id) || await this.nodeOf(match.id);
     if (this.root !== above) return;
     this.choose({children: [], ...node});

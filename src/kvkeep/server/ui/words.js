@@ -14,7 +14,8 @@ export const amount = (value) =>
 export const tokens = (value) => `${amount(value)}${NB}${value === 1 ? "token" : "tokens"}`;
 export const many = (value, one, more = `${one}s`) =>
   `${amount(value)}${NB}${value === 1 ? one : more}`;
-export const share = (value) => `${(100 * value).toFixed(value > 0 && value < 0.0095 ? 1 : 0)}${NB}%`;
+export const share = (value) => (value > 0 && value < 0.0005 ? `<${NB}0.1${NB}%`
+  : `${(100 * value).toFixed(value > 0 && value < 0.0095 ? 1 : 0)}${NB}%`);
 export const bytes = (value) => {
   for (const [size, unit] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) {
     if (value >= size) return `${short(value / size)}${NB}${unit}`;
@@ -45,6 +46,7 @@ export const running = (value) => {
 
 // Where tokens came from and why the others did not: the words of the contract in ours.
 export const REASONS = {
+  __proto__: null,
   new: "never seen",
   diverged: "differs",
   evicted: "evicted",
