@@ -39,7 +39,7 @@ takes the lock many times, is not kept waiting each time."""
 _PAUSE_S = 0.0005
 """Between two steps, so that who waits for the lock gets it."""
 _FRESH_S = 1.0
-_MOST_SHARE = 0.04
+_MOST_SHARE = 0.03
 """Of a core: what maps may cost, however often they are asked for."""
 _KEPT_MAPS = 8
 _HEAD_TOKENS = 80

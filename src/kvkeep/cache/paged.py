@@ -411,7 +411,7 @@ class PagedCache:
         behind it. Siblings that are not among the largest stand together in one hidden node under
         their parent. `kvkeep.cache.MapNode` says what is known of each. The same answer is given
         for a second, and longer where it took long to make: however often it is asked for, it
-        costs 4 % of a core at most. Raises `NotCached` for a ``root`` that is not there (any more).
+        costs 3 % of a core at most. Raises `NotCached` for a ``root`` that is not there (any more).
         Cost: about 2 µs a run, for half of which the lock is held, for a millisecond at a time.
         """
         return self._looking.map(namespace, root, nodes)
