@@ -34,7 +34,7 @@ from kvkeep.prefix.walk import Walk
 from kvkeep.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from kvkeep.eviction import EvictionPolicy
     from kvkeep.keys import Namespace
@@ -370,11 +370,11 @@ class RunTree(PrefixIndex[Node]):
         """
         count = min(count, self.num_evictable)
         freed: list[PageArray] = []
-        pop = self.policy.pop
+        pop = cast("Callable[[], Node | None]", self.policy.pop)
         portions = self.policy.portions
         left = count
         while left:
-            leaf = cast("Node | None", pop())
+            leaf = pop()
             most = left
             if leaf is None:
                 leaf = cast("Node | None", self._pinned.pop())
