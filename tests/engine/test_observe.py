@@ -35,6 +35,7 @@ class Witness:
         self.aborts = False  # what had not come then is not asked for any more
         self.pool, self.reports, self.outcomes = {}, {}, {}
         self.tokens, self.seconds = defaultdict(int), defaultdict(float)
+        self.kept = 0
         self.thread = threading.get_ident()
 
     def admitted(self, request, sequence, match_s):
@@ -63,6 +64,14 @@ class Witness:
         assert seconds > 0
         self.tokens[request.id] += tokens
         self.seconds[request.id] += seconds
+
+    def stored(self, request, tokens, seconds):
+        self._of_now(request)
+        assert self.store
+        assert request.id in self.pool
+        assert tokens > 0
+        assert seconds > 0
+        self.kept += tokens
 
     def ended(self, request, outcome):
         self._of_now(request)
@@ -237,6 +246,16 @@ def test_one_that_cannot_have_its_pages(house, prompt):
     sequence.close()
 
 
+def test_what_is_handed_to_the_store_is_told(house, prompt):
+    with house.store("memory://4MiB") as store:
+        engine, witness = house.engine(store)
+        engine.generate([prompt(70, at) for at in range(3)], SamplingParams(max_tokens=9))
+        assert witness.kept == engine.stats().kept_tokens > 0
+        engine.generate([prompt(70, 1)], SamplingParams(max_tokens=1))
+        assert witness.kept == engine.stats().kept_tokens
+        assert engine.close()
+
+
 class Raises:
     """An observer with faults."""
 
@@ -256,10 +275,10 @@ def test_an_observer_that_raises_hurts_nobody(house, prompt, caplog):
             done = engine.generate(texts, SamplingParams(max_tokens=4))
         for text, answer in zip(texts, done, strict=True):
             assert [*answer.tokens] == house.bench.greedy(text, 4)
-        assert engine.stats().observer_errors == 12  # of three requests: four things each
+        assert engine.stats().observer_errors == 18  # of three requests: blocks and tails are stored apart
         house.engines.clear()
         assert sorted(record.getMessage().split()[-1] for record in caplog.records) == [
-            "admitted", "computed", "ended", "loaded",
+            "admitted", "computed", "ended", "loaded", "stored",
         ]  # fmt: skip
         assert engine.close()
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep.cache.core import Core
-from kvkeep.cache.looking import Looking
 from kvkeep.cache.sequence import Sequence
 from kvkeep.cache.sessions import Session, check_name, check_session
 from kvkeep.cache.stats import CacheStats
@@ -26,6 +25,7 @@ from kvkeep.tokens import TOKEN_BYTES, as_row, as_tokens, check_range
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from kvkeep.cache.looking import Looking
     from kvkeep.cache.pins import Pin
     from kvkeep.cache.views import CacheMap, Found, NodeView
     from kvkeep.events import Hook
@@ -97,7 +97,7 @@ class PagedCache:
         orders.fit(pool.num_pages, block)
         index = make_index(prefix, self.page_size, orders)
         self._core = Core(pool, index, hard_pin_pages, clock)
-        self._looking = Looking(self._core)
+        self._looks: Looking | None = None
         if what_if is not None:
             from kvkeep.whatif import PromptWatch  # noqa: PLC0415 - only where it is asked for
 
@@ -324,6 +324,16 @@ class PagedCache:
         return Session(self._core, as_namespace(namespace), check_name(session))
 
     # --- looking -----------------------------------------------------------------------------
+
+    @property
+    def _looking(self) -> Looking:
+        """Made, and imported, when somebody looks."""
+        with self._core:
+            if self._looks is None:
+                from kvkeep.cache.looking import Looking  # noqa: PLC0415
+
+                self._looks = Looking(self._core)
+            return self._looks
 
     @property
     def policy(self) -> str:

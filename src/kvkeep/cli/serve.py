@@ -17,6 +17,7 @@ from kvkeep import telemetry
 from kvkeep.cli.model import add_model_arguments, choose_threads, load
 from kvkeep.cli.tiers import add_store_arguments, open_default_store, open_store
 from kvkeep.errors import InvalidValue
+from kvkeep.eviction import POLICIES
 from kvkeep.geometry.units import format_bytes
 
 if TYPE_CHECKING:
@@ -83,6 +84,13 @@ def add_parser(commands: Commands) -> None:
         help="guess so many tokens a step from what a prompt repeats (default: 0)",
     )  # fmt: skip
     parser.add_argument(
+        "--eviction",
+        metavar="POLICY",
+        choices=tuple(POLICIES),
+        default="lru",
+        help=f"what goes first: {', '.join(POLICIES)} (default: lru)",
+    )
+    parser.add_argument(
         "--what-if",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -107,6 +115,12 @@ def add_parser(commands: Commands) -> None:
         choices=("text", "json"),
         default="text",
         help="json: one object a line, for machines (default: text)",
+    )
+    parser.add_argument(
+        "--otel",
+        action="store_true",
+        help="send OpenTelemetry spans of requests to a collector (default: if the environment "
+        "names one)",
     )
     parser.set_defaults(run=run)
 
@@ -191,14 +205,16 @@ def run(args: argparse.Namespace) -> int:
     with bind(args.host, args.port) as bound:
         runner, tokenizer = load(args, dtype=args.dtype)
         what_if = _WATCHED if args.what_if else None
-        cache = PagedCache(runner.num_pages, runner.page_size, what_if=what_if)
+        cache = PagedCache(
+            runner.num_pages, runner.page_size, eviction=args.eviction, what_if=what_if
+        )
         telemetry.configure(args.log_level, args.log_format)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         with (
             _publisher(args, cache) as publisher,
             _store(args, runner, settings.name) or nullcontext() as store,
             _capture(args, cache, settings.name) as capture,
-            _tracing() as tracing,
+            _tracing(args) as tracing,
         ):
             engine = Engine(
                 runner,
@@ -259,9 +275,9 @@ def _capture(args: argparse.Namespace, cache: PagedCache, name: str) -> Iterator
 
 
 @contextmanager
-def _tracing() -> Iterator[Tracing | None]:
-    """Spans, where the environment names a collector for them."""
-    tracing = telemetry.start()
+def _tracing(args: argparse.Namespace) -> Iterator[Tracing | None]:
+    """Spans, where they are asked for, or the environment names a collector for them."""
+    tracing = telemetry.start(always=args.otel)
     try:
         yield tracing
     finally:

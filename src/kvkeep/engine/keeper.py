@@ -225,7 +225,11 @@ class Keeper:
         assert sequence is not None
         if answer.request.store and (last or answer.computed >= trail.next):
             tenant = self._tenant(sequence.namespace)
+            watched = self._watch.observer is not None
+            begun, kept = (time.perf_counter(), self._did.kept_tokens) if watched else (0.0, 0)
             self._writes.offer(trail, sequence, answer.computed, tenant, last=last)
+            if watched and (tokens := self._did.kept_tokens - kept):
+                self._watch.stored(answer.request, tokens, time.perf_counter() - begun)
 
     # --- the end -----------------------------------------------------------------------------
 

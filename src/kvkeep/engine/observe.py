@@ -1,6 +1,6 @@
-"""Who watches an engine at work: when requests are admitted, loaded, computed, and end.
+"""Who watches an engine at work: when requests are admitted, loaded, computed, stored, and end.
 
-admitted ──▶ loaded (with a store) ──▶ computed … ──▶ ended
+admitted ──▶ loaded (with a store) ──▶ computed, stored … ──▶ ended
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ class Observer(Protocol):
         taken away, is told of again.
         """
 
+    def stored(self, request: Request, tokens: int, seconds: float) -> None:
+        """So many tokens of it were handed to the store, which took the engine so long."""
+
     def ended(self, request: Request, outcome: Outcome) -> None:
         """Nothing more comes of a request: once for each that was added, admitted or not."""
 
@@ -109,6 +112,14 @@ class Watch:
                 self.observer.computed(request, tokens, seconds)
             except Exception as error:  # noqa: BLE001 - as above
                 self._failed("computed", error)
+
+    def stored(self, request: Request, tokens: int, seconds: float) -> None:
+        """Tokens were handed to the store."""
+        if self.observer is not None:
+            try:
+                self.observer.stored(request, tokens, seconds)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._failed("stored", error)
 
     def ended(self, request: Request, outcome: Outcome) -> None:
         """A request is over."""

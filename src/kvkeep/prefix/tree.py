@@ -30,7 +30,6 @@ from kvkeep.prefix.base import EMPTY_PAGES, Inserted, Look, PrefixIndex, PrefixM
 from kvkeep.prefix.heads import Heads, common_bytes
 from kvkeep.prefix.node import Node, Root, descend, living
 from kvkeep.prefix.owners import Owners
-from kvkeep.prefix.walk import Walk
 from kvkeep.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
     from kvkeep.prefix.owners import Owner
+    from kvkeep.prefix.walk import Walk
 
 __all__ = ["RunTree"]
 
@@ -530,10 +530,12 @@ class RunTree(PrefixIndex[Node]):
     def moment(self) -> int:
         """The policy's count of events so far, of which ``last_used`` is one."""
         policy = self.policy.inner if isinstance(self.policy, Hinted) else self.policy
-        return policy._time
+        return policy.moment
 
     def walk(self, columns: Iterable[str], top: Namespace | Node | None = None) -> Walk:
         """A walk over all there is, one namespace (with its root), or a node and all behind it."""
+        from kvkeep.prefix.walk import Walk  # noqa: PLC0415 - for those who look
+
         if isinstance(top, Node):
             return Walk([top], *columns)
         tops = [*self._roots.values()] if top is None else [self._roots.get(top)]

@@ -85,11 +85,7 @@ class Watching:
 
     def computed_tokens(self) -> dict[str, int]:
         """Reason → tokens that were computed for it since the start; empty with no explainer."""
-        found: dict[str, int] = {}
-        for one in () if self.explainer is None else self.explainer.namespaces():
-            for reason, tokens in one.computed.items():
-                found[reason] = found.get(reason, 0) + tokens
-        return found
+        return {} if self.explainer is None else self.explainer.computed()
 
     def close(self) -> None:
         """See no more events. What was seen can still be asked for."""
@@ -158,6 +154,12 @@ class Watching:
         known = self._watched.get(request.id)
         if known is not None:
             self._tell(lambda watch: watch.computed(known.name, tokens=tokens, seconds=seconds))
+
+    def stored(self, request: Request, tokens: int, seconds: float) -> None:
+        """Some of it was handed to the store."""
+        known = self._watched.get(request.id)
+        if known is not None:
+            self._tell(lambda watch: watch.stored(known.name, tokens=tokens, seconds=seconds))
 
     def came(self, delta: Delta) -> None:
         """What the engine's step has brought for a request: the last of it ends a whole one."""
