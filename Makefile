@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo servers test check bench clean
+.PHONY: help setup serve demo docs docs-serve servers test check bench clean
 
 help:            ## show this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -24,6 +24,13 @@ serve: setup     ## serve the bundled model over HTTP (SERVE_ARGS="--model PATH 
 
 demo: setup      ## play a conversation through the real service: cold against warm
 	@$(BIN)/kvkeep demo
+
+docs: setup      ## build the documentation site into build/site; a warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html"
+
+docs-serve: setup ## show the documentation site at http://127.0.0.1:8008, as it is written
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --livereload --dev-addr 127.0.0.1:8008
 
 # Engines that kvkeep plugs into ask for their own versions of everything: an environment each.
 .venv-vllm/.installed: requirements-vllm.txt pyproject.toml

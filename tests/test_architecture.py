@@ -49,7 +49,10 @@ ROOMS: dict[str, set[str]] = {
         "cache",
         "traces",  # to capture one
         "prefix",  # to draw it
+        "explain",  # why prompts missed
+        "telemetry",
     },
+    "explain": set(),  # sees events, tokens and what stores say; neither cache nor engine
     "feed": set(),  # KV events on the wire; of a cache it knows the hook
     "router": {"feed"},
     "traces": set(),  # requests with their times; what replays them is another room
@@ -71,12 +74,16 @@ ROOMS: dict[str, set[str]] = {
         "tiers",
         "backends",
         "codecs",
+        "telemetry",
     },
 }
 # Under TYPE_CHECKING alone: the names of types, where a room handles what is another's.
-TYPES_ONLY = {"prefix": {"pages"}}  # `PageArray`, the type of a row of page ids
+TYPES_ONLY = {
+    "prefix": {"pages"},  # `PageArray`, the type of a row of page ids
+    "server": {"store", "tiers"},  # what the store of its engine tells
+}
 # Rooms that may not even use all of the base.
-BASE_OF = {"telemetry": {"events"}, "backends": {"errors", "keys", "events", "geometry"}}
+BASE_OF = {"telemetry": {"events", "errors"}, "backends": {"errors", "keys", "events", "geometry"}}
 
 # Who may import what is not ours and not the standard library: a room, or one module of it.
 EXTERNAL: dict[str, set[str]] = {
@@ -103,6 +110,7 @@ EXTERNAL: dict[str, set[str]] = {
     "zstandard": {"traces.files"},
     "jinja2": {"engine"},
     "matplotlib": {"replay.report.picture"},
+    "opentelemetry": {"telemetry"},
     "fastapi": {"server"}, "starlette": {"server", "router", "cli.route"},
     "uvicorn": {"server", "router", "cli.route"},
     "pydantic": {"server"}, "pydantic_core": {"server"},

@@ -5,6 +5,8 @@ Importing it needs NumPy and nothing else; what needs PyTorch is imported when i
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvkeep.cache import CachedPrefix, CacheStats, PagedCache, Pin, Sequence
 from kvkeep.errors import (
     BackendFailed,
@@ -21,7 +23,9 @@ from kvkeep.errors import (
 )
 from kvkeep.keys import Namespace
 from kvkeep.pages import PageCopy
-from kvkeep.slots import SlotCache, SlotCopy, SlotLease
+
+if TYPE_CHECKING:
+    from kvkeep.slots import SlotCache, SlotCopy, SlotLease
 
 __version__ = "0.1.0"
 
@@ -49,3 +53,12 @@ __all__ = [
     "UnsupportedModel",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Caches of slots are imported by those who use them."""
+    if name in {"SlotCache", "SlotCopy", "SlotLease"}:
+        from kvkeep import slots  # noqa: PLC0415
+
+        return getattr(slots, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

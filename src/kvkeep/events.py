@@ -81,4 +81,6 @@ def frozen(array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 
 Event = Opened | Stored | Evicted | Closed | PagesShort
+"""What a cache tells its hooks."""
 Hook = Callable[[Event], None]
+"""Called under the cache's lock, when an operation is complete: it must be quick."""

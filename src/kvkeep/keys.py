@@ -31,7 +31,9 @@ __all__ = [
 ]
 
 KEY_BYTES = 32
+"""A SHA-256: of a block, of a namespace's root."""
 SPACE_BYTES = 16
+"""The beginning of a root, which stands for its namespace in a block id."""
 BLOCK_ID_BYTES = SPACE_BYTES + KEY_BYTES
 """A block's name where blocks of many namespaces lie together: its space, then its key."""
 _MAGIC = b"kvkeep namespace 1\n"
@@ -76,6 +78,7 @@ class Namespace:
 
 
 NamespaceLike = str | Namespace
+"""A namespace, or a text that stands for a tenant: what `as_namespace` takes."""
 
 
 def as_namespace(namespace: NamespaceLike) -> Namespace:

@@ -67,7 +67,7 @@ class DictStore:
         self.hung = threading.Event()
         self.lookups_hang = threading.Event()
         self.drops = False
-        self.cancelled = self.touched = 0
+        self.cancelled = self.touched = self.told_of = 0
         self._at = 1 if geometry.latent_dim is not None else 3 if layout == "HND" else 2
 
     def _ends(self, tenant, tokens):
@@ -103,6 +103,9 @@ class DictStore:
 
     def touch(self, tokens, *, tenant=None):
         self.touched += 1
+
+    def unkept(self, tokens, start=0, *, tenant=None):
+        self.told_of += len(tokens) - start
 
     def prefetch(self, tokens, start=0, *, tenant=None):
         return Prefetch(self, self.lookup(tokens, tenant=tenant).tokens)
@@ -406,6 +409,7 @@ def test_a_store_that_is_slower_than_the_engine_gets_what_it_can(house, prompt, 
     finish(engine)  # does not wait for it
     stats = engine.stats()
     assert (stats.kept_tokens, stats.unkept_tokens) == (2 * BLOCK, 5 * BLOCK)
+    assert house.store.told_of == 5 * BLOCK
     assert not engine.close(0.01)
     gate.set()
     engine._keeper = None

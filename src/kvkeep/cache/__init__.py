@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvkeep.cache.paged import CachedPrefix, PagedCache
 from kvkeep.cache.pins import Pin
 from kvkeep.cache.sequence import Sequence
 from kvkeep.cache.sessions import Session
 from kvkeep.cache.stats import CacheStats
 
-__all__ = ["CacheStats", "CachedPrefix", "PagedCache", "Pin", "Sequence", "Session"]
+if TYPE_CHECKING:
+    from kvkeep.cache.views import CacheMap, Found, MapNode, NodeView
+
+__all__ = [
+    "CacheMap", "CacheStats", "CachedPrefix", "Found", "MapNode", "NodeView", "PagedCache", "Pin",
+    "Sequence", "Session",
+]  # fmt: skip
+
+_VIEWS = {"CacheMap", "Found", "MapNode", "NodeView"}
+
+
+def __getattr__(name: str) -> object:
+    """What a look into a cache gives is imported by those who look."""
+    if name in _VIEWS:
+        from kvkeep.cache import views  # noqa: PLC0415
+
+        return getattr(views, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.cache.ages import Ages
 from kvkeep.cache.pins import PinBoard
 from kvkeep.cache.sessions import SessionBoard
 from kvkeep.cache.stats import Counters
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
 
     from kvkeep.cache.sequence import Sequence
     from kvkeep.events import Event, Hook
+    from kvkeep.keys import Namespace
     from kvkeep.pages import PageCopy, PagePool
     from kvkeep.pages.table import PageArray
-    from kvkeep.prefix import PrefixIndex
+    from kvkeep.prefix import PrefixIndex, PrefixMatch
     from kvkeep.whatif import PromptWatch
 
 __all__ = ["Claim", "Core"]
@@ -57,6 +59,7 @@ class Core:
         self.page_size = index.page_size
         self.counters = Counters()
         self.pins = PinBoard(index, pins, clock)
+        self.ages = Ages(clock)
         self.sessions = SessionBoard(index, pool.num_pages, clock)
         self.watch: PromptWatch | None = None
         """Who tells what more memory would do, if somebody asked for that."""
@@ -102,6 +105,14 @@ class Core:
                     except Exception:  # noqa: BLE001 - a hook's fault is not the cache's
                         self.counters.hook_errors += 1
                         _log.exception("a cache hook failed on %s", type(event).__name__)
+
+    # --- prompts -----------------------------------------------------------------------------
+
+    def hold(self, match: PrefixMatch[Any] | None, space: Namespace) -> tuple[Any, Any]:
+        """Protect what a prompt matched, see `PrefixIndex.hold`; the time is noted."""
+        if self.ages.clock() >= self.ages.due:
+            self.ages.note(self.index.moment)
+        return self.index.hold(match, space)
 
     # --- pages -------------------------------------------------------------------------------
 

@@ -116,6 +116,16 @@ class PinBoard:
         """The holds of hard pins."""
         return [pin._hold for pin in self.pins if pin.hard]
 
+    def soft_at(self, number: int) -> list[Pin]:
+        """The soft pins that end with the run of this id."""
+        index = self._index
+        return [pin for pin in self.pins if not pin.hard and index.pinned(pin._hold) == number]
+
+    def soft_below(self, place: Any) -> list[Pin]:
+        """The soft pins whose last run goes when ``place`` and all behind it is evicted."""
+        index = self._index
+        return [pin for pin in self.pins if not pin.hard and index.would_go(pin._hold, place)]
+
     def covered(self, *, hard_only: bool = False) -> int:
         """Pages that pins keep, each counted once."""
         holds = [pin._hold for pin in self.pins if self.pages(pin) and (pin.hard or not hard_only)]

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 COMMANDS = (
-    "generate", "serve", "route", "demo", "size", "tree", "store", "trace", "replay", "plan",
-    "calibrate",
+    "generate", "serve", "route", "top", "explain", "tree", "demo", "size", "store", "trace",
+    "replay", "plan", "calibrate",
 )  # fmt: skip
 WRONG_INPUT = 2  # argparse uses it too
 INTERRUPTED = 130

@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvkeep import telemetry
 from kvkeep.cli.model import add_model_arguments, choose_threads, load
 from kvkeep.cli.tiers import add_store_arguments, open_default_store, open_store
 from kvkeep.errors import InvalidValue
+from kvkeep.eviction import POLICIES
 from kvkeep.geometry.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
     from kvkeep.cli.model import Commands
     from kvkeep.engine import Engine, Runner
     from kvkeep.feed import EventPublisher
-    from kvkeep.server import Settings
+    from kvkeep.server import Listener, Settings
     from kvkeep.store import KVStore
+    from kvkeep.telemetry.tracing import Tracing
     from kvkeep.traces import Capture
 
 __all__ = ["add_parser", "run"]
@@ -81,6 +84,13 @@ def add_parser(commands: Commands) -> None:
         help="guess so many tokens a step from what a prompt repeats (default: 0)",
     )  # fmt: skip
     parser.add_argument(
+        "--eviction",
+        metavar="POLICY",
+        choices=tuple(POLICIES),
+        default="lru",
+        help=f"what goes first: {', '.join(POLICIES)} (default: lru)",
+    )
+    parser.add_argument(
         "--what-if",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -88,7 +98,29 @@ def add_parser(commands: Commands) -> None:
         "less memory would do (default: it does)",
     )
     parser.add_argument(
+        "--no-text",
+        action="store_true",
+        help="show no text and no tokens of prompts in any answer of /kv",
+    )
+    parser.add_argument(
+        "--no-explain",
+        action="store_true",
+        help="remember no prompts to explain what was reused of them (default: the last 1,000)",
+    )
+    parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json: one object a line, for machines (default: text)",
+    )
+    parser.add_argument(
+        "--otel",
+        action="store_true",
+        help="send OpenTelemetry spans of requests to a collector (default: if the environment "
+        "names one)",
     )
     parser.set_defaults(run=run)
 
@@ -161,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
     choose_threads(args)  # before torch comes
     from kvkeep.cache import PagedCache  # noqa: PLC0415
     from kvkeep.engine import Engine, Limits  # noqa: PLC0415 - seconds, for torch
-    from kvkeep.server import bind  # noqa: PLC0415
+    from kvkeep.server import Listener, bind, create_app, url_of  # noqa: PLC0415
 
     settings = _settings(args)
     if args.events_replay is not None and args.events is None:
@@ -173,15 +205,16 @@ def run(args: argparse.Namespace) -> int:
     with bind(args.host, args.port) as bound:
         runner, tokenizer = load(args, dtype=args.dtype)
         what_if = _WATCHED if args.what_if else None
-        cache = PagedCache(runner.num_pages, runner.page_size, what_if=what_if)
-        logging.basicConfig(
-            level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+        cache = PagedCache(
+            runner.num_pages, runner.page_size, eviction=args.eviction, what_if=what_if
         )
+        telemetry.configure(args.log_level, args.log_format)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         with (
             _publisher(args, cache) as publisher,
             _store(args, runner, settings.name) or nullcontext() as store,
             _capture(args, cache, settings.name) as capture,
+            _tracing(args) as tracing,
         ):
             engine = Engine(
                 runner,
@@ -191,7 +224,15 @@ def run(args: argparse.Namespace) -> int:
                 store=store,
                 load_timeout=args.load_timeout,
             )
-            return _serve(engine, settings, bound, publisher, capture)
+            announce = partial(_announce, engine, settings, url_of(bound), publisher)
+            app = create_app(
+                engine,
+                settings,
+                capture=capture,
+                watches=[] if tracing is None else [tracing],
+                events=None if publisher is None else publisher.stats.as_dict,
+            )
+            return _listen(Listener(app, ready=announce), bound)
 
 
 @contextmanager
@@ -233,6 +274,17 @@ def _capture(args: argparse.Namespace, cache: PagedCache, name: str) -> Iterator
         print(f"captured {done.written:,} requests in {args.capture}{left_out}", flush=True)
 
 
+@contextmanager
+def _tracing(args: argparse.Namespace) -> Iterator[Tracing | None]:
+    """Spans, where they are asked for, or the environment names a collector for them."""
+    tracing = telemetry.start(always=args.otel)
+    try:
+        yield tracing
+    finally:
+        if tracing is not None:
+            tracing.close()
+
+
 def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | None:
     if args.no_store:
         if args.tier:
@@ -243,17 +295,9 @@ def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | Non
     return open_default_store(args, runner, name=name)
 
 
-def _serve(
-    engine: Engine,
-    settings: Settings,
-    bound: socket.socket,
-    publisher: EventPublisher | None,
-    capture: Capture | None,
-) -> int:
-    from kvkeep.server import Listener, create_app, url_of  # noqa: PLC0415
+def _listen(listener: Listener, bound: socket.socket) -> int:
+    from kvkeep.server import url_of  # noqa: PLC0415
 
-    announce = partial(_announce, engine, settings, url_of(bound), publisher)
-    listener = Listener(create_app(engine, settings, capture=capture), ready=announce)
     try:
         asyncio.run(listener.serve([bound]))
     except OSError as error:  # somebody else was quicker to listen
@@ -281,6 +325,8 @@ def _settings(args: argparse.Namespace) -> Settings:
         flush_timeout_s=args.flush_timeout,
         draft_tokens=args.draft_tokens,
         hosts=hosts,
+        text=not args.no_text,
+        explain=not args.no_explain,
     )
 
 

@@ -1,13 +1,19 @@
-"""``kvkeep tree``: see what prompts share: the prefix tree that they make, as text."""
+"""``kvkeep tree``: see what prompts share: the prefix tree that they make, as text.
+
+Of prompts of one's own, which are put into a cache of page ids, or of a running server.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from kvkeep.cache import PagedCache
-from kvkeep.errors import InvalidValue, require
+from kvkeep.cli.tree_live import LIVE, add_live_arguments, draw_server
+from kvkeep.cli.watch import add_server_arguments
+from kvkeep.errors import InvalidValue, require, whole
 from kvkeep.eviction import POLICIES
 from kvkeep.prefix import INDICES
 from kvkeep.prefix.render import draw
@@ -22,6 +28,18 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
+_HOST_AND_PORT: Final = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}(/\S*)?")
+# What is said of prompts of one's own, and what it is where nothing is said.
+_OWN: Final[dict[str, Any]] = {
+    "prompt": (),
+    "model": None,
+    "pages": 16_384,
+    "page_size": 4,
+    "prefix": "radix",
+    "eviction": "lru",
+    "branches": 12,
+}
+
 _EXAMPLE = (
     "You are a helpful assistant. Answer in one sentence. What does textwrap.dedent do?",
     "You are a helpful assistant. Answer in one sentence. What does textwrap.wrap do?",
@@ -35,40 +53,76 @@ def add_parser(commands: Commands) -> None:
     """Name the arguments."""
     parser = commands.add_parser(
         "tree",
-        help="draw the prefix tree that prompts make",
+        help="draw the prefix tree that prompts make, or that a running server has",
         description="Put prompts into a cache of page ids alone (nothing is computed) and draw the "
-        "prefix tree: what they share, in which pages, and what would be evicted first.",
+        "prefix tree: what they share, in which pages, and what would be evicted first. With the "
+        "URL of a running kvkeep server, draw what that one has: how much lies where, how often "
+        "and how lately it was used, what is pinned.",
     )
     parser.add_argument(
         "file",
         nargs="?",
-        type=Path,
-        help="one prompt a line: text, or a JSON array of token ids (default: a few examples)",
+        metavar="FILE|URL",
+        help="one prompt a line: text, or a JSON array of token ids (default: a few examples); or "
+        "a server: http://host:port, or host:port",
     )
-    parser.add_argument("--prompt", metavar="TEXT", action="append", default=[])
-    parser.add_argument(
+    shown = parser.add_argument_group("drawing")
+    shown.add_argument("--depth", metavar="N", type=int, default=8, help="runs deep (default: 8)")
+    shown.add_argument("--json", action="store_true", help="print one JSON object instead")
+    _of_ones_own(parser)
+    add_live_arguments(parser.add_argument_group("what a server has"))
+    add_server_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def _of_ones_own(parser: argparse.ArgumentParser) -> None:
+    own = parser.add_argument_group("prompts of one's own")
+    own.add_argument(
+        "--prompt", metavar="TEXT", action="append", help="one more; can be given several times"
+    )
+    own.add_argument(
         "--model",
         metavar="PATH",
         type=Path,
         help="a model directory, for its tokenizer (default: the tiny model that kvkeep ships)",
     )
-    cache = parser.add_argument_group("cache")
-    cache.add_argument("--pages", metavar="N", type=int, default=16_384, help="default: 16384")
-    cache.add_argument("--page-size", metavar="TOKENS", type=int, default=4, help="default: 4")
-    cache.add_argument("--prefix", choices=INDICES, default="radix")
-    cache.add_argument("--eviction", choices=POLICIES, default="lru")
-    shown = parser.add_argument_group("drawing")
-    shown.add_argument("--depth", metavar="N", type=int, default=8, help="runs deep (default: 8)")
-    shown.add_argument(
-        "--branches", metavar="N", type=int, default=12, help="branches of a run (default: 12)"
-    )
-    shown.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(run=run)
+    own.add_argument("--pages", metavar="N", type=int, help="of the cache (default: 16384)")
+    own.add_argument("--page-size", metavar="TOKENS", type=int, help="of a page (default: 4)")
+    own.add_argument("--prefix", choices=INDICES, help="how prefixes are found (default: radix)")
+    own.add_argument("--eviction", choices=POLICIES, help="what goes first (default: lru)")
+    own.add_argument("--branches", metavar="N", type=int, help="drawn of a run (default: 12)")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Draw what a server has, or what prompts make."""
+    whole("--depth", args.depth, 1)
+    live = args.file is not None and _is_server(args.file)
+    for name in _OWN if live else LIVE:
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidValue(
+                f"{option} is about prompts of one's own; {args.file} is a server"
+                if live
+                else f"{option} is about a server: give its URL"
+            )
+    if live:
+        return draw_server(args)
+    for name, value in _OWN.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return _draw_own(args)
+
+
+def _is_server(text: str) -> bool:
+    """A URL, or host:port where no file is called so."""
+    if text.startswith(("http://", "https://")):
+        return True
+    return _HOST_AND_PORT.fullmatch(text) is not None and not Path(text).exists()
+
+
+def _draw_own(args: argparse.Namespace) -> int:
     """Read, store, draw."""
-    lines = [*args.prompt, *(_lines(args.file) if args.file else ())] or list(_EXAMPLE)
+    lines = [*args.prompt, *(_lines(Path(args.file)) if args.file else ())] or list(_EXAMPLE)
     cache = PagedCache(args.pages, args.page_size, prefix=args.prefix, eviction=args.eviction)
     encode, decode = _tokenizer(args.model, lines)
     for line in lines:

@@ -9,6 +9,7 @@ require("torch", "transformers")  # all of this room needs it: say which extra b
 from kvkeep.engine.batch import Piece  # noqa: E402 - torch was asked for politely first
 from kvkeep.engine.engine import Engine  # noqa: E402
 from kvkeep.engine.logprobs import TokenLogprob  # noqa: E402
+from kvkeep.engine.observe import LoadReport, Observer  # noqa: E402
 from kvkeep.engine.params import SamplingParams  # noqa: E402
 from kvkeep.engine.request import Choice, Completion, Delta, Request  # noqa: E402
 from kvkeep.engine.runner import Runner  # noqa: E402
@@ -17,6 +18,6 @@ from kvkeep.engine.stats import EngineStats  # noqa: E402
 from kvkeep.engine.text import Tokenizer  # noqa: E402
 
 __all__ = [
-    "Choice", "Completion", "Delta", "Engine", "EngineStats", "Limits", "Piece", "Request",
-    "Runner", "SamplingParams", "TokenLogprob", "Tokenizer",
+    "Choice", "Completion", "Delta", "Engine", "EngineStats", "Limits", "LoadReport",
+    "Observer", "Piece", "Request", "Runner", "SamplingParams", "TokenLogprob", "Tokenizer",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvkeep.cache.sessions import check_session
 from kvkeep.engine.beams import BeamSearch
 from kvkeep.engine.keeper import Keeper
+from kvkeep.engine.observe import Watch
 from kvkeep.engine.params import SamplingParams
 from kvkeep.engine.request import Request
 from kvkeep.engine.scheduler import Limits, Scheduler
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Row
 
     from kvkeep.cache import PagedCache
+    from kvkeep.engine.observe import Observer
     from kvkeep.engine.request import Completion, Delta
     from kvkeep.engine.runner import Runner
     from kvkeep.engine.text import Tokenizer
@@ -50,7 +52,7 @@ class Engine:
     ``reuse=False`` computes every prompt in full and leaves nothing behind. What a ``store`` has of
     a prompt, beyond what the cache has, is loaded while the request waits, for ``load_timeout``
     seconds at most; what is computed is written to it behind the steps. Whoever made the store
-    closes it, after this engine's `close`.
+    closes it, after this engine's `close`. An ``observer`` is told what happens to each request.
 
     Thread safety: none; one thread calls it. Several engines may share a cache, not a runner.
     """
@@ -65,6 +67,7 @@ class Engine:
         reuse: bool = True,
         store: KVStore | None = None,
         load_timeout: float = 2.0,
+        observer: Observer | None = None,
     ) -> None:
         theirs, ours = (cache.num_pages, cache.page_size), (runner.num_pages, runner.page_size)
         if theirs != ours:
@@ -79,13 +82,16 @@ class Engine:
         self.limits = limits
         self._reuse = reuse
         self._did = EngineStats()
+        self._watch = Watch(self._did, observer)
         self._keeper: Keeper | None = None
         if store is not None:
             if not reuse:
                 raise InvalidValue("a store is there to reuse; leave out store, or reuse=False")
-            self._keeper = Keeper(store, runner, cache, self._did, timeout=load_timeout)
-        self._scheduler = Scheduler(cache, limits, self._did, self._keeper)
-        self._step = Step(runner, self._scheduler, self._did, self._keeper)
+            self._keeper = Keeper(
+                store, runner, cache, self._did, timeout=load_timeout, watch=self._watch
+            )
+        self._scheduler = Scheduler(cache, limits, self._did, self._keeper, self._watch)
+        self._step = Step(runner, self._scheduler, self._did, self._keeper, self._watch)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -138,6 +144,7 @@ class Engine:
         if request.id in self._scheduler.requests:
             self._did.aborted += 1
             self._scheduler.leave(request)
+            self._watch.ended(request, "aborted")
 
     def step(self) -> list[Delta]:
         """One forward pass; returns what came of it, nothing when there was nothing to do.
@@ -169,6 +176,21 @@ class Engine:
         space = None if namespace is None else as_namespace(namespace)
         keeper = self._keeper
         return 0 if keeper is None else keeper.clear(space)
+
+    def store_tenant(self, namespace: NamespaceLike) -> str | None:
+        """As which tenant the store keeps what is of ``namespace``; None without a store.
+
+        Safe from any thread.
+        """
+        keeper = self._keeper
+        return None if keeper is None else keeper.tenant_of(as_namespace(namespace))
+
+    def observe(self, observer: Observer | None) -> None:
+        """Tell ``observer`` from now on, in place of the one before; None: nobody.
+
+        It may hear of requests that it never heard of before: those that were on their way.
+        """
+        self._watch.observer = observer
 
     @property
     def has_work(self) -> bool:

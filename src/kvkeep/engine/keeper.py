@@ -13,8 +13,10 @@ import time
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
+from kvkeep.engine.evidence import Evidence
 from kvkeep.engine.forms import Forms
 from kvkeep.engine.loads import Loads
+from kvkeep.engine.observe import LoadReport, Watch
 from kvkeep.engine.writes import Writes
 from kvkeep.errors import InvalidValue
 from kvkeep.keys import Namespace
@@ -61,6 +63,7 @@ class Keeper:
         did: EngineStats,
         *,
         timeout: float,
+        watch: Watch | None = None,
     ) -> None:
         if store.geometry != runner.geometry:
             raise InvalidValue(
@@ -78,6 +81,7 @@ class Keeper:
         self._runner = runner
         self._cache = cache
         self._did = did
+        self._watch = watch or Watch(did)
         self._timeout = timeout
         forms = Forms(runner.tensors, store.layout)
         self._writes = Writes(store, runner.tensors, forms, did)
@@ -87,12 +91,12 @@ class Keeper:
     def _tenant(self, namespace: Namespace) -> str:
         tenant = self._tenants.get(namespace)
         if tenant is None:
-            tenant = self._tenants[namespace] = self._tenant_of(namespace)
+            tenant = self._tenants[namespace] = self.tenant_of(namespace)
             if len(self._tenants) > _MOST_TENANTS:
                 del self._tenants[next(iter(self._tenants))]
         return tenant
 
-    def _tenant_of(self, namespace: Namespace) -> str:
+    def tenant_of(self, namespace: Namespace) -> str:
         """The store's tenant for what must not be mixed here.
 
         The store itself separates models, dtypes and so on; what it does not know of is folded in.
@@ -120,7 +124,10 @@ class Keeper:
     def _seek(self, answer: Answer) -> Load:
         tokens, namespace = answer.tokens(), answer.request.namespace
         have = self._cache.match(tokens, namespace).num_tokens
-        return self._loads.seek(tokens, namespace, self._tenant(namespace), have)
+        evidence = None
+        if self._watch.observer is not None:
+            evidence = Evidence(len(tokens) - 1, self._runner.page_size, self._store.tiers)
+        return self._loads.seek(tokens, namespace, self._tenant(namespace), have, evidence)
 
     def holds_back(self, answer: Answer) -> bool:
         """Whether ``answer``, whose turn it would be, should wait for what is being fetched."""
@@ -148,6 +155,7 @@ class Keeper:
         self._loads.begin(load, sequence.num_cached)
         if not load.loading:
             answer.load = None
+            self._tell(answer, load)
             return
         # What comes is written behind what is copied, into the same page.
         self._runner.copy(sequence.copies())
@@ -159,26 +167,41 @@ class Keeper:
             if load is None:
                 continue
             for piece in self._loads.take(load):
-                self._write(answer, piece, counts=load.counts)
+                self._write(answer, piece, load)
                 self._loads.give_back(piece)
             if self._loads.through(load):
+                self._tell(answer, load)
                 self.forget(answer)
 
-    def _write(self, answer: Answer, piece: Piece, *, counts: bool) -> None:
-        (start, tokens, block), sequence = piece, answer.sequence
+    def _write(self, answer: Answer, piece: Piece, load: Load) -> None:
+        start, tokens, block, _ = piece
+        sequence = answer.sequence
         size = self._runner.page_size
         assert sequence is not None
         count = -(-tokens // size)
         pages = sequence.pages[start // size : start // size + count]
         self._runner.tensors.write(pages, block[:count])
         loaded = start + tokens - answer.computed
+        evidence = load.evidence
+        if evidence is not None:
+            evidence.came(answer.computed, start, tokens, piece.sources)
         answer.computed = start + tokens
         if answer.request.store:
             sequence.publish(answer.computed)
         self._did.loaded_tokens += loaded
-        if counts:
+        if load.counts:
             self._did.cached_tokens += loaded
             answer.request.note_loaded(loaded)
+
+    def _tell(self, answer: Answer, load: Load, *, called_off: bool = False) -> None:
+        """Report what came for a request that was admitted, once."""
+        if self._watch.observer is None or not load.counts or load.told:
+            return
+        load.told = True
+        report = LoadReport()  # of what began before anybody watched, nothing was noted
+        if load.evidence is not None:
+            report = self._loads.report(load, load.evidence, called_off=called_off)
+        self._watch.loaded(answer.request, report)
 
     def pause(self) -> None:
         """Nothing is to be computed: wait a moment, or less, for something to come."""
@@ -187,9 +210,11 @@ class Keeper:
 
     def forget(self, answer: Answer) -> None:
         """Nothing more is loaded for ``answer``."""
-        if answer.load is not None:
-            self._loads.cancel(answer.load)
+        load = answer.load
+        if load is not None:
+            self._loads.cancel(load)
             answer.load = None
+            self._tell(answer, load, called_off=True)
 
     def keep(self, answer: Answer, *, last: bool = False) -> None:
         """Hand over what is computed of ``answer``; with the ``last`` call its tail, too.
@@ -200,7 +225,11 @@ class Keeper:
         assert sequence is not None
         if answer.request.store and (last or answer.computed >= trail.next):
             tenant = self._tenant(sequence.namespace)
+            watched = self._watch.observer is not None
+            begun, kept = (time.perf_counter(), self._did.kept_tokens) if watched else (0.0, 0)
             self._writes.offer(trail, sequence, answer.computed, tenant, last=last)
+            if watched and (tokens := self._did.kept_tokens - kept):
+                self._watch.stored(answer.request, tokens, time.perf_counter() - begun)
 
     # --- the end -----------------------------------------------------------------------------
 
@@ -211,7 +240,7 @@ class Keeper:
         """
         spaces = list(self._tenants) if namespace is None else [namespace]
         self._writes.flush(_CLEAR_S)  # else it would come back by itself
-        freed = sum(self._store.clear(tenant=self._tenant_of(space)) for space in spaces)
+        freed = sum(self._store.clear(tenant=self.tenant_of(space)) for space in spaces)
         self._writes.known.clear()
         return freed
 

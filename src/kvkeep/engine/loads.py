@@ -23,11 +23,13 @@ from kvkeep.engine.forms import Buffers
 from kvkeep.engine.writes import block_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from kvkeep.engine.evidence import Evidence
     from kvkeep.engine.forms import Forms
+    from kvkeep.engine.observe import LoadReport
     from kvkeep.engine.writes import Known
     from kvkeep.keys import Namespace
     from kvkeep.pages.tensors import PagedTensors
@@ -56,6 +58,8 @@ class Piece(NamedTuple):
     start: int
     tokens: int
     block: Tensor
+    sources: Sequence[tuple[str, int]] = ()
+    """``(tier, tokens)``, in order, if that is noted."""
 
 
 class Load:
@@ -64,7 +68,17 @@ class Load:
     Thread safety: its fields are written under the lock of its `Loads`, or by one thread alone.
     """
 
-    def __init__(self, tokens: TokenArray, namespace: Namespace, tenant: str, have: int) -> None:
+    def __init__(
+        self,
+        tokens: TokenArray,
+        namespace: Namespace,
+        tenant: str,
+        have: int,
+        evidence: Evidence | None = None,
+    ) -> None:
+        self.evidence = evidence
+        self.told = False
+        """Whether its report was given."""
         self.tokens = tokens
         self.namespace = namespace
         self.tenant = tenant
@@ -126,9 +140,16 @@ class Loads:
 
     # --- seeking -----------------------------------------------------------------------------
 
-    def seek(self, tokens: TokenArray, namespace: Namespace, tenant: str, have: int) -> Load:
+    def seek(
+        self,
+        tokens: TokenArray,
+        namespace: Namespace,
+        tenant: str,
+        have: int,
+        evidence: Evidence | None = None,
+    ) -> Load:
         """Begin to look for ``tokens`` beyond the first ``have``, and to fetch what there is."""
-        load = Load(tokens, namespace, tenant, have)
+        load = Load(tokens, namespace, tenant, have, evidence)
         self._seekers.do(lambda: self._seek(load))
         return load
 
@@ -147,7 +168,8 @@ class Loads:
     def _ask(self, load: Load) -> None:
         tokens, tenant = load.tokens, load.tenant
         asked = time.monotonic()
-        found = self._store.lookup(tokens, tenant=tenant).tokens
+        there = self._store.lookup(tokens, tenant=tenant)
+        found = there.tokens
         keys = block_keys(load.namespace, tokens, self._block)
         stored = block_keys(load.namespace, tokens[:found], self._block)
         self._known.found(stored, missing=keys[found // self._block :], asked=asked)
@@ -158,9 +180,12 @@ class Loads:
             with self._lock:
                 load._found = found
                 load._prefetch = prefetch
-                if not load._cancelled:
-                    return
-            prefetch.cancel()
+                cancelled = load._cancelled
+            if cancelled:
+                prefetch.cancel()
+        if load.evidence is not None:
+            behind = self._store.why(tokens, found, tenant=tenant, since=load.evidence.since)
+            load.evidence.sought(there, behind)
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -169,6 +194,9 @@ class Loads:
 
         What is late is left; `loading` says whether anything comes.
         """
+        evidence = load.evidence
+        if evidence is not None:
+            evidence.begins(cached, wanted=self.wanted(load))
         held = 0.0 if load.held_since is None else time.monotonic() - load.held_since
         # What is ready is worth reading also where the time is over.
         left = max(self._timeout - held, self._timeout / 4)
@@ -180,11 +208,15 @@ class Loads:
                 load._prefetch = None
         if prefetch is not None:
             prefetch.cancel()
+            if evidence is not None:
+                evidence.brought(prefetch, ready)
         load._stop, load._ready = min(ready, len(load.tokens) - 1), ready
         if load._stop - cached < self._size:
             self.cancel(load)
             return
         load.loading = True
+        if evidence is not None:
+            evidence.stop = load._stop
         start = cached // self._size * self._size
         self._readers.do(lambda: self._read_all(load, start, left))
 
@@ -197,32 +229,64 @@ class Loads:
                 began = time.monotonic()
                 stop = min(load._stop, (start // self._piece + 1) * self._piece)
                 tokens = 0
+                sources: Sequence[tuple[str, int]] = ()
                 try:
                     load._due = began + left + _GRACE_S
-                    tokens = self._read(load, start, stop, block, left)
+                    tokens, sources = self._read(load, start, stop, block, left)
                 finally:
                     load._due = None
-                    self._arrived(load, Piece(start, tokens, block))
+                    self._arrived(load, Piece(start, tokens, block, sources))
                 if start + tokens < stop:
                     self._lost(load, start + tokens)
+                    if load.evidence is not None:
+                        in_time = time.monotonic() - began < left
+                        self._ask_why(load, load.evidence, start + tokens, in_time=in_time)
                     break
                 start = stop
                 left -= time.monotonic() - began
+            if left <= 0 and load.evidence is not None:
+                load.evidence.late()
         finally:
             load._read = True
             self.news.set()
 
-    def _read(self, load: Load, start: int, stop: int, block: Tensor, seconds: float) -> int:
-        """Read tokens ``start`` … ``stop - 1`` into ``block``; how many came, in order."""
+    def _read(
+        self, load: Load, start: int, stop: int, block: Tensor, seconds: float
+    ) -> tuple[int, Sequence[tuple[str, int]]]:
+        """Read tokens ``start`` … ``stop - 1`` into ``block``; how many came, and from where."""
         # A tail is found only by all of its tokens, also where not all of them are wanted.
         tokens = load.tokens[: load._ready if stop == load._stop else stop]
-        kv, count = self._store.get(tokens, start, deadline=seconds, tenant=load.tenant)
+        sources: list[tuple[str, int]] = []
+        if load.evidence is None:
+            kv, count = self._store.get(tokens, start, deadline=seconds, tenant=load.tenant)
+        else:
+            kv, count = self._store.get(
+                tokens, start, deadline=seconds, tenant=load.tenant, sources=sources
+            )
         count = min(count, stop - start)
         if count <= 0:
-            return 0
+            return 0, ()
         assert isinstance(kv, torch.Tensor), "the form that was asked for"
         self._forms.by_page(kv, count, block)
-        return count
+        return count, sources
+
+    def _ask_why(self, load: Load, evidence: Evidence, start: int, *, in_time: bool) -> None:
+        """Of what was found, token ``start`` did not come."""
+        if not in_time:
+            evidence.late()
+            return
+        why = self._store.why(load.tokens, start, tenant=load.tenant, since=evidence.since)
+        evidence.stopped(why)
+
+    def report(self, load: Load, evidence: Evidence, *, called_off: bool = False) -> LoadReport:
+        """What came, and why the rest did not. Its answer was admitted, and nothing more comes."""
+        if called_off:
+            return evidence.report_so_far()
+        if evidence.asks and not evidence.answered:  # who was it that did not?
+            at = evidence.pool
+            why = self._store.why(load.tokens, at, tenant=load.tenant, since=evidence.since)
+            evidence.unanswered(why)
+        return evidence.report()
 
     def _lost(self, load: Load, start: int) -> None:
         """What was found is not there, or is bad: it is to be written again once it is computed."""
@@ -230,6 +294,8 @@ class Loads:
         self._known.found([], missing=keys, asked=time.monotonic())
 
     def _arrived(self, load: Load, piece: Piece) -> None:
+        if load.evidence is not None:
+            load.evidence.now()
         with self._lock:
             wanted = piece.tokens > 0 and not load._cancelled
             if wanted:
@@ -254,6 +320,8 @@ class Loads:
         """Whether no more comes of it: all was taken, or its read takes longer than it may."""
         due = load._due
         if due is not None and time.monotonic() > due:
+            if load.evidence is not None:
+                load.evidence.late()
             return True
         return load._read and not load._pieces
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 from math import ceil
+from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvkeep.engine.observe import Watch
 from kvkeep.engine.request import BY_ARRIVAL, Answer
 from kvkeep.errors import InvalidValue, OutOfPages, whole
 
@@ -95,7 +97,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: PagedCache, limits: Limits, did: EngineStats, keeper: Keeper | None = None
+        self,
+        cache: PagedCache,
+        limits: Limits,
+        did: EngineStats,
+        keeper: Keeper | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.requests: dict[int, Request] = {}
         """Those that have not ended, by id."""
@@ -105,6 +112,7 @@ class Scheduler:
         self._limits = limits
         self._did = did
         self._keeper = keeper
+        self._watch = watch or Watch(did)
         self._watermark = ceil(limits.watermark * cache.num_pages)
         self._blocked = 0  # steps for which nothing is admitted, unless somebody makes room
 
@@ -247,6 +255,8 @@ class Scheduler:
         if self.running:
             # Soon each that runs needs a page more, and each answer of this one a page of its own.
             reserve = self._watermark + len(self.running) + answer.slots - 1
+        observed = self._watch.observer is not None
+        began = perf_counter() if observed else 0.0
         answer.sequence = self._cache.open(
             answer.tokens(),
             request.namespace,
@@ -262,6 +272,8 @@ class Scheduler:
             self._did.cached_tokens += request.cached_tokens
             if answer.load is not None:
                 answer.load.counts = True
+            if observed:
+                self._watch.admitted(request, answer.sequence, perf_counter() - began)
 
     def _now_running(self, answer: Answer) -> None:
         at = self.waiting.index(answer)

@@ -20,6 +20,7 @@ class EngineStats:
     With a store: ``loaded_tokens`` came from it into pages (those of a request's first time are
     among its ``cached_tokens``), ``late_loads`` times it took longer than a request waits,
     ``kept_tokens`` were handed to it, and ``unkept_tokens``, in full blocks, found no room.
+    ``observer_errors`` times an observer raised.
     """
 
     running: int = 0
@@ -41,6 +42,7 @@ class EngineStats:
     late_loads: int = 0
     kept_tokens: int = 0
     unkept_tokens: int = 0
+    observer_errors: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """The figures by name."""

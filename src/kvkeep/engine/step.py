@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvkeep.engine.batch import Piece
 from kvkeep.engine.logprobs import logprobs_of
+from kvkeep.engine.observe import Watch
 from kvkeep.engine.request import BY_ARRIVAL, Answer, Delta
 from kvkeep.engine.sampling import choose
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from kvkeep.cache import Sequence
     from kvkeep.engine.keeper import Keeper
     from kvkeep.engine.logprobs import TokenLogprob
+    from kvkeep.engine.observe import Outcome
     from kvkeep.engine.request import Request
     from kvkeep.engine.runner import Runner
     from kvkeep.engine.scheduler import Chunk, Scheduler
@@ -36,16 +39,33 @@ class Step:
     """What an `Engine` does again and again. Thread safety: none."""
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, did: EngineStats, keeper: Keeper | None = None
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        did: EngineStats,
+        keeper: Keeper | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._did = did
         self._keeper = keeper
+        self._watch = watch or Watch(did)
+        # Who ended in this step: the observer is told behind what was computed of them.
+        self._over: list[tuple[Request, Outcome]] = []
 
     def run(self) -> list[Delta]:
         """Do one; see `Engine.step`."""
         deltas: list[Delta] = []
+        try:
+            self._do(deltas)
+        finally:
+            over, self._over = self._over, []
+            for request, outcome in over:
+                self._watch.ended(request, outcome)
+        return deltas
+
+    def _do(self, deltas: list[Delta]) -> None:
         scheduler = self._scheduler
         refused = scheduler.admit()
         if refused is not None:
@@ -70,10 +90,10 @@ class Step:
             assert all(answer.loading for answer in scheduler.running), "who runs can be computed"
             if self._keeper is not None and scheduler.requests:
                 self._keeper.pause()
-        return deltas
 
     def _compute(self, chunks: list[Chunk], deltas: list[Delta]) -> None:
-        runner = self._runner
+        runner, observed = self._runner, self._watch.observer is not None
+        began = perf_counter() if observed else 0.0
         sequences = [_running(chunk.answer) for chunk in chunks]
         runner.copy([copy for sequence in sequences for copy in sequence.copies()])
         logits = runner.forward(
@@ -89,8 +109,23 @@ class Step:
             if not chunk.answer.drafts:  # of those it is not known yet whether they stay
                 self._publish(chunk.answer)
         self._choose(chunks, logits, deltas)
+        if observed:
+            self._tell(chunks, perf_counter() - began)
         for request in list(self._scheduler.beams_in_step()):
             self._advance_beams(request, deltas)
+
+    def _tell(self, chunks: list[Chunk], seconds: float) -> None:
+        """Say what was computed of each request's prompt, with its share of the step."""
+        share = seconds / sum(chunk.stop - chunk.start for chunk in chunks)
+        computed: dict[int, tuple[Request, int]] = {}
+        for answer, start, stop, _ in chunks:
+            request = answer.request
+            tokens = min(stop, request.prompt_tokens) - start
+            if tokens > 0:
+                before = computed.get(request.id, (request, 0))[1]
+                computed[request.id] = request, before + tokens
+        for request, tokens in computed.values():
+            self._watch.computed(request, tokens, share * tokens)
 
     def _publish(self, answer: Answer) -> None:
         """Let others reuse the full pages that are computed, now and from the store."""
@@ -204,6 +239,7 @@ class Step:
         """End a request with these answers; the last delta is its last."""
         self._did.finished += 1
         self._scheduler.leave(request)
+        self._over.append((request, "done"))
         choices = tuple(answer.choice() for answer in answers)
         deltas[-1] = replace(deltas[-1], completion=request.completion(choices))
 
@@ -221,6 +257,7 @@ class Step:
     def _fail(self, request: Request, error: Exception) -> Delta:
         self._did.failed += 1
         self._scheduler.leave(request)
+        self._over.append((request, "failed"))
         return Delta(request, 0, error=error)
 
     # --- beams -------------------------------------------------------------------------------

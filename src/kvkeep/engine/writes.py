@@ -177,7 +177,9 @@ class Writes:
             else:
                 trail.next = min(trail.next, trail.end)
         if last:
-            self._did.unkept_tokens += stop - trail.offered
+            if trail.offered < stop:
+                self._did.unkept_tokens += stop - trail.offered
+                self._store.unkept(sequence.tokens[:stop], trail.offered, tenant=tenant)
             self._tail(trail, sequence, computed, tenant)
 
     def _tail(self, trail: Trail, sequence: Sequence, end: int, tenant: str) -> bool:

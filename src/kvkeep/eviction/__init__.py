@@ -55,6 +55,7 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "tlru": TLRU,
     "reuse": Reuse,
 }
+"""Every policy by its name."""
 
 
 def policy(name: str | EvictionPolicy) -> EvictionPolicy:

@@ -151,6 +151,11 @@ class EvictionPolicy(ABC):
     def __len__(self) -> int:
         """Entries that may be evicted."""
 
+    @property
+    def moment(self) -> int:
+        """How much has happened; `Entry.last_used` and `Entry.stored` are such moments."""
+        return self._time
+
     def describe(self, entry: Entry) -> str:
         """What decides over ``entry``, in a few characters, for people who read the tree."""
         return f"used {self._time - entry.last_used} ago, {entry.hits} hits"

@@ -78,6 +78,7 @@ class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+"""What a batch is made of."""
 
 
 class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

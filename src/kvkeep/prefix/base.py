@@ -11,15 +11,16 @@ import numpy as np
 from kvkeep.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from kvkeep.eviction import EvictionPolicy
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
     from kvkeep.prefix.owners import Owner, Owners
+    from kvkeep.prefix.walk import Walk
     from kvkeep.tokens import TokenArray
 
-__all__ = ["Encoder", "Hold", "Inserted", "PrefixIndex", "PrefixMatch", "Run"]
+__all__ = ["Encoder", "Hold", "Inserted", "Look", "PrefixIndex", "PrefixMatch", "Run"]
 
 Hold = TypeVar("Hold")
 """What an index hands out for the end of a path it keeps; opaque to everybody else."""
@@ -94,6 +95,21 @@ class Run(NamedTuple):
     children: int
     holders: int
     pins: int
+    state: str
+    """What the eviction policy says of it."""
+
+
+class Look(NamedTuple):
+    """One run by its id, or the root of a namespace: see `PrefixIndex.look`."""
+
+    namespace: Namespace
+    path: tuple[int, ...]
+    """Ids from the root to the run that it hangs from."""
+    start: int
+    """Pages before it."""
+    pages: PageArray
+    symbols: bytes
+    children: int
     state: str
     """What the eviction policy says of it."""
 
@@ -216,6 +232,44 @@ class PrefixIndex(ABC, Generic[Hold]):
     @abstractmethod
     def covered(self, holds: list[Hold]) -> int:
         """Pages on the paths of ``holds``, each counted once."""
+
+    # --- the map: an index may do without ----------------------------------------------------
+
+    @property
+    def moment(self) -> int:
+        """How many events the policy has counted; what ``last_used`` is compared with."""
+        return 0
+
+    def walk(self, columns: Iterable[str], top: Namespace | Hold | None = None) -> Walk:
+        """A walk over all there is, one namespace (with its root), or a hold and all behind it.
+
+        `InvalidValue` for an index that has no nodes to walk over.
+        """
+        raise InvalidValue(f"the {self.name} index cannot be walked over, so it has no map")
+
+    def keeps(self, place: Hold) -> bool:
+        """Whether what a walk has found is still there."""
+        raise InvalidValue(f"the {self.name} index has no map")
+
+    def look(self, place: Hold) -> Look:
+        """All there is to know of what a walk has found, and which is still there."""
+        raise InvalidValue(f"the {self.name} index has no map")
+
+    def at(self, place: Hold) -> PrefixMatch[Hold]:
+        """As if a prompt had matched up to the end of what a walk has found."""
+        raise InvalidValue(f"the {self.name} index has no map")
+
+    def pinned(self, hold: Hold) -> int:
+        """The id of the run that a pin of ``hold`` ends with now; 0 when all of it is gone."""
+        raise InvalidValue(f"the {self.name} index has no map")
+
+    def would_go(self, hold: Hold, place: Hold) -> bool:
+        """Whether `evict_below` of ``place`` takes away where a pin of ``hold`` ends."""
+        raise InvalidValue(f"the {self.name} index has no map")
+
+    def evict_below(self, place: Hold) -> PageArray:
+        """Forget a run and all behind it, pinned or not, so far as nobody holds it."""
+        raise InvalidValue(f"the {self.name} index has no map")
 
     @property
     @abstractmethod

@@ -19,15 +19,27 @@ __all__ = ["Node", "Root", "descend", "living"]
 
 
 class Node(Entry):
-    """A run of pages and the symbols they stand for. The root of a namespace has no pages."""
+    """A run of pages and the symbols they stand for. The root of a namespace has no pages.
+
+    ``serial`` is its name for people: no two nodes of a tree ever have the same. It belongs to the
+    *end* of the run, as a hold and a pin do: it stays when the run grows, when its tail is evicted,
+    and when it is split, where the new front gets another. ``uses`` are the requests whose reuse
+    ended here, and below where that is gone: those that reused the run are these and all further
+    down, so a split leaves both halves with what they had.
+    """
 
     __slots__ = (
         "children", "end", "heads", "heir", "holders", "key", "owner", "pages", "parent", "pins",
-        "run", "sleepers",
+        "run", "serial", "sleepers", "uses",
     )  # fmt: skip
 
     def __init__(
-        self, parent: Node | None, run: bytes | memoryview, pages: PageArray, unit: int
+        self,
+        parent: Node | None,
+        run: bytes | memoryview,
+        pages: PageArray,
+        unit: int,
+        serial: int,
     ) -> None:
         super().__init__()
         self.parent = parent
@@ -43,7 +55,14 @@ class Node(Entry):
         self.pins = 0
         self.heir: Node | None = None  # when it is gone: the node that has its pins now
         self.owner: Owner | None = None  # who alone has used it, if that is known
+        self.serial = serial
+        self.uses = 0
         self.sleepers = 0  # 1 if it is suspended itself, and children that have any
+
+    @property
+    def id(self) -> int:
+        """Its number for people: that of a root is negative."""
+        return self.serial if self.end else -self.serial
 
     def __repr__(self) -> str:
         return f"<Node …{self.end} pages, {self.size} of its own, {self.holders} holders>"
@@ -54,8 +73,8 @@ class Root(Node):
 
     __slots__ = ("namespace",)
 
-    def __init__(self, namespace: Namespace) -> None:
-        super().__init__(None, b"", EMPTY_PAGES, 0)
+    def __init__(self, namespace: Namespace, serial: int) -> None:
+        super().__init__(None, b"", EMPTY_PAGES, 0, serial)
         self.namespace = namespace
 
 

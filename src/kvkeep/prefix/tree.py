@@ -26,19 +26,20 @@ import numpy as np
 from kvkeep.errors import InvalidValue
 from kvkeep.eviction.hints import Hinted
 from kvkeep.eviction.queues import AgeQueue
-from kvkeep.prefix.base import EMPTY_PAGES, Inserted, PrefixIndex, PrefixMatch, Run
+from kvkeep.prefix.base import EMPTY_PAGES, Inserted, Look, PrefixIndex, PrefixMatch, Run
 from kvkeep.prefix.heads import Heads, common_bytes
 from kvkeep.prefix.node import Node, Root, descend, living
 from kvkeep.prefix.owners import Owners
 from kvkeep.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from kvkeep.eviction import EvictionPolicy
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
     from kvkeep.prefix.owners import Owner
+    from kvkeep.prefix.walk import Walk
 
 __all__ = ["RunTree"]
 
@@ -67,6 +68,7 @@ class RunTree(PrefixIndex[Node]):
         self.owners: Owners | None = None
         self._roots: dict[Namespace, Root] = {}
         self._pinned = AgeQueue()  # leaves that could go, but for their pins
+        self._serial = 0  # of the node made last
 
     def keep_owners(self) -> Owners:
         """Begin to keep who uses what; what is stored already counts as shared."""
@@ -155,7 +157,8 @@ class RunTree(PrefixIndex[Node]):
         if match is None:
             root = self._roots.get(namespace)
             if root is None:
-                root = self._roots[namespace] = Root(namespace)
+                self._serial += 1
+                root = self._roots[namespace] = Root(namespace, self._serial)
             self._hold(root)
             return root, None
         end = match.end
@@ -164,6 +167,8 @@ class RunTree(PrefixIndex[Node]):
         self._hold(end)
         if used:
             self.policy.hit(end)
+            if end.end:  # nothing is reused of a root
+                end.uses += 1
         source = match.source
         if source is not None:
             if source.size > 1:  # one page is wanted: the rest of a long run may go meanwhile
@@ -306,7 +311,8 @@ class RunTree(PrefixIndex[Node]):
             return node
         if not node.children and not node.holders and node.parent is not None:
             self._leave(node)
-        leaf = Node(node, symbols, pages.copy(), self.unit)
+        self._serial += 1
+        leaf = Node(node, symbols, pages.copy(), self.unit, self._serial)
         self._attach(node, leaf)
         self.policy.stored(leaf, priority, known=known)
         self.num_evictable += leaf.size
@@ -336,7 +342,9 @@ class RunTree(PrefixIndex[Node]):
         if queued:
             self._leave(node)
         cut = at * self.unit
-        upper = Node(parent, bytes(node.run[:cut]), node.pages[:at].copy(), self.unit)
+        front = node.pages[:at].copy()
+        self._serial += 1
+        upper = Node(parent, bytes(node.run[:cut]), front, self.unit, self._serial)
         self.policy.split(upper, node)
         upper.holders = 1 if node.holders else 0
         parent.children[upper.key] = upper  # in the place of node
@@ -362,11 +370,11 @@ class RunTree(PrefixIndex[Node]):
         """
         count = min(count, self.num_evictable)
         freed: list[PageArray] = []
-        pop = self.policy.pop
+        pop = cast("Callable[[], Node | None]", self.policy.pop)
         portions = self.policy.portions
         left = count
         while left:
-            leaf = cast("Node | None", pop())
+            leaf = pop()
             most = left
             if leaf is None:
                 leaf = cast("Node | None", self._pinned.pop())
@@ -416,6 +424,9 @@ class RunTree(PrefixIndex[Node]):
             self._pass_on_pins(leaf, parent)
         del parent.children[leaf.key]
         self.policy.inherit(parent, leaf)
+        uses = leaf.uses
+        if uses:
+            parent.uses += uses
         if parent.children:
             return
         parent.heads = None
@@ -463,11 +474,13 @@ class RunTree(PrefixIndex[Node]):
         if namespace is None:
             return self.evict(self.num_evictable)
         root = self._roots.get(namespace)
-        if root is None:
-            return EMPTY_PAGES
+        return EMPTY_PAGES if root is None else self.evict_below(root)
+
+    def evict_below(self, place: Node) -> PageArray:
+        """Forget a run and all behind it, pinned or not, so far as nobody holds it."""
         freed: list[PageArray] = []
-        for node in [n for n, _ in descend(root)][:0:-1]:  # children before parents, no root
-            if node.holders:
+        for node in [n for n, _ in descend(place)][::-1]:  # children before parents
+            if node.holders or node.parent is None:
                 continue
             self._leave(node)
             self.num_pages -= node.size
@@ -512,6 +525,62 @@ class RunTree(PrefixIndex[Node]):
         return sum(node.size for node in seen)
 
     # --- looking -----------------------------------------------------------------------------
+
+    @property
+    def moment(self) -> int:
+        """The policy's count of events so far, of which ``last_used`` is one."""
+        policy = self.policy.inner if isinstance(self.policy, Hinted) else self.policy
+        return policy.moment
+
+    def walk(self, columns: Iterable[str], top: Namespace | Node | None = None) -> Walk:
+        """A walk over all there is, one namespace (with its root), or a node and all behind it."""
+        from kvkeep.prefix.walk import Walk  # noqa: PLC0415 - for those who look
+
+        if isinstance(top, Node):
+            return Walk([top], *columns)
+        tops = [*self._roots.values()] if top is None else [self._roots.get(top)]
+        return Walk([root for root in tops if root is not None], *columns)
+
+    def keeps(self, place: Node) -> bool:
+        """Whether it is still there."""
+        return place.parent is not None or isinstance(place, Root)
+
+    def look(self, place: Node) -> Look:
+        """All there is to know of a node."""
+        path: list[Node] = [place]
+        while path[-1].parent is not None:
+            path.append(path[-1].parent)
+        root = path[-1]
+        assert isinstance(root, Root)
+        return Look(
+            namespace=root.namespace,
+            path=tuple(node.id for node in path[:0:-1]),
+            start=place.depth,
+            pages=place.pages.copy(),
+            symbols=bytes(place.run),
+            children=len(place.children),
+            state=self.policy.describe(place) if place.end else "",
+        )
+
+    def at(self, place: Node) -> PrefixMatch[Node]:
+        """As if a prompt had matched up to the end of a node; its pages are not looked up."""
+        return PrefixMatch(place.pages, place, place.size)
+
+    def pinned(self, hold: Node) -> int:
+        """The id of the run that a pin of ``hold`` ends with now; 0 when all of it is gone."""
+        hold = living(hold)
+        return hold.id if hold.parent is not None else 0
+
+    def would_go(self, hold: Node, place: Node) -> bool:
+        """Whether `evict_below` of ``place`` takes away where a pin of ``hold`` ends.
+
+        Cost: the path of ``hold``.
+        """
+        hold = living(hold)
+        node: Node | None = hold
+        while node is not None and node is not place:
+            node = node.parent
+        return node is not None and not hold.holders
 
     @property
     def num_namespaces(self) -> int:

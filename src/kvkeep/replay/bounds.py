@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["BELADY", "INFINITE", "belady", "infinite"]
 
 BELADY = "belady"
+"""The name of `belady` where policies are named."""
 INFINITE = "infinite"
+"""The name of `infinite` where policies are named."""
 _NEVER = 2**31 - 1
 
 

@@ -16,10 +16,11 @@ from kvkeep.server.routes import ROUTERS
 from kvkeep.server.service import Service
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from kvkeep.engine import Engine
     from kvkeep.server.settings import Settings
+    from kvkeep.telemetry import RequestWatch
     from kvkeep.traces import Capture
 
 __all__ = ["create_app"]
@@ -30,16 +31,25 @@ _DESCRIPTION = (
 )
 
 
-def create_app(engine: Engine, settings: Settings, *, capture: Capture | None = None) -> FastAPI:
+def create_app(
+    engine: Engine,
+    settings: Settings,
+    *,
+    capture: Capture | None = None,
+    watches: Sequence[RequestWatch] = (),
+    events: Callable[[], Mapping[str, int]] | None = None,
+) -> FastAPI:
     """An ASGI application that serves ``engine``; its lifespan starts and ends the engine's thread.
 
     The engine is the application's alone from then on. ``app.state.service`` is its `Service`.
-    What is served is noted in ``capture``, which stays the caller's to close.
+    What is served is noted in ``capture``, and ``watches`` are told of each request; both stay the
+    caller's to close. ``events`` says what a publisher of KV events has done, for /metrics.
     Raises `InvalidValue` for an engine without a tokenizer.
     """
     if engine.tokenizer is None:
         raise InvalidValue("a server needs an engine with a tokenizer; give the engine one")
-    service = Service(engine, settings, capture)
+    service = Service(engine, settings, capture, watches)
+    service.metrics.events = events
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

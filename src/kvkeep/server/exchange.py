@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from starlette.responses import Response
 
 from kvkeep.server.errors import ApiError, ClientGone, as_api_error, outcome_of
+from kvkeep.server.worker import Call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -36,7 +37,11 @@ _EVENT_HEADERS = {
 
 
 class Writer(Protocol):
-    """How one endpoint words its answer. ``number`` is that of a job, from 0."""
+    """How one endpoint words its answer, of this ``id``. ``number`` is that of a job, from 0."""
+
+    @property
+    def id(self) -> str:
+        """As the client is told it."""
 
     def begin(self) -> Iterable[Answer]:
         """The events before any token."""
@@ -65,9 +70,10 @@ async def answer(
     Raises `ApiError` for what goes wrong before the answer begins; a stream ends with an error as
     its last event. A client that goes away ends its jobs; so does the time that a request has.
     """
+    call = Call(writer.id, endpoint, request.headers)
     try:
         async with AsyncExitStack() as stack:
-            ticket = await stack.enter_async_context(service.admitted(endpoint))
+            ticket = await stack.enter_async_context(service.admitted(call))
             work = _submitted(service, ticket, jobs)
             await _until_gone(request.receive, _in_time(ticket, work))
             if stream:

@@ -20,12 +20,30 @@ from kvkeep.server.errors import ApiError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["OPEN_PATHS", "AccessLog", "BodyLimit", "HostGuard", "KeyGuard"]
+__all__ = ["OPEN_PATHS", "PAGE_HEADERS", "AccessLog", "BodyLimit", "HostGuard", "KeyGuard"]
 
 access = logging.getLogger("kvkeep.access")
 
-# What is answered without an API key: whoever watches over the process has none.
-OPEN_PATHS = frozenset({"/health"})
+# What is answered without an API key: whoever watches over the process has none, and the page of
+# the dashboard is where it is typed in. Below the last, everything is.
+OPEN_PATHS = frozenset({"/health", "/"})
+_OPEN_BELOW = "/ui/"
+# What the page may do: run its own scripts, ask this server. Nothing of a prompt can become markup
+# or be sent elsewhere, and no other page can draw over it to have its buttons clicked.
+PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+# What the dashboard asks every few seconds; a line for each would bury the others.
+_QUIET_PATHS = frozenset({"/kv/live", "/kv/map", "/kv/requests", "/kv/summary"})
 # A body that is too large is read on for so long, or the client would never read why it is refused.
 _LINGER_S = 1.0
 # And what still comes after that is not read.
@@ -65,7 +83,7 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on or refuse."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             said = Headers(scope=scope).get("authorization", "").encode("latin-1")
             scheme, _, given = said.partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self._expected):
@@ -155,7 +173,13 @@ class AccessLog:
             seconds = time.perf_counter() - begun
             # Quoted: no path can write a line of its own.
             path = quote(scope["path"][:200])
-            access.info("%s %s %d %.3f s", scope["method"], path, status, seconds)
+            level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
+            access.log(level, "%s %s %d %.3f s", scope["method"], path, status, seconds)
+
+
+def _is_open(path: str) -> bool:
+    """Whether it is answered without a key."""
+    return path in OPEN_PATHS or path.startswith(_OPEN_BELOW)
 
 
 def _without_port(host: str) -> str:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from kvkeep.server.service import Service
     from kvkeep.tokens import TokenArray
 
-__all__ = ["chat_jobs", "chat_tokens", "completion_jobs", "echoes"]
+__all__ = [
+    "chat_jobs", "chat_tokens", "completion_jobs", "conversation_tokens", "echoes", "prompt_tokens",
+]  # fmt: skip
 
 # As OpenAI's own.
 _COMPLETION_TOKENS = 16
@@ -37,9 +39,8 @@ _LONG_TOKEN = 16
 def chat_jobs(service: Service, asked: ChatQuestion) -> list[Job]:
     """The one job of a conversation."""
     asked.check_bias(service.engine.runner.vocabulary)
-    _refuse_far_too_long(service, "messages", *(turn.text for turn in asked.messages))
-    prompt = chat_tokens(service.tokenizer, asked.messages)
-    room = _room(service, "messages", prompt)
+    prompt = conversation_tokens(service, asked.messages)
+    room = _room(service, prompt)
     params = asked.sampling(
         max_tokens=min(asked.limit or room, room),
         draft_tokens=service.settings.draft_tokens,
@@ -57,8 +58,8 @@ def completion_jobs(service: Service, asked: CompletionQuestion) -> list[Job]:
     space = service.namespace(asked.cache_salt)
     jobs = []
     for prompt in asked.prompt:
-        tokens = _tokens(service, prompt)
-        room = _room(service, "prompt", tokens)
+        tokens = prompt_tokens(service, prompt)
+        room = _room(service, tokens)
         params = asked.sampling(
             max_tokens=min(asked.max_tokens or _COMPLETION_TOKENS, room),
             draft_tokens=service.settings.draft_tokens,
@@ -108,25 +109,36 @@ def echoes(service: Service, asked: CompletionQuestion) -> list[str]:
     ]
 
 
-def _tokens(service: Service, prompt: Prompt) -> TokenArray:
+def prompt_tokens(service: Service, prompt: Prompt) -> TokenArray:
+    """The tokens of a text or a list of tokens; `ApiError` for one that this server refuses."""
     if isinstance(prompt, str):
         _refuse_far_too_long(service, "prompt", prompt)
         tokens = service.tokenizer.encode(prompt)
         if not len(tokens):
             raise ApiError(400, "prompt has no tokens; give it at least one", param="prompt")
-        return tokens
+        return _that_fit(service, "prompt", tokens)
     tokens = as_tokens(prompt)
     known = service.engine.runner.vocabulary
     if (largest := np.maximum.reduce(tokens)) >= known:
         message = f"prompt has token {largest}; the model knows 0 … {known - 1}"
         raise ApiError(400, message, param="prompt")
-    return tokens
+    return _that_fit(service, "prompt", tokens)
 
 
-def _room(service: Service, field: str, prompt: TokenArray) -> int:
-    """How many tokens can follow ``prompt``: one at least."""
+def conversation_tokens(service: Service, messages: Sequence[Message]) -> TokenArray:
+    """The tokens of a conversation; `ApiError` for one that this server refuses."""
+    _refuse_far_too_long(service, "messages", *(turn.text for turn in messages))
+    return _that_fit(service, "messages", chat_tokens(service.tokenizer, messages))
+
+
+def _that_fit(service: Service, field: str, prompt: TokenArray) -> TokenArray:
     if len(prompt) > service.longest_prompt:
         raise _too_long(service, field, str(len(prompt)))
+    return prompt
+
+
+def _room(service: Service, prompt: TokenArray) -> int:
+    """How many tokens can follow ``prompt``: one at least."""
     return service.engine.runner.max_tokens - len(prompt)
 
 

@@ -2,57 +2,38 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_1_0_0
 from prometheus_client.registry import Collector
 
+from kvkeep.server import families
+from kvkeep.telemetry import PageTimes, Reuse
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from prometheus_client.core import Metric
 
-    from kvkeep.cache import CacheStats
+    from kvkeep.cache import CacheStats, PagedCache
 
 __all__ = ["Metrics"]
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-
-# Ours → the engine's own counter of that name, and what it is.
-_ENGINE_COUNTERS = {
-    "kvkeep_steps": ("steps", "Forward passes"),
-    "kvkeep_preemptions": ("preempted", "Times that a running request gave its pages back"),
-    "kvkeep_draft_tokens_proposed": ("drafted_tokens", "Tokens guessed from the prompt"),
-    "kvkeep_draft_tokens_accepted": ("accepted_drafts", "Guessed tokens that were right"),
-}
-# The same, where the engine has a store.
-_KEEPER_COUNTERS = {
-    "kvkeep_store_loaded_tokens": ("loaded_tokens", "Tokens that came from the store into pages"),
-    "kvkeep_store_late_loads": ("late_loads", "Times the store took longer than a request waits"),
-    "kvkeep_store_kept_tokens": ("kept_tokens", "Tokens handed to the store"),
-    "kvkeep_store_unkept_tokens": ("unkept_tokens", "Computed tokens that it was too slow to take"),
-}
-_STORE_COUNTERS = {
-    "kvkeep_store_asked_tokens": ("asked_tokens", "Tokens that the store was asked for"),
-    "kvkeep_store_hit_tokens": ("hit_tokens", "Of these, tokens that it gave"),
-    "kvkeep_store_put_tokens": ("put_tokens", "Tokens that it took in"),
-    "kvkeep_store_skipped_tokens": ("skipped_tokens", "Tokens given to it that it had already"),
-    "kvkeep_store_dropped_tokens": ("dropped_tokens", "Tokens given to it that found no room"),
-}
-_TIER_GAUGES = {
-    "kvkeep_store_used_bytes": ("used_bytes", "Bytes in the tier, of all who share it"),
-    "kvkeep_store_capacity_bytes": ("capacity", "What the tier may hold"),
-    "kvkeep_store_queued_bytes": ("queued_bytes", "Bytes that wait to be written"),
-}
+_WARM = 0.5  # so much of its prompt was reused
 
 
 class Metrics:
     """One server's figures, in a registry of their own.
 
-    Thread safety: prometheus_client's: every update takes a lock.
+    ``reuse`` is a `kvkeep.telemetry.RequestWatch`: whoever watches the engine's requests tells it.
+    ``events`` gives the figures of a publisher of KV events (`PublisherStats.as_dict`), ``reasons``
+    the tokens computed by reason since the start (an explainer's); each is set by who has one.
+
+    Thread safety: all methods.
     """
 
     content_type: Final = CONTENT_TYPE_PLAIN_1_0_0
@@ -61,6 +42,11 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self._state = _State()
         registry.register(self._state)
+        self._telling = threading.Lock()
+        self._times: PageTimes | None = None
+        self.reuse = Reuse()
+        self.events: Callable[[], Mapping[str, int]] | None = None
+        self.reasons: Callable[[], Mapping[str, int]] | None = None
         self.requests = Counter(
             "kvkeep_requests",
             "Requests for text by how they ended: stop, length, refused (400, 429, 503), timeout, "
@@ -72,11 +58,13 @@ class Metrics:
             "kvkeep_prompt_tokens", "Prompt tokens of finished requests", registry=registry
         )
         self.cached_tokens = Counter(
-            "kvkeep_cached_tokens", "Of these, tokens that were reused", registry=registry
+            "kvkeep_cached_tokens",
+            "Prompt tokens of finished requests that were reused",
+            registry=registry,
         )
         self.loaded_tokens = Counter(
             "kvkeep_loaded_tokens",
-            "Of the cached tokens, those that came from the store",
+            "Prompt tokens of finished requests that were reused from the store",
             registry=registry,
         )
         self.generated_tokens = Counter(
@@ -88,6 +76,15 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._by_warmth = Histogram(
+            "kvkeep_time_to_first_token_by_warmth_seconds",
+            "From a request's arrival to its first token; warm: half of its prompt or more was "
+            "reused",
+            ["warmth"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._cold, self._warm = map(self._by_warmth.labels, ("cold", "warm"))
         self.between_tokens = Histogram(
             "kvkeep_inter_token_seconds",
             "From one token of an answer to the next",
@@ -101,85 +98,58 @@ class Metrics:
             registry=registry,
         )
 
+    def watch(self, cache: PagedCache) -> None:
+        """Count from now on why pages of ``cache`` are evicted, and when; once is enough.
+
+        Nobody pays for it who does not ask: see `docs/observability.md` for what it costs.
+        """
+        with self._telling:
+            if self._times is None:
+                self._times = PageTimes(cache.num_pages)
+                cache.subscribe(self._times.see)
+
+    def note_first_token(self, seconds: float, *, prompt_tokens: int, reused_tokens: int) -> None:
+        """A request's first token came, so long after it arrived."""
+        self.first_token.observe(seconds)
+        warm = reused_tokens >= _WARM * prompt_tokens
+        (self._warm if warm else self._cold).observe(seconds)
+
     def exposition(
         self,
         cache: CacheStats,
         engine: Mapping[str, float],
         store: Mapping[str, Any] | None = None,
+        *,
+        namespaces: Mapping[str, int] | None = None,
     ) -> bytes:
-        """The text that Prometheus reads, with the state given. Cost: well below a millisecond."""
-        self._state.take(cache, engine)
-        if store is not None:
-            self._state.take_store(engine, store)
-        return generate_latest(self._registry)
+        """The text that Prometheus reads, with the state given.
+
+        ``namespaces`` are cached pages by tenant. Cost: below two milliseconds, and a few
+        microseconds for each event of the cache since the last time.
+        """
+        with self._telling:
+            times = None if self._times is None else self._times.snapshot()
+            found: list[Metric] = [*families.of_cache(cache), *families.of_engine(engine)]
+            found += families.of_pages(cache.evicted_pages, times)
+            found += families.of_reuse(self.reuse.snapshot(families.MOST_NAMES))
+            if namespaces is not None:
+                found += families.of_namespaces(namespaces)
+            if self.reasons is not None:
+                found += families.of_computed(self.reasons())
+            if self.events is not None:
+                found += families.of_events(self.events())
+            if store is not None:
+                found += families.of_store(engine, store)
+            self._state.families = found
+            return generate_latest(self._registry)
 
 
 class _State(Collector):
-    """What is read from engine and cache when Prometheus asks."""
+    """What was read from engine and cache when Prometheus asked."""
 
     def __init__(self) -> None:
-        self._families: list[Metric] = []
-
-    def take(self, cache: CacheStats, engine: Mapping[str, float]) -> None:
-        pages = GaugeMetricFamily("kvkeep_pages", "Pages by state", labels=["state"])
-        pages.add_metric(["free"], cache.pages_free)
-        pages.add_metric(["cached_evictable"], cache.pages_evictable)
-        pages.add_metric(["cached_held"], cache.pages_protected)
-        pages.add_metric(["private"], cache.pages_used - cache.pages_cached)
-        self._families = [
-            pages,
-            GaugeMetricFamily(
-                "kvkeep_requests_running", "Requests being computed", engine["running"]
-            ),
-            GaugeMetricFamily(
-                "kvkeep_requests_waiting", "Requests in the queue", engine["waiting"]
-            ),
-            CounterMetricFamily("kvkeep_evicted_pages", "Pages evicted", cache.evicted_pages),
-            *(
-                CounterMetricFamily(name, text, engine[key])
-                for name, (key, text) in _ENGINE_COUNTERS.items()
-            ),
-        ]
-
-        if cache.what_if:
-            self._families.append(_what_if(cache))
-
-    def take_store(self, engine: Mapping[str, float], store: Mapping[str, Any]) -> None:
-        """Add what the store and its tiers tell; a tier's figures bear its name."""
-        for counters, source in ((_KEEPER_COUNTERS, engine), (_STORE_COUNTERS, store)):
-            self._families += [
-                CounterMetricFamily(name, text, source[key])
-                for name, (key, text) in counters.items()
-            ]
-        tiers = store["tiers"]
-        for name, (key, text) in _TIER_GAUGES.items():
-            self._families.append(gauge := GaugeMetricFamily(name, text, labels=["tier"]))
-            for tier in tiers:
-                if tier[key] is not None:
-                    gauge.add_metric([tier["name"]], tier[key])
-        breaker = GaugeMetricFamily(
-            "kvkeep_store_breaker_open", "1 while a failing tier is left alone", labels=["tier"]
-        )
-        self._families.append(breaker)
-        for tier in tiers:
-            breaker.add_metric([tier["name"]], tier["breaker"] != "closed")
-        for key in tiers[0]["counters"]:
-            name, text = f"kvkeep_store_{key}", f"A tier's {key.replace('_', ' ')}"
-            self._families.append(counter := CounterMetricFamily(name, text, labels=["tier"]))
-            for tier in tiers:
-                counter.add_metric([tier["name"]], tier["counters"][key])
+        self.families: list[Metric] = []
 
     def collect(self) -> Iterator[Metric]:
-        """What was taken last."""
-        return iter(self._families)
-
-
-def _what_if(cache: CacheStats) -> GaugeMetricFamily:
-    gauge = GaugeMetricFamily(
-        "kvkeep_what_if_hit_rate",
-        "Share of prompt tokens that so many times the memory would have had, by a sample",
-        labels=["memory"],
-    )
-    for point in cache.what_if:
-        gauge.add_metric([f"{point.times:g}x"], point.hit_rate)
-    return gauge
+        """What was read last."""
+        return iter(self.families)

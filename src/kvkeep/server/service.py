@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvkeep.errors import QueueFull
 from kvkeep.keys import Namespace
 from kvkeep.server.errors import ApiError, outcome_of
+from kvkeep.server.live import Live
 from kvkeep.server.metrics import Metrics
 from kvkeep.server.record import Record
+from kvkeep.server.watching import Watching
 from kvkeep.server.worker import EngineStopped, Generation, Worker
 
 if TYPE_CHECKING:
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from kvkeep.cache import CacheStats
     from kvkeep.engine import Delta, Engine, Tokenizer
     from kvkeep.server.settings import Settings
-    from kvkeep.server.worker import Job
+    from kvkeep.server.worker import Call, Job
+    from kvkeep.telemetry import RequestWatch
     from kvkeep.traces import Capture
 
 __all__ = ["Service", "Ticket"]
@@ -41,12 +44,27 @@ class Service:
     the engine in the worker's, tokenizers in some of their own.
     """
 
-    def __init__(self, engine: Engine, settings: Settings, capture: Capture | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        capture: Capture | None = None,
+        watches: Sequence[RequestWatch] = (),
+    ) -> None:
         self.engine = engine
         self.settings = settings
         self.capture = capture
         self.metrics = Metrics()
-        self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
+        self.watching = Watching(
+            engine.cache,
+            explain=settings.explain,
+            model=settings.name,
+            watches=[self.metrics.reuse, *watches],
+        )
+        if settings.explain:
+            self.metrics.reasons = self.watching.computed_tokens
+        self.live = Live(self)
+        self.worker = Worker(engine, self.watching, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
         self.draining = False
         self._tickets: set[Ticket] = set()
@@ -57,11 +75,15 @@ class Service:
 
     def start(self) -> None:
         """Begin to take requests, in the running event loop."""
+        self.watching.start()
+        self.engine.observe(self.watching)
         self.worker.start()
 
     def stop(self) -> None:
         """End; what still runs is given up. Waits for the engine's step at hand, and its store."""
         self.worker.stop()
+        self.watching.close()
+        self.live.close()
         self._tokenizing.shutdown(cancel_futures=True)
         self._counting.shutdown(cancel_futures=True)
 
@@ -134,13 +156,13 @@ class Service:
     # --- requests ----------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def admitted(self, endpoint: str) -> AsyncIterator[Ticket]:
+    async def admitted(self, call: Call) -> AsyncIterator[Ticket]:
         """Take a client's request in, or refuse it: `ApiError` 503, `QueueFull`.
 
         While the block lasts the request counts as running; all that its jobs hold is given back
         with it, however it ends.
         """
-        ticket = Ticket(self, endpoint)
+        ticket = Ticket(self, call)
         try:
             self.refuse_if_closed()
             self._refuse_if_full()
@@ -207,14 +229,14 @@ class Service:
 class Ticket:
     """One client's request while it runs."""
 
-    def __init__(self, service: Service, endpoint: str) -> None:
+    def __init__(self, service: Service, call: Call) -> None:
         self._service = service
-        self._endpoint = endpoint
+        self._call = call
         self._begun = time.perf_counter()
         self._last: dict[tuple[int, int], float] = {}  # when each answer's last token came
         self._generation: Generation | None = None
         self._failed: ApiError | None = None
-        self._record = None if service.capture is None else Record(service.capture, endpoint)
+        self._record = None if service.capture is None else Record(service.capture, call.endpoint)
         self.deadline = asyncio.get_running_loop().time() + service.settings.request_timeout_s
         self.outcome = "gone"  # until it is known better
 
@@ -226,7 +248,7 @@ class Ticket:
 
     def close(self) -> None:
         """Count it, and give back what is unfinished."""
-        self._service.metrics.requests.labels(self._endpoint, self.outcome).inc()
+        self._service.metrics.requests.labels(self._call.endpoint, self.outcome).inc()
         if self._generation is not None and not self._generation.finished:
             self._service.worker.abort(self._generation)
         if self._record is not None:
@@ -236,7 +258,7 @@ class Ticket:
         """Hand the jobs to the engine, all or none; raises what `Engine.add` raises."""
         if self._failed is not None:
             raise self._failed
-        self._generation = Generation(jobs)
+        self._generation = Generation(jobs, self._call)
         arrived = time.perf_counter()
         await self._service.worker.submit(self._generation)
         if self._record is not None:
@@ -260,7 +282,10 @@ class Ticket:
             metrics.generated_tokens.inc(len(delta.tokens))
             answer = number, delta.index
             if not self._last:
-                metrics.first_token.observe(now - self._begun)
+                prompt, reused = delta.request.prompt_tokens, delta.request.cached_tokens or 0
+                figures = self._service.watching.figures
+                for note in metrics.note_first_token, figures.note_first_token:
+                    note(now - self._begun, prompt_tokens=prompt, reused_tokens=reused)
             elif answer in self._last:
                 each = (now - self._last[answer]) / len(delta.tokens)
                 for _ in delta.tokens:

@@ -24,6 +24,8 @@ class Settings:
     ``draft_tokens`` are guessed for requests that do not say. ``hosts`` are the names in a Host
     header that are served (None: all): on a loopback address, only its own names, or a page in a
     browser could reach the server under a name of its own (DNS rebinding).
+    Without ``text`` no answer under /kv has any of a prompt's text or tokens; without ``explain``
+    nobody remembers prompts to explain what was reused of them.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Settings:
     flush_timeout_s: float = 10.0
     draft_tokens: int = 0
     hosts: frozenset[str] | None = LOOPBACK_HOSTS
+    text: bool = True
+    explain: bool = True
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvkeep.errors import require
 from kvkeep.prefix.render import draw
 from kvkeep.server.schemas.kv import Hidden, KVTree, Run, Space
+from kvkeep.server.text import showable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,18 +53,17 @@ def as_text(service: Service, shown: Mapping[Namespace, int], depth: int, branch
     console = require("rich.console", "cli").Console(
         file=io.StringIO(), width=_WIDTH, highlight=False, legacy_windows=False
     )
+    decode = partial(_text, service) if service.settings.text else _nothing
     for space, pages in shown.items():
         runs = service.engine.cache.runs(space)
         title = f"cache_salt {space.tenant!r}, {pages} pages of {service.engine.cache.page_size}"
-        console.print(
-            draw(title, runs, depth=depth, branches=branches, decode=partial(_text, service))
-        )
+        console.print(draw(title, runs, depth=depth, branches=branches, decode=decode))
     text: str = console.file.getvalue()
     return text or "nothing is cached\n"
 
 
 def _space(service: Service, space: Namespace, pages: int, depth: int, branches: int) -> Space:
-    top = Space(cache_salt=space.tenant, num_pages=pages, runs=[])
+    top = Space(cache_salt=showable(space.tenant), num_pages=pages, runs=[])
     path: list[Space | Run] = [top]  # where the stored run at hand hangs, and all above it
     skip: int | None = None  # all runs deeper than this hang from one that was left out
     for stored in service.engine.cache.runs(space):
@@ -84,20 +84,31 @@ def _space(service: Service, space: Namespace, pages: int, depth: int, branches:
 
 
 def _run(service: Service, stored: StoredRun) -> Run:
-    tokens = stored.tokens
     return Run(
         num_tokens=len(stored.pages) * service.engine.cache.page_size,
         num_pages=len(stored.pages),
         references=stored.holders,
         pins=stored.pins,
         policy=stored.state,
-        text=f"key {stored.symbols[:4].hex()}…" if tokens is None else _text(service, tokens),
+        text=_beginning(service, stored),
         runs=[],
     )
 
 
+def _beginning(service: Service, stored: StoredRun) -> str | None:
+    if stored.tokens is None:
+        return f"key {stored.symbols[:4].hex()}…"
+    return showable(_text(service, stored.tokens)) if service.settings.text else None
+
+
 def _text(service: Service, tokens: TokenArray) -> str:
     return service.tokenizer.decode(tokens[:_PREVIEW].tolist())[:_PREVIEW]
+
+
+def _nothing(tokens: TokenArray) -> str:
+    """In place of a text that is not to be shown."""
+    del tokens
+    return ""
 
 
 def _hide(parent: Space | Run, stored: StoredRun) -> None:

@@ -6,19 +6,20 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvkeep.engine import Delta, Engine, Request, SamplingParams
     from kvkeep.keys import Namespace
+    from kvkeep.server.watching import Watching
     from kvkeep.tokens import TokenArray
 
-__all__ = ["EngineStopped", "Generation", "Job", "Worker"]
+__all__ = ["Call", "EngineStopped", "Generation", "Job", "Worker"]
 
 log = logging.getLogger("kvkeep.server")
 
@@ -41,15 +42,29 @@ class Job:
     turn: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One client's request: the ``id`` of its answer, the endpoint, and its HTTP headers."""
+
+    id: str
+    endpoint: str
+    headers: Mapping[str, str] = field(repr=False)
+
+    def name(self, number: int) -> str:
+        """What its job ``number`` is called: as the answer is; further ones id.1, id.2 …"""
+        return f"{self.id}.{number}" if number else self.id
+
+
 class Generation:
-    """What comes of one client's jobs: their deltas, each with the number of its job.
+    """What comes of the jobs of one ``call``: their deltas, each with the number of its job.
 
     Thread safety: none; it belongs to the event loop. Memory: a client that does not read leaves
     its deltas here, at most one for each token that its jobs may generate. The engine never waits.
     """
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, jobs: Sequence[Job], call: Call) -> None:
         self.jobs = jobs
+        self.call = call
         self._deltas: deque[tuple[int, Delta]] = deque()
         self._unfinished = len(jobs)
         self._error: Exception | None = None
@@ -96,11 +111,21 @@ class Worker:
     next step. What a step brings goes to the event loop in one piece. An exception out of a step
     fails the requests that the engine has, and no later ones; one out of an abort ends the thread.
 
+    ``watching`` is told, in the thread, what each of the engine's requests is called before any
+    step for it, and what comes of it.
+
     Thread safety: `start`, `submit`, `abort` and `call` are for the event loop.
     """
 
-    def __init__(self, engine: Engine, *, flush_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        watching: Watching,
+        *,
+        flush_timeout_s: float = 10.0,
+    ) -> None:
         self._engine = engine
+        self._watching = watching
         self._flush_timeout_s = flush_timeout_s
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvkeep engine", daemon=True)
@@ -203,6 +228,7 @@ class Worker:
             self._give_up(error)
             return
         for delta in deltas:
+            self._watching.came(delta)
             known = self._requests.get(delta.request.id)
             if known is None:
                 continue
@@ -231,6 +257,7 @@ class Worker:
             raise
         for number, request in enumerate(added):
             self._requests[request.id] = request, generation, number
+            self._watching.begin(request, generation.call.name(number), generation.call)
 
     def _abort(self, generation: Generation) -> None:
         own = [request for request, other, _ in self._requests.values() if other is generation]

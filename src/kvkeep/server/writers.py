@@ -41,7 +41,7 @@ class ChatWriter:
         self._n = n
         self._logprobs = logprobs
         self._usage = usage
-        self._id = f"chatcmpl-{secrets.token_hex(12)}"
+        self.id = f"chatcmpl-{secrets.token_hex(12)}"
         self._model = model
         self._created = int(time.time())
 
@@ -73,7 +73,7 @@ class ChatWriter:
         """All of it at once."""
         (completion,) = completions
         return ChatAnswer(
-            id=self._id,
+            id=self.id,
             created=self._created,
             model=self._model,
             choices=[self._choice(choice) for choice in completion.choices],
@@ -93,7 +93,7 @@ class ChatWriter:
 
     def _chunk(self, index: int, delta: MessageDelta) -> ChatChunk:
         return ChatChunk(
-            id=self._id,
+            id=self.id,
             created=self._created,
             model=self._model,
             choices=[ChatChunkChoice(index=index, delta=delta)],
@@ -122,7 +122,7 @@ class CompletionWriter:
         self._usage = usage
         self.echoes = [""] * prompts
         self._offsets: dict[int, Offsets] = defaultdict(Offsets)
-        self._id = f"cmpl-{secrets.token_hex(12)}"
+        self.id = f"cmpl-{secrets.token_hex(12)}"
         self._model = model
         self._created = int(time.time())
 
@@ -180,7 +180,7 @@ class CompletionWriter:
 
     def _answer(self, *choices: CompletionChoice) -> CompletionAnswer:
         return CompletionAnswer(
-            id=self._id, created=self._created, model=self._model, choices=list(choices)
+            id=self.id, created=self._created, model=self._model, choices=list(choices)
         )
 
 

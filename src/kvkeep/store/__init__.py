@@ -5,6 +5,7 @@ blocks.py   BlockStore: the same for opaque bytes under block keys
 forms.py    the forms of KV that engines have
 names.py    from tokens to block ids
 stats.py    what is answered and reported
+why.py      why tokens are not there
 pinning.py  memory that a GPU copies fast
 weights.py  a digest of a model's weights, for the namespace
 """
@@ -15,5 +16,8 @@ from kvkeep.store.blocks import BlockStore
 from kvkeep.store.stats import Lookup, Put, StoreStats
 from kvkeep.store.store import KVStore, Prefetch
 from kvkeep.store.weights import weights_digest
+from kvkeep.tiers import Fate
 
-__all__ = ["BlockStore", "KVStore", "Lookup", "Prefetch", "Put", "StoreStats", "weights_digest"]
+__all__ = [
+    "BlockStore", "Fate", "KVStore", "Lookup", "Prefetch", "Put", "StoreStats", "weights_digest",
+]  # fmt: skip

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from kvkeep.errors import BackendFailed, IllegalStep, InvalidValue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from kvkeep.tiers import TierStats
 
-__all__ = ["Asked", "Lookup", "Put", "StoreStats", "closed_is_illegal", "seconds_of"]
+__all__ = ["Asked", "Lookup", "Put", "StoreStats", "closed_is_illegal", "runs_of", "seconds_of"]
 
 
 @contextmanager
@@ -69,6 +69,17 @@ class Lookup:
 
     def __int__(self) -> int:
         return self.tokens
+
+
+def runs_of(parts: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """``(tier, tokens)`` of blocks in order, neighbours of one tier as one."""
+    runs: list[tuple[str, int]] = []
+    for name, tokens in parts:
+        if runs and runs[-1][0] == name:
+            runs[-1] = (name, runs[-1][1] + tokens)
+        else:
+            runs.append((name, tokens))
+    return tuple(runs)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -12,17 +13,19 @@ from kvkeep.geometry import KVGeometry, parse_bytes
 from kvkeep.store.forms import Form
 from kvkeep.store.names import Names, store_namespace
 from kvkeep.store.pinning import pin_memory
-from kvkeep.store.stats import Asked, Lookup, Put, closed_is_illegal, seconds_of
+from kvkeep.store.stats import Asked, Lookup, Put, closed_is_illegal, runs_of, seconds_of
+from kvkeep.store.why import fates_behind
 from kvkeep.tiers import TieredStore, TieringPolicy, open_tiers
 from kvkeep.tokens import as_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from kvkeep.backends import Backend
     from kvkeep.store.forms import KV, Layout
     from kvkeep.store.stats import StoreStats
+    from kvkeep.tiers import Fate
     from kvkeep.tiers import Prefetch as BlockPrefetch
     from kvkeep.tokens import TokenArray, TokensLike
 
@@ -35,11 +38,13 @@ PATIENCE = 60.0
 class Prefetch:
     """A prompt's KV on its way into memory. Thread safety: all methods."""
 
-    __slots__ = ("_blocks", "_count")
+    __slots__ = ("_blocks", "_lengths", "start")
 
-    def __init__(self, blocks: BlockPrefetch, count: Callable[[int], int]) -> None:
+    def __init__(self, blocks: BlockPrefetch, start: int, lengths: Sequence[int]) -> None:
         self._blocks = blocks
-        self._count = count
+        self._lengths = lengths  # filled when it is known what there is
+        self.start = start
+        """The first token of the first block that was asked for."""
 
     @property
     def done(self) -> bool:
@@ -51,6 +56,12 @@ class Prefetch:
         """Tokens of the prompt, from its beginning, that are in memory by now."""
         return self._count(self._blocks.ready)
 
+    @property
+    def sources(self) -> tuple[tuple[str, int], ...]:
+        """``(tier, tokens)`` of what is in memory by now, in order from `start` on."""
+        names = self._blocks.sources[: self._blocks.ready]
+        return runs_of(zip(names, self._lengths, strict=False))
+
     def wait(self, timeout: float | None = None) -> int:
         """Wait until `done`, ``timeout`` seconds at most; `tokens` then."""
         return self._count(self._blocks.wait(timeout))
@@ -58,6 +69,9 @@ class Prefetch:
     def cancel(self) -> None:
         """Start no more reads; what is on its way still arrives."""
         self._blocks.cancel()
+
+    def _count(self, ready: int) -> int:
+        return self.start + sum(self._lengths[:ready]) if ready else 0
 
 
 class KVStore:
@@ -131,6 +145,11 @@ class KVStore:
         for space, limit in limits.items():
             self._tiered.set_quota(space, limit)
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The names of its tiers, fastest first: what is read and written passes the first."""
+        return (self._tiered.front.name, *(tier.name for tier in self._tiered.tiers))
+
     # --- the three that matter -------------------------------------------------------------------
 
     def put(
@@ -195,6 +214,7 @@ class KVStore:
         tenant: str | None = None,
         out: KV | None = None,
         form: Literal["tensor", "tuples"] = "tensor",
+        sources: list[tuple[str, int]] | None = None,
     ) -> tuple[KV | None, int]:
         """The KV of the longest stored prefix of ``tokens`` beyond ``start``, and its tokens.
 
@@ -202,7 +222,8 @@ class KVStore:
         Blocks are read in parallel, and end at the first that is missing, bad, or not there
         ``deadline`` seconds from now. ``out`` is room for all of ``tokens[start:]``, in any form
         that `put` takes, to copy into; kv is then its front. Otherwise new CPU memory is taken:
-        one tensor, or ``form="tuples"``.
+        one tensor, or ``form="tuples"``. ``sources`` is given ``(tier, tokens)`` of what comes, in
+        order: where each was read from.
 
         Raises:
             InvalidValue: tokens, ``start``, ``out`` or ``form`` are wrong.
@@ -235,8 +256,13 @@ class KVStore:
         left = None if until is None else max(0.0, until - time.monotonic())
         sizes = self._sizes(lengths)
         with closed_is_illegal():
-            count = self._tiered.read(blocks, sizes, take, levels=levels, deadline=left)
+            names: list[str] | None = None if sources is None else []
+            count = self._tiered.read(
+                blocks, sizes, take, levels=levels, deadline=left, sources=names
+            )
         got = ends[count - 1] if count else 0
+        if sources is not None and names:
+            sources += runs_of(zip(names, [lengths[0] - skip, *lengths[1:]], strict=False))
         self._asked.count(gets=1, asked_tokens=len(row) - start, hit_tokens=got)
         return (self._form.cut(into, 0, got), got) if got else (None, 0)
 
@@ -248,14 +274,46 @@ class KVStore:
         """
         row = as_tokens(tokens)
         _, levels, lengths = self._find(row, 0, tenant)
-        runs: list[tuple[str, int]] = []
-        tiers = [self._tiered.front.name, *(tier.name for tier in self._tiered.tiers)]
-        for level, length in zip(levels, lengths, strict=True):
-            if runs and runs[-1][0] == tiers[level]:
-                runs[-1] = (tiers[level], runs[-1][1] + length)
-            else:
-                runs.append((tiers[level], length))
-        return Lookup(sum(tokens for _, tokens in runs), tuple(runs))
+        tiers = self.tiers
+        names = [tiers[level] for level in levels]
+        return Lookup(sum(lengths), runs_of(zip(names, lengths, strict=True)))
+
+    def why(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        since: float | None = None,
+    ) -> tuple[Fate, ...]:
+        """What became of what is missing of a prompt, behind the first ``start`` tokens.
+
+        ``start`` is what `lookup` found; without it, what is known to be there without asking
+        anybody is passed over. In order and without gaps, to the end of the prompt. What lies
+        behind a block that is missing, and is there, shares its fate: it cannot be used.
+
+        ``since`` (Unix seconds): a tier that failed or was late since then counts as unavailable,
+        also for what it holds: to be asked after a read that brought less than was found.
+
+        Reads nothing and waits for nobody. Cost: a few µs a block behind ``start``.
+
+        Raises:
+            InvalidValue: tokens or ``start`` are wrong.
+        """
+        row = as_tokens(tokens)
+        whole("start", start, 0, len(row))
+        fates_of = partial(self._tiered.fates_of, since=since)
+        return fates_behind(self._names_of(tenant), fates_of, row, start)
+
+    def unkept(self, tokens: TokensLike, start: int = 0, *, tenant: str | None = None) -> None:
+        """Say that the full blocks of ``tokens[start:]`` were never put, for want of time or room.
+
+        Nothing changes but what `why` tells of them.
+        """
+        row = as_tokens(tokens)
+        whole("start", start, 0, len(row))
+        blocks = self._names_of(tenant).full(row)[-(-start // self.block_tokens) :]
+        self._tiered.fates.note(blocks, self._tiered.front.name, "dropped", "queue full")
 
     def touch(self, tokens: TokensLike, *, tenant: str | None = None) -> None:
         """Say that a prompt used the KV of ``tokens``, found elsewhere; transfers nothing.
@@ -285,7 +343,7 @@ class KVStore:
             return blocks, self._sizes(lengths)
 
         handle = self._tiered.prefetch(plan)
-        return Prefetch(handle, lambda ready: base + sum(found[:ready]) if ready else 0)
+        return Prefetch(handle, base, found)
 
     # --- keeping and letting go ------------------------------------------------------------------
 

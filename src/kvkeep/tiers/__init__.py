@@ -10,6 +10,7 @@ flight.py     a block on its way up
 plan.py       what moves where
 adaptive.py   a plan that watches what the others would do
 tiered.py     all of it together
+fates.py      what became of blocks that are gone
 opening.py    from URLs
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from kvkeep.tiers.adaptive import AdaptiveTiering
 from kvkeep.tiers.counters import Counters, TierStats
+from kvkeep.tiers.fates import Fate, Fates, Happened, What
 from kvkeep.tiers.front import Front
 from kvkeep.tiers.opening import TIER_OPTIONS, TIERINGS, open_backend, open_tiers, tiering
 from kvkeep.tiers.plan import Exclusive, Inclusive, TieringPolicy
@@ -29,7 +31,10 @@ __all__ = [
     "AdaptiveTiering",
     "Counters",
     "Exclusive",
+    "Fate",
+    "Fates",
     "Front",
+    "Happened",
     "Inclusive",
     "Prefetch",
     "Tier",
@@ -37,6 +42,7 @@ __all__ = [
     "TierStats",
     "TieredStore",
     "TieringPolicy",
+    "What",
     "Written",
     "open_backend",
     "open_tiers",

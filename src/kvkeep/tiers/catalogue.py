@@ -95,6 +95,11 @@ class Catalogue:
         return self._bytes
 
     @property
+    def policy(self) -> str:
+        """The name of the policy that orders what has no quota."""
+        return self._shared.name
+
+    @property
     def pinned_bytes(self) -> int:
         """Bytes that are pinned now."""
         with self._lock:
@@ -105,6 +110,13 @@ class Catalogue:
         """Whether ``block`` is known, and not used for longer than it may be found."""
         kept = self._kept.get(block)
         return kept is not None and self._expired(kept)
+
+    def ended(self, block: bytes) -> float | None:
+        """When the time of ``block`` was over (Unix seconds), if it is known and outlived it."""
+        kept = self._kept.get(block)
+        if kept is None or not self._expired(kept):
+            return None
+        return max(kept.used + (self.ttl or 0.0), kept.pinned)
 
     def leading(self, blocks: Sequence[bytes]) -> int:
         """How many of ``blocks`` are there before the first that is not."""

@@ -111,6 +111,7 @@ class Flight:
             self._since = time.monotonic()
             if tier.breaker.blocks:  # not to wait for a thread, which may hang, to be told so
                 tier.counters.count(skipped_calls=1)
+                tier.failed("unavailable", "breaker")
             elif tier.reading.submit(
                 partial(self._read, tier, self._attempt),
                 given_up=partial(self._ended, tier, self._attempt),
@@ -118,6 +119,7 @@ class Flight:
                 return
             else:
                 tier.counters.count(late=1)  # its queue is full
+                tier.failed("late", "queue full")
             self._tiers.pop(0)
         self._done = True
         self._changed.notify_all()
@@ -127,6 +129,7 @@ class Flight:
         if self._tiers:
             tier = self._tiers.pop(0)
             tier.counters.count(late=1)
+            tier.failed("late", "no answer")
             tier.breaker.failed(f"no answer in {tier.timeout:g} s")
         self._ask()
 

@@ -12,6 +12,7 @@ from kvkeep.eviction import LRU
 from kvkeep.keys import SPACE_BYTES
 from kvkeep.tiers.catalogue import Catalogue
 from kvkeep.tiers.counters import Counters, TierStats
+from kvkeep.tiers.fates import Fates
 from kvkeep.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Front:
         self.capacity = backend.arena.size
         self.catalogue = Catalogue(policy, ttl=ttl, budget=self.capacity)
         self.counters = Counters()
+        self.fates = Fates()
+        """Where it notes what it loses; set by who has other tiers."""
         self.evicted: Callable[[bytes], None] | None = None
         """Told of every block that had to make room; set by who has other tiers."""
         self.leaving_bytes = 0
@@ -142,6 +145,8 @@ class Front:
                 self._leaving[block] = Arena.extent(size or 0)
                 self.leaving_bytes += self._leaving[block]
         self.counters.count(evictions=len(old))
+        if old:
+            self.fates.note(old, self.name, "removed", "ttl")
         return blocks
 
     def gone(self, block: bytes) -> None:
@@ -188,6 +193,7 @@ class Front:
         with self._lock:
             victims = self.catalogue.victims(needed, space)
             self.backend.delete(victims)
+        self.fates.note(victims, self.name, "evicted", self.catalogue.policy)
         if self.evicted is not None:
             for block in victims:
                 self.evicted(block)

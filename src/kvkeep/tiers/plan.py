@@ -172,6 +172,10 @@ class Planner:
         """Whether a block that is put goes to tier ``level`` now."""
         return self.policy.admits(level, touches)
 
+    def ever_admits(self, level: int) -> bool:
+        """Whether tier ``level`` gets blocks as they are put, those that are asked for a lot."""
+        return self.policy.admits(level, _EVER_TOUCHED)
+
     def read(self, block: bytes) -> list[int]:
         """``block`` was read; the tiers that admit it from this time on."""
         touches = self._touches.touch(block)
@@ -193,6 +197,11 @@ class Planner:
     def demotes(self, level: int, block: bytes) -> int | None:
         """The tier to which ``block`` goes, evicted from ``level``; None: it just goes."""
         target = self.policy.demotes(level, self._touches.count(block))
+        return None if target is None or target > self.tiers else target
+
+    def ever_demotes(self, level: int) -> int | None:
+        """The tier to which blocks go from ``level`` that were asked for often enough."""
+        target = self.policy.demotes(level, _EVER_TOUCHED)
         return None if target is None or target > self.tiers else target
 
     def excess(self, capacity: int, used: int) -> int:

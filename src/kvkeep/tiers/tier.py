@@ -17,6 +17,7 @@ from kvkeep.keys import SPACE_BYTES
 from kvkeep.tiers.breaker import Breaker
 from kvkeep.tiers.catalogue import Catalogue
 from kvkeep.tiers.counters import Counters, TierStats
+from kvkeep.tiers.fates import Fates, Happened
 from kvkeep.tiers.record import HEADER_BYTES, BadRecord, OtherVersion, naming, seal, verify
 from kvkeep.tiers.workers import Workers
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from kvkeep.backends import Backend
     from kvkeep.codecs import Codec
+    from kvkeep.tiers.fates import What
     from kvkeep.tiers.record import Header
 
 __all__ = ["Tier", "TierOptions"]
@@ -35,6 +37,9 @@ _EXPIRE_EVERY = 60.0  # seconds
 _ENVELOPE = 1 << 16  # bytes that any codec may need beyond those of another
 _TELL_COST = 1024  # bytes that a block's name counts while it waits to be told, roughly
 _REFUSED_KEPT = 1 << 16
+_READING = frozenset(("get", "sizes", "list"))
+_LONG = 0.05  # seconds that a read takes which is slow for any place
+_MOSTLY = 0.5  # of the time since a moment that one read has taken: it is what was waited for
 _TRIES = 8  # rounds of making room for one record; then something else takes what is freed
 
 
@@ -92,6 +97,8 @@ class Tier:
     demote: Callable[[bytes], None] | None = None
     """Takes a block that must go to where it goes, if anywhere. Set by who has other tiers."""
     counters: Counters = field(default_factory=Counters)
+    fates: Fates = field(default_factory=Fates)
+    """Where it notes what it loses. Set by who has other tiers."""
     indexed: bool = field(init=False)
     catalogue: Catalogue = field(init=False)
     breaker: Breaker = field(init=False)
@@ -104,6 +111,8 @@ class Tier:
     _quota_lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _coming: dict[bytes, int] = field(init=False, default_factory=dict)
     """Bytes that are being written, by namespace."""
+    _trouble: Happened | None = field(init=False, default=None)
+    _heard: bool = field(init=False, default=False)  # it said once what it holds
     _refused: dict[bytes, None] = field(init=False, default_factory=dict)
     """Blocks whose record is not for us: as if not here, to be written anew."""
 
@@ -138,6 +147,7 @@ class Tier:
             if self.breaker.allows():
                 with _Edge(self, "list"):
                     self.catalogue.fill(self.backend.list())
+                    self._heard = True
             self._listed = time.monotonic()
         finally:
             self._listing.release()
@@ -151,6 +161,28 @@ class Tier:
         if self.backend.shared or not self.indexed:
             return not self.catalogue.outlived(block)
         return self.knows(block)
+
+    def hides(self, block: bytes) -> bool:
+        """Whether ``block`` may be here for all that is known while nobody answers."""
+        asked = self.backend.shared or not self.indexed or not self._heard
+        return asked or self.knows(block)
+
+    def failed(self, what: What, detail: str) -> None:
+        """It was of no use to who wanted to read; see `trouble`."""
+        self._trouble = Happened(self.name, what, time.time(), detail)
+
+    def trouble(self, since: float | None = None) -> Happened | None:
+        """Why reading here is of no use now, or was not at some moment ``since`` (Unix seconds)."""
+        if self.breaker.blocks:
+            return Happened(self.name, "unavailable", time.time(), "breaker")
+        if since is None:
+            return None
+        last, now = self._trouble, time.time()
+        if last is not None and last.at is not None and last.at >= since:
+            return last
+        if self.reading.longest > max(_LONG, _MOSTLY * (now - since)):
+            return Happened(self.name, "late", now, "no answer")
+        return None
 
     def is_away(self) -> bool:
         """Whether writing here is of no use now: it hangs, or is left alone."""
@@ -167,6 +199,7 @@ class Tier:
             return next((i for i, block in enumerate(blocks) if not self.knows(block)), len(blocks))
         if not self.breaker.allows():
             self.counters.count(skipped_calls=1)
+            self.failed("unavailable", "breaker")
             return 0
         answer: list[list[int | None]] = []
         done = threading.Event()
@@ -182,6 +215,7 @@ class Tier:
         asked = self.reading.submit(ask)
         if not asked or not done.wait(patience):
             self.counters.count(late=1)
+            self.failed("late", "no answer" if asked else "queue full")
             if not asked or patience == self.timeout:  # else `ask` will tell how it went
                 self.breaker.failed(f"no answer in {self.timeout:g} s")
             return 0
@@ -207,8 +241,8 @@ class Tier:
                 with _Edge(self, "sizes"):
                     sizes = self.backend.sizes(known)
                 for block, size in zip(known, sizes, strict=False):  # none, if it failed
-                    if size is None:
-                        self.catalogue.forget(block)
+                    if size is None and self.catalogue.forget(block):
+                        self.fates.note([block], self.name, "removed", "gone")
 
         if known:
             self.reading.submit(ask)
@@ -225,6 +259,7 @@ class Tier:
         """
         if not self.breaker.allows():
             self.counters.count(skipped_calls=1)
+            self.failed("unavailable", "breaker")
             return None
         known = self.knows(block)
         started = time.monotonic()
@@ -243,6 +278,7 @@ class Tier:
         if record is None and bad is None:
             if known:
                 self.catalogue.forget(block)
+                self.fates.note([block], self.name, "removed", "gone")
             self.counters.count(misses=1)
             return None
         return self._checked(block, raw_bytes, record, bad, room)
@@ -286,6 +322,7 @@ class Tier:
         if len(self._refused) >= _REFUSED_KEPT:
             self._refused.clear()
         self._refused[block] = None
+        self.fates.note([block], self.name, "refused", reason)
 
     def _codec(self, header: Header) -> Codec | None:
         """What decodes it; None where this tier promises more than the record does.
@@ -322,6 +359,7 @@ class Tier:
         )
         self.counters.count(damaged=1)
         self.catalogue.forget(block)
+        self.fates.note([block], self.name, "damaged", reason)
         with _Edge(self, "quarantine"):
             self.backend.quarantine(block, reason)
 
@@ -338,6 +376,7 @@ class Tier:
             return True
         if not self.breaker.allows():
             self.counters.count(skipped_calls=1, drops=1)
+            self.fates.note([block], self.name, "dropped", "breaker")
             return False
         with _Edge(self, "put") as edge:
             there: int | None = None
@@ -351,6 +390,8 @@ class Tier:
                     self.catalogue.add(block, there)
         if edge.failed or there is None:
             self.counters.count(drops=1)
+            why = "write failed" if edge.failed else "no room"
+            self.fates.note([block], self.name, "dropped", why)
             return False
         self._refused.pop(block, None)
         return True
@@ -436,6 +477,7 @@ class Tier:
         """Delete what the catalogue gave up; bytes freed."""
         if not victims:
             return 0
+        self.fates.note(victims, self.name, "evicted", self.catalogue.policy)
         if self.demote is not None:
             for block in victims:
                 self.demote(block)
@@ -459,6 +501,7 @@ class Tier:
             with _Edge(self, "list"):
                 listed = (item.block for item in self.backend.list())
                 found.update(block for block in listed if block.startswith(space or b""))
+        self.fates.note(found, self.name, "removed", "cleared")
         return self.remove(list(found))
 
     def fetch(self, block: bytes) -> memoryview | None:
@@ -522,6 +565,7 @@ class Tier:
         if self.backend.shared:
             self.relist()
         while old := self.catalogue.expired():
+            self.fates.note(old, self.name, "removed", "ttl")
             self.remove(old)
 
     def settled(self, timeout: float | None) -> bool:
@@ -638,6 +682,8 @@ class _Edge:
             return False
         self.failed = True
         tier.counters.count(errors=1)
+        if self._what in _READING:
+            tier.failed("unavailable", f"{self._what} failed: {error}")
         tier.breaker.failed(f"{self._what}: {error}")
         _LOG.info("tier %s: %s failed: %s", tier.name, self._what, error)
         if isinstance(error, AssertionError):

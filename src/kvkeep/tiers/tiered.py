@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.errors import BackendFailed, IllegalStep
+from kvkeep.tiers.fates import Fates, Happened
 from kvkeep.tiers.flight import Flight
 from kvkeep.tiers.plan import Inclusive, Planner, TieringPolicy
 from kvkeep.tiers.record import HEADER_BYTES
@@ -27,6 +28,7 @@ __all__ = ["Prefetch", "TieredStore", "Written"]
 _WINDOW = 16  # blocks read ahead, at most
 _PROBES = (1, 16, 64, 256)  # blocks asked for at once: few at first, most prompts are not there
 _QUEUED_SHARE = 0.75  # of memory that may wait to be written to a tier; the rest moves on
+_NEVER = Happened("", "never", None, "")
 _PATIENCE = 0.2  # of a tier's timeout that one above it waits for it to take what is evicted
 
 
@@ -46,6 +48,8 @@ class Prefetch:
 
     def __init__(self) -> None:
         self._ready = 0
+        self.sources: list[str] = []
+        """The tiers that the blocks which arrived came from."""
         self._over = threading.Event()
         self._cancelled = False
 
@@ -84,6 +88,8 @@ class _Writing:
         self._lock = threading.Lock()
         self._count: dict[str, int] = {}
         self._left: dict[str, int] = {}
+        self.refused: dict[str, list[bytes]] = {}
+        """Blocks that a tier, by its name, would take if they were asked for more often."""
 
     def one_more(self, tier: Tier) -> Callable[[bool], None]:
         """Another block goes to ``tier``; what to call when it is over."""
@@ -96,6 +102,11 @@ class _Writing:
         """No more come."""
         for name in list(self._left):
             self._over(name)
+
+    def note_refused(self, fates: Fates) -> None:
+        """Remember which blocks were ``refused``."""
+        for name, blocks in self.refused.items():
+            fates.note(blocks, name, "refused", "admission")
 
     def _over(self, name: str) -> None:
         with self._lock:
@@ -129,10 +140,15 @@ class TieredStore:
         self._queued: dict[tuple[bytes, str], list[Callable[[bool], None]]] = {}
         self._prefetching = Workers("prefetch", 4, 256)
         self._closed = False
+        self.fates = Fates([front.name, *(tier.name for tier in self.tiers)])
+        front.fates = self.fates
+        places: list[Front | Tier] = [front, *self.tiers]
+        self._ending = [place for place in places if place.catalogue.ttl is not None]
         front.evicted = self._evicted_above
         share = int(front.capacity * _QUEUED_SHARE)
         for level, tier in enumerate(self.tiers, start=1):
             tier.demote = partial(self._demote_below, level)
+            tier.fates = self.fates
             tier.writing.limit = min(tier.options.queue_bytes or share, share)
             tier.open()
 
@@ -187,6 +203,40 @@ class TieredStore:
                 break
         return found
 
+    def fates_of(
+        self, blocks: Sequence[bytes], since: float | None = None
+    ) -> list[Happened | None]:
+        """What became of each block; None where it is known to be somewhere that can be read.
+
+        A tier that failed ``since`` (Unix seconds), or is left alone now, counts as unavailable
+        for what it may hold. Asks nobody.
+        """
+        well: list[Tier] = []
+        away: list[tuple[Tier, Happened]] = []
+        for tier in self.tiers:
+            trouble = tier.trouble(since)
+            if trouble is None:
+                well.append(tier)
+            else:
+                away.append((tier, trouble))
+        return [self._fate(block, well, away) for block in blocks]
+
+    def _fate(
+        self, block: bytes, well: list[Tier], away: list[tuple[Tier, Happened]]
+    ) -> Happened | None:
+        if block in self.front or any(tier.knows(block) for tier in well):
+            return None
+        last = self.fates.of(block)
+        for tier, trouble in away:
+            # Of what it lost itself it has no more, whether it answers or not.
+            if tier.hides(block) and (last is None or last.tier != tier.name or tier.knows(block)):
+                return trouble
+        for place in self._ending:
+            ended = place.catalogue.ended(block)
+            if ended is not None:
+                return Happened(place.name, "removed", ended, "ttl")
+        return last or _NEVER
+
     # --- reading ---------------------------------------------------------------------------------
 
     def read(
@@ -198,13 +248,15 @@ class TieredStore:
         levels: Sequence[int] | None = None,
         deadline: float | None = None,
         cancelled: Callable[[], bool] | None = None,
+        sources: list[str] | None = None,
     ) -> int:
         """Hand the raw bytes of ``blocks`` to ``sink``, in order, up to the first that is missing.
 
         ``raw_bytes`` are their lengths; a record of another length is a bad one. ``sink(i, raw)``
         runs in this thread while later blocks are read in others; it must copy, and not raise but
         for faults. ``levels`` are what `locate` said, if it was asked before. ``deadline`` seconds
-        from now it ends with what arrived.
+        from now it ends with what arrived. ``sources`` is given the names of the tiers
+        that they came from.
 
         Returns how many blocks were handed over.
         """
@@ -214,7 +266,9 @@ class TieredStore:
             levels = self.locate(blocks, until)
         if levels:
             self._asked(blocks[: len(levels)], raw_bytes[0])
-        count = self._read(blocks, raw_bytes, sink, levels, until=until, cancelled=cancelled)
+        count = self._read(
+            blocks, raw_bytes, sink, levels, until=until, cancelled=cancelled, sources=sources
+        )
         writing = _Writing(self.tiers, blocks)
         for block in blocks[:count]:
             self._asked_for(block, writing)
@@ -230,6 +284,7 @@ class TieredStore:
         *,
         until: float | None = None,
         cancelled: Callable[[], bool] | None = None,
+        sources: list[str] | None = None,
     ) -> int:
         ahead: deque[Flight | Held] = deque()
         # What comes up must not push out what the same prompt has in memory.
@@ -251,6 +306,8 @@ class TieredStore:
                     break
                 if len(held.payload) != raw_bytes[count]:
                     break  # only in memory, under a key that says otherwise: whoever put it lied
+                if sources is not None:
+                    sources.append(self._source(ahead[0]))
                 sink(count, held.payload)
                 _let_go(ahead.popleft())
                 count += 1
@@ -292,6 +349,10 @@ class TieredStore:
             self._flights[block] = flight
         flight.start()
         return flight
+
+    def _source(self, came: Flight | Held) -> str:
+        tier = came.source if isinstance(came, Flight) else None
+        return self.front.name if tier is None else tier.name
 
     def _await(self, waiting: Flight | Held, until: float | None) -> Held | None:
         if not isinstance(waiting, Flight):
@@ -396,6 +457,7 @@ class TieredStore:
                         arrived,
                         self.locate(blocks),
                         cancelled=lambda: handle._cancelled or self._closed,
+                        sources=handle.sources,
                     )
             finally:
                 handle._over.set()
@@ -446,6 +508,7 @@ class TieredStore:
                 else:
                     held = self._keep(at, block, raw_bytes[at], fill, until)
                     if held is None:
+                        self.fates.note(blocks[at:], self.front.name, "dropped", "no room")
                         break
                     written.kept.append(at)
                 if held is not None:
@@ -462,6 +525,7 @@ class TieredStore:
         kept, already = len(written.kept), len(written.already)
         self._used(blocks[: kept + already], {blocks[at] for at in written.kept})
         writing.end()
+        writing.note_refused(self.fates)
         self._demote_ahead()
         self.front.counters.count(writes=kept, already=already, drops=len(blocks) - kept - already)
         if wait is not None:
@@ -497,12 +561,14 @@ class TieredStore:
         for level, tier in enumerate(self.tiers, start=1):
             with self._lock:
                 admitted = self._planner.admits(level, touches)
+                later = not admitted and self._planner.ever_admits(level)
             if tier.knows(block):
                 below = True
             elif not admitted:
-                continue
+                if later:
+                    writing.refused.setdefault(tier.name, []).append(block)
             elif tier.name in full:
-                tier.counters.count(drops=1)
+                self._dropped(tier, block, "queue full")
             elif self._queue(tier, block, _left(until), writing.one_more(tier)):
                 below = True
             else:
@@ -556,14 +622,15 @@ class TieredStore:
                     wanted = mark in self._queued
                 if held is None:  # it left memory meanwhile
                     saved = tier.knows(block)
-                    tier.counters.count(drops=int(not saved))
+                    if not saved:
+                        self._dropped(tier, block, "no time")
                 elif wanted:
                     saved = tier.save(block, held.record)
             finally:
                 done(saved)
 
         def drop() -> None:
-            tier.counters.count(drops=1)
+            self._dropped(tier, block, "breaker" if tier.is_away() else "queue full")
             done(saved=False)
 
         cost = 0 if held is None else len(held.record)
@@ -574,6 +641,10 @@ class TieredStore:
             if not taken:
                 drop()
         return taken
+
+    def _dropped(self, tier: Tier, block: bytes, why: str) -> None:
+        tier.counters.count(drops=1)
+        self.fates.note([block], tier.name, "dropped", why)
 
     # --- making room -----------------------------------------------------------------------------
 
@@ -594,6 +665,9 @@ class TieredStore:
             known = tier is None or (
                 tier.knows(block) and (block, tier.name) not in self._queued  # it may be leaving
             )
+        if tier is None:
+            self.fates.note([block], self.front.name, "evicted", self.front.catalogue.policy)
+            self._not_worth_it(0, block)
         if tier is None or known:
             self.front.gone(block)
             return
@@ -608,9 +682,18 @@ class TieredStore:
         """A block had to leave memory at once."""
         with self._lock:
             level = self._planner.demotes(0, block)
-        if level is None or self.tiers[level - 1].knows(block):
-            return
-        self.front.counters.count(demotions_dropped=1)
+        if level is None:
+            self._not_worth_it(0, block)
+        elif not self.tiers[level - 1].knows(block):
+            self.front.counters.count(demotions_dropped=1)
+            self.fates.note([block], self.tiers[level - 1].name, "dropped", "no time")
+
+    def _not_worth_it(self, level: int, block: bytes) -> None:
+        """``block`` went from tier ``level`` for good: note it where others would have moved on."""
+        with self._lock:
+            target = self._planner.ever_demotes(level)
+        if target is not None and not self.tiers[target - 1].knows(block):
+            self.fates.note([block], self.tiers[target - 1].name, "refused", "admission")
 
     def _demote_below(self, level: int, block: bytes) -> None:
         """A block has to leave tier ``level``: copy it one down, in threads of both.
@@ -620,6 +703,7 @@ class TieredStore:
         with self._lock:
             target = self._planner.demotes(level, block)
         if target is None:
+            self._not_worth_it(level, block)
             return
         source, tier = self.tiers[level - 1], self.tiers[target - 1]
         over = threading.Event()
@@ -628,6 +712,10 @@ class TieredStore:
             source.counters.count(demotions=int(moved), demotions_dropped=int(not moved))
             over.set()
 
+        def lost() -> None:
+            self.fates.note([block], tier.name, "dropped", "no time")
+            ended(moved=False)
+
         if tier.knows(block):
             ended(moved=True)
             return
@@ -635,14 +723,13 @@ class TieredStore:
         stuck = tier.is_away() or tier.writing.longest > _PATIENCE * tier.timeout
         record = None if stuck else source.fetch(block)
         if record is None:
-            ended(moved=False)
+            lost()
             return
         save = partial(_save, tier, block, record, ended)
-        drop = partial(ended, moved=False)
-        if tier.writing.submit(save, len(record), _left(patience), drop):
+        if tier.writing.submit(save, len(record), _left(patience), lost):
             over.wait(_left(patience))
         else:
-            drop()
+            lost()
 
     def used(self, blocks: Sequence[bytes]) -> None:
         """A prompt used ``blocks``, wherever it found them: they stay longer, in every tier."""
@@ -680,13 +767,18 @@ class TieredStore:
         """
         gone = set(blocks)
         self._call_off(lambda block: block in gone)
-        return self.front.remove(blocks) + sum(tier.remove(blocks) for tier in self.tiers)
+        there = [block for block in blocks if self.knows(block)]
+        freed = self.front.remove(blocks) + sum(tier.remove(blocks) for tier in self.tiers)
+        self.fates.note(there, self.front.name, "removed", "removed")
+        return freed
 
     def clear(self, space: bytes | None = None) -> int:
         """Delete a namespace, or everything that can be listed; bytes freed."""
         self._call_off(lambda block: block.startswith(space or b""))
         mine = [item.block for item in self.front.backend.list()]
-        freed = self.front.remove([block for block in mine if block.startswith(space or b"")])
+        mine = [block for block in mine if block.startswith(space or b"")]
+        freed = self.front.remove(mine)
+        self.fates.note(mine, self.front.name, "removed", "cleared")
         return freed + sum(tier.clear(space) for tier in self.tiers)
 
     def _call_off(self, deleted: Callable[[bytes], bool]) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "FileTrace", "open_trace"]
 
 FORMATS = ("kvkeep", "mooncake", "bailian", "prompts", "azure")
+"""The names of the formats that `open_trace` reads."""
 
 _KINDS: dict[str, Callable[[ReadOptions], Format]] = {
     "mooncake": Mooncake,

@@ -3,8 +3,16 @@
 Modules here have no ``from __future__ import annotations``: FastAPI reads annotations at run time.
 """
 
-from kvkeep.server.routes import kv, openai, operations, tokens
+from kvkeep.server.routes import kv, map, openai, operations, see, tokens, ui
 
 __all__ = ["ROUTERS"]
 
-ROUTERS = (openai.router, tokens.router, kv.router, operations.router)
+ROUTERS = (
+    openai.router,
+    tokens.router,
+    kv.router,
+    see.router,
+    map.router,
+    operations.router,
+    ui.router,
+)

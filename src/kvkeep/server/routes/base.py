@@ -21,6 +21,7 @@ __all__ = [
 _WHAT: dict[int | str, str] = {
     400: "A field is wrong; the message names it.",
     401: "The API key is missing or wrong.",
+    404: "There is no such thing here; the message says what there is.",
     408: "The request took longer than this server gives it.",
     413: "The body is too large.",
     415: "The body is not JSON.",

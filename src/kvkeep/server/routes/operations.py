@@ -1,10 +1,14 @@
 """For those who watch over the process: is it well, and how much does it do."""
 
+import asyncio
+from functools import partial
+
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from kvkeep.server.routes.base import READ_ERRORS, JSONRoute, ServiceOf, errors
 from kvkeep.server.schemas.kv import HealthAnswer
+from kvkeep.server.service import Service
 
 __all__ = ["router"]
 
@@ -27,5 +31,18 @@ async def health(service: ServiceOf) -> HealthAnswer:
 async def metrics(service: ServiceOf) -> Response:
     """Prometheus' text format."""
     cache, engine = await service.stats()
-    text = service.metrics.exposition(cache, engine, await service.store_stats())
+    pages = await asyncio.to_thread(_pages, service)
+    store = await service.store_stats()
+    # In a thread: an explainer first works off what it has been told.
+    tell = partial(service.metrics.exposition, cache, engine, store, namespaces=pages)
+    text = await asyncio.to_thread(tell)
     return Response(text, headers={"content-type": service.metrics.content_type})
+
+
+def _pages(service: Service) -> dict[str, int]:
+    """Cached pages by tenant. Who asks is told from now on when pages come and go, too."""
+    service.metrics.watch(service.engine.cache)
+    pages: dict[str, int] = {}
+    for space, count in service.engine.cache.namespaces().items():
+        pages[space.tenant] = pages.get(space.tenant, 0) + count
+    return pages

@@ -44,7 +44,7 @@ class Run(Answer):
     references: int = Field(description="Requests and pins that hold it.")
     pins: int
     policy: str = Field(description="What the eviction policy says of it.")
-    text: str = Field(description="How it begins.")
+    text: str | None = Field(description="How it begins; null with --no-text.")
     runs: list["Run"]
     hidden: Hidden | None = None
 

@@ -37,6 +37,7 @@ _WORKLOADS: dict[str, Callable[[], Workload]] = {
     "tenants": Tenants,
 }
 KINDS = tuple(_WORKLOADS)
+"""The names of the workloads that `generate` makes."""
 
 
 def generate(

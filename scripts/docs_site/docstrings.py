@@ -1,0 +1,23 @@
+"""What our docstrings say in a way that is no Markdown is said to the site in one that is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+__all__ = ["Plainly"]
+
+_UNDERLINED = re.compile(r"^(?P<title>[A-Z]\w+)\n-{3,}\n", re.MULTILINE)
+_CODE = re.compile(r"``([^`]+)``")
+
+
+class Plainly(griffe.Extension):
+    """Underlined titles become bold lines: as headings they would stand in the page's contents."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Called once for everything that was read."""
+        if obj.docstring is not None:
+            text = _UNDERLINED.sub(r"", obj.docstring.value)
+            obj.docstring.value = _CODE.sub(r"`\1`", text)

@@ -1,0 +1,149 @@
+"""Words, numbers, bars and lines for a terminal, as plain text: what others wrote made harmless."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "ago",
+    "amount",
+    "clock",
+    "percent",
+    "plural",
+    "seconds",
+    "stacked",
+    "storage",
+    "trend",
+    "visible",
+]  # fmt: skip
+
+_PICTURES: Final = {**{code: 0x2400 + code for code in range(0x20)}, 0x7F: 0x2421}
+_BARS: Final = " ▁▂▃▄▅▆▇█"
+_EIGHTHS: Final = len(_BARS) - 1
+
+
+def visible(text: str) -> str:
+    r"""``text`` on one line, with nothing in it that acts on a terminal or on a reader.
+
+    Control characters are shown as their pictures (␀ … ␡), and what else is not printable, lone
+    surrogates and what turns the direction of writing among it, as an escape such as ``\u202e``.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode()
+        for c in text.translate(_PICTURES)
+    )
+
+
+def plural(number: float, word: str) -> str:
+    """``"1 token"``, ``"2 tokens"``, ``"12,345 tokens"``."""
+    return f"{number:,.0f} {word}{'s' * (number != 1)}"
+
+
+def amount(number: float) -> str:
+    """A count in at most six characters: ``"9,999"``, ``"12.3 k"``, ``"120 k"``, ``"4.5 M"``."""
+    if number < 9999.5:
+        return f"{number:,.0f}"
+    for unit in "kMGTP":
+        number /= 1000
+        if number < 99.95:
+            return f"{number:.1f} {unit}"
+        if number < 999.5:
+            break
+    return f"{number:,.0f} {unit}"
+
+
+def storage(number: int) -> str:
+    """Bytes in at most eight characters: ``"1 GiB"``, ``"9.9 MiB"``, ``"134 MiB"``."""
+    size = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1023.5:
+            digits = f"{size:.1f}".removesuffix(".0") if size < 9.95 else f"{size:.0f}"
+            return f"{digits} {unit}"
+        size /= 1024
+    return f"{size:,.0f} PiB"
+
+
+def percent(part: float, whole: float) -> str:
+    """A share: ``"38 %"``; ``"–"`` of nothing. Neither 0 nor 100 unless it is all of it."""
+    if whole <= 0:
+        return "–"
+    share = round(100 * part / whole)
+    if part > 0 and share < 1:
+        return "<1 %"
+    return f"{min(share, 99) if part < whole else share} %"
+
+
+def seconds(value: float | None) -> str:
+    """A time: ``"0.4 ms"``, ``"412 ms"``, ``"1.24 s"``, ``"34 s"``, ``"5 min"``, ``"3.5 h"``."""
+    if value is None:
+        return "–"
+    if value < 0.01:
+        return f"{1000 * value:.1f} ms"
+    if value < 0.9995:
+        return f"{1000 * value:.0f} ms"
+    if value < 9.995:
+        return f"{value:.2f} s"
+    return ago(value)
+
+
+def ago(value: float) -> str:
+    """A time of seconds and more, roughly: ``"12 s"``, ``"5 min"``, ``"3.5 h"``, ``"12 d"``."""
+    if value < 99.5:
+        return f"{max(0.0, value):.0f} s"
+    if value < 5970:
+        return f"{value / 60:.0f} min"
+    return f"{value / 3600:.1f} h" if value < 172_800 else f"{value / 86_400:,.0f} d"
+
+
+def clock(at: float) -> str:
+    """The time of day here: ``"12:34:56"``; dashes where there is no such time."""
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(at))
+    except (OverflowError, OSError, ValueError):
+        return "--:--:--"
+
+
+def stacked(parts: Sequence[float], width: int) -> list[int]:
+    """How many of ``width`` characters each part of a bar takes.
+
+    They sum to ``width`` (to 0 where all parts are 0), and a part that is not 0 has one at least,
+    as long as there are enough.
+    """
+    total = sum(parts)
+    if total <= 0 or width <= 0:
+        return [0] * len(parts)
+    exact = [part / total * width for part in parts]
+    cells = [max(int(cut), 1) if part > 0 else 0 for part, cut in zip(parts, exact, strict=True)]
+    while (left := width - sum(cells)) != 0:
+        step = 1 if left > 0 else -1
+        # Who lost most by rounding gets one; one is given by who has several, and won most by it.
+        at = max(
+            (i for i, count in enumerate(cells) if count),
+            key=lambda i: (step > 0 or cells[i] > 1, step * (exact[i] - cells[i])),
+        )
+        cells[at] += step
+    return cells
+
+
+def trend(shares: Sequence[tuple[float, float]], each: int, rows: int = 1) -> list[str]:
+    """Shares over time as columns of blocks, ``rows`` high, the newest one right.
+
+    A share is (part, whole), and a column stands for ``each`` of them, together. It is blank where
+    there was nothing to have a part of, and not blank for a part of 0.
+    """
+    first = len(shares) % each
+    starts = range(first, len(shares), each)
+    columns = [shares[:first]] * (first > 0) + [shares[at : at + each] for at in starts]
+    lines = [""] * rows
+    for column in columns:
+        part, whole = (sum(numbers) for numbers in zip(*column, strict=True))
+        height = max(1, round(min(part / whole, 1.0) * rows * _EIGHTHS)) if whole > 0 else 0
+        for row in range(rows):
+            lines[row] += _BARS[min(max(height - (rows - 1 - row) * _EIGHTHS, 0), _EIGHTHS)]
+    return lines

@@ -1,0 +1,259 @@
+"""What ``kvkeep explain`` prints: lines for `rich`; nothing in them is read as markup."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.text import Text
+
+from kvkeep.cli.drawing import ago, amount, clock, percent, plural, seconds, visible
+from kvkeep.cli.lines import REUSE, bar, cell, hanging, reuse_bar
+from kvkeep.cli.watch import below, cause_words, entries, number, short_id, text, tokens_by, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    Object = Mapping[str, Any]
+
+__all__ = ["explanation", "summary"]
+
+_WIDEST: Final = 120  # more makes a bar longer and nothing clearer
+_SHOWN_CAUSES: Final = 12
+_SHOWN_IDS: Final = 16
+_WORDS: Final = {
+    "new": "never seen before",
+    "diverged": "cached, but behind a difference",
+    "evicted": "were cached, and evicted",
+    "not_admitted": "seen before, and not kept",
+    "other_namespace": "cached in another namespace",
+    "page_remainder": "the rest of a page that is not shared",
+    "computing": "another request was just computing them",
+    "tier_unavailable": "a tier has them and could not be asked",
+    "damaged": "what was stored was damaged",
+    "last_token": "the prompt's last token, whose logits are wanted",
+}
+_WHY: Final = {
+    "store_false": "its request said store: false",
+    "admission": "the policy did not admit it",
+    "queue_full": "the queue to the tier was full",
+    "given_up": "its request was given up before it was kept",
+    "breaker": "its breaker is open",
+    "late": "it was too slow",
+    "error": "it failed",
+}
+_CAUSE: Final = {
+    "pressure": "for want of pages",
+    "asked": "because somebody asked for it",
+    "cleared": "when the cache was cleared",
+    "dropped": "when it was dropped",
+}
+
+
+# --- the summary ----------------------------------------------------------------------------------
+
+
+def summary(said: Object, width: int) -> list[Text]:
+    """What the last requests cost, and for what reasons, the dearest first."""
+    width = min(width, _WIDEST)
+    reused, computed = tokens_by(said, "reused"), tokens_by(said, "computed")
+    prompt, missed = whole(said, "prompt_tokens"), sum(computed.values())
+    if not whole(said, "requests"):
+        return [Text("no request is remembered yet")]
+    line = Text()
+    line.append(f"the last {plural(whole(said, 'requests'), 'request')}", "bold")
+    line.append(f": {prompt:,} prompt tokens, {percent(sum(reused.values()), prompt)} reused")
+    if reused:
+        parts = (f"{percent(tokens, prompt)} {_source(name)}" for name, tokens in reused.items())
+        line.append(f" ({', '.join(parts)})", "dim")
+    lines = [line, reuse_bar(reused, missed, width), _legend(reused, missed), Text()]
+    causes = entries(said, "causes")
+    if not causes:
+        return [*lines, Text("nothing was computed that could have been reused")]
+    lines.append(Text(f"what the {missed:,} computed tokens were", "bold"))
+    lines.append(Text("share   tokens  requests", "dim"))
+    for cause in causes[:_SHOWN_CAUSES]:
+        share = percent(number(cause, "share") or 0.0, 1.0)
+        line = Text(f"{share:>5}  {amount(whole(cause, 'tokens')):>7}  ")
+        line.append(f"{amount(whole(cause, 'requests')):>8}  ")
+        example = short_id(text(cause, "example"))
+        lines += hanging(line, cause_words(cause) + (f" [{example}]" if example else ""), width)
+    if rest := causes[_SHOWN_CAUSES:]:
+        share = percent(sum(number(cause, "share") or 0.0 for cause in rest), 1.0)
+        tokens = amount(sum(whole(cause, "tokens") for cause in rest))
+        lines.append(Text(f"{share:>5}  {tokens:>7}  {'':8}  {plural(len(rest), 'more cause')}"))
+    lines.append(Text())
+    lines.append(Text("in brackets: a request to look at, kvkeep explain URL ID", "dim"))
+    return lines
+
+
+def _source(name: str) -> str:
+    return "from the pool" if name == "pool" else f"from {name}"
+
+
+def _legend(reused: Mapping[str, int], computed: int) -> Text:
+    pool = reused.get("pool", 0)
+    counts = {"reused": pool, "loaded": sum(reused.values()) - pool, "computed": computed}
+    line = Text()
+    for name, (glyph, style) in REUSE.items():
+        line.append(f"{glyph} ", style).append(f"{counts[name]:,} {name}   ")
+    return line
+
+
+# --- one explanation ------------------------------------------------------------------------------
+
+
+def explanation(said: Object, width: int) -> list[Text]:
+    """One prompt: what was reused, what was not and why, and where it went another way."""
+    width = min(width, _WIDEST)
+    prompt = whole(said, "prompt_tokens")
+    reused, computed = tokens_by(said, "reused"), tokens_by(said, "computed")
+    spans = entries(said, "spans")
+    lines = [*_who(said, width), *hanging(Text(), text(said, "sentence"), width, "bold"), Text()]
+    lines += [_spans_bar(spans, width), _legend(reused, sum(computed.values())), Text()]
+    digits = len(f"{prompt:,}")
+    for span in spans:
+        lines += _span(span, digits, width)
+    difference = _difference(said, spans, width)
+    return [*lines, *([Text(), *difference] if difference else [])]
+
+
+def _who(said: Object, width: int) -> list[Text]:
+    name = text(said, "id") or "this prompt, if it came now"
+    parts = [text(said, "endpoint")]
+    if salt := text(said, "cache_salt"):
+        parts.append(f"cache_salt {salt}")
+    if session := text(said, "session"):
+        parts.append(f"session {session}")
+    if text(said, "id"):
+        at = number(said, "at") or 0.0
+        parts.append(f"{clock(at)}, {ago(time.time() - at)} ago")
+        parts.append(text(said, "outcome") or "running")
+        if (ttft := number(said, "ttft_s")) is not None:
+            parts.append(f"first token after {seconds(ttft)}")
+        if answered := whole(said, "generated_tokens"):
+            parts.append(
+                f"{plural(answered, 'token')} answered in {seconds(number(said, 'seconds'))}"
+            )
+    parts.append(plural(whole(said, "prompt_tokens"), "prompt token"))
+    return hanging(Text(f"{name}  ", "bold"), " · ".join(filter(None, parts)), width, "dim", 2)
+
+
+def _spans_bar(spans: Sequence[Object], width: int) -> Text:
+    """The prompt from its first token to its last, each span in its place."""
+    return bar([(whole(s, "stop") - whole(s, "start"), *REUSE[_kind(s)]) for s in spans], width)
+
+
+def _kind(span: Object) -> str:
+    source = span.get("source")
+    return "computed" if source is None else "reused" if source == "pool" else "loaded"
+
+
+def _span(span: Object, digits: int, width: int) -> list[Text]:
+    start, stop = whole(span, "start"), whole(span, "stop")
+    kind = _kind(span)
+    line = Text(f"{start:>{digits},} … {stop:>{digits},}  {stop - start:>{digits},}  ")
+    line.append(f"{REUSE[kind][0]} ", REUSE[kind][1])
+    if kind != "computed":
+        return [line.append(f"reused {_source(text(span, 'source'))}")]
+    reason = text(span, "reason", "?")
+    words = _WORDS.get(reason, reason.replace("_", " "))
+    evidence = _evidence(reason, below(span, "evidence"), stop - start)
+    return hanging(line, f"{words}: {evidence}" if evidence else words, width)
+
+
+def _evidence(reason: str, of: Object, tokens: int) -> str:
+    """What a span's reason rests on, in words; what is not known here, as it was said."""
+    if reason == "diverged":
+        nearest, differs = text(of, "nearest"), whole(of, "differs")
+        said = f"at token {whole(of, 'position'):,}"
+        said += f", {plural(differs, 'token')} long" if differs else ""
+        said += f", from {nearest}" if nearest else ""
+        would = whole(of, "would_reuse")  # by the first of several spans behind one difference
+        return said + (f"; without it {would:,} more would be reused" if would > tokens else "")
+    if reason == "evicted":
+        return _evicted(of)
+    if reason == "not_admitted":
+        tier = text(of, "tier")
+        why = _WHY.get(text(of, "why"), "nobody remembers why")
+        return why + (f" ({tier})" if tier else "")
+    if reason == "other_namespace":
+        return "; ".join(
+            f"{visible(name)} is {_one(pair, 0)} here and {_one(pair, 1)} there"
+            for name, pair in below(of, "fields").items()
+        )
+    if reason == "computing":
+        return f"{text(of, 'by')} had them in hand" if text(of, "by") else ""
+    if reason == "tier_unavailable":
+        waited = number(of, "waited_s")
+        why = _WHY.get(text(of, "why"), text(of, "why"))
+        return f"{text(of, 'tier')}, {why}" + (f" (waited {seconds(waited)})" if waited else "")
+    if reason == "damaged":
+        return f"in {text(of, 'tier')}"
+    if reason == "page_remainder":
+        return f"pages have {plural(whole(of, 'page_size'), 'token')}"
+    return ", ".join(f"{visible(name)} {visible(str(value))[:80]}" for name, value in of.items())
+
+
+def _evicted(of: Object) -> str:
+    tier, policy = text(of, "tier", "pool"), text(of, "policy")
+    said = f"from {'the pool' if tier == 'pool' else tier}"
+    if (past := number(of, "ago_s")) is not None:
+        said += f" {ago(past)} earlier"
+    said += f" by {policy}" if policy else ""
+    said += f", {_CAUSE[text(of, 'cause')]}" if text(of, "cause") in _CAUSE else ""
+    by, needed = text(of, "by"), whole(of, "needed_pages")
+    if by:
+        said += f": {by} needed {plural(needed, 'page')}" if needed else f": for {by}"
+    return said
+
+
+def _one(pair: object, at: int) -> str:
+    found = pair[at] if isinstance(pair, list) and len(pair) == 2 else "?"
+    return visible(repr(found) if isinstance(found, str) else str(found))[:80]
+
+
+# --- where it went another way --------------------------------------------------------------------
+
+
+def _difference(said: Object, spans: Sequence[Object], width: int) -> list[Text]:
+    """Both texts around the first token that differs, one below the other, with a mark."""
+    shown = below(said, "text")
+    names = ("this prompt", "cached")
+    room = width - 14
+    if shown:
+        both = []
+        for name, which in zip(names, ("given", "cached"), strict=True):
+            raw, at = shown.get(f"{which}_text"), whole(shown, f"at_{which}")
+            both.append(_marked(name, raw if isinstance(raw, str) else "", at, room))
+        (given, mark), (cached, other) = both
+        marks = [mark] if mark.plain != other.plain else []  # one is enough where they are alike
+        return [Text("where they part", "bold"), given, *marks, cached, other]
+    for span in spans:
+        of = below(span, "evidence")
+        if text(span, "reason") == "diverged" and isinstance(of.get("given"), list):
+            lines = [Text(f"token ids around {whole(of, 'position'):,}", "bold")]
+            for name, which in zip(names, ("given", "cached"), strict=True):
+                ids = of.get(which)
+                listed = (
+                    [str(one) for one in ids if type(one) is int] if isinstance(ids, list) else []
+                )
+                lines.append(Text(f"{name:>12}  {' '.join(listed[:_SHOWN_IDS])}"))
+            return lines
+    return []
+
+
+def _marked(name: str, raw: str, at: int, room: int) -> tuple[Text, Text]:
+    """A text on one line, cut to ``room`` columns around its character ``at``, with a mark."""
+    before, after = visible(raw[:at]), visible(raw[at:])
+    head = cell(before, Text(before).cell_len)
+    keep = room // 2
+    if head.cell_len > keep:
+        cut = Text(before)
+        while cut.cell_len > keep - 1:
+            cut = cut[max(1, (cut.cell_len - keep + 1) // 2) :]
+        before = f"…{cut.plain}"
+    start = Text(before).cell_len
+    line = Text(f"{name:>12}  ", "dim")
+    line.append(before).append_text(cell(after, max(room - start, 1), "bold yellow"))
+    return line, Text(" " * (14 + start) + "^", "bold yellow")

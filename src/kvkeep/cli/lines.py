@@ -1,0 +1,95 @@
+"""Lines of cells and bars for `rich`, each exactly as wide as it is said to be.
+
+Imported when something is drawn: rich comes with an extra. Texts are taken as they are, never as
+markup; what others wrote goes through `kvkeep.cli.drawing.visible` before it comes here.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Final
+
+from rich.text import Text
+
+from kvkeep.cli.drawing import stacked
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["REUSE", "bar", "beside", "cell", "fit", "hanging", "heading", "reuse_bar", "row"]
+
+# How tokens came about: glyph and style. The glyphs differ, so that nobody needs the colours.
+REUSE: Final[dict[str, tuple[str, str]]] = {
+    "reused": ("█", "green"),
+    "loaded": ("▓", "cyan"),
+    "computed": ("░", "yellow"),
+}
+
+
+def fit(text: Text, width: int) -> Text:
+    """``text`` in exactly ``width`` columns: padded, or cut with an ellipsis."""
+    text.truncate(max(width, 0), overflow="ellipsis", pad=True)
+    return text
+
+
+def cell(content: str, width: int, style: str = "", *, right: bool = False) -> Text:
+    """A text in exactly ``width`` columns."""
+    text = Text(content, style, no_wrap=True, end="")
+    if right and text.cell_len < width:
+        text.pad_left(width - text.cell_len)
+    return fit(text, width)
+
+
+def row(*cells: Text, width: int) -> Text:
+    """A line of cells with a column between them, ``width`` in all."""
+    return fit(Text(" ", no_wrap=True, overflow="crop", end="").join([Text(), *cells]), width)
+
+
+def hanging(
+    head: Text, words: str, width: int, style: str = "", indent: int | None = None
+) -> list[Text]:
+    """``words`` behind ``head``, in as many lines as they take, all but the first ``indent``ed
+    (default: to where the words begin).
+    """
+    indent = head.cell_len if indent is None else indent
+    first = " " * (head.cell_len - indent)
+    wrapped = textwrap.wrap(first + words, max(width - indent, 20), break_on_hyphens=False) or [
+        first
+    ]
+    lines = [head.append(wrapped[0][len(first) :], style)]
+    return [*lines, *(Text(" " * indent).append(more, style) for more in wrapped[1:])]
+
+
+def heading(text: Text) -> Text:
+    """A line as the head of what stands below it."""
+    text.stylize("bold reverse")
+    return text
+
+
+def bar(parts: Sequence[tuple[float, str, str]], width: int) -> Text:
+    """A bar ``width`` wide of parts: how much, its glyph, its style. Blank where all are 0."""
+    drawn = Text(no_wrap=True, end="")
+    for (_, glyph, style), cells in zip(
+        parts, stacked([much for much, _, _ in parts], width), strict=True
+    ):
+        drawn.append(glyph * cells, style)
+    return fit(drawn, width)
+
+
+def reuse_bar(reused: Mapping[str, int], computed: int, width: int) -> Text:
+    """Tokens from the pool, from tiers, and computed."""
+    pool = reused.get("pool", 0)
+    much = {"reused": pool, "loaded": sum(reused.values()) - pool, "computed": computed}
+    return bar([(much[name], *REUSE[name]) for name in REUSE], width)
+
+
+def beside(left: Sequence[Text], right: Sequence[Text], left_width: int, width: int) -> list[Text]:
+    """Two columns of lines, the shorter one filled up."""
+    lines = []
+    for at in range(max(len(left), len(right))):
+        line = Text(no_wrap=True, overflow="crop", end="")
+        line.append_text(fit(left[at].copy() if at < len(left) else Text(), left_width))
+        line.append("  ")
+        line.append_text(right[at] if at < len(right) else Text())
+        lines.append(fit(line, width))
+    return lines

@@ -1,0 +1,155 @@
+"""What ``kvkeep tree URL`` prints: lines for `rich`; nothing in them is read as markup."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.text import Text
+
+from kvkeep.cli.drawing import ago, amount, plural
+from kvkeep.cli.lines import cell, fit
+from kvkeep.cli.watch import entries, number, text, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    Object = Mapping[str, Any]
+
+__all__ = ["detail", "matches", "tree"]
+
+# By the seconds since the last use, up to which it is so: a glyph and a style.
+_HEAT: Final = (
+    (10.0, "█", "bold red"),
+    (60.0, "▆", "red"),
+    (600.0, "▄", "yellow"),
+    (3600.0, "▂", "green"),
+    (float("inf"), "▁", "blue"),
+)
+_TEXT_LINES: Final = 12
+_IDS: Final = 12
+
+
+def tree(said: Object, width: int, depth: int) -> list[Text]:
+    """The nodes, each on a line: how much, how hot, and where it hangs."""
+    nodes = entries(said, "nodes")
+    size = whole(said, "page_size")
+    top = Text(plural(whole(said, "total_nodes"), "node"), "bold")
+    top.append(f", {plural(whole(said, 'total_pages'), 'page')} of {plural(size, 'token')}")
+    if not nodes:
+        return [top, Text("nothing is cached")]
+    head = Text(
+        " below    own  pages   hits last use    node", "bold reverse", no_wrap=True, end=""
+    )
+    lines = [top, fit(head, width)]
+    below: dict[object, list[Object]] = {}
+    ids = {_id(node) for node in nodes}
+    for node in nodes:
+        parent = node.get("parent")
+        # Who hangs from one that was not said is a root: nothing is lost.
+        known = type(parent) is int and parent in ids and parent != _id(node)
+        below.setdefault(parent if known else None, []).append(node)
+    for children in below.values():
+        children.sort(key=lambda n: (n.get("hidden") is True, -whole(n, "subtree_tokens")))
+    # A stack, not a recursion: a server may say a thousand levels, or a circle (never reached).
+    stack = [(node, "", 0) for node in reversed(below.get(None, []))]
+    while stack:
+        node, guide, level = stack.pop()
+        children = below.pop(_id(node), [])
+        cut = level + 1 >= depth and children
+        lines.append(_node(node, guide, width, sum(_many(c) for c in children) if cut else 0))
+        if cut:
+            continue
+        inner = guide.replace("├─ ", "│  ").replace("└─ ", "   ")
+        last = len(children) - 1
+        stack += reversed(
+            [
+                (child, inner + ("└─ " if at == last else "├─ "), level + 1)
+                for at, child in enumerate(children)
+            ]
+        )
+    return lines
+
+
+def _id(node: Object) -> object:
+    found = node.get("id")
+    return found if type(found) is int else None
+
+
+def _many(node: Object) -> int:
+    """Nodes that a node stands for, with all below it."""
+    return max(whole(node, "subtree_nodes"), whole(node, "count"), 1)
+
+
+def _node(node: Object, guide: str, width: int, left_out: int) -> Text:
+    age = number(node, "age_s")
+    hidden = node.get("hidden") is True
+    line = Text(no_wrap=True, end="")
+    line.append(f"{amount(whole(node, 'subtree_tokens')):>6} ", "dim" if hidden else "bold")
+    line.append(f"{amount(whole(node, 'tokens')):>6} {amount(whole(node, 'pages')):>6} ")
+    line.append(f"{amount(whole(node, 'hits')):>6} {'–' if age is None else ago(age):>8} ")
+    glyph, style = next(
+        (g, s) for up_to, g, s in _HEAT if (age or 0) < up_to or up_to == _HEAT[-1][0]
+    )
+    line.append(" " if hidden or age is None else glyph, style)
+    # So deep that there is no room for text any more: the nearest part of the way is what counts.
+    near = guide if len(guide) <= width // 3 else f"… {guide[-(width // 3) :]}"
+    line.append(f"  {near}", "dim")
+    if hidden:
+        line.append(f"… {plural(max(whole(node, 'count'), 1), 'smaller one')}", "dim italic")
+        return fit(line, width)
+    marks = []
+    if references := whole(node, "references"):
+        marks.append((f" · {plural(references, 'ref')}", "green"))
+    if whole(node, "pins"):
+        marks.append((" · pinned", "magenta"))
+    if left_out:
+        marks.append((f" · … {left_out:,} below", "dim italic"))
+    tail = Text(end="")
+    for words, style in marks:
+        tail.append(words, style)
+    identity = _id(node)
+    if type(identity) is int and identity >= 0:
+        line.append(f"{identity} ", "dim")
+    room = width - line.cell_len - tail.cell_len
+    nameless = "(no cache_salt)" if node.get("text") == "" else "(no text)"
+    label = Text(text(node, "text") or nameless, "cyan", no_wrap=True, end="")
+    label.truncate(max(room, 8), overflow="ellipsis")
+    return fit(line.append_text(label).append_text(tail), width)
+
+
+def detail(said: Object, width: int) -> list[Text]:
+    """More of one node, above what lies below it."""
+    line = Text(f"node {whole(said, 'id')}", "bold")
+    if namespace := text(said, "namespace"):
+        line.append(f" of {namespace}")
+    before = whole(said, "path_tokens")
+    place = f"behind {plural(before, 'other')}" if before else "at the beginning"
+    tokens, pages = plural(whole(said, "tokens"), "token"), plural(whole(said, "pages"), "page")
+    line.append(f": {tokens} {place}, {pages}")
+    ids = said.get("page_ids")
+    if isinstance(ids, list) and ids:
+        shown = ",".join(str(one) for one in ids[:_IDS] if type(one) is int)
+        line.append(f" [{shown}{'…' if whole(said, 'pages') > _IDS else ''}]", "dim")
+    if policy := text(said, "policy"):
+        line.append(f" · {policy}", "dim")
+    wrapped = textwrap.wrap(text(said, "text"), max(width - 2, 20))[:_TEXT_LINES]
+    return [line, *(cell(f"  {part}", width, "cyan") for part in wrapped), Text()]
+
+
+def matches(said: Object, width: int) -> list[Text]:
+    """The places that hold what was looked for."""
+    found = entries(said, "matches")
+    if not found:
+        return [Text("nowhere in the cache")]
+    lines = [Text(plural(len(found), "place"), "bold")]
+    for one in found:
+        line = Text(f"node {whole(one, 'id')}", "bold", no_wrap=True, end="")
+        line.append(f" · at token {whole(one, 'at_token'):,}")
+        path = one.get("parent_path")
+        steps = [str(step) for step in path if type(step) is int] if isinstance(path, list) else []
+        if steps:
+            line.append(f" · below {' › '.join(steps[-6:])}", "dim")
+        line.append(f"  {text(one, 'text')}", "cyan")
+        lines.append(fit(line, width))
+    return lines

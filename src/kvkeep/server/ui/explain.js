@@ -1,0 +1,163 @@
+// Why a prompt was computed: the dialog behind a request, a cause, or a prompt that is typed in.
+
+import {ask} from "./api.js";
+import {bar, swatch} from "./bars.js";
+import * as dialogs from "./dialogs.js";
+import {el, say, shown, theirs} from "./dom.js";
+import {REASONS, ago, many, seconds, sourceName, tenantName, tokens, whole} from "./words.js";
+
+const MOST_SPANS = 60;
+
+export const kindOf = (span) => (span.source ? (span.source === "pool" ? "pool" : "loaded")
+  : `r-${span.reason in REASONS ? span.reason : "new"}`);
+export const reasonName = (reason) => REASONS[reason] || reason;
+
+// Opens the explanation of another request, where it is known which.
+const to = (id, text) => (id ? el("button", {type: "button", class: "link",
+  on: {click: () => explain(id)}}, theirs(text)) : "another request");
+
+const WORDS = {
+  __proto__: null,  // whatever a reason is called
+  diverged: (said) => [
+    `The prompt differs from `, to(said.nearest, said.nearest ? `request ${said.nearest}` : ""),
+    ` at token ${whole(said.position)}`, said.differs ? `, for ${tokens(said.differs)}` : "",
+    `. Without that, ${tokens(said.would_reuse)} would have been reused.`,
+  ],
+  evicted: (said) => [
+    said.ago_s === undefined || said.ago_s === null ? "" : `Let go ${ago(said.ago_s)}`,
+    said.tier ? ` from the ${sourceName(said.tier)}` : "", {
+      pressure: `, since pages were needed (${said.policy || "policy"} chose these)`,
+      asked: ", because somebody asked for it", cleared: ", when the cache was cleared",
+      dropped: ", with what it belonged to",
+    }[said.cause] || "", said.by ? ": " : ".",
+    ...(said.by ? [to(said.by, `request ${said.by}`),
+      said.needed_pages ? ` needed ${many(said.needed_pages, "page")}.` : " needed them."] : []),
+  ],
+  not_admitted: (said) => [{
+    store_false: "It was asked for with store: false, so nobody kept it.",
+    admission: "The tier takes only what comes again, and this came for the first time.",
+    queue_full: "The tier could not write as fast as it was told to, and let it go.",
+    given_up: "Its request was given up before it was published.",
+  }[said.why] || "It was seen, and nobody kept it.", said.tier ? ` (${sourceName(said.tier)})` : ""],
+  other_namespace: (said) => ["It is kept, but for others: ", ...Object.entries(said.fields || {})
+    .flatMap(([field, [ours, other]], at) => [at ? "; " : "",
+      field === "tenant" ? "cache_salt" : field, " is ", theirs(ours || "(none)"), " here and ",
+      theirs(other || "(none)"), " there"]), "."],
+  computing: (said) => [to(said.by, `Request ${said.by}`), " was just computing it."],
+  tier_unavailable: (said) => [`The ${sourceName(said.tier)} `, {
+    breaker: "was not asked, because it had failed", late: "answered too late", error: "failed",
+  }[said.why] || "was not to be had", said.waited_s ? `, after ${seconds(said.waited_s)}` : "", "."],
+  damaged: (said) => [`What the ${sourceName(said.tier)} had did not pass its checksum.`],
+  page_remainder: (said) => [`What is kept is shared by whole pages of ${tokens(said.page_size)}; `
+    + "the rest of the last one is computed again."],
+  new: () => ["Nobody has asked this before."],
+  last_token: () => ["The last token is always computed: what comes next is read from it."],
+};
+
+const evidence = (span) => {
+  if (span.source) return ["reused"];
+  try {
+    return (WORDS[span.reason] || (() => []))(span.evidence || {});
+  } catch {
+    return [shown(JSON.stringify(span.evidence))];
+  }
+};
+
+const line = (span) => el("li", {}, swatch(kindOf(span)),
+  el("div", {}, el("b", {}, span.source ? `from the ${sourceName(span.source)}`
+    : reasonName(span.reason)), ` · ${tokens(span.stop - span.start)} `,
+  el("span", {class: "quiet"}, `(${whole(span.start)}–${whole(span.stop)})`),
+  span.source ? null : el("p", {}, ...evidence(span))));
+
+// The text around the first difference, which is at `place`. Letters are whole characters, as the
+// server counts them, not what JavaScript calls one.
+const around = (title, letters, place) => {
+  const marked = el("mark", {}, place < letters.length ? shown(letters[place]) : "(ends here)");
+  const text = {class: "code", dir: "ltr", tabindex: 0, role: "group", "aria-label": title};
+  return el("div", {class: "sample"}, el("h3", {}, title), el("p", text,
+    shown(letters.slice(0, place).join("")), marked, shown(letters.slice(place + 1).join(""))));
+};
+
+const samples = (text) => {
+  const given = Array.from(text.given_text || ""), kept = Array.from(text.cached_text || "");
+  let at = Math.min(text.at_given ?? 0, given.length);
+  let other = Math.min(text.at_cached ?? 0, kept.length);
+  // The first token that differs may begin as the other does.
+  while (at < given.length && other < kept.length && given[at] === kept[other]) {
+    at += 1;
+    other += 1;
+  }
+  return el("section", {class: "samples", "aria-label": "Where they differ"},
+    around("This prompt", given, at), around("What is kept", kept, other));
+};
+
+const facts = (one) => {
+  const list = [];
+  const add = (name, value) => value === null || value === undefined || value === "" || list.push(
+    el("div", {}, el("dt", {}, name), el("dd", {}, value)));
+  add("prompt", tokens(one.prompt_tokens));
+  add("answer", one.generated_tokens === null ? null : tokens(one.generated_tokens || 0));
+  add("first token", one.ttft_s === null ? null : seconds(one.ttft_s));
+  add("in all", one.seconds === null ? null : seconds(one.seconds));
+  add("ended", one.id ? one.outcome || "it runs" : null);
+  add("endpoint", one.endpoint && shown(one.endpoint));
+  add("tenant", one.cache_salt ? theirs(tenantName(one.cache_salt)) : null);
+  add("session", one.session ? theirs(one.session) : null);
+  return el("dl", {class: "facts"}, list);
+};
+
+const drawn = (one) => {
+  const spans = one.spans || [];
+  const parts = spans.map((span) => ({amount: span.stop - span.start, kind: kindOf(span)}));
+  const more = spans.length - MOST_SPANS;
+  return [
+    el("p", {class: "sentence"}, theirs(one.sentence)),
+    bar(parts),
+    el("ol", {class: "spans"}, spans.slice(0, MOST_SPANS).map(line)),
+    more > 0 ? el("p", {class: "quiet"}, `and ${many(more, "part")} more`) : null,
+    one.text ? samples(one.text) : null,
+    facts(one),
+  ].filter(Boolean);
+};
+
+const titled = (one) => (one.id ? `Request ${shown(one.id)}` : "If it were asked now");
+
+// Open the dialog for a request.
+export const explain = async (id) => {
+  const title = `Request ${shown(id)}`;
+  dialogs.open(title, el("p", {class: "quiet", role: "status"}, "Asking…"), {kind: "wide"});
+  try {
+    const one = await ask(`kv/explain/${encodeURIComponent(id)}`);
+    if (dialogs.isOpen()) dialogs.open(titled(one), drawn(one), {kind: "wide"});
+  } catch (error) {
+    if (dialogs.isOpen()) dialogs.open(title, el("p", {class: "wrong"}, shown(error.message)));
+  }
+};
+
+// Ask what would be reused of a prompt that is typed in.
+export const askPrompt = () => {
+  const text = el("textarea", {rows: 6, required: true, spellcheck: "false", id: "ask-text"});
+  const salt = el("input", {type: "text", id: "ask-salt", autocomplete: "off", maxlength: 256});
+  const chat = el("input", {type: "checkbox", id: "ask-chat"});
+  const said = el("p", {class: "wrong", role: "alert"});
+  const form = el("form", {class: "asked"},
+    el("p", {}, "Nothing is computed or kept: this looks what of the prompt would be reused now."),
+    el("label", {for: "ask-text"}, "Prompt"), text,
+    el("label", {class: "tick"}, chat, " as the message of a user in a chat"),
+    el("label", {for: "ask-salt"}, "cache_salt, if there is one"), salt, said,
+    el("div", {class: "buttons"}, el("button", {type: "submit", class: "main"}, "Explain")));
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const body = chat.checked ? {messages: [{role: "user", content: text.value}]}
+      : {prompt: text.value};
+    if (salt.value) body.cache_salt = salt.value;
+    try {
+      const one = await ask("kv/explain", {body});
+      dialogs.open(titled(one), drawn(one), {kind: "wide"});
+    } catch (error) {
+      say(said, shown(error.message));
+    }
+  });
+  dialogs.open("Explain a prompt", form, {kind: "wide"});
+  text.focus();
+};

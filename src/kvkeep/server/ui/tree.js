@@ -1,0 +1,248 @@
+// The explorer of what is kept: which part is looked at, what is chosen, searched and found.
+
+import {Refused, ask} from "./api.js";
+import {keyItem} from "./bars.js";
+import {Details} from "./details.js";
+import {byId, el, hide, say, shown, theirs} from "./dom.js";
+import {List} from "./list.js";
+import {COLOURS, grow, tiersOf, titleOf} from "./model.js";
+import {Picture} from "./picture.js";
+import {Poll, latest} from "./poll.js";
+import {amount, many, tokens} from "./words.js";
+
+const NODES = 400;
+const EVERY_MS = 4000;
+const NOTHING = "Nothing is kept yet. A prompt appears here once its first page is full.";
+
+export class Explorer {
+  // `known`: settled when the server has answered for the first time.
+  constructor(known, allowed) {
+    this.path = [];  // nodes from the top down to the one that is looked at
+    this.tree = null;
+    this.selected = null;
+    this.found = new Set();
+    this.newest = latest();
+    this.details = new Details({
+      closed: () => this.choose(null),
+      changed: () => this.poll.now(),
+    }, allowed);
+    const both = {
+      up: () => this.go(this.path.slice(0, -1)),
+      close: () => this.details.close(),
+      select: (node) => this.choose(node),
+    };
+    this.picture = new Picture(byId("picture"), {...both, open: (node) => this.open(node),
+      over: (node) => this.over(node)});
+    this.list = new List(byId("list"), both);
+    this.controls();
+    this.poll = new Poll({every: EVERY_MS, element: byId("kept"), ready: known, load: () => this.load(),
+      show: (answer) => this.show(answer), failed: (error) => this.failed(error)});
+  }
+
+  controls() {
+    byId("colour").addEventListener("change", () => this.draw());
+    const look = (picture) => {
+      byId("as-picture").setAttribute("aria-pressed", String(picture));
+      byId("as-list").setAttribute("aria-pressed", String(!picture));
+      hide(byId("picture"), !picture);
+      hide(byId("list"), picture);
+      this.draw();
+    };
+    byId("as-picture").addEventListener("click", () => look(true));
+    byId("as-list").addEventListener("click", () => look(false));
+    byId("search").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.search();
+    });
+    byId("search-for").addEventListener("input", () => {
+      if (!byId("search-for").value) this.search();
+    });
+    byId("search-kind").addEventListener("change", () => {
+      const numbers = byId("search-kind").value === "tokens";
+      byId("search-for").placeholder = numbers ? "Token ids: 12, 7, 300" : "Search what is kept";
+    });
+  }
+
+  get root() {
+    return this.path.length ? this.path[this.path.length - 1].id : null;
+  }
+
+  // --- what the server has ------------------------------------------------------------------
+
+  async load() {
+    const root = this.root;
+    return {root, answer: await ask("kv/map", {query: {root, nodes: NODES}})};
+  }
+
+  show({root, answer}) {
+    if (root !== this.root) return;  // somebody went on meanwhile
+    this.tree = grow(answer);
+    this.top = null;
+    const empty = !this.tree.tops.length;
+    hide(byId("kept-empty"), !empty);
+    if (empty) say(byId("kept-empty"), NOTHING);
+    say(byId("kept-sum"), `${many(answer.total_nodes, "node")}, ${amount(answer.total_pages)} pages of `
+      + `${answer.page_size} tokens. Prompts that begin alike share what is above; the wider, the `
+      + "more tokens.");
+    this.draw();
+    if (this.selected !== null && this.details.id === this.selected) {
+      const node = this.tree.nodes.get(this.selected);
+      if (node) this.details.load(node);
+      else if (!this.details.node.hidden) this.details.gone();
+    }
+  }
+
+  failed(error) {
+    if (error instanceof Refused && error.status === 404 && this.path.length) {
+      this.path = [];  // what was looked at is gone
+      this.details.close();
+      this.poll.now();
+      return;
+    }
+    hide(byId("kept-empty"), Boolean(this.tree) && !(error instanceof Refused));
+    say(byId("kept-empty"), error.status === 401 ? "" : shown(error.message));
+  }
+
+  // --- where one is -------------------------------------------------------------------------
+
+  // Look at the last of `path` and what is below it; what is known of it is drawn at once.
+  go(path) {
+    const own = path.length ? this.tree?.nodes.get(path[path.length - 1].id) : null;
+    this.path = path;
+    this.top = own || null;
+    if (own || !path.length) this.draw();
+    this.poll.now();
+  }
+
+  open(node) {
+    this.choose(node);
+    if (node.hidden) {
+      if (node.up && node.up.id !== this.root) this.go(this.pathTo(node.up));
+    } else if (node.id === this.root) {
+      this.go(this.path.slice(0, -1));
+    } else if (node.children.length || node.subtree_nodes > 1) {
+      this.go(this.pathTo(node));
+    }
+  }
+
+  pathTo(node) {
+    const chain = [];
+    for (let one = node; one; one = one.up) chain.unshift(one);
+    const at = this.path.findIndex((one) => one.id === chain[0].id);
+    return [...(at < 0 ? this.path : this.path.slice(0, at)), ...chain];
+  }
+
+  choose(node) {
+    this.selected = node ? node.id : null;
+    this.draw();
+    if (node) this.details.open(node);
+    else this.back();
+  }
+
+  // After the details are closed, the focus is where it came from.
+  back() {
+    if (!byId("picture").hidden) this.picture.reach(this.picture.focus, true);
+    else this.list.reach(this.list.focus, true);
+  }
+
+  // --- drawing ------------------------------------------------------------------------------
+
+  draw() {
+    if (!this.tree) return;
+    const what = {tree: this.tree, tops: this.top ? [this.top] : this.tree.tops,
+      selected: this.selected, found: this.found, colour: byId("colour").value};
+    if (byId("picture").hidden) this.list.draw(what);
+    else this.picture.draw(what);
+    this.crumbs();
+    const legend = COLOURS[what.colour].legend(tiersOf(this.tree));
+    byId("legend").replaceChildren(...legend.map(([kind, text]) => keyItem(kind, shown(text))));
+  }
+
+  crumbs() {
+    const list = byId("crumbs");
+    const state = this.path.map((one) => one.id).join(" ");
+    if (list.dataset.state === state) return;
+    list.dataset.state = state;
+    const item = (text, path, last) => el("li", {}, el("button", {type: "button", class: "link",
+      "aria-current": last ? "location" : null, on: {click: () => this.go(path)}}, text));
+    list.replaceChildren(item("Everything", [], !this.path.length), ...this.path.map((one, at) =>
+      item(theirs(short(titleOf(one))), this.path.slice(0, at + 1), at === this.path.length - 1)));
+  }
+
+  over(node) {
+    say(byId("kept-keys"), node
+      ? `${shown(titleOf(node)).slice(0, 90)} · ${tokens(node.tokens)} here, `
+        + `${tokens(node.subtree_tokens)} with all below`
+      : "Arrows move, Enter opens, Backspace goes up, Escape closes.");
+  }
+
+  // --- search -------------------------------------------------------------------------------
+
+  async search() {
+    const kind = byId("search-kind").value;
+    const typed = byId("search-for").value;
+    // Token ids however they are written; of a text, every character counts but blanks around it.
+    const said = kind === "tokens" ? (typed.match(/\d+/g) || []).join(",") : typed.trim();
+    hide(byId("found"), !typed.trim());
+    if (!said) {
+      say(byId("found-said"), "Token ids are numbers: 12, 7, 300.");
+      this.found = new Set();
+      byId("found-list").replaceChildren();
+      this.draw();
+      return;
+    }
+    say(byId("found-said"), "Searching…");
+    try {
+      await this.newest(() => ask("kv/search", {query: {[kind]: said}}),
+        ({matches}) => this.matched(matches));
+    } catch (error) {
+      byId("found-list").replaceChildren();
+      say(byId("found-said"), shown(error.message));
+    }
+  }
+
+  matched(matches) {
+    this.found = new Set(matches.map((one) => one.id));
+    say(byId("found-said"), matches.length
+      ? `${many(matches.length, "place")}${matches.length >= 50 ? " or more" : ""}`
+      : "Nothing that is kept has this.");
+    byId("found-list").replaceChildren(...matches.map((one) => el("li", {},
+      el("button", {type: "button", class: "match", on: {click: () => this.reach(one)}},
+        theirs(one.text ?? "(no text)", {class: "code"}),
+        el("span", {class: "quiet"}, `at token ${amount(one.at_token)}`)))));
+    this.draw();
+  }
+
+  // Go to what was found: look at the node above it, where its neighbours are, and choose it.
+  async reach(match) {
+    const ids = match.parent_path.filter((id) => id !== match.id);
+    const above = ids.length ? ids[ids.length - 1] : null;
+    this.path = await Promise.all(ids.map((id) => this.nodeOf(id)));
+    this.top = null;
+    try {
+      this.show(await this.load());
+    } catch (error) {
+      say(byId("found-said"), shown(error.message));
+      return;
+    }
+    const node = this.tree.nodes.get(match.id) || await this.nodeOf(match.id);
+    if (this.root !== above) return;
+    this.choose({children: [], ...node});
+    this.picture.reach(match.id, true);
+  }
+
+  async nodeOf(id) {
+    const here = this.tree?.nodes.get(id) || this.path.find((one) => one.id === id);
+    if (here) return here;
+    try {
+      return {children: [], ...await ask(`kv/map/${id}`)};
+    } catch {
+      return {id, text: id < 0 ? "" : "…", tokens: 0, subtree_tokens: 0, children: []};
+    }
+  }
+}
+
+const short = (title) => {
+  const text = shown(title);
+  return text.length > 28 ? `${text.slice(0, 27)}…` : text;
+};

@@ -1,0 +1,486 @@
+"""Maps of a cache: what is shown and what is summed up; pins, eviction and search by number."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep import InvalidValue, NotCached, OutOfPages, PagedCache
+from kvkeep.cache import looking
+from kvkeep.cache.ages import Ages
+from kvkeep.events import Evicted
+
+PAGE = 2
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def store(cache, tokens, namespace="", **options):
+    with cache.open(tokens, namespace, **options) as sequence:
+        sequence.copies()
+        sequence.publish()
+
+
+def afresh(cache, *args, **options):
+    """A map that is made now."""
+    cache._looking._changed()
+    return cache.map(*args, **options)
+
+
+asked = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=14), st.sampled_from("ab")),
+    min_size=1, max_size=12,
+)  # fmt: skip
+
+
+@given(asked, st.integers(1, 9), st.sampled_from(["radix", "chain"]), st.integers(0, 3))
+@settings(max_examples=150, deadline=None)
+def test_a_map_leaves_nothing_out(prompts, nodes, prefix, evicted):
+    cache = PagedCache(200, PAGE, prefix=prefix)
+    for tokens, namespace in prompts:
+        store(cache, tokens, namespace)
+    cache.evict(evicted)
+    for space in (None, "a", "b"):
+        spaces = cache.namespaces() if space is None else [space]
+        pages = sum(len(run.pages) for one in spaces for run in cache.runs(one))
+        runs = sum(1 for one in spaces for _ in cache.runs(one))
+        made = cache.map(space, nodes=nodes)
+        assert (made.pages, made.runs) == (pages, runs)
+        assert sum(node.pages for node in made.nodes) == pages
+        assert sum(node.below_runs for node in made.nodes if node.parent is None) == runs
+        known = {node.id: node for node in made.nodes}
+        assert len(known) == len(made.nodes)
+        assert sum(not node.hidden for node in made.nodes) <= nodes
+        assert len([node for node in made.nodes if node.hidden]) <= nodes + 1
+        below = Counter()
+        for node in made.nodes:
+            assert node.parent is None or not known[node.parent].hidden
+            below[node.parent] += node.below_pages
+            assert (node.namespace is not None) == (node.id < 0 and not node.hidden)
+            assert (node.count > 0) == node.hidden
+        for node in made.nodes:
+            if not node.hidden:
+                assert node.below_pages == node.pages + below[node.id]
+    cache.check()
+
+
+def test_the_whole_of_a_small_tree_is_shown():
+    cache = PagedCache(100, PAGE)
+    store(cache, [1, 1, 2, 2, 2, 2, 0])
+    store(cache, [1, 1, 3, 3, 0])
+    made = cache.map()
+    assert [node.hidden for node in made.nodes] == [False] * 4
+    (space, head, long, short) = made.nodes
+    assert space.namespace is not None
+    assert (space.namespace.tenant, space.parent, space.below_runs) == ("", None, 3)
+    assert (head.parent, head.pages, head.below_pages) == (space.id, 1, 4)
+    assert (long.head.tolist(), short.head.tolist()) == ([2, 2, 2, 2], [3, 3])
+    assert (long.parent, short.parent) == (head.id, head.id)
+    hidden = cache.map("", nodes=1).nodes[1]
+    assert (hidden.count, hidden.pages, hidden.below_runs, hidden.parent) == (2, 3, 2, head.id)
+    assert hidden.id < -(2**52)
+    assert hidden.head is None
+
+
+def test_the_chain_index_shows_keys():
+    cache = PagedCache(100, PAGE, prefix="chain")
+    store(cache, [1, 1, 2, 2, 0])
+    run = cache.map("").nodes[0]
+    assert (run.head, len(run.key)) == (None, 4)
+    with pytest.raises(InvalidValue, match="no tokens"):
+        cache.search([[1]])
+    view = cache.node(run.id)
+    assert (view.tokens, view.page_ids.tolist()) == (None, [0, 1])
+    cache.pin_node(run.id)
+    assert cache.stats().pinned_pages == 2
+
+
+def test_a_cache_without_anything():
+    cache = PagedCache(10, PAGE)
+    for made in (cache.map(), cache.map("x")):
+        assert (made.pages, made.runs, made.nodes) == (0, 0, ())
+    assert cache.search([[1, 2]]) == []
+    for number in (1, -1, 0, 2**53):
+        with pytest.raises(NotCached, match=f"node {number} is not"):
+            cache.node(number)
+        with pytest.raises(NotCached):
+            cache.map(root=number)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, 10**9])
+def test_how_many_are_shown_is_checked(wrong):
+    with pytest.raises(InvalidValue, match="nodes"):
+        PagedCache(10, PAGE).map(nodes=wrong)
+
+
+def test_a_map_is_kept_for_a_moment_unless_something_is_changed_by_it():
+    cache = PagedCache(100, PAGE)
+    store(cache, [1, 1, 2, 2, 0])
+    made = cache.map()
+    store(cache, [4, 4, 0])
+    assert cache.map() is made
+    assert cache.map(nodes=5) is not made
+    assert cache.map(nodes=5).pages == 3
+    cache.pin_node(made.nodes[-1].id)
+    assert cache.map().pages == 3
+    assert cache.map().nodes[1].pins == 1
+
+
+# --- ages ----------------------------------------------------------------------------------------
+
+
+def test_ages_are_those_of_the_clock():
+    clock = Clock()
+    cache = PagedCache(100, PAGE, clock=clock)
+    store(cache, [1, 1, 2, 2, 0])
+    clock.now += 50
+    store(cache, [3, 3, 0])
+    clock.now += 7
+    ages = {tuple(node.head.tolist()): node.age_s for node in afresh(cache, "").nodes}
+    assert ages == {(1, 1, 2, 2): 57, (3, 3): 7}
+    store(cache, [1, 1, 2, 2, 0])
+    clock.now += 3600
+    ages = {tuple(node.head.tolist()): node.age_s for node in afresh(cache, "").nodes}
+    assert ages == {(1, 1, 2, 2): 3600, (3, 3): 3607}
+
+
+def test_the_use_of_what_follows_is_a_use_of_what_is_before():
+    clock = Clock()
+    cache = PagedCache(100, PAGE, clock=clock)
+    store(cache, [1, 1, 2, 2, 0])
+    store(cache, [1, 1, 3, 3, 0])
+    clock.now += 60
+    store(cache, [1, 1, 3, 3, 0])
+    head, *ends = afresh(cache, "").nodes
+    assert (head.hits, head.age_s) == (2, 0)
+    assert sorted((end.hits, end.age_s) for end in ends) == [(0, 60), (1, 0)]
+    cache.evict(1)  # the older end
+    cache.evict_below(next(end.id for end in ends if not end.age_s))
+    (head,) = afresh(cache, "").nodes
+    assert (head.hits, head.age_s) == (2, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 30)), max_size=60), st.integers(8, 30))
+@settings(max_examples=100, deadline=None)
+def test_seconds_of_events(steps, most):
+    """To a second; and when notes were dropped, no later than it was and in order."""
+    clock = Clock()
+    ages = Ages(clock)
+    happened: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvkeep.cache.ages._MOST", most)
+        for events, seconds in steps:
+            clock.now += seconds
+            if clock() >= ages.due:
+                ages.note(len(happened))
+            happened += [clock.now] * events
+    found = clock.now - ages.notes().seconds(np.arange(1, len(happened) + 1))
+    assert len(found) == len(happened)
+    assert all(t <= h + 1e-9 for t, h in zip(found, happened, strict=True))
+    assert (np.diff(found) >= 0).all()
+    if len(steps) < most:
+        assert all(h - t < 1 + 1e-9 for t, h in zip(found, happened, strict=True))
+    assert len(ages._moments) <= most
+
+
+# --- by number -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache():
+    """A shared head, two ends, and something of another."""
+    cache = PagedCache(100, PAGE)
+    store(cache, [1, 1, 2, 2, 0])
+    store(cache, [1, 1, 3, 3, 0])
+    store(cache, [5, 5, 0], "other")
+    return cache
+
+
+def ids(cache, namespace=""):
+    return {tuple(node.head.tolist()): node.id for node in afresh(cache, namespace).nodes}
+
+
+def test_one_run(cache):
+    numbers = ids(cache)
+    view = cache.node(numbers[3, 3])
+    assert (view.start, view.children, view.tokens.tolist()) == (1, 0, [3, 3])
+    assert view.path[1:] == (numbers[1, 1],)
+    assert view.node.parent == numbers[1, 1]
+    space = cache.node(view.path[0])
+    assert (space.namespace.tenant, space.node.below_pages, space.children) == ("", 3, 1)
+    head = cache.node(numbers[1, 1])
+    assert (head.node.below_pages, head.node.below_runs, head.children) == (3, 3, 2)
+
+
+def test_an_evicted_run_is_not_another_one():
+    cache = PagedCache(5, PAGE)
+    store(cache, [1, 1, 2, 2, 0])
+    store(cache, [1, 1, 3, 3, 0])
+    numbers = ids(cache)
+    pages = cache.node(numbers[3, 3]).page_ids.tolist()
+    assert cache.evict_below(numbers[3, 3]) == 1
+    store(cache, [6, 6, 7, 7, 8, 8])  # takes all that is free, and that page, too
+    assert any(set(pages) <= set(cache.node(one).page_ids.tolist()) for one in ids(cache).values())
+    for ask in (cache.node, cache.evict_below, cache.pin_node, cache.unpin_node):
+        with pytest.raises(NotCached):
+            ask(numbers[3, 3])
+
+
+def test_eviction_is_told_and_leaves_what_is_used(cache):
+    told: list[Evicted] = []
+    cache.subscribe(lambda event: told.append(event) if isinstance(event, Evicted) else None)
+    head = ids(cache)[1, 1]
+    with cache.open([1, 1, 2, 2, 0]) as running:
+        held = running.pages[:2].tolist()
+        assert cache.evict_below(head) == 1
+        assert cache.evict_below(head) == 0
+        cache.check()
+        assert running.pages[:2].tolist() == held
+    assert cache.evict_below(head) == 2
+    assert [event.reason for event in told] == ["asked", "asked"]
+    assert sum(len(event.pages) for event in told) == 3
+    assert cache.stats().evicted_pages == 3
+    cache.check()
+
+
+def test_a_namespace_is_evicted(cache):
+    (space,) = [n.id for n in cache.map().nodes if n.namespace and n.namespace.tenant == "other"]
+    assert cache.evict_below(space) == 1
+    assert [one.tenant for one in cache.namespaces()] == [""]
+    with pytest.raises(NotCached):
+        cache.evict_below(space)
+    with pytest.raises(InvalidValue, match="namespace"):
+        cache.pin_node(-1)
+
+
+@pytest.mark.parametrize("prefix", ["radix", "chain"])
+def test_a_pinned_run_goes_last(prefix):
+    cache = PagedCache(100, PAGE, prefix=prefix)
+    store(cache, [1, 1, 2, 2, 0])
+    store(cache, [3, 3, 4, 4, 0])
+    first = next(n.id for n in cache.map("").nodes if cache.node(n.id).page_ids[0] == 0)
+    pin = cache.pin_node(first)
+    assert pin.num_tokens == 4
+    assert cache.evict(2) == 2
+    assert cache.match([1, 1, 2, 2]).num_tokens == 4
+    assert cache.unpin_node(first) == 1
+    assert not pin.active
+    assert cache.unpin_node(first) == 0
+    cache.check()
+
+
+def test_a_pin_by_number_is_a_pin_like_others():
+    clock = Clock()
+    cache = PagedCache(100, PAGE, clock=clock)
+    store(cache, [1, 1, 2, 2, 0])
+    (number,) = ids(cache).values()
+    timed = cache.pin_node(number, ttl=5)
+    cache.pin([1, 1, 2, 2])
+    hard = cache.pin([1, 1, 2, 2], hard=True)
+    assert cache.stats().pins == 3
+    assert cache.node(number).node.pins == 2
+    clock.now += 6
+    assert timed.num_tokens == 0
+    assert afresh(cache, "").nodes[0].pins == 1
+    assert cache.unpin_node(number) == 1  # also the one that was made otherwise; hard ones stay
+    assert cache.stats().pins == 1
+    assert cache.evict_below(number) == 0
+    cache.unpin(hard)
+    for wrong in (0, -1, float("nan")):
+        with pytest.raises(InvalidValue, match="ttl"):
+            cache.pin_node(number, ttl=wrong)
+    cache.check()
+
+
+def test_eviction_ends_the_pins_of_what_goes(cache):
+    numbers = ids(cache)
+    head, end, other = (cache.pin_node(numbers[key]) for key in ((1, 1), (2, 2), (3, 3)))
+    assert cache.evict_below(numbers[2, 2]) == 1
+    assert [pin.active for pin in (head, end, other)] == [True, False, True]
+    with cache.open([1, 1, 3, 3, 0]):
+        assert cache.evict_below(numbers[1, 1]) == 0
+        assert other.active
+    assert cache.evict_below(numbers[1, 1]) == 2
+    assert cache.stats().pins == 0
+    cache.check()
+
+
+# --- search --------------------------------------------------------------------------------------
+
+
+def test_tokens_are_found_in_one_namespace_or_all(cache):
+    numbers = ids(cache)
+    store(cache, [1, 1, 2, 2, 0], "other")
+    assert [found.id for found in cache.search([[1, 2]], "")] == [numbers[2, 2]]
+    found = cache.search([[1, 2], [3]])
+    assert {(one.needle, one.at) for one in found} == {(0, 1), (1, 2)}
+    assert len(found) == 3
+    (three,) = [one for one in found if one.needle == 1]
+    assert (three.tokens.tolist(), three.before) == ([1, 1, 3, 3], 2)
+    assert three.path[1:] == (numbers[1, 1],)
+    assert three.path[0] < 0
+    assert len(cache.search([[1, 2], [3]], most=1)) == 1
+    for wrong in ([[]], [[1], []]):
+        with pytest.raises(InvalidValue, match="token"):
+            cache.search(wrong)
+    assert cache.search([]) == []
+
+
+# --- many ----------------------------------------------------------------------------------------
+
+
+def test_maps_are_made_while_requests_come_and_go(monkeypatch):
+    """Steps of two runs, no rest: everything changes under the walks; nothing breaks."""
+    monkeypatch.setattr(looking, "_STEP", 2)
+    monkeypatch.setattr(looking, "_PAUSE_S", 0.0)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    cache = PagedCache(64, PAGE)
+    stop = threading.Event()
+    errors: list[BaseException] = []
+    done: Counter[str] = Counter()
+
+    def until_stopped(name, act):
+        def run():
+            rng = np.random.default_rng(hash(name) % 1000)
+            try:
+                while not stop.is_set():
+                    try:
+                        act(rng)
+                        done[name] += 1
+                    except (OutOfPages, NotCached):
+                        done[f"{name} refused"] += 1
+            except BaseException as error:  # noqa: BLE001 - the test raises it again
+                errors.append(error)
+                stop.set()
+
+        return threading.Thread(target=run, daemon=True)
+
+    def request(rng):
+        store(cache, rng.integers(0, 2, rng.integers(1, 20)), "ab"[int(rng.integers(2))])
+
+    def look(rng):
+        made = afresh(cache, nodes=int(rng.integers(1, 20)))
+        assert sum(node.pages for node in made.nodes) == made.pages <= 64
+        if made.nodes:
+            number = made.nodes[int(rng.integers(len(made.nodes)))].id
+            if rng.random() < 0.5:
+                cache.map(root=number, nodes=3)
+            view = cache.node(number)
+            assert view.tokens is not None
+            assert len(view.tokens) == PAGE * len(view.page_ids)
+
+    def change(rng):
+        (*_, node) = afresh(cache, "a", nodes=int(rng.integers(1, 9))).nodes or [None]
+        if node is not None and not node.hidden:
+            if rng.random() < 0.7:
+                cache.pin_node(node.id, ttl=0.01)
+                cache.unpin_node(node.id)
+            cache.evict_below(node.id)
+
+    def seek(rng):
+        needle = rng.integers(0, 2, rng.integers(1, 6))
+        for found in cache.search([needle]):
+            assert found.tokens[found.before :][: len(needle)].tolist() == needle.tolist()
+
+    threads = [
+        until_stopped(name, act)
+        for name, act in (
+            ("request 1", request), ("request 2", request), ("look", look), ("change", change),
+            ("seek", seek),
+        )
+    ]  # fmt: skip
+    try:
+        for thread in threads:
+            thread.start()
+        time.sleep(2)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+        sys.setswitchinterval(interval)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)
+    assert all(done[name] > 5 for name in ("request 1", "look", "seek")), done
+    assert done["change"] + done["change refused"] > 5
+    cache.check()
+    cache.clear()
+    assert cache.map("zzz").nodes == ()
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 20])
+def test_what_goes_between_two_steps_is_not_in_the_map(monkeypatch, nodes):
+    cache = PagedCache(100, PAGE)
+    for head in range(9):
+        store(cache, [head, head, 0])
+    numbers = [node.id for node in cache.map("").nodes]
+    rests = 0
+
+    def go(seconds):
+        nonlocal rests
+        rests += 1
+        if rests == 2:  # after the root, and four runs
+            cache.evict(9)
+
+    monkeypatch.setattr(looking, "_STEP", 4)
+    monkeypatch.setattr(looking.time, "sleep", go)
+    made = afresh(cache, "", nodes=nodes)
+    assert rests > 2
+    assert made.pages == made.runs == sum(node.pages for node in made.nodes) == 4
+    assert sum(node.count or 1 for node in made.nodes) == 4
+    assert afresh(cache, "").nodes == ()
+    with pytest.raises(NotCached):
+        cache.node(numbers[0])
+
+
+@pytest.mark.parametrize("ask", ["node", "evict_below", "pin_node", "unpin_node"])
+def test_what_goes_when_it_was_just_found(monkeypatch, cache, ask):
+    number = ids(cache)[3, 3]
+    find = looking.Looking._find
+
+    def found_and_gone(self, number):
+        node = find(self, number)
+        cache.evict(3)
+        return node
+
+    monkeypatch.setattr(looking.Looking, "_find", found_and_gone)
+    with pytest.raises(NotCached):
+        getattr(cache, ask)(number)
+    with pytest.raises(NotCached):
+        cache.map(root=number)
+    cache.check()
+
+
+def test_a_map_of_many_runs_is_made_in_steps(monkeypatch):
+    """Nobody waits longer than for one step: who wants the lock meanwhile gets it in between."""
+    monkeypatch.setattr(looking, "_STEP", 64)
+    cache = PagedCache(20_000, PAGE)
+    for i in range(3000):
+        store(cache, [i % 50, i % 50, i, i, 0])
+    steps = 0
+    enter = type(cache._core).__enter__
+
+    def counted(core):
+        nonlocal steps
+        steps += 1
+        enter(core)
+
+    monkeypatch.setattr(type(cache._core), "__enter__", counted)
+    made = cache.map(nodes=100)
+    assert made.runs == 3050
+    assert steps >= 3050 / 64
+    assert len(made.nodes) <= 201
+    assert sum(node.pages for node in made.nodes) == made.pages == 3050

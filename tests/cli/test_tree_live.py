@@ -1,0 +1,237 @@
+"""``kvkeep tree URL``: the tree that a server has; a real one, and as no real one would say it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from seen_server import chat, seen
+from told_server import told
+
+from kvkeep.cli import main
+from kvkeep.cli.tree_view import detail, matches, tree
+
+EVIL = "\x1b]52;c;aGk=\x07\x1b[2J\x9b31m\u202eevil\u2066[red]x[/red]:smile:\ud800\r\n\x00"
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch):
+    monkeypatch.delenv("KVKEEP_API_KEY", raising=False)
+
+
+def node(name, parent, tokens=16, below=16, text="text", **changed):
+    return {
+        "id": name, "parent": parent, "tokens": tokens, "pages": tokens // 16,
+        "subtree_tokens": below, "subtree_nodes": 1, "references": 0, "pins": 0, "hits": 0,
+        "age_s": 5.0, "text": text, "tier": "pool", "hidden": False, "count": 0, **changed,
+    }  # fmt: skip
+
+
+def said(*nodes):
+    return {"page_size": 16, "at": 0, "total_nodes": 9, "total_pages": 60, "nodes": list(nodes)}
+
+
+MAP = said(
+    node(-1, None, 0, 500, "acme", subtree_nodes=8),
+    node(-2, None, 0, 400, ""),
+    node(7, -1, 32, 200, "The smaller one"),
+    node(3, -1, 32, 300, "The larger one", pins=1, references=2, hits=1234, age_s=400.0),
+    node(-99, 3, 160, 160, None, hidden=True, count=4, subtree_nodes=5),
+    node(4, 3, 96, 96, "Deeper", age_s=90_000.0),
+    node(5, -2, 400, 400, None),
+)
+
+
+def drawn(answer, width=100, depth=8):
+    return [line.plain.rstrip() for line in tree(answer, width, depth)]
+
+
+# --- the drawing ----------------------------------------------------------------------------------
+
+
+def test_the_largest_come_first_and_each_hangs_where_it_belongs():
+    assert drawn(MAP) == [
+        "9 nodes, 60 pages of 16 tokens",
+        " below    own  pages   hits last use    node",
+        "   500      0      0      0      5 s █  acme",
+        "   300     32      2  1,234    7 min ▄  ├─ 3 The larger one · 2 refs · pinned",
+        "    96     96      6      0   25.0 h ▁  │  ├─ 4 Deeper",
+        "   160    160     10      0      5 s    │  └─ … 4 smaller ones",
+        "   200     32      2      0      5 s █  └─ 7 The smaller one",
+        "   400      0      0      0      5 s █  (no cache_salt)",
+        "   400    400     25      0      5 s █  └─ 5 (no text)",
+    ]
+
+
+def test_what_is_deeper_is_counted():
+    shown = drawn(MAP, depth=2)
+    assert len(shown) == 7
+    assert shown[3].endswith("└─ 3 The larger one · 2 refs · pinned · … 6 below") or shown[
+        3
+    ].endswith("├─ 3 The larger one · 2 refs · pinned · … 6 below")
+    assert drawn(MAP, depth=1)[2].endswith("acme · … 2 below")
+
+
+def test_marks_stay_in_sight_where_the_text_is_long():
+    one = node(3, None, text="long " * 16, pins=1)
+    for width in (60, 80, 200):
+        line = drawn(said(one), width)[2]
+        assert len(line) <= width
+        assert line.endswith(" · pinned")
+
+
+def test_a_deep_tree_and_a_circle_end():
+    chain = [node(at, at - 1 if at else None) for at in range(3000)]
+    assert len(drawn(said(*chain), depth=10_000)) == 3002
+    assert len(drawn(said(node(1, 2), node(2, 1), node(3, 3), node(4, 77)))) == 4, (
+        "1 and 2: a circle"
+    )
+
+
+def test_nothing_is_cached():
+    assert drawn(said()) == ["9 nodes, 60 pages of 16 tokens", "nothing is cached"]
+    assert drawn({}) == ["0 nodes, 0 pages of 0 tokens", "nothing is cached"]
+
+
+def test_more_of_one_node():
+    one = {**MAP["nodes"][3], "namespace": "acme", "path_tokens": 41, "page_ids": [3, 4],
+           "policy": "used 3 s ago", "children": 2, "text": "The larger one, " * 20}  # fmt: skip
+    first, *rest = [line.plain.rstrip() for line in detail(one, 80)]
+    assert first == "node 3 of acme: 32 tokens behind 41 others, 2 pages [3,4] · used 3 s ago"
+    assert " ".join(" ".join(rest).split()) == ("The larger one, " * 20).strip()
+    assert "at the beginning" in detail({**one, "path_tokens": 0}, 80)[0].plain
+
+
+anything = st.sampled_from(
+    [None, True, -1, 3, 10**400, float("nan"), EVIL, [], [EVIL], {EVIL: EVIL}]
+)
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {name: st.one_of(st.just(value), anything) for name, value in node(1, None).items()}
+        )
+        | anything,
+        max_size=8,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_no_answer_breaks_the_drawing_or_gets_out_of_it(nodes):
+    for lines in (
+        tree(said(*nodes), 80, 8),
+        matches({"matches": [*nodes, {"id": 1, "parent_path": [1, EVIL], "text": EVIL}]}, 80),
+        *(detail(one, 80) for one in nodes if isinstance(one, dict)),
+    ):
+        assert all(line.plain.isprintable() for line in lines)
+
+
+# --- asking ---------------------------------------------------------------------------------------
+
+
+def test_what_is_asked_for(capsys):
+    found = {"matches": [{"id": 4, "parent_path": [-1, 3], "at_token": 77, "text": EVIL}]}
+    answers = {"/kv/map": MAP, "/kv/map/3": MAP["nodes"][3], "/kv/map/-2": MAP["nodes"][1],
+               "/kv/search": found}  # fmt: skip
+    with told(answers) as server:
+        for arguments, paths in (
+            ([], ["/kv/map?nodes=200"]),
+            (["--nodes", "5", "--salt", "a b&c"], ["/kv/map?namespace=a+b%26c&nodes=5"]),
+            (["--root", "3"], ["/kv/map?root=3&nodes=200", "/kv/map/3"]),
+            (["--root", "-2"], ["/kv/map?root=-2&nodes=200", "/kv/map/-2"]),
+            (["--search", "ä b"], ["/kv/search?q=%C3%A4+b"]),
+            (["--search-tokens", "1,2"], ["/kv/search?tokens=1%2C2"]),
+        ):
+            server.asked.clear()
+            assert main(["tree", server.url, *arguments]) == 0
+            assert server.paths() == paths
+        out = capsys.readouterr().out
+        assert all(line.isprintable() for line in out.splitlines())
+        assert "node 4 · at token 77 · below -1 › 3  ␛]52;c;" in out
+        host_and_port = server.url.removeprefix("http://")
+        assert main(["tree", host_and_port, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == MAP
+        assert main(["tree", host_and_port, "--json", "--root", "3"]) == 0
+        assert json.loads(capsys.readouterr().out) == {**MAP, "root": MAP["nodes"][3]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["127.0.0.1:1"], "no server listens"),
+        (["http://127.0.0.1:1", "--pages", "4"], "--pages is about prompts of one's own"),
+        (["http://127.0.0.1:1", "--prompt", "x"], "--prompt is about prompts of one's own"),
+        (["--nodes", "4"], "--nodes is about a server: give its URL"),
+        (["--prompt", "[1]", "--search-tokens", "4"], "--search-tokens is about a server"),
+        (["127.0.0.1:1", "--nodes", "0"], "--nodes is 0"),
+        (["127.0.0.1:1", "--depth", "0"], "--depth is 0"),
+        (["127.0.0.1:1", "--search", ""], "this one is empty"),
+        (["127.0.0.1:1", "--search", "x", "--search-tokens", "1"], "give one of them"),
+        (["127.0.0.1:1", "--search", "x", "--root", "1"], "--root is about drawing"),
+        (["127.0.0.1:1", "--search-tokens", "1,x"], "ids with commas"),
+        (["127.0.0.1:1", "--search-tokens", "1,-2"], "ids with commas"),
+        (["no.such.file"], "no.such.file cannot be read"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, words, capsys):
+    assert main(["tree", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_a_file_that_is_called_like_a_server_is_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "localhost:1").write_text("[1,2,3,4,5]\n")
+    assert main(["tree", "localhost:1"]) == 0
+    assert "1 prompts, 5 tokens" in capsys.readouterr().out
+
+
+# --- a real server --------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+def test_the_tree_of_a_real_server(capsys, monkeypatch):
+    with seen() as url:
+        for question in ("What does heapq.merge do?", "What does json.dumps do?"):
+            chat(url, "22:05:31", question, cache_salt="acme")
+        chat(url, "22:05:31", "What does json.dumps do?")
+        assert main(["tree", url]) == 0
+        out = capsys.readouterr().out
+        assert " acme" in out
+        assert "(no cache_salt)" in out
+        assert "You are a helpful" in out
+        assert main(["tree", url, "--salt", "acme", "--json"]) == 0
+        nodes = json.loads(capsys.readouterr().out)["nodes"]
+        assert main(["tree", url, "--root", str(nodes[0]["id"])]) == 0
+        assert f"node {nodes[0]['id']} of acme: " in capsys.readouterr().out
+        assert main(["tree", url, "--search", "json.dumps"]) == 0
+        assert capsys.readouterr().out.startswith("2 places")
+        assert main(["tree", url, "--search", "nobody said this"]) == 0
+        assert capsys.readouterr().out == "nowhere in the cache\n"
+        assert main(["tree", url, "--root", "123456"]) == 2
+        assert "123456" in capsys.readouterr().err
+
+
+@pytest.mark.model
+def test_a_server_that_shows_no_text_shows_none_here(capsys, monkeypatch):
+    monkeypatch.setenv("KVKEEP_API_KEY", "secret")
+    with seen(api_key="secret", text=False) as url:
+        chat(url, "22:05:31", "What does heapq.merge do?", key="secret")
+        name = chat(url, "22:05:32", "What does heapq.merge do?", key="secret")
+        assert main(["tree", url]) == 0
+        out = capsys.readouterr().out
+        assert "(no text)" in out
+        assert main(["explain", url, name]) == 0
+        out += capsys.readouterr().out
+        assert "behind a difference: at token" in out
+        assert "helpful" not in out
+        assert "where they part" not in out
+        assert "token ids" not in out
+        assert main(["tree", url, "--search", "helpful"]) == 2
+        assert "--no-text" in capsys.readouterr().err
+        monkeypatch.delenv("KVKEEP_API_KEY")
+        assert main(["tree", url]) == 2
+        assert "needs an API key" in capsys.readouterr().err

@@ -1,0 +1,636 @@
+"""What an observer of an engine is told: each thing once, in order, and nothing that is not so."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvkeep.backends.disk import DiskBackend
+from kvkeep.backends.memory import MemoryBackend
+from kvkeep.cache import PagedCache
+from kvkeep.engine import Engine, Limits, LoadReport, SamplingParams, writes
+from kvkeep.store import KVStore
+from kvkeep.testing import FaultyBackend
+from kvkeep.tiers import Inclusive
+
+pytestmark = pytest.mark.model
+
+PAGE = 4
+BLOCK = 16
+BLOCK_BYTES = 3 * 2 * 2 * 16 * 4 * BLOCK  # layers, K and V, heads, dim, float32
+
+
+class Witness:
+    """An observer that checks the order of what it is told, and what must be so in each call."""
+
+    def __init__(self, *, store: bool):
+        self.store = store
+        self.aborts = False  # what had not come then is not asked for any more
+        self.pool, self.reports, self.outcomes = {}, {}, {}
+        self.tokens, self.seconds = defaultdict(int), defaultdict(float)
+        self.kept = 0
+        self.thread = threading.get_ident()
+
+    def admitted(self, request, sequence, match_s):
+        self._of_now(request)
+        assert request.id not in self.pool, "twice"
+        assert match_s > 0
+        assert request.cached_tokens == sequence.num_cached
+        self.pool[request.id] = sequence.num_cached
+
+    def loaded(self, request, report):
+        self._of_now(request)
+        assert self.store
+        assert request.id in self.pool
+        assert request.id not in self.reports, "twice"
+        assert not self.tokens[request.id], "it was computed before"
+        self.reports[request.id] = report
+        covers(report, self.pool[request.id])
+        whole = request.prompt_tokens - 1 - self.pool[request.id]
+        assert report.asked in {0, whole} or self.aborts
+
+    def computed(self, request, tokens, seconds):
+        self._of_now(request)
+        assert request.id in self.pool
+        assert not self.store or request.id in self.reports
+        assert tokens > 0
+        assert seconds > 0
+        self.tokens[request.id] += tokens
+        self.seconds[request.id] += seconds
+
+    def stored(self, request, tokens, seconds):
+        self._of_now(request)
+        assert self.store
+        assert request.id in self.pool
+        assert tokens > 0
+        assert seconds > 0
+        self.kept += tokens
+
+    def ended(self, request, outcome):
+        self._of_now(request)
+        assert not self.store or (request.id in self.pool) == (request.id in self.reports)
+        self.outcomes[request.id] = outcome
+
+    def _of_now(self, request):
+        assert threading.get_ident() == self.thread
+        assert request.id not in self.outcomes, "it has ended"
+
+    def only(self) -> LoadReport:
+        (report,) = self.reports.values()
+        return report
+
+
+def covers(report: LoadReport, pool: int) -> None:
+    """Sources and what is missing lie one behind the other and are all that was asked."""
+    at = pool
+    parts = [*report.sources, *((one.start, one.stop, one.tier) for one in report.missing)]
+    for start, stop, _ in parts:
+        assert start == at < stop
+        at = stop
+    assert at == pool + report.asked
+    assert report.seconds >= 0
+    assert report.late == any(one.what == "late" for one in report.missing)
+
+
+class House:
+    """A model under engines that come and go, each with its own cache, store and witness."""
+
+    def __init__(self, bench):
+        self.bench = bench
+        self.runner = bench.runner
+        self.engines = []
+
+    def engine(self, store=None, *, observed=True, **more):
+        cache = PagedCache(self.runner.num_pages, self.runner.page_size)
+        witness = Witness(store=store is not None)
+        if observed:
+            more["observer"] = witness
+        engine = Engine(self.runner, cache, store=store, **more)
+        self.engines.append(engine)
+        return engine, witness
+
+    def content(self):
+        """No witness has seen what must not be; what it raises hurts nobody."""
+        assert [engine.stats().observer_errors for engine in self.engines] == [0] * len(
+            self.engines
+        )
+
+    def store(self, *tiers, **more):
+        shape = self.runner.geometry
+        return KVStore(shape, model="tiny@1", tiers=tiers, block_tokens=BLOCK, **more)
+
+    def keep(self, store, *prompts):
+        """Compute ``prompts`` and leave them in the store, in all its tiers."""
+        engine, _ = self.engine(store)
+        engine.generate(prompts, SamplingParams(max_tokens=1))
+        assert engine.close()
+
+    def ask(self, store, prompt, then=None, **more):
+        """What a new engine is told of one request; its answer is the model's."""
+        engine, witness = self.engine(store, **more)
+        (answer,) = engine.generate([prompt], SamplingParams(max_tokens=2))
+        assert [*answer.tokens] == self.bench.greedy(prompt, 2)
+        assert witness.outcomes == {1: "done"}
+        report = witness.only()
+        came = sum(stop - start for start, stop, _ in report.sources)
+        assert answer.loaded_tokens == came
+        assert witness.tokens[1] == len(prompt) - came - witness.pool[1]
+        if then is not None:
+            then()
+        engine.close()
+        self.content()
+        return report
+
+
+@pytest.fixture
+def house(make_bench):
+    house = House(make_bench("llama", page_size=PAGE, num_pages=96))
+    yield house
+    house.content()
+
+
+def forget(store):
+    """Memory loses what a tier below has."""
+    front = store._tiered.front
+    front.remove(list(front.catalogue.blocks()))
+
+
+def words(report):
+    return [(one.start, one.stop, one.tier, one.what) for one in report.missing]
+
+
+# --- without a store -------------------------------------------------------------------------
+
+
+def test_each_request_from_admission_to_its_end(house, prompt):
+    engine, witness = house.engine()
+    texts = [prompt(30 + 7 * at, at) for at in range(4)]
+    done = engine.generate([*texts, texts[0]], SamplingParams(max_tokens=5))
+    assert witness.outcomes == dict.fromkeys(range(1, 6), "done")
+    assert witness.reports == {}
+    for number, answer in enumerate(done, start=1):
+        assert witness.pool[number] == answer.cached_tokens
+        assert witness.tokens[number] == answer.prompt_tokens - answer.cached_tokens
+        assert 0 < witness.seconds[number] < answer.seconds
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(max_tokens=6, n=3, temperature=1.0), SamplingParams(max_tokens=6, beams=3)],
+    ids=["n", "beams"],
+)
+def test_many_answers_are_one_request(house, prompt, params):
+    engine, witness = house.engine()
+    engine.generate([prompt(41, 1)], params)
+    assert witness.outcomes == {1: "done"}
+    assert witness.tokens == {1: 41}
+
+
+def test_prompts_in_chunks(house, prompt):
+    engine, witness = house.engine(limits=Limits(max_running=4, step_tokens=16))
+    engine.generate([prompt(50, 1), prompt(50, 2)], SamplingParams(max_tokens=3))
+    assert witness.tokens == {1: 50, 2: 50}
+
+
+def test_who_gives_way_is_admitted_once(make_bench, prompt):
+    house = House(make_bench("llama", page_size=PAGE, num_pages=24))
+    engine, witness = house.engine()
+    engine.generate([prompt(30, at) for at in range(3)], SamplingParams(max_tokens=30))
+    assert engine.stats().preempted
+    assert witness.outcomes == dict.fromkeys((1, 2, 3), "done")
+    assert all(witness.tokens[number] >= 30 - witness.pool[number] for number in (1, 2, 3))
+    house.content()
+
+
+def test_those_who_go_before_their_turn(house, prompt):
+    engine, witness = house.engine(limits=Limits(max_running=1))
+    one, two, three = (engine.add(prompt(20, at), SamplingParams(max_tokens=9)) for at in range(3))
+    engine.step()
+    engine.abort(two)
+    engine.abort(two)
+    engine.abort(one)
+    assert witness.outcomes == {1: "aborted", 2: "aborted"}
+    assert set(witness.pool) == {1}
+    engine.step()
+    engine.close()
+    engine.close()
+    assert witness.outcomes == {1: "aborted", 2: "aborted", three.id: "aborted"}
+
+
+def test_a_pass_that_fails(house, prompt, monkeypatch):
+    engine, witness = house.engine()
+    engine.add(prompt(20, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(house.runner, "forward", _fails)
+        (delta,) = engine.step()
+    assert delta.error is not None
+    assert witness.outcomes == {1: "failed"}
+    assert witness.tokens == {}
+
+
+def test_one_that_cannot_have_its_pages(house, prompt):
+    engine, witness = house.engine()
+    sequence = engine.cache.open(prompt(90 * PAGE, 9))
+    engine.add(prompt(60, 1))
+    (delta,) = engine.step()
+    assert delta.error is not None
+    assert witness.outcomes == {1: "failed"}
+    assert witness.pool == {}
+    sequence.close()
+
+
+def test_what_is_handed_to_the_store_is_told(house, prompt):
+    with house.store("memory://4MiB") as store:
+        engine, witness = house.engine(store)
+        engine.generate([prompt(70, at) for at in range(3)], SamplingParams(max_tokens=9))
+        assert witness.kept == engine.stats().kept_tokens > 0
+        engine.generate([prompt(70, 1)], SamplingParams(max_tokens=1))
+        assert witness.kept == engine.stats().kept_tokens
+        assert engine.close()
+
+
+class Raises:
+    """An observer with faults."""
+
+    def __getattr__(self, name):
+        def method(*_args):
+            raise LookupError(name)
+
+        return method
+
+
+def test_an_observer_that_raises_hurts_nobody(house, prompt, caplog):
+    with house.store("memory://4MiB") as store:
+        engine, _ = house.engine(store)
+        engine.observe(Raises())
+        texts = [prompt(40, at) for at in range(3)]
+        with caplog.at_level(logging.ERROR, "kvkeep"):
+            done = engine.generate(texts, SamplingParams(max_tokens=4))
+        for text, answer in zip(texts, done, strict=True):
+            assert [*answer.tokens] == house.bench.greedy(text, 4)
+        assert engine.stats().observer_errors == 18  # of three requests: blocks and tails are stored apart
+        house.engines.clear()
+        assert sorted(record.getMessage().split()[-1] for record in caplog.records) == [
+            "admitted", "computed", "ended", "loaded", "stored",
+        ]  # fmt: skip
+        assert engine.close()
+
+
+def test_who_comes_later_hears_of_the_rest(house, prompt):
+    with house.store("memory://4MiB") as store:
+        engine, witness = house.engine(store, observed=False)
+        engine.generate([prompt(20, 1)], SamplingParams(max_tokens=2))
+        assert witness.outcomes == {}
+        engine.observe(witness)
+        engine.generate([prompt(20, 2)], SamplingParams(max_tokens=2))
+        assert witness.outcomes == {2: "done"}
+        engine.observe(None)
+        engine.generate([prompt(20, 3)], SamplingParams(max_tokens=2))
+        assert witness.outcomes == {2: "done"}
+        assert engine.close()
+
+
+def test_who_comes_while_it_is_sought_hears_that_nothing_is_known(house, prompt):
+    place = FaultyBackend(MemoryBackend(1 << 22))
+    place.shared = True
+    with house.store("memory://4MiB", place) as store:
+        engine, witness = house.engine(store, observed=False)
+        place.hang("sizes")
+        engine.add(prompt(60, 1), SamplingParams(max_tokens=1))
+        engine.step()
+        engine.observe(witness)
+        place.heal()
+        while engine.has_work:
+            engine.step()
+        assert witness.only() == LoadReport()
+        assert engine.close()
+
+
+# --- with a store ----------------------------------------------------------------------------
+
+
+def test_nothing_is_known(house, prompt):
+    with house.store("memory://4MiB") as store:
+        report = house.ask(store, prompt(60, 1))
+    assert (report.asked, report.sources) == (59, ())
+    assert words(report) == [(0, 59, "", "never")]
+
+
+def test_less_than_a_page_is_not_asked_for(house, prompt):
+    with house.store("memory://4MiB") as store:
+        report = house.ask(store, prompt(PAGE, 1))
+    assert (report.asked, report.missing) == (0, ())
+
+
+def test_all_but_the_last_token_comes_from_disk(house, prompt, tmp_path):
+    text = prompt(70, 1)
+    tiers = "memory://4MiB", f"file://{tmp_path}/tier?size=64MiB"
+    with house.store(*tiers) as store:
+        house.keep(store, text)
+        assert house.ask(store, text).sources == ((0, 69, "memory"),)
+    with house.store(*tiers) as store:
+        report = house.ask(store, text)
+        assert report.sources == ((0, 69, "file"),)
+        assert report.missing == ()
+        assert report.seconds > 0
+        assert house.ask(store, text).sources == ((0, 69, "memory"),)
+
+
+def test_the_pool_first_then_two_tiers_then_nothing(house, prompt, tmp_path):
+    text = prompt(5 * BLOCK, 1)
+    longer = np.concatenate((text, prompt(20, 2)))
+    with house.store("memory://4MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
+        house.keep(store, text)
+        blocks = store._names_of(None).full(text)
+        store._tiered.front.remove(blocks[3:])
+        engine, witness = house.engine(store)
+        other = np.concatenate((text[:10], prompt(10, 3)))
+        engine.generate([other], SamplingParams(max_tokens=1))
+        (answer,) = engine.generate([longer], SamplingParams(max_tokens=2))
+        assert [*answer.tokens] == house.bench.greedy(longer, 2)
+        report = witness.reports[2]
+        assert witness.pool[2] == 8 + 2  # two pages, and two tokens of the third
+        assert report.sources == ((10, 48, "memory"), (48, 80, "file"))
+        assert words(report) == [(80, 99, "", "never")]
+        assert engine.close()
+
+
+def test_more_than_memory_holds(house, prompt, tmp_path):
+    memory = f"memory://{3 * (BLOCK_BYTES + 8192)}"
+    texts = [prompt(100, at) for at in range(3)]
+    with house.store("memory://16MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
+        house.keep(store, *texts)
+    with house.store(memory, f"file://{tmp_path}/tier?size=64MiB") as store:
+        for text in texts:
+            report = house.ask(store, text)
+            assert sum(stop - start for start, stop, _ in report.sources) == 99
+            assert report.sources[-1][2] == "file"
+
+
+def test_the_tier_that_gave_it_is_named_not_the_one_where_it_was_found(house, prompt, tmp_path):
+    text = prompt(60, 1)
+    place = FaultyBackend(MemoryBackend(1 << 24))
+    with house.store("memory://4MiB", place, f"file://{tmp_path}/tier?size=64MiB") as store:
+        house.keep(store, text)
+        forget(store)
+        assert store.lookup(text).tiers == (("faulty", 60),)
+        place.fail("get")
+        assert house.ask(store, text).sources == ((0, 59, "file"),)
+        place.heal()
+
+
+def test_what_came_up_since_it_was_sought_came_from_below(house, prompt, tmp_path, monkeypatch):
+    text = prompt(60, 1)
+    with house.store("memory://4MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
+        house.keep(store, text)
+        forget(store)
+        lookup = store.lookup
+
+        def and_then_another_fetches_it(tokens, **more):
+            found = lookup(tokens, **more)
+            store.prefetch(tokens, **more).wait(10)
+            return found
+
+        monkeypatch.setattr(store, "lookup", and_then_another_fetches_it)
+        assert house.ask(store, text).sources == ((0, 59, "file"),)
+
+
+def test_a_read_that_takes_too_long(house, prompt, tmp_path):
+    """Memory holds a part, the rest is read as it comes; that is slow."""
+    text = prompt(200, 1)
+    with house.store("memory://16MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
+        house.keep(store, text)
+    place = FaultyBackend(DiskBackend(tmp_path / "tier", 1 << 26, sync="never"))
+    place.timeout = 30.0
+    with house.store(f"memory://{4 * (BLOCK_BYTES + 4096)}", place) as store:
+        place.slow(0.1, "get")
+        report = house.ask(store, text, place.heal, load_timeout=0.3)
+        assert report.late
+        assert {one.what for one in report.missing} == {"late"}
+        assert {one.tier for one in report.missing} <= {"faulty", "memory"}
+        assert sum(stop - start for start, stop, _ in report.sources) < 199
+
+
+def test_evicted(house, prompt):
+    memory = f"memory://{4 * (BLOCK_BYTES + 4096)}"
+    with house.store(memory) as store:
+        house.keep(store, prompt(40, 1))
+        house.keep(store, prompt(65, 2))
+        report = house.ask(store, prompt(40, 1))
+        assert words(report)[0] == (0, 39, "memory", "evicted")
+        (fate,) = report.missing
+        assert fate.detail == "lru"
+        assert time.time() - 60 < fate.at <= time.time()
+
+
+def test_cleared_in_between(house, prompt):
+    with house.store("memory://4MiB") as store:
+        house.keep(store, prompt(40, 1))
+        store.clear()
+        assert words(house.ask(store, prompt(40, 1))) == [(0, 39, "memory", "removed")]
+
+
+def test_not_admitted_until_it_is_asked_for_again(house, prompt, tmp_path):
+    memory, place = f"memory://{4 * (BLOCK_BYTES + 4096)}", f"file://{tmp_path}/t?size=64MiB"
+    with house.store(memory, place, policy=Inclusive(2)) as store:
+        house.keep(store, prompt(32, 1))
+        house.keep(store, prompt(65, 2))
+        report = house.ask(store, prompt(32, 1))
+        assert words(report) == [(0, 31, "file", "refused")]
+
+
+def test_a_store_that_was_too_slow_to_take_it(house, prompt, monkeypatch):
+    text = prompt(100, 1)
+    monkeypatch.setattr(writes, "_QUEUE_BLOCKS", 2)
+    gate = threading.Event()
+    with house.store("memory://4MiB") as store:
+        put = store.put
+
+        def slow(*given, **how):
+            assert gate.wait(20)
+            return put(*given, **how)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "put", slow)
+            engine, _ = house.engine(store)
+            engine.generate([text], SamplingParams(max_tokens=1))
+            gate.set()
+            assert engine.close()
+        report = house.ask(store, text)
+        assert report.sources == ((0, 32, "memory"),)
+        assert words(report) == [(32, 96, "memory", "dropped"), (96, 99, "", "never")]
+        assert report.missing[0].detail == "queue full"
+
+
+def test_flipped_bits(house, prompt, tmp_path):
+    text = prompt(100, 1)
+    with house.store("memory://4MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
+        house.keep(store, text)
+    with house.store("memory://4MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
+        second = store._names_of(None).full(text)[1].hex()
+        files = [file for file in tmp_path.rglob("*") if file.is_file()]
+        (file,) = [file for file in files if second.endswith(file.name) and len(file.name) == 64]
+        raw = bytearray(file.read_bytes())
+        raw[5000] ^= 1
+        file.write_bytes(raw)
+        report = house.ask(store, text)
+        assert report.sources == ((0, 16, "file"),)
+        assert words(report) == [(16, 99, "file", "damaged")]
+        assert not report.late
+
+
+def test_it_vanished_before_it_was_read(house, prompt, tmp_path):
+    text = prompt(100, 1)
+    place = FaultyBackend(DiskBackend(tmp_path, 1 << 24, sync="never"))
+    with house.store("memory://4MiB", place) as store:
+        house.keep(store, text)
+        forget(store)
+        place.inner.delete([item.block for item in place.inner.list()])
+        report = house.ask(store, text)
+        assert report.missing[0].start == 0
+        assert {one.what for one in report.missing} == {"removed"}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_reads_that_fail(house, prompt, shared):
+    text = prompt(100, 1)
+    place = FaultyBackend(MemoryBackend(1 << 24))
+    with house.store("memory://4MiB", place) as store:
+        house.keep(store, text)
+        forget(store)
+        place.shared = shared
+        place.fail("get")
+        report = house.ask(store, text)
+        assert words(report) == [(0, 99, "faulty", "unavailable")]
+        place.heal()
+
+
+def test_a_lookup_that_fails(house, prompt):
+    place = FaultyBackend(MemoryBackend(1 << 24))
+    place.shared = True
+    with house.store("memory://4MiB", place) as store:
+        place.fail("sizes")
+        report = house.ask(store, prompt(100, 1))
+        assert words(report) == [(0, 99, "faulty", "unavailable")]
+        assert report.missing[0].detail.startswith("sizes failed")
+        place.heal()
+
+
+def test_a_tier_that_is_left_alone(house, prompt):
+    place = FaultyBackend(MemoryBackend(1 << 24))
+    with house.store("memory://4MiB", place) as store:
+        house.keep(store, prompt(100, 1))
+        forget(store)
+        for _ in range(3):
+            store._tiered.tiers[0].breaker.failed("a test")
+        report = house.ask(store, prompt(100, 1))
+        assert words(report) == [(0, 99, "faulty", "unavailable")]
+        assert report.missing[0].detail == "breaker"
+
+
+@pytest.mark.parametrize("call", ["sizes", "get"])
+def test_a_tier_that_hangs(house, prompt, call):
+    text = prompt(100, 1)
+    place = FaultyBackend(MemoryBackend(1 << 24))
+    place.shared = True
+    place.timeout = 30.0
+    with house.store("memory://4MiB", place) as store:
+        house.keep(store, text)
+        forget(store)
+        store._tiered.tiers[0].catalogue.forget(store._names_of(None).full(text)[0])
+        place.hang(call)
+        report = house.ask(store, text, place.heal, load_timeout=0.2)
+        assert words(report) == [(0, 99, "faulty", "late")]
+        assert report.late
+        assert report.seconds >= 0.2
+
+
+def test_it_hangs_behind_the_first_blocks(house, prompt):
+    text = prompt(100, 1)
+    place = FaultyBackend(MemoryBackend(1 << 24))
+    place.timeout = 30.0
+    with house.store("memory://4MiB", place) as store:
+        house.keep(store, text)
+        store._tiered.front.remove(store._names_of(None).full(text)[2:])
+        place.hang("get")
+        report = house.ask(store, text, place.heal, load_timeout=0.2)
+        assert report.sources == ((0, 32, "memory"),)
+        assert words(report) == [(32, 96, "faulty", "late"), (96, 99, "memory", "late")]
+
+
+def test_who_is_aborted_while_it_is_loaded(house, prompt):
+    """What was found is gone from memory when it is to be read, and the tier below hangs."""
+    text = prompt(100, 1)
+    place = FaultyBackend(MemoryBackend(1 << 24))
+    with house.store("memory://4MiB", place) as store:
+        house.keep(store, text)
+        engine, witness = house.engine(store, limits=Limits(max_running=1), load_timeout=60.0)
+        first = engine.add(prompt(20, 2), SamplingParams(max_tokens=99))
+        request = engine.add(text, SamplingParams(max_tokens=2))
+        end = time.monotonic() + 20
+        while not (witness.tokens[1] and request.live[0].load.settled):
+            engine.step()
+            assert time.monotonic() < end
+        store._tiered.front.remove(store._names_of(None).full(text)[2:])
+        place.hang("get")
+        engine.abort(first)
+        engine.step()
+        witness.aborts = True
+        assert request.live[0].loading
+        engine.abort(request)
+        assert witness.outcomes == {1: "aborted", 2: "aborted"}
+        report = witness.reports[2]
+        assert report.missing == ()
+        assert report.asked < 99
+        place.heal()
+        engine.close()
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_whatever_happens_all_that_was_asked_is_told(house, prompt, tmp_path_factory, data):
+    """Prompts that begin alike, over tiny tiers that fail, lie and hang, and are cleared."""
+    place = FaultyBackend(DiskBackend(tmp_path_factory.mktemp("t"), 12 * 16384, sync="never"))
+    place.timeout = 0.1
+    memory = f"memory://{5 * (BLOCK_BYTES + 4096)}"
+    texts = [np.concatenate((prompt(37, 1), prompt(60, at))) for at in range(3)]
+    with house.store(memory, place, policy=Inclusive(data.draw(st.integers(1, 2)))) as store:
+        engine, witness = house.engine(store, load_timeout=0.15, limits=Limits(max_running=3))
+        count = 0
+        for _ in range(data.draw(st.integers(2, 5))):
+            fault = data.draw(
+                st.sampled_from(["", "fail", "flip", "lose", "hang", "clear", "pool"])
+            )
+            if fault == "clear":
+                store.clear()
+            elif fault == "pool":
+                engine.cache.clear()
+            elif fault:
+                getattr(place, fault)(*["get"] * (fault in {"fail", "hang"}), times=2)
+            asked = [
+                texts[data.draw(st.integers(0, 2))][: data.draw(st.integers(1, 97))]
+                for _ in range(data.draw(st.integers(1, 3)))
+            ]
+            done = engine.generate(asked, SamplingParams(max_tokens=1))
+            for text, answer in zip(asked, done, strict=True):
+                assert [*answer.tokens] == house.bench.greedy(text, 1)
+                count += 1
+                came = sum(stop - start for start, stop, _ in witness.reports[count].sources)
+                assert came == answer.loaded_tokens == answer.cached_tokens - witness.pool[count]
+            place.heal()
+        assert set(witness.outcomes) == set(range(1, count + 1))
+        house.content()
+        engine.close()
+
+
+def _fails(pieces):
+    raise RuntimeError("this pass was to fail")

@@ -1,0 +1,453 @@
+"""What an explainer forgets, what it survives, and what it does not do: change, block, or grow."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from served import SIZE, Served, check, evidence, tokens, told
+
+from kvkeep import InvalidValue, Namespace, PagedCache
+from kvkeep.events import Evicted, Stored
+from kvkeep.explain import Explainer, Missing, around
+from kvkeep.explain import inbox as inbox_module
+from kvkeep.explain.inbox import Inbox
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+A = tokens(range(100, 140))
+NOWHERE = Namespace()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with Served() as made:
+        yield made
+
+
+# --- prompt(): as if it were asked now ---------------------------------------------------------
+
+
+def state(explainer: Explainer) -> Any:
+    """All that an explainer remembers, in short."""
+    explainer.recent(0)
+    mirror = explainer._mirror
+    ledger = mirror.ledger
+    return (
+        len(ledger),
+        {space: dict(one.rows) for space, one in ledger.spaces.items()},
+        ledger.page[: len(ledger)].tolist(),
+        [id(fate) for fate in ledger.fate[: len(ledger)].tolist()],
+        ledger.prompt[: len(ledger)].tolist(),
+        ledger.stamp[: len(ledger)].tolist(),
+        list(mirror.prompts._prompts),
+        list(explainer._records),
+        explainer.namespaces(),
+    )
+
+
+def test_a_question_changes_nothing(served: Served) -> None:
+    served.run("a", A)
+    served.run("b", tokens([4, 5, 6], A[:30]), "x")
+    before = state(served.explainer)
+    for prompt in (A, A[:7], tokens([1], A), tokens(A[:11], [3], A[11:]), tokens([9] * 50)):
+        for space in ("", "x", "nobody"):
+            cached = served.cache.match(prompt, space).num_tokens
+            found = served.explainer.prompt(prompt, Namespace(tenant=space), cached)
+            check(found)
+            assert found.id == ""
+    assert state(served.explainer) == before
+
+
+def test_a_question_is_answered_as_the_request_would_be(served: Served) -> None:
+    served.run("a", A)
+    ours = tokens(A[:11], [3, 4], A[13:])
+    asked = served.explainer.prompt(ours.tolist(), NOWHERE, served.cache.match(ours).num_tokens)
+    assert asked.spans == served.run("b", ours).spans
+    assert told(served.explainer.prompt(A, NOWHERE, 40)) == [
+        (0, 39, "pool"),
+        (39, 40, "last_token"),
+    ]
+
+
+@pytest.mark.parametrize(("prompt", "cached"), [([], 0), ([1], -1), ([1], 2), (["x"], 0)])
+def test_what_is_no_prompt_is_refused(served: Served, prompt: Any, cached: int) -> None:
+    with pytest.raises(InvalidValue):
+        served.explainer.prompt(prompt, NOWHERE, cached)
+    with pytest.raises(InvalidValue):
+        served.explainer.asked("a", prompt, NOWHERE, cached=cached)
+
+
+# --- around(): text for people -----------------------------------------------------------------
+
+
+def test_the_text_around_a_difference(served: Served) -> None:
+    def decode(ids: Any) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    theirs = "Today is Monday, the 3rd of May. You are a helpful assistant, and kind to all."
+    served.run("a", tokens(theirs.encode()))
+    ours = theirs.replace("Monday, the 3rd", "Tuesday, the 4th")
+    found = served.run("b", tokens(ours.encode()))
+    text = around(evidence(found, "diverged"), decode)
+    assert text["given_text"][text["at_given"] :].startswith("Tuesday, the")
+    assert text["cached_text"][text["at_cached"] :].startswith("Monday, the")
+    assert text["at_given"] == text["at_cached"] == 8
+    assert text["given_text"].startswith("oday is ")
+
+
+def test_a_difference_within_a_character_begins_where_that_does(served: Served) -> None:
+    def decode(ids: Any) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    said = {"position": 3, "given": list("abéx".encode()), "cached": list("abèx".encode())}
+    text = around(said, decode)
+    assert (text["given_text"][text["at_given"]], text["cached_text"][text["at_cached"]]) == (
+        "é",
+        "è",
+    )
+    assert around({"position": 3}, decode) == {}
+
+
+# --- what users chose is text, nothing else ----------------------------------------------------
+
+
+def test_hostile_names_are_shown_not_obeyed(served: Served) -> None:
+    salt = "</script>\x1b[31m\u202edlrow\n\0" + "x" * 500
+    name = "cmpl-<img src=x>\x07\u2066"
+    served.run(name, A, Namespace(tenant=salt, lora="\ud800"))
+    found = served.run("b", tokens(A[:9], [1], A[10:]), Namespace(tenant=salt, lora="\ud800"))
+    other = served.run("c", A, "\u202e")
+    causes = served.explainer.summary().causes
+    for sentence in (found.sentence, other.sentence, *(cause.sentence for cause in causes)):
+        assert sentence.isprintable()
+        assert len(sentence) < 400
+    assert "\\u202e" in " ".join(cause.sentence for cause in causes)
+    assert json.loads(json.dumps(found.as_dict()))["cache_salt"] == salt
+
+
+def test_every_field_of_a_namespace_can_be_the_one_that_differs(served: Served) -> None:
+    for field in fields(Namespace):
+        served.cache.clear()
+        served.run(f"a-{field.name}", A, Namespace(**{field.name: "theirs"}))
+        found = served.run(f"b-{field.name}", A, Namespace(**{field.name: "ours"}))
+        assert evidence(found, "other_namespace") == {"fields": {field.name: ["ours", "theirs"]}}
+
+
+def test_namespaces_that_look_alike_are_not_mixed(served: Served) -> None:
+    served.run("a", A, Namespace(tenant="x", model="y"))
+    found = served.run("b", A, Namespace(tenant="xy"))
+    assert evidence(found, "other_namespace")["fields"] == {
+        "tenant": ["xy", "x"],
+        "model": ["", "y"],
+    }
+
+
+def test_a_new_namespace_with_each_request_does_not_add_up() -> None:
+    with Served(8, units=200, prompt_tokens=400, requests=10) as served:
+        for at in range(400):
+            served.run(f"r{at}", [at, at + 1, at + 2], f"salt-{at}")
+        mirror = served.explainer._mirror
+        served.explainer.recent(0)
+        assert len(mirror.ledger.spaces) <= 200 // 8
+        assert mirror.prompts.tokens <= 400
+        assert served.explainer.forgotten > 300
+        assert len(served.explainer.namespaces()) == 400  # counts alone, up to 10,000
+
+
+# --- bounds ------------------------------------------------------------------------------------
+
+
+def test_the_last_requests_are_remembered() -> None:
+    with Served(requests=3) as served:
+        for at in range(5):
+            served.run(f"r{at}", [at])
+        assert [one.id for one in served.explainer.recent()] == ["r4", "r3", "r2"]
+        assert [one.id for one in served.explainer.recent(1)] == ["r4"]
+        assert served.explainer.explain("r1") is None
+        assert served.explainer.summary().requests == 3
+        (totals,) = served.explainer.namespaces()
+        assert (totals.requests, totals.prompt_tokens) == (5, 5)
+
+
+def test_units_that_are_forgotten_are_new_again_and_counted() -> None:
+    with Served(10, units=30) as served:
+        served.run("a", A)
+        for at in range(12):
+            served.run(f"x{at}", tokens(range(1000 + 50 * at, 1040 + 50 * at)))
+        assert told(served.run("b", A)) == [(0, 40, "new")]
+        assert served.explainer.forgotten > 50
+        assert len(served.explainer._mirror.ledger) <= 40
+
+
+def test_what_is_in_the_cache_is_never_forgotten() -> None:
+    with Served(64, units=9) as served:
+        served.run("a", A)
+        for at in range(50):
+            served.end(served.open(f"x{at}", tokens(range(1000 + 50 * at, 1020 + 50 * at))))
+        served.cache.clear()
+        found = served.explainer.prompt(A, NOWHERE, 0)
+        assert told(found)[0] == (0, 4, "evicted")
+
+
+def test_the_oldest_prompt_is_forgotten_first() -> None:
+    with Served(200, prompt_tokens=2000) as served:
+        for at in range(40):
+            served.run(f"r{at}", tokens(range(1000 * at, 1000 * at + 100)))
+        mirror = served.explainer._mirror
+        served.explainer.recent(0)
+        assert mirror.prompts.tokens <= 2000
+        assert set(mirror.prompts._by_anchor.values()) <= set(mirror.prompts._prompts)
+        assert "diverged" in served.run("late", tokens([7], range(39_000, 39_100))).computed
+        assert "diverged" not in served.run("early", tokens([7], range(30_100, 30_200))).computed
+
+
+def test_a_conversation_is_one_prompt(served: Served) -> None:
+    """Turns that continue each other take one place, not one each."""
+    history: list[int] = []
+    for turn in range(6):
+        history += range(50 * turn, 50 * turn + 20)
+        served.run(f"turn{turn}", history)
+    assert len(served.explainer._mirror.prompts) == 1
+
+
+# --- what is told out of order, twice, or never ------------------------------------------------
+
+
+def test_too_much_at_once_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvkeep.explain import explainer as module
+
+    monkeypatch.setattr(module, "_MOST_TOLD", 5)
+    monkeypatch.setattr(inbox_module, "_PAUSE_S", 1000.0)
+    cache = PagedCache(8, SIZE)
+    explainer = Explainer(SIZE)
+    cache.subscribe(explainer.see)
+    for at in range(30):
+        with cache.open(tokens(range(100 * at, 100 * at + 16))) as sequence:
+            explainer.asked(
+                f"r{at}",
+                sequence.tokens,
+                NOWHERE,
+                cached=sequence.num_cached,
+                sequence=sequence.id,
+            )
+            sequence.publish()
+    assert explainer.lost > 50
+    explainer.recent()
+    with cache.open(A[:16]) as sequence:
+        explainer.asked("b", A[:16], NOWHERE, cached=0, sequence=sequence.id)
+        sequence.publish()
+    found = explainer.explain("b")
+    assert found is not None
+    check(found)
+    assert explainer.failed == 0
+    explainer._mirror.ledger.check()
+    explainer.close()
+
+
+def test_a_mirror_with_gaps_repairs_itself(served: Served) -> None:
+    """Events that never came: pages hold what they cannot hold, and the pool proves us wrong."""
+    served.run("a", A)
+    explainer = served.explainer
+    space, pages = NOWHERE, np.arange(3, dtype=np.int32)
+    explainer.see(Stored(99, space, -1, pages, np.arange(700, 712, dtype=np.int32)))
+    explainer.see(Stored(99, space, 1, pages + 50, np.arange(800, 812, dtype=np.int32)))
+    explainer.see(Stored(98, space, 4_000, pages, np.arange(12, dtype=np.int32)))
+    explainer.see(Evicted(np.array([60, 61, 7000], np.int32), "pressure"))
+    explainer.recent(0)
+    explainer._mirror.ledger.check()
+    prompt = np.arange(700, 730, dtype=np.int32)
+    sequence = served.open("b", prompt)  # the mirror says 12 tokens are there; the pool says none
+    assert told(served.why("b")) == [(0, 12, "evicted"), (12, 30, "new")]
+    assert evidence(served.why("b"), "evicted")["cause"] == "unknown"
+    served.end(sequence)
+
+
+def test_strangers_and_repeats(served: Served) -> None:
+    explainer = served.explainer
+    explainer.loaded("nobody", [(0, 4, "disk")], [Missing(0, 4, "damaged")])
+    explainer.ended("nobody", outcome="done", generated=1, ttft_s=None, seconds=1.0)
+    assert explainer.explain("nobody") is None
+    served.run("a", A)
+    again = served.run("a", A[:20])
+    assert again.prompt_tokens == 20  # the same id: the later one counts
+    served.explainer.ended("a", outcome="failed", generated=9, ttft_s=None, seconds=1.0)
+    assert served.why("a").outcome == "done"
+    assert [one.id for one in explainer.recent()] == ["a"]
+
+
+def test_spans_from_a_store_that_cannot_be(served: Served) -> None:
+    served.open("a", A).close()
+    for start, stop in ((-5, 3), (38, 90), (50, 60), (7, 7), (9, 2)):
+        served.explainer.loaded("a", [(start, stop, "disk")], [Missing(stop, start, "damaged")])
+        check(served.why("a"))
+        assert served.why("a").spans[-1].reason == "new"  # the last token is computed anyway
+    assert served.why("a").computed == {"new": 33, "damaged": 7}
+
+
+def test_what_is_asked_is_copied(served: Served) -> None:
+    prompt = A.copy()
+    served.explainer.asked("a", prompt, NOWHERE, cached=0)
+    prompt[:] = 0
+    served.explainer.asked("b", A, NOWHERE, cached=0)
+    assert told(served.why("b")) == [(0, 40, "computing")]
+
+
+def test_an_item_that_fails_is_one_item(caplog: pytest.LogCaptureFixture) -> None:
+    done: list[int] = []
+
+    def work(item: int) -> None:
+        if item == 2:
+            raise RuntimeError("this one")
+        done.append(item)
+
+    inbox = Inbox(work, "test", 10)
+    for item in range(4):
+        inbox.put(item)
+    inbox.work_off()
+    assert (done, inbox.failed, inbox.lost) == ([0, 1, 3], 1, 0)
+    assert "could not be understood" in caplog.text
+    inbox.close()
+
+
+# --- threads -----------------------------------------------------------------------------------
+
+
+def test_the_thread_works_it_off_by_itself() -> None:
+    done = threading.Event()
+    inbox: Inbox[int] = Inbox(lambda _: done.set(), "test", 10)
+    inbox.put(1)
+    assert done.wait(30)
+    inbox.close()
+    assert not inbox._thread.is_alive()
+
+
+def test_many_threads_ask_and_question() -> None:
+    with Served(400) as served:
+        wrong: list[BaseException] = []
+
+        def client(number: int) -> None:
+            try:
+                for at in range(25):
+                    name = f"{number}-{at}"
+                    parts = (A, [number], range(300, 330)) if at % 2 else (range(40), [at], A)
+                    sequence = served.open(name, tokens(*parts), str(number % 2))
+                    sequence.publish()
+                    served.end(sequence)
+                    found = served.explainer.explain(name)
+                    assert found is not None
+                    check(found)
+                    assert found.reused.get("pool", 0) == sequence.num_cached
+            except BaseException as error:  # noqa: BLE001 - told of in the main thread
+                wrong.append(error)
+
+        def reader() -> None:
+            try:
+                for _ in range(40):
+                    served.explainer.summary()
+                    served.explainer.namespaces()
+                    for found in served.explainer.recent(20):
+                        check(found)
+                    served.explainer.prompt(A, NOWHERE, 0)
+            except BaseException as error:  # noqa: BLE001 - told of in the main thread
+                wrong.append(error)
+
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(4)]
+        threads.append(threading.Thread(target=reader))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        total = served.explainer.summary()
+        assert total.requests == 100
+        assert sum(total.reused.values()) + sum(total.computed.values()) == total.prompt_tokens
+        assert served.explainer.lost == 0
+
+
+# --- sums --------------------------------------------------------------------------------------
+
+
+def test_a_summary_ranks_what_costs_most() -> None:
+    with Served(1000) as served:
+        text = range(1000, 1400)
+        for at in range(8):
+            served.run(f"a{at}", tokens(range(41), [5000 + at] * 6, text), "A")
+        served.run("b", tokens(range(7000, 7050)), "B")
+        served.end(served.open("c", tokens(range(8000, 8030)), store=False))
+        served.end(served.open("d", tokens(range(8000, 8030))))
+        summary = served.explainer.summary()
+        assert summary.requests == 11
+        assert [(one.reason, one.tenant, one.position) for one in summary.causes[:2]] == [
+            ("diverged", "A", 41),
+            ("new", "A", None),
+        ]
+        first = summary.causes[0]
+        # 447 tokens are 111 pages and three more, which are not reusable in any of them.
+        assert (first.tokens, first.requests) == (7 * 397, 7)
+        assert first.share == first.tokens / sum(summary.computed.values())
+        assert sum(one.share for one in summary.causes) == pytest.approx(1)
+        assert sum(one.tokens for one in summary.causes) == sum(summary.computed.values())
+        assert first.sentence == (
+            f"{100 * first.share:.0f} % of all computed tokens: prompts of cache_salt 'A' differ "
+            "at token 41 (a difference of 6 tokens)"
+        )
+        assert first.example.startswith("a")
+        assert served.explainer.summary(1).requests == 1
+        assert served.explainer.summary(0).causes == ()
+        totals = {one.namespace.tenant: one for one in served.explainer.namespaces()}
+        assert list(totals) == ["A", "", "B"]
+        assert totals["A"].requests == 8
+        assert sum(totals["A"].computed.values()) + sum(totals["A"].reused.values()) == 8 * 447
+
+
+def test_totals_count_what_has_ended_and_never_fall(served: Served) -> None:
+    sequence = served.open("a", A)
+    assert served.explainer.namespaces() == []
+    served.explainer.loaded("a", [(0, 16, "disk")], [])
+    served.end(sequence)
+    (totals,) = served.explainer.namespaces()
+    assert (totals.reused, totals.computed) == ({"disk": 16}, {"new": 24})
+    totals.computed.clear()
+    assert served.explainer.computed() == {"new": 24}
+    served.run("b", A, "b")
+    assert served.explainer.computed() == {"new": 64}
+    assert [one.requests for one in served.explainer.namespaces()] == [1, 1]
+
+
+def test_what_json_gets(served: Served) -> None:
+    sequence = served.open("a", A)
+    running = json.loads(json.dumps(served.why("a").as_dict()))
+    assert running["outcome"] is running["seconds"] is running["generated_tokens"] is None
+    served.end(sequence, generated=3)
+    found = json.loads(json.dumps(served.why("a").as_dict()))
+    assert found == {
+        "id": "a",
+        "at": 1000.0,
+        "cache_salt": "",
+        "endpoint": "/v1/completions",
+        "session": None,
+        "prompt_tokens": 40,
+        "generated_tokens": 3,
+        "ttft_s": 0.1,
+        "seconds": 0.2,
+        "outcome": "done",
+        "reused": {},
+        "computed": {"new": 40},
+        "spans": [{"start": 0, "stop": 40, "source": None, "reason": "new", "evidence": {}}],
+        "sentence": "40 of 40 tokens computed: they were never seen before",
+    }
+    for one in served.explainer.recent():
+        json.dumps(one.as_dict())
+
+
+@pytest.mark.parametrize("bound", ["page_size", "requests", "prompt_tokens", "units"])
+def test_bounds_that_are_none(bound: str) -> None:
+    options: dict[str, Any] = {"page_size": 16, bound: 0}
+    with pytest.raises(InvalidValue, match=bound):
+        Explainer(**options)

@@ -1,0 +1,382 @@
+"""Walks over a tree: sums, numbers, what steps may miss, and where tokens stand."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep import InvalidValue, Namespace
+from kvkeep.eviction import LRU
+from kvkeep.prefix import ChainIndex, RadixIndex
+from kvkeep.prefix.finding import Finding
+from kvkeep.prefix.node import descend
+from kvkeep.prefix.walk import Survey, Walk
+from kvkeep.tokens import as_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvkeep.prefix.node import Node
+
+PAGE = 2
+SPACES = (Namespace(), Namespace("other"))
+
+
+class Tree:
+    """An index of pages of two tokens; what is stored is let go of at once, unless it is held."""
+
+    def __init__(self, kind: type[RadixIndex | ChainIndex] = RadixIndex) -> None:
+        self.index = kind(PAGE, LRU())
+        self.pages = 0
+
+    def put(self, tokens: Iterable[int], space: int = 0, *, held: bool = False) -> Node:
+        """What a request does that reuses what is there."""
+        index, name = self.index, SPACES[space]
+        row = as_tokens(list(tokens))
+        encoder = index.encoder(name)
+        hold, source = index.hold(index.match(encoder.lookup(row), name), name)
+        start, stop = index.length(hold), len(row) // PAGE
+        pages = np.arange(self.pages, self.pages + stop - start, dtype=np.int32)
+        self.pages += len(pages)
+        if len(pages):
+            hold = index.insert(hold, encoder.pages(row, start, stop), pages, 0).hold
+        if source is not None:
+            index.release(source)
+        if not held:
+            index.release(hold)
+        return hold
+
+    def roots(self) -> list[Node]:
+        return list(self.index._roots.values())
+
+    def nodes(self) -> list[Node]:
+        """All runs, however they are found."""
+        return [node for root in self.roots() for node, _ in descend(root) if node.end]
+
+    def walk(self, columns: Iterable[str] = Survey.COLUMNS, top: Any = None, step: int = 3) -> Walk:
+        walk = self.index.walk(columns, top)
+        while not walk.done:
+            walk.step(step)
+        return walk
+
+    def path(self, node: Node) -> list[int]:
+        """All tokens up to the end of a run."""
+        tokens: list[int] = []
+        while node.parent is not None:
+            tokens[:0] = np.frombuffer(bytes(node.run), np.int32).tolist()
+            node = node.parent
+        return tokens
+
+
+prompts = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(0, 1)),
+    min_size=1, max_size=14,
+)  # fmt: skip
+
+
+def grown(asked: list[tuple[list[int], int]], evicted: int = 0) -> Tree:
+    tree = Tree()
+    for tokens, space in asked:
+        tree.put(tokens, space)
+    tree.index.evict(evicted)
+    return tree
+
+
+def uses_below(node: Node) -> int:
+    return node.uses + sum(uses_below(child) for child in node.children.values())
+
+
+@given(prompts, st.integers(0, 6), st.integers(1, 9))
+@settings(max_examples=150, deadline=None)
+def test_sums_are_those_of_a_recount(asked, evicted, step):
+    tree = grown(asked, evicted)
+    survey = Survey(tree.walk(step=step))
+    rows = {node: row for row, node in enumerate(survey.nodes)}
+    assert set(rows) == {*tree.nodes(), *tree.roots()}
+    assert len(rows) == len(survey.nodes)
+    assert not survey.gone.any()
+    for node, row in rows.items():
+        below = [one for one, _ in descend(node)]
+        assert survey.below_pages[row] == sum(one.size for one in below)
+        assert survey.below_runs[row] == sum(1 for one in below if one.end)
+        assert survey.below_uses[row] == uses_below(node)
+        assert survey.below_last[row] == max(one.last_used for one in below)
+        assert survey.parents[row] == (-1 if node.parent is None else rows[node.parent])
+        assert survey.ids[row] == node.id
+
+
+@given(prompts, st.integers(1, 12))
+@settings(max_examples=100, deadline=None)
+def test_the_largest_hang_together(asked, count):
+    survey = Survey(grown(asked).walk())
+    rows = survey.largest(count)
+    assert len(rows) == min(count, len(survey.nodes))
+    assert rows.tolist() == sorted(set(rows.tolist()))
+    assert all(survey.parents[row] < 0 or survey.parents[row] in rows for row in rows)
+    left = np.setdiff1d(np.arange(len(survey.nodes)), rows)
+    if len(left):
+        assert survey.below_pages[left].max() <= survey.below_pages[rows].min()
+
+
+@given(prompts, st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_one_branch_is_a_survey_of_its_own(asked, place):
+    tree = grown(asked)
+    if not tree.nodes():
+        return
+    top = tree.nodes()[place % len(tree.nodes())]
+    survey = Survey(tree.walk(top=top))
+    assert survey.nodes[0] is top
+    assert set(survey.nodes) == {node for node, _ in descend(top)}
+
+
+# --- numbers -----------------------------------------------------------------------------------
+
+
+@given(prompts)
+@settings(max_examples=100, deadline=None)
+def test_a_number_stays_with_the_end_of_its_run(asked):
+    """Whatever is stored, split and evicted: by their last page, as long as they have that."""
+    tree = Tree()
+    known: dict[int, Node] = {}
+    for tokens, space in asked:
+        tree.put(tokens, space)
+        nodes = {node.id: node for node in tree.nodes()}
+        assert len(nodes) == len(tree.nodes())
+        for number, node in known.items():
+            if node.parent is not None:
+                assert nodes[number] is node
+            else:
+                assert number not in nodes
+        for number in set(nodes) - set(known):
+            assert number > max(known, default=0)  # never one that was used before
+        if len(nodes) > 4:
+            tree.index.evict(1)
+        known |= nodes
+
+
+def test_a_split_leaves_the_number_with_the_end():
+    tree = Tree()
+    node = tree.put([1, 1, 2, 2, 3, 3])
+    number, end = node.id, node.pages[-1]
+    tree.put([1, 1, 2, 2])
+    tree.put([1, 1, 2, 2])
+    assert (node.id, node.pages[-1]) == (number, end)
+    assert node.parent is not None
+    assert node.parent.id not in {number, tree.roots()[0].id}
+
+
+def test_growth_and_the_loss_of_a_tail_change_no_number():
+    tree = Tree()
+    node = tree.put([1, 1], held=True)
+    number = node.id
+    hold = tree.index.insert(node, np.array([2, 2, 3, 3], np.int32).tobytes(),
+                             np.array([8, 9], np.int32), 0).hold  # fmt: skip
+    assert (hold, hold.id, hold.size) == (node, number, 3)
+    tree.index.release(hold)
+    tree.index.evict(1)
+    assert (node.id, node.size) == (number, 2)
+
+
+def test_uses_are_of_both_halves_and_outlive_what_was_used():
+    tree = Tree()
+    end = tree.put([1, 1, 2, 2, 3, 3])
+    for _ in range(3):
+        tree.put([1, 1, 2, 2, 3, 3])
+    tree.put([1, 1, 2, 2, 4, 4])
+    front = end.parent
+    assert front is not None
+    assert (uses_below(end), uses_below(front)) == (3, 4)
+    tree.index.evict(2)
+    assert (front.children, uses_below(front)) == ({}, 4)
+
+
+def test_a_root_is_not_reused():
+    tree = Tree()
+    tree.put([1, 1])
+    tree.put([2, 2])
+    assert uses_below(tree.roots()[0]) == 0
+
+
+# --- changes between steps -----------------------------------------------------------------------
+
+
+def test_what_goes_between_two_steps_counts_for_nothing():
+    tree = Tree()
+    for head in range(4):
+        tree.put([head, head, 7, 7])
+    walk = tree.index.walk(Survey.COLUMNS)
+    walk.step(1)
+    tree.index.evict(3)
+    while not walk.done:
+        walk.step(1)
+    survey = Survey(walk)
+    assert survey.gone.sum() == 1
+    assert (survey.below_pages[0], survey.below_runs[0]) == (5, 3)
+    assert len(survey.largest(9)) == 4
+
+
+@given(prompts, prompts, st.integers(1, 4), st.lists(st.integers(0, 2), max_size=30))
+@settings(max_examples=150, deadline=None)
+def test_any_change_between_steps_leaves_sums_that_fit_together(asked, later, step, evicted):
+    tree = grown(asked)
+    walk = tree.index.walk({*Survey.COLUMNS, *Finding.COLUMNS})
+    coming = iter(later)
+    going = iter(evicted)
+    while not walk.done:
+        walk.step(step)
+        tree.index.evict(next(going, 0))
+        for tokens, space in [next(coming, ([], 0))]:
+            if tokens:
+                tree.put(tokens, space)
+    survey = Survey(walk)
+    assert survey.below_pages[survey.parents < 0].sum() == survey.sizes.sum()
+    assert (survey.below_pages >= survey.sizes).all()
+    rows = survey.largest(5)
+    assert all(survey.parents[row] < 0 or survey.parents[row] in rows for row in rows)
+    # What is found was there: its tokens are those of a path that was stored once.
+    finding = Finding(walk, PAGE)
+    stored = [tokens for tokens, _ in (*asked, *later)]
+    for row, at in finding.places([as_tokens([1, 0])], 99)[0]:
+        path = finding.tokens(row, 0, 99).tolist()
+        assert path[at : at + 2] == [1, 0]
+        assert any(tokens[: len(path)] == path for tokens in stored)
+
+
+# --- finding -------------------------------------------------------------------------------------
+
+
+def sought(tree: Tree, needle: list[int]) -> set[tuple[int, int]]:
+    """By id, the first place in each run in which it ends; tried everywhere."""
+    found = set()
+    for node in tree.nodes():
+        path = tree.path(node)
+        for at in range(len(path) - len(needle) + 1):
+            if path[at : at + len(needle)] == needle and at + len(needle) > node.depth * PAGE:
+                found.add((node.id, at))
+                break
+    return found
+
+
+@given(prompts, st.lists(st.integers(0, 3), min_size=1, max_size=7), st.integers(0, 4))
+@settings(max_examples=300, deadline=None)
+def test_tokens_are_found_wherever_they_stand(asked, needle, evicted):
+    tree = grown(asked, evicted)
+    walk = tree.walk(Finding.COLUMNS)
+    finding = Finding(walk, PAGE)
+    places, one = finding.places([as_tokens(needle), as_tokens([1])], 1000)
+    assert {(walk.nodes[row].id, at) for row, at in one} == sought(tree, [1])
+    assert {(walk.nodes[row].id, at) for row, at in places} == sought(tree, needle)
+    assert finding.places([as_tokens(needle)], 2) == [places[:2]]
+    assert [row for row, _ in places] == sorted(row for row, _ in places)
+    for row, at in places:
+        path = tree.path(walk.nodes[row])
+        assert finding.tokens(row, at, at + len(needle)).tolist() == needle
+        assert finding.tokens(row, max(0, at - 3), at + 99).tolist() == path[max(0, at - 3) :]
+        nodes = [walk.nodes[one] for one in finding.path(row)]
+        assert nodes[0].parent is None
+        assert all(below.parent is above for above, below in pairwise(nodes))
+
+
+def test_the_earliest_of_several_places_across_a_border():
+    tree = grown([([0, 0, 0, 0, 0, 0], 0), ([0, 0, 0, 0, 1, 1], 0)])
+    walk = tree.walk(Finding.COLUMNS)
+    (places,) = Finding(walk, PAGE).places([as_tokens([0, 0, 0])], 9)
+    assert {(walk.nodes[row].id, at) for row, at in places} == sought(tree, [0, 0, 0])
+    assert sorted(at for _, at in places) == [0, 2]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 1 << 20])
+def test_batches_do_not_matter(batch, monkeypatch):
+    monkeypatch.setattr("kvkeep.prefix.finding._BATCH_TOKENS", batch)
+    tree = grown([([0, 1, 2, 0, 1, 1], 0), ([0, 1, 2, 0, 2, 2], 1), ([1, 0, 1, 2, 0, 0], 0)])
+    walk = tree.walk(Finding.COLUMNS)
+    for needle in ([1], [0, 1], [1, 2, 0], [2, 0, 1, 1], [0, 1, 2, 0, 2, 2]):
+        (places,) = Finding(walk, PAGE).places([as_tokens(needle)], 99)
+        assert {(walk.nodes[row].id, at) for row, at in places} == sought(tree, needle)
+        for most in range(1, 9):
+            assert Finding(walk, PAGE).places([as_tokens(needle)], most) == [places[:most]]
+
+
+def test_bytes_that_are_no_tokens_are_not_found():
+    """0x01000000 0x01000000 has the bytes of 1 in it, between its tokens."""
+    tree = Tree()
+    tree.put([0x01000000, 0x01000000])
+    assert Finding(tree.walk(Finding.COLUMNS), PAGE).places([as_tokens([1])], 9) == [[]]
+
+
+# --- by number -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [RadixIndex, ChainIndex])
+def test_a_node_is_looked_at(kind):
+    tree = Tree(kind)
+    end = tree.put([1, 1, 2, 2, 3, 3], 1)
+    tree.put([1, 1, 5, 5], 1)
+    look = tree.index.look(end)
+    assert look.namespace == SPACES[1]
+    (root,) = tree.roots()
+    assert end.parent is not None
+    assert look.path == (root.id, end.parent.id)
+    assert (look.start, look.pages.tolist(), look.children) == (1, [1, 2], 0)
+    assert "hits" in look.state
+    assert root.id < 0 < end.id
+    for node in (root, *tree.nodes()):
+        walk = tree.index.walk(())
+        found = None
+        while found is None:
+            found = walk.find(node.id, 1)
+        assert found is node
+    while not walk.done:
+        assert walk.find(10**6, 1) is None
+
+
+@pytest.mark.parametrize("kind", [RadixIndex, ChainIndex])
+def test_a_branch_is_forgotten_but_for_what_is_held(kind):
+    tree = Tree(kind)
+    held = tree.put([1, 1, 2, 2, 3, 3], held=True)
+    tree.put([1, 1, 2, 2, 4, 4])
+    tree.put([1, 1, 2, 2, 3, 3, 5, 5])
+    tree.put([9, 9])
+    (root,) = tree.roots()
+    top = next(iter(root.children.values()))
+    assert sorted(tree.index.evict_below(top).tolist()) == [3, 4]
+    tree.index.check([held])
+    assert tree.index.keeps(held)
+    assert len(tree.index.evict_below(top)) == 0
+    tree.index.release(held)
+    assert len(tree.index.evict_below(root)) == 4
+    tree.index.check([])
+    assert not tree.index.keeps(held)
+    assert tree.roots() == []
+
+
+def test_pins_are_known_where_they_are():
+    tree = Tree()
+    held = tree.put([1, 1, 2, 2], held=True)
+    other = tree.put([3, 3])
+    index = tree.index
+    index.pin(held)
+    assert index.pinned(held) == held.id
+    assert not index.would_go(held, held)  # somebody holds it
+    index.release(held)
+    assert index.would_go(held, held)
+    assert index.would_go(held, tree.roots()[0])
+    assert not index.would_go(held, other)
+    index.evict_below(held)
+    assert index.pinned(held) == 0
+    assert index.pins_broken == 1
+
+
+def test_an_index_may_do_without():
+    from naive_index import NaiveIndex
+
+    index = NaiveIndex(PAGE, LRU())
+    with pytest.raises(InvalidValue, match="no map"):
+        index.walk(())
+    assert index.moment == 0

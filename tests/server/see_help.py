@@ -1,0 +1,115 @@
+"""What the tests of explanations share: asking, and accounts that have to come out even."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from real_server import NAME, Running, eventually
+
+from kvkeep.cache import PagedCache
+from kvkeep.engine import Engine, Limits, Runner, Tokenizer
+from kvkeep.models import bundled_model
+from kvkeep.server import Settings
+from kvkeep.store import KVStore, weights_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvkeep.backends import Backend
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+PAGE = 16
+BLOCK = 64
+
+
+def ask(server: Running, prompt: Any, salt: str | None = None, **more: Any) -> dict[str, Any]:
+    """The answer to a prompt, of one token unless told otherwise."""
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "cache_salt": salt, **more}
+    answer: dict[str, Any] = server.http.post(COMPLETIONS, json=body).raise_for_status().json()
+    return answer
+
+
+def explained(server: Running, answer: dict[str, Any]) -> dict[str, Any]:
+    """The explanation of an answer to one prompt, which must agree with its usage."""
+    told: dict[str, Any] = server.http.get(f"/kv/explain/{answer['id']}").raise_for_status().json()
+    accounts(told)
+    usage = answer["usage"]
+    assert told["prompt_tokens"] == usage["prompt_tokens"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert sum(told["reused"].values()) == cached
+    assert sum(told["computed"].values()) == usage["prompt_tokens"] - cached
+    loaded = usage["kvkeep"]["loaded_tokens"]
+    assert sum(n for source, n in told["reused"].items() if source != "pool") == loaded
+    assert told["outcome"] == "done"
+    return told
+
+
+def accounts(told: dict[str, Any]) -> None:
+    """Spans cover the prompt, in order, without gaps; sums are those of the spans."""
+    at = 0
+    sums: dict[str, dict[str, int]] = {"reused": {}, "computed": {}}
+    for span in told["spans"]:
+        assert span["start"] == at < span["stop"]
+        assert (span["source"] is None) != (span["reason"] is None)
+        name = span["source"] or span["reason"]
+        kind = sums["reused" if span["source"] else "computed"]
+        kind[name] = kind.get(name, 0) + span["stop"] - at
+        at = span["stop"]
+    assert at == told["prompt_tokens"]
+    assert sums == {"reused": told["reused"], "computed": told["computed"]}
+
+
+def only(told: dict[str, Any], reason: str) -> dict[str, Any]:
+    """The one span of a reason."""
+    (span,) = [span for span in told["spans"] if span["reason"] == reason]
+    return span
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    """Token ids like no other seed's."""
+    chance = random.Random(seed)
+    return [chance.randrange(5, 4000) for _ in range(count)]
+
+
+@contextmanager
+def storing(
+    *tiers: str | Backend,
+    num_pages: int = 256,
+    load_timeout: float = 2.0,
+    flush_timeout_s: float = 1.0,
+    **settings: Any,
+) -> Iterator[Running]:
+    """A server over a store of these tiers, in blocks of 64 tokens."""
+    runner = Runner.load(bundled_model(), num_pages=num_pages, page_size=PAGE, device="cpu")
+    revision = weights_digest(bundled_model())
+    with KVStore(
+        runner.geometry, model=NAME, revision=revision, tiers=tiers, block_tokens=BLOCK
+    ) as store:
+        engine = Engine(
+            runner,
+            PagedCache(num_pages, PAGE),
+            Tokenizer.load(bundled_model()),
+            limits=Limits(max_running=8),
+            store=store,
+            load_timeout=load_timeout,
+        )
+        server = Running(engine, Settings(name=NAME, flush_timeout_s=flush_timeout_s, **settings))
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def forget_pool(server: Running, *prompts: list[int]) -> None:
+    """Let the pool forget everything, once the store has all blocks of ``prompts``."""
+    store = server.engine.store
+    assert store is not None
+    eventually(
+        lambda: all(store.lookup(one).tokens >= len(one) // BLOCK * BLOCK for one in prompts)
+    )
+    store.flush(5.0)
+    eventually(lambda: not server.engine.has_work)
+    server.engine.cache.clear()

@@ -1,0 +1,290 @@
+"""/kv/map, /kv/map/{id} and /kv/search: the tree of a real server, looked at and changed."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.model
+
+COMPLETIONS = "/v1/completions"
+KEY = "a-long-secret"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+HEAD = "You are a helpful assistant. Answer in one short sentence, and be polite about it. " * 2
+ASKED = (HEAD + "What does textwrap.dedent do?" * 3, HEAD + "Why is the sky blue, says who?" * 3)
+
+
+def complete(server, prompt, **fields):
+    asked = {"prompt": prompt, "max_tokens": 1, "temperature": 0, **fields}
+    return server.http.post(COMPLETIONS, json=asked).raise_for_status()
+
+
+def the_map(server, **query):
+    return server.http.get("/kv/map", params=query).raise_for_status().json()
+
+
+@pytest.fixture
+def planted(server):
+    """Two prompts that begin alike, one of them asked for again, and one of another tenant."""
+    server.http.post("/kv/clear", json={}).raise_for_status()
+    server.engine.cache._looking._changed()  # whatever tests asked for within this second
+    for prompt in (*ASKED, ASKED[0]):
+        complete(server, prompt)
+    complete(server, ASKED[0], cache_salt="tenant\u202e-1")
+    return server
+
+
+@pytest.fixture(scope="module")
+def locked(start_server):
+    with start_server(api_key=KEY) as server:
+        server.http.headers.update(HEADERS)
+        yield server
+
+
+@pytest.fixture
+def keyed(locked):
+    """A server with an API key, and a client that has it."""
+    locked.http.post("/kv/clear", json={}).raise_for_status()
+    locked.engine.cache._looking._changed()
+    for prompt in (*ASKED, ASKED[0]):
+        complete(locked, prompt)
+    return locked
+
+
+def of_salt(answer, salt):
+    (top,) = [node for node in answer["nodes"] if node["id"] < 0 and node["text"] == salt]
+    return top, [node for node in answer["nodes"] if node["parent"] == top["id"]]
+
+
+def test_the_map_shows_what_is_shared(planted):
+    answer = the_map(planted)
+    tokens = [planted.engine.tokenizer.encode(prompt) for prompt in ASKED]
+    alike = next(i for i, (a, b) in enumerate(zip(*tokens, strict=False)) if a != b)
+    top, (head,) = of_salt(answer, "")
+    assert (head["text"], head["tier"], head["hidden"]) == (HEAD[:80], "pool", False)
+    assert head["tokens"] == head["pages"] * 16 == alike // 16 * 16
+    ends = [node for node in answer["nodes"] if node["parent"] == head["id"]]
+    assert len(ends) == 2
+    assert head["subtree_tokens"] == head["tokens"] + sum(node["subtree_tokens"] for node in ends)
+    runs = list(planted.engine.cache.runs(planted.service.namespace(None)))
+    assert top["subtree_nodes"] == head["subtree_nodes"] == len(runs)
+    assert top["subtree_tokens"] == 16 * sum(len(run.pages) for run in runs)
+    assert head["hits"] == 2
+    assert sorted(node["hits"] for node in ends) == [0, 1]
+    assert all(0 <= node["age_s"] < 60 for node in answer["nodes"])
+    _, (other,) = of_salt(answer, "tenant\\u202e-1")
+    assert answer["total_pages"] == top["subtree_tokens"] // 16 + other["pages"]
+    assert answer["total_pages"] == sum(node["pages"] for node in answer["nodes"])
+    assert answer["total_nodes"] == len(runs) + 1
+
+
+def test_one_tenant_or_one_branch_alone(planted):
+    answer = the_map(planted, namespace="tenant\u202e-1")
+    (run,) = answer["nodes"]
+    assert run["parent"] is None
+    assert answer["total_pages"] == run["pages"]
+    assert the_map(planted, namespace="nobody")["nodes"] == []
+    top, (head,) = of_salt(the_map(planted), "")
+    below = the_map(planted, root=head["id"])
+    assert [node["parent"] for node in below["nodes"]][:3] == [None, head["id"], head["id"]]
+    assert below["total_nodes"] == head["subtree_nodes"]
+    space = the_map(planted, root=top["id"])
+    assert space["nodes"][0]["id"] == top["id"]
+    assert space["total_nodes"] == head["subtree_nodes"]
+
+
+def test_small_siblings_are_summed_up(planted):
+    answer = the_map(planted, nodes=1)
+    assert [node["hidden"] for node in answer["nodes"]] == [False, True, True]
+    assert {node["text"] for node in answer["nodes"] if node["hidden"]} == {None}
+    assert sum(node["pages"] for node in answer["nodes"]) == answer["total_pages"]
+    (below,) = [node for node in answer["nodes"] if node["hidden"] and node["parent"] is not None]
+    assert (below["count"], below["subtree_nodes"]) == (1, answer["total_nodes"] - 1)
+    hidden = planted.http.get(f"/kv/map/{below['id']}")
+    assert hidden.status_code == 404
+
+
+def test_what_is_asked_again_is_the_same_answer(planted):
+    first = planted.http.get("/kv/map?nodes=77").content
+    complete(planted, "something else that fills some pages of the cache, at least one of them")
+    assert planted.http.get("/kv/map?nodes=77").content == first
+
+
+def test_one_node(planted):
+    _, (head,) = of_salt(the_map(planted), "")
+    known = planted.http.get(f"/kv/map/{head['id']}").json()
+    assert known["text"] == planted.engine.tokenizer.decode(
+        planted.engine.tokenizer.encode(ASKED[0])[: head["tokens"]]
+    )
+    assert len(known["text"]) > 80
+    assert (known["path_tokens"], known["children"], known["namespace"]) == (0, 2, "")
+    assert len(known["page_ids"]) == known["pages"]
+    assert "hits" in known["policy"]
+    assert known["parent"] == head["parent"]
+    space = planted.http.get(f"/kv/map/{head['parent']}").json()
+    assert (space["pages"], space["children"], space["parent"]) == (0, 1, None)
+
+
+@pytest.mark.parametrize("method", ["get", "post"])
+def test_who_is_not_there(keyed, method):
+    body = {"json": {"action": "evict"}} if method == "post" else {}
+    for number in (10**6, -(10**6), 0, 2**53 - 1, -(2**52)):
+        answer = keyed.http.request(method, f"/kv/map/{number}", **body)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "unknown_node"
+    for number in ("x", "1.5", str(2**53), "9" * 40):
+        assert keyed.http.request(method, f"/kv/map/{number}", **body).status_code == 400
+    if method == "get":
+        assert keyed.http.get("/kv/map?root=1000000").status_code == 404
+
+
+def test_other_methods_are_told_which_there_are(planted):
+    answer = planted.http.delete("/kv/map/1")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
+
+
+# --- search ----------------------------------------------------------------------------------
+
+
+def found(server, **query):
+    return server.http.get("/kv/search", params=query).raise_for_status().json()["matches"]
+
+
+def test_a_text_is_found_where_it_stands(planted):
+    answer = the_map(planted)
+    top, (head,) = of_salt(answer, "")
+    (match, *_) = [m for m in found(planted, q="short sentence") if m["id"] == head["id"]]
+    assert match["parent_path"] == [top["id"]]
+    assert "short sentence" in match["text"]
+    before = planted.engine.tokenizer.decode(
+        planted.engine.tokenizer.encode(ASKED[0])[: match["at_token"]]
+    )
+    assert abs(len(before) - ASKED[0].index("short sentence")) <= 2
+    here = found(planted, q="textwrap.dedent", namespace="")
+    assert all(match["parent_path"][:2] == [top["id"], head["id"]] for match in here)
+    assert len(found(planted, q="textwrap.dedent")) > len(here) > 0
+    assert found(planted, q="never said") == []
+    for word in ("helpful", " polite", "be polite about it. You are", "sky blue, says who?Why"):
+        assert found(planted, q=word), word
+
+
+def test_tokens_are_found_across_runs(planted):
+    other, tokens = [planted.engine.tokenizer.encode(prompt).tolist() for prompt in ASKED]
+    alike = next(i for i, (a, b) in enumerate(zip(other, tokens, strict=False)) if a != b)
+    _, (head,) = of_salt(the_map(planted), "")
+    border = head["tokens"]
+    row = ",".join(map(str, tokens[border - 2 : alike + 2]))
+    (match,) = found(planted, tokens=row)
+    assert match["at_token"] == border - 2
+    assert match["parent_path"][-1] == head["id"]
+    assert found(planted, tokens=row, namespace="tenant\u202e-1") == []
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["", "q=x&tokens=1", "q=", "tokens=", "tokens=1,,2", "tokens=-1", "tokens=9999999999",
+     "tokens=x", f"q={'x' * 257}", "q=%00%ff"],
+)  # fmt: skip
+def test_what_cannot_be_sought(planted, query):
+    answer = planted.http.get(f"/kv/search?{query}")
+    assert answer.status_code in ({200, 400} if "%00" in query else {400})
+
+
+# --- changing --------------------------------------------------------------------------------
+
+
+def test_nobody_may_without_a_key(planted):
+    _, (head,) = of_salt(the_map(planted), "")
+    answer = planted.http.post(f"/kv/map/{head['id']}", json={"action": "evict"})
+    assert answer.status_code == 403
+    assert "--api-key-file" in answer.json()["error"]["message"]
+    assert of_salt(the_map(planted), "")[1][0]["id"] == head["id"]
+
+
+def test_a_node_is_pinned_and_let_go(keyed):
+    _, (head,) = of_salt(the_map(keyed), "")
+    end = next(n for n in the_map(keyed)["nodes"] if n["parent"] == head["id"])
+    path = f"/kv/map/{end['id']}"
+    assert keyed.http.post(path, json={"action": "pin"}, headers={"Authorization": "Bearer x"})\
+        .status_code == 401  # fmt: skip
+    pages = head["pages"] + end["pages"]
+    pinned = keyed.http.post(path, json={"action": "pin", "ttl_s": 600})
+    assert pinned.json() == {"pages": pages}
+    assert keyed.stats()["cache"]["pinned_pages"] == pages
+    assert keyed.http.get(path).json()["pins"] == 1
+    (shown,) = [n for n in the_map(keyed)["nodes"] if n["id"] == end["id"]]
+    assert shown["pins"] == 1  # at once, not in a second
+    assert keyed.http.post(path, json={"action": "unpin"}).json() == {"pages": pages}
+    assert keyed.http.post(path, json={"action": "unpin"}).json() == {"pages": 0}
+    assert keyed.stats()["cache"]["pins"] == 0
+    keyed.assert_idle()
+
+
+def test_a_branch_is_evicted(keyed):
+    _, (head,) = of_salt(the_map(keyed), "")
+    before = keyed.stats()["cache"]["pages_cached"]
+    assert keyed.http.post(f"/kv/map/{head['id']}", json={"action": "pin"}).is_success
+    answer = keyed.http.post(f"/kv/map/{head['id']}", json={"action": "evict"})
+    assert answer.json() == {"pages": before}
+    assert the_map(keyed)["nodes"] == []
+    assert keyed.stats()["cache"]["pins"] == 0
+    assert keyed.http.get(f"/kv/map/{head['id']}").status_code == 404
+    keyed.assert_idle()
+
+
+def test_what_is_in_use_cannot_go(keyed):
+    cache = keyed.engine.cache
+    space = keyed.service.namespace(None)
+    _, (head,) = of_salt(the_map(keyed), "")
+    with cache.open(keyed.engine.tokenizer.encode(ASKED[0])[: head["tokens"] + 1], space):
+        answer = keyed.http.post(f"/kv/map/{head['id']}", json={"action": "evict"})
+        assert answer.json() == {"pages": head["subtree_tokens"] // 16 - head["pages"]}
+        answer = keyed.http.post(f"/kv/map/{head['id']}", json={"action": "evict"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "in_use")
+    keyed.assert_idle()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"action": "drop"}, {"action": "evict", "ttl_s": 1}, {"action": "pin", "ttl_s": 0},
+     {"action": "pin", "ttl_s": 1e300}, {"action": "pin", "hard": True}, []],
+)  # fmt: skip
+def test_what_cannot_be_asked(keyed, body):
+    _, (head,) = of_salt(the_map(keyed), "")
+    assert keyed.http.post(f"/kv/map/{head['id']}", json=body).status_code == 400
+    if body == {}:
+        answer = keyed.http.post(f"/kv/map/{head['parent']}", json={"action": "pin"})
+        assert answer.status_code == 400
+        assert "namespace" in answer.json()["error"]["message"]
+
+
+# --- texts -----------------------------------------------------------------------------------
+
+
+def test_hostile_text_is_shown(server):
+    hostile = "\x1b[31m<script>alert(1)</script>\u202eabc\x00 and more of it, to fill some pages"
+    complete(server, hostile)
+    (match,) = found(server, q="<script>")
+    (run,) = [n for n in the_map(server, nodes=999)["nodes"] if n["id"] == match["id"]]
+    for text in (
+        match["text"],
+        run["text"],
+        server.http.get(f"/kv/map/{run['id']}").json()["text"],
+    ):
+        assert "<script>" in text
+        assert not set("\x1b\x00\u202e") & set(text)
+        assert "\\u202e" in text
+
+
+def test_no_text_where_none_is_shown(start_server):
+    with start_server(text=False) as server:
+        complete(server, ASKED[0])
+        complete(server, ASKED[0], cache_salt="tenant")
+        answer = the_map(server)
+        assert {n["text"] for n in answer["nodes"]} == {None, "", "tenant"}
+        _, (run,) = of_salt(answer, "tenant")
+        assert server.http.get(f"/kv/map/{run['id']}").json()["text"] is None
+        refused = server.http.get("/kv/search?q=helpful")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "text_off")
+        tokens = server.engine.tokenizer.encode(ASKED[0])[:3].tolist()
+        matches = found(server, tokens=",".join(map(str, tokens)))
+        assert [match["text"] for match in matches] == [None, None]

@@ -1,0 +1,262 @@
+"""What Prometheus is told: all of it, by its own parser, and by the conventions for names."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvkeep.cache import PagedCache
+from kvkeep.engine.stats import EngineStats
+from kvkeep.server import families
+from kvkeep.server.metrics import Metrics
+from kvkeep.store.stats import StoreStats
+from kvkeep.tiers.counters import Counters, TierStats
+
+PAGE = 4
+HOSTILE = ['a"b\\c\nd', "\x1b[31m", "\u202etxt", "x" * 10_000, "a␊", "a\n", "other", ""]
+
+
+def serve(cache, *parts, namespace=""):
+    sequence = cache.open(np.repeat(np.array(parts, np.int32), PAGE), namespace)
+    sequence.copies()
+    sequence.publish()
+    sequence.close()
+
+
+def tier(name, **more):
+    return TierStats(
+        name=name, place="x", codec="raw", blocks=3, used_bytes=10, capacity=100, pinned_bytes=1,
+        queued_bytes=2, breaker="closed", breaker_opened=1, counters=Counters(hits=5).as_dict(),
+    ).as_dict() | more  # fmt: skip
+
+
+def store(*tiers):
+    known = StoreStats(1, 100, 50, 1, 30, 10, 0, ()).as_dict()
+    return known | {"tiers": list(tiers or (tier("memory"), tier("file")))}
+
+
+def told(metrics, cache, *, store=None, namespaces=None):
+    text = metrics.exposition(
+        cache.stats(), EngineStats().as_dict(), store, namespaces=namespaces
+    ).decode()
+    return list(text_string_to_metric_families(text))
+
+
+def samples(found):
+    """Name and labels → value; none comes twice."""
+    values = {}
+    for family in found:
+        for sample in family.samples:
+            key = sample.name, *sorted(sample.labels.values())
+            assert key not in values, key
+            values[key] = sample.value
+    return values
+
+
+def all_of_it():
+    """An exposition with every family that there is."""
+    metrics = Metrics()
+    cache = PagedCache(16, PAGE, what_if=1.0)
+    metrics.watch(cache)
+    for number in range(30):
+        serve(cache, number % 3, number)
+    metrics.reuse.admitted("a", namespace="", prompt_tokens=9, cached_tokens=4, match_s=0.0)
+    metrics.reuse.computed("a", tokens=5, seconds=0.5)
+    metrics.requests.labels("chat", "stop").inc()
+    metrics.note_first_token(0.1, prompt_tokens=10, reused_tokens=5)
+    metrics.reasons = lambda: {"new": 5, "evicted": 7}
+    metrics.events = lambda: dict.fromkeys(
+        ("batches", "events", "dropped", "resyncs", "replays", "snapshots", "refused"), 1
+    )
+    found = told(metrics, cache, store=store(), namespaces={"": 4})
+    # The client tells besides when each counter began; those are not ours to name.
+    return [family for family in found if not family.name.endswith("_created")]
+
+
+# --- figures ---------------------------------------------------------------------------------
+
+
+def test_evictions_by_reason_add_up_to_all():
+    metrics, cache = Metrics(), PagedCache(8, PAGE)
+    for number in range(10):
+        serve(cache, number)
+    before = samples(told(metrics, cache))
+    assert before["kvkeep_evicted_pages_total", "unknown"] == 2
+    metrics.watch(cache)
+    metrics.watch(cache)  # once is enough
+    for number in range(10, 15):
+        serve(cache, number)
+    cache.evict(3)
+    cache.clear()
+    after = samples(told(metrics, cache))
+    assert after["kvkeep_evicted_pages_total", "pressure"] == 5
+    assert after["kvkeep_evicted_pages_total", "asked"] == 3
+    assert after["kvkeep_evicted_pages_total", "cleared"] == 5
+    assert after["kvkeep_evicted_pages_total", "unknown"] == 2
+    total = sum(value for key, value in after.items() if key[0] == "kvkeep_evicted_pages_total")
+    assert total == cache.stats().evicted_pages
+    assert after["kvkeep_page_residency_seconds_count", "asked"] == 3 - 3  # stored before it looked
+    assert after["kvkeep_page_residency_seconds_count", "cleared"] == 5
+
+
+def test_pages_by_state_are_all_pages_and_the_others_are_apart():
+    metrics, cache = Metrics(), PagedCache(32, PAGE)
+    serve(cache, 1, 2, 3)
+    cache.pin([1] * PAGE + [2] * PAGE, hard=True)
+    running = cache.open([5] * 9)
+    found = samples(told(metrics, cache))
+    states = {key[1]: value for key, value in found.items() if key[0] == "kvkeep_pages"}
+    assert sum(states.values()) == 32
+    assert states == {"free": 26, "cached_evictable": 1, "cached_held": 2, "private": 3}
+    assert found["kvkeep_pages_pinned",] == found["kvkeep_pages_hard_pinned",] == 2
+    running.close()
+
+
+def test_reuse_is_told_by_tier_with_what_it_saved():
+    metrics, cache = Metrics(), PagedCache(8, PAGE)
+    reuse = metrics.reuse
+    reuse.computed("a", tokens=100, seconds=2.0)
+    reuse.admitted("b", namespace="t", prompt_tokens=60, cached_tokens=20, match_s=0.0)
+    reuse.loaded("b", sources=[(20, 30, "file")], seconds=0.1, late=False)
+    found = samples(told(metrics, cache))
+    assert found["kvkeep_hit_tokens_total", "pool"] == 20
+    assert found["kvkeep_hit_tokens_total", "file"] == 10
+    assert found["kvkeep_prefill_saved_tokens_total",] == 30
+    assert found["kvkeep_prefill_saved_seconds_total",] == pytest.approx(0.6)
+    assert found["kvkeep_namespace_prompt_ratio", "t"] == 1
+    assert found["kvkeep_namespace_reused_ratio", "t"] == pytest.approx(0.5, abs=1e-3)
+
+
+def test_first_tokens_are_told_apart_by_what_was_reused():
+    metrics, cache = Metrics(), PagedCache(8, PAGE)
+    for reused in (0, 49, 50, 100):
+        metrics.note_first_token(0.2, prompt_tokens=100, reused_tokens=reused)
+    found = samples(told(metrics, cache))
+    assert found["kvkeep_time_to_first_token_seconds_count",] == 4
+    name = "kvkeep_time_to_first_token_by_warmth_seconds_count"
+    assert (found[name, "cold"], found[name, "warm"]) == (2, 2)
+
+
+def test_all_counters_of_a_tier_are_told():
+    assert set(families._TIER_COUNTERS) == {field.name for field in fields(Counters)}
+    found = samples(told(Metrics(), PagedCache(8, PAGE), store=store(tier("file", capacity=None))))
+    assert found["kvkeep_store_hits_total", "file"] == 5
+    assert ("kvkeep_store_capacity_bytes", "file") not in found
+    assert found["kvkeep_store_breaker_openings_total", "file"] == 1
+
+
+def test_all_counts_of_a_publisher_are_told():
+    feed = pytest.importorskip("kvkeep.feed")
+    counts = feed.PublisherStats(dropped=3).as_dict()
+    metrics = Metrics()
+    metrics.events = lambda: counts
+    found = samples(told(metrics, PagedCache(8, PAGE)))
+    assert found["kvkeep_events_dropped_total",] == 3
+    assert sum(key[0].startswith("kvkeep_events_") for key in found) == len(counts)
+
+
+# --- bounds and hostile names ----------------------------------------------------------------
+
+
+def test_labels_are_bounded_whatever_comes():
+    metrics, cache = Metrics(), PagedCache(8, PAGE)
+    names = [f"salt {number}" for number in range(3000)]
+    for name in names:
+        metrics.reuse.admitted(name, namespace=name, prompt_tokens=5, cached_tokens=1, match_s=0.0)
+    metrics.reasons = lambda: dict.fromkeys(names, 1)
+    found = told(metrics, cache, namespaces=dict.fromkeys(names, 2))
+    for family in found:
+        assert len({tuple(sorted(one.labels.items())) for one in family.samples}) <= 70, family.name
+    values = samples(found)
+    assert values["kvkeep_namespace_pages", "other"] == 2 * (3000 - families.MOST_NAMES)
+    assert values["kvkeep_recomputed_tokens_total", "other"] == 3000 - families.MOST_NAMES
+
+
+def test_hostile_names_are_read_back_by_prometheus_parser_and_are_visible():
+    metrics, cache = Metrics(), PagedCache(8, PAGE)
+    for name in HOSTILE:
+        metrics.reuse.admitted(name, namespace=name, prompt_tokens=5, cached_tokens=1, match_s=0.0)
+        metrics.reuse.loaded("x", sources=[(0, 1, name)], seconds=0.0, late=False)
+    found = told(
+        metrics,
+        cache,
+        store=store(*(tier(name) for name in HOSTILE)),
+        namespaces=dict.fromkeys(HOSTILE, 1),
+    )
+    values = samples(found)  # and no sample comes twice
+    pages = {key[1]: value for key, value in values.items() if key[0] == "kvkeep_namespace_pages"}
+    assert len(pages) == len(HOSTILE)
+    for family in found:
+        for sample in family.samples:
+            for value in sample.labels.values():
+                assert len(value) <= 64
+                assert value.isprintable()
+
+
+# --- lint, as promtool does it ---------------------------------------------------------------
+
+NOT_BASE = re.compile(
+    r"_(milliseconds|ms|minutes|hours|kilobytes|mib|gib|percent)\b", re.IGNORECASE
+)
+
+
+def test_every_family_is_named_and_explained_by_the_conventions():
+    found = all_of_it()
+    assert len(found) > 70
+    for family in found:
+        assert re.fullmatch(r"kvkeep_[a-z][a-z_]*", family.name), family.name
+        assert len(family.documentation) > 8, family.name
+        assert not family.documentation[0].islower(), family.documentation
+        assert not family.documentation.endswith("."), family.documentation
+        assert not NOT_BASE.search(family.name), family.name
+        assert family.type in {"counter", "gauge", "histogram"}, family.name
+        assert not {"counter", "gauge", "histogram"} & set(family.name.split("_")), family.name
+
+
+def test_units_are_last_and_counters_end_with_total():
+    for family in all_of_it():
+        if family.type == "counter":
+            assert {sample.name for sample in family.samples} == {f"{family.name}_total"}
+        else:
+            assert not family.name.endswith(("_total", "_count", "_sum", "_bucket", "_info"))
+        if family.type == "histogram":
+            assert family.name.endswith("_seconds"), family.name
+        words = family.name.split("_")
+        for unit in ("seconds", "bytes", "ratio"):
+            assert unit not in words[:-1], family.name
+
+
+def test_histograms_are_cumulative_and_end_at_infinity():
+    seen = 0
+    for family in all_of_it():
+        if family.type != "histogram":
+            continue
+        rows: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = {}
+        counts = {}
+        for sample in family.samples:
+            labels = tuple(sorted((k, v) for k, v in sample.labels.items() if k != "le"))
+            if sample.name.endswith("_bucket"):
+                rows.setdefault(labels, []).append((float(sample.labels["le"]), sample.value))
+            if sample.name.endswith("_count"):
+                counts[labels] = sample.value
+        for labels, row in rows.items():
+            seen += 1
+            assert [le for le, _ in row] == sorted(le for le, _ in row)
+            assert all(a[1] <= b[1] for a, b in itertools.pairwise(row))
+            assert row[-1] == (float("inf"), counts[labels])
+    assert seen >= 8
+
+
+def test_a_family_is_told_once_and_its_labels_are_known():
+    found = all_of_it()
+    names = [family.name for family in found]
+    assert len(names) == len(set(names))
+    labels = {name for family in found for one in family.samples for name in one.labels}
+    assert labels == {
+        "endpoint", "outcome", "state", "reason", "tier", "memory", "namespace", "warmth", "le"
+    }  # fmt: skip

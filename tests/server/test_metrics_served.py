@@ -1,0 +1,87 @@
+"""/metrics of a real server, while it serves."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = pytest.mark.model
+
+GREEDY = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+HOSTILE = 'evil\n# HELP x\u202e\x1b[2J"}'
+
+
+def scraped(server):
+    answer = server.http.get("/metrics").raise_for_status()
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def ask(server, *prompts, salt=None):
+    for prompt in prompts:
+        asked = {**GREEDY, "prompt": prompt, "cache_salt": salt}
+        server.http.post("/v1/completions", json=asked).raise_for_status()
+
+
+def test_who_scrapes_is_told_why_pages_go_and_when(start_server):
+    with start_server(num_pages=16, what_if=1.0) as server:
+        scraped(server)
+        ask(server, *([number] * 100 for number in range(5)))
+        server.http.post("/kv/clear", json={}).raise_for_status()
+        found = scraped(server)
+        stats = server.engine.cache.stats()
+        by_reason = {
+            key[1]: value for key, value in found.items() if key[0] == "kvkeep_evicted_pages_total"
+        }
+        assert by_reason["pressure"] > 0
+        assert by_reason["cleared"] > 0
+        assert sum(by_reason.values()) == stats.evicted_pages
+        for reason in ("pressure", "cleared"):
+            count = found["kvkeep_page_residency_seconds_count", reason]
+            assert count == by_reason[reason]
+        assert any(key[0] == "kvkeep_what_if_hit_rate" for key in found)
+
+
+def test_hostile_salts_are_labels_that_prometheus_reads(start_server):
+    with start_server() as server:
+        ask(server, [7] * 40, salt=HOSTILE)
+        ask(server, [7] * 40)
+        found = scraped(server)
+        (hostile,) = [
+            key[1] for key in found if key[0] == "kvkeep_namespace_pages" and "evil" in key[1]
+        ]
+        assert hostile.isprintable()
+        assert found["kvkeep_namespace_pages", hostile] > 0
+        assert found["kvkeep_namespace_pages", "default"] > 0
+
+
+def test_every_prompt_token_was_reused_or_computed_for_a_reason(start_server):
+    with start_server() as server:
+        shared = [7] * 64
+        ask(server, [*shared, *[8] * 40], [*shared, *[9] * 40], [*shared, *[9] * 40], salt="a")
+        ask(server, [*shared, *[9] * 40], salt="b")
+        found = scraped(server)
+
+        def total(name):
+            return sum(value for key, value in found.items() if key[0] == name)
+
+        prompts = 4 * 104
+        assert total("kvkeep_prompt_tokens_total") == prompts
+        hits = total("kvkeep_hit_tokens_total")
+        assert (
+            hits == found["kvkeep_hit_tokens_total", "pool"] == total("kvkeep_cached_tokens_total")
+        )
+        assert hits == total("kvkeep_prefill_saved_tokens_total") == 64 + 96
+        assert total("kvkeep_prefill_computed_tokens_total") == prompts - hits
+        assert total("kvkeep_recomputed_tokens_total") == prompts - hits
+        assert found["kvkeep_recomputed_tokens_total", "last_token"] >= 1
+        seconds = total("kvkeep_prefill_computed_seconds_total")
+        assert seconds > 0
+        assert total("kvkeep_prefill_saved_seconds_total") > 0
+        warm = found["kvkeep_time_to_first_token_by_warmth_seconds_count", "warm"]
+        assert (warm, found["kvkeep_time_to_first_token_seconds_count",]) == (2, 4)
+        assert found["kvkeep_namespace_prompt_ratio", "a"] == pytest.approx(0.75, abs=0.01)
+        assert found["kvkeep_namespace_reused_ratio", "b"] == 0

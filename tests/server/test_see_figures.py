@@ -1,0 +1,121 @@
+"""Figures and holdings: what they tell is what a slow count of everything tells."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from kvkeep.cache import PagedCache
+from kvkeep.keys import Namespace
+from kvkeep.server.figures import Figures
+from kvkeep.server.holdings import Holdings
+
+
+class Clock:
+    """A time that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_history_has_every_five_seconds_and_no_more_than_ten_minutes(clock):
+    figures = Figures(clock)
+    figures.opened(100, 40, "", None, None)
+    clock.now += 12
+    shares = figures.opened(10, 0, "", None, None)
+    clock.now += 6
+    figures.reused(shares, 8)  # what comes later belongs to the request's own time
+    told = figures.history()
+    assert told == [(1_000_000_000, 100, 40), (1_000_000_005, 0, 0), (1_000_000_010, 10, 8),
+                    (1_000_000_015, 0, 0)]  # fmt: skip
+    clock.now += 10_000
+    figures.opened(7, 7, "", None, None)
+    told = figures.history()
+    assert len(told) == 120
+    assert told[-1] == (1_000_010_015, 7, 7)
+    assert sum(tokens for _, tokens, _ in told) == 7
+    assert [at - told[0][0] for at, _, _ in told] == list(range(0, 600, 5))
+
+
+def test_a_clock_that_is_set_back_loses_nothing(clock):
+    figures = Figures(clock)
+    figures.opened(100, 40, "", None, None)
+    clock.now -= 3600
+    figures.opened(50, 10, "", None, None)
+    assert figures.history() == [(1_000_000_000, 150, 50)]
+
+
+def test_times_to_first_tokens_cold_and_warm_of_five_minutes(clock):
+    figures = Figures(clock)
+    assert [one.count for one in figures.times()] == [0, 0]
+    assert figures.times()[0].p50_s is None
+    figures.note_first_token(99.0, prompt_tokens=100, reused_tokens=0)
+    clock.now += 301
+    for number in range(1, 102):
+        figures.note_first_token(number / 100, prompt_tokens=100, reused_tokens=49)
+        figures.note_first_token(number / 1000, prompt_tokens=100, reused_tokens=50)
+    cold, warm = figures.times()
+    assert (cold.count, cold.p50_s, cold.p95_s) == (101, 0.51, 0.96)
+    assert (warm.count, warm.p50_s, warm.p95_s) == (101, 0.051, 0.096)
+    for _ in range(5000):
+        figures.note_first_token(1.0, prompt_tokens=1, reused_tokens=1)
+    assert sum(one.count for one in figures.times()) == 2000  # memory is bounded
+
+
+def test_tenants_and_sessions(clock):
+    figures = Figures(clock)
+    for number in range(1500):
+        figures.opened(number, number // 2, f"t{number}", f"s{number}", None)
+    largest = figures.tenants(20)
+    assert [one.tenant for one in largest] == [f"t{number}" for number in range(1499, 1479, -1)]
+    assert len(figures.tenants(10_000)) == len(figures.sessions(10_000)) == 1000
+    clock.now += 5
+    for turn in (0, 0, 1, 0, None, 4):
+        figures.opened(10, 5, "t", "talk", turn)
+    latest = figures.sessions(20)[0]
+    assert (latest.session, latest.tenant, latest.turns) == ("talk", "t", 4)
+    assert (latest.requests, latest.prompt_tokens, latest.reused_tokens) == (6, 60, 30)
+    assert latest.last_at == clock.now
+    figures.opened(1, 0, "other", "talk", None)  # a name of another tenant's is another session
+    assert figures.sessions(1)[0].requests == 1
+
+
+def stored(cache):
+    return {space: pages for space, pages in cache.namespaces().items() if pages}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_holdings_are_what_the_tree_holds(seed):
+    chance = random.Random(seed)
+    cache = PagedCache(48, 4)
+    before = cache.open([1] * 9, "early")
+    before.publish(9)
+    before.close()
+    holdings = Holdings(cache)
+    cache.subscribe(holdings.see)
+    salts = ["", "a", "b", "early"]
+    for _ in range(300):
+        tokens = [chance.randrange(2) for _ in range(chance.randrange(1, 40))]
+        with cache.open(tokens, chance.choice(salts)) as sequence:
+            sequence.copies()
+            sequence.publish(len(tokens))
+        if chance.random() < 0.1:
+            cache.evict(chance.randrange(10))
+        if chance.random() < 0.05:
+            cache.clear(chance.choice(salts))
+        counted = Counter({Namespace(tenant=salt): holdings.pages(Namespace(tenant=salt))
+                           for salt in salts})  # fmt: skip
+        assert {space: pages for space, pages in counted.items() if pages} == stored(cache)
+    assert cache.stats().evictions > 50
+    cache.clear()
+    assert not holdings.pages(Namespace(tenant="a"))

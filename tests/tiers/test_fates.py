@@ -1,0 +1,422 @@
+"""What tiers remember of what they lost: every way that a block can go."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tier_bench import PAGE, SHORT, Bench, get, name, put, settle, until
+
+from kvkeep.backends.memory import MemoryBackend
+from kvkeep.tiers import Exclusive, Fates, Front, Inclusive
+
+if TYPE_CHECKING:
+    from kvkeep.tiers import Happened, Tier, TieredStore
+
+
+def fate(store: TieredStore, number: int, since: float | None = None) -> Happened | None:
+    (one,) = store.fates_of([name(number)], since)
+    return one
+
+
+def told(store: TieredStore, number: int, since: float | None = None) -> tuple[str, str, str]:
+    """Tier, what and detail; the time is one of the test's own."""
+    one = fate(store, number, since)
+    assert one is not None, "it is there"
+    assert one.at is None or time.time() - 60 < one.at <= time.time()
+    return one.tier, one.what, one.detail
+
+
+# --- the map ---------------------------------------------------------------------------------
+
+
+def test_the_last_thing_counts() -> None:
+    now = [5.0]
+    fates = Fates(["memory", "file"], clock=lambda: now[0])
+    assert fates.of(b"a") is None
+    fates.note([b"a", b"b"], "memory", "evicted", "lru")
+    now[0] = 6.0
+    fates.note([b"a"], "file", "damaged", "checksum")
+    assert fates.of(b"a") == ("file", "damaged", 6.0, "checksum")
+    assert fates.of(b"b") == ("memory", "evicted", 5.0, "lru")
+
+
+@pytest.mark.parametrize("what", ["refused", "dropped"])
+def test_an_eviction_does_not_hide_that_a_tier_below_never_got_it(what) -> None:
+    fates = Fates(["memory", "file", "s3"])
+    fates.note([b"a"], "file", what, "x")
+    fates.note([b"a"], "memory", "evicted", "lru")
+    assert fates.of(b"a")[:2] == ("file", what)
+    fates.note([b"a"], "file", "evicted", "lru")  # in another life of it
+    assert fates.of(b"a")[:2] == ("file", "evicted")
+    fates.note([b"b"], "memory", what, "x")
+    fates.note([b"b"], "file", "evicted", "lru")
+    assert fates.of(b"b")[:2] == ("file", "evicted")
+
+
+@given(st.lists(st.integers(0, 9)), st.integers(1, 6))
+def test_the_oldest_is_forgotten(blocks: list[int], most: int) -> None:
+    fates = Fates(["memory"], most)
+    for at, block in enumerate(blocks):
+        fates.note([bytes([block])], "memory", "evicted", str(at))
+    last = {block: at for at, block in enumerate(blocks)}
+    kept = sorted(last, key=lambda block: -last[block])[:most]
+    assert len(fates) == len(kept)
+    for block in range(10):
+        event = fates.of(bytes([block]))
+        assert (event is not None) == (block in kept)
+        assert event is None or event.detail == str(last[block])
+
+
+# --- one tier of memory ----------------------------------------------------------------------
+
+
+def test_never_seen(bench: Bench) -> None:
+    store = bench.store(4)
+    assert told(store, 1) == ("", "never", "")
+    put(store, [1])
+    assert fate(store, 1) is None
+
+
+def test_evicted_from_memory(bench: Bench) -> None:
+    store = bench.store(4)
+    put(store, range(4))
+    put(store, [9])
+    gone = [number for number in range(4) if fate(store, number) is not None]
+    assert gone == [3]
+    assert told(store, 3) == ("memory", "evicted", "lru")
+    put(store, [3])
+    assert fate(store, 3) is None
+
+
+def test_no_room_in_memory(bench: Bench) -> None:
+    store = bench.store(4)
+    put(store, [1, 2])
+    store.pin([name(1), name(2)], 60)
+    written = put(store, range(10, 16))
+    assert len(written.kept) < 6
+    assert told(store, 15) == ("memory", "dropped", "no room")
+
+
+def test_removed_and_cleared(bench: Bench) -> None:
+    store = bench.store(8, bench.disk())
+    put(store, [1, 2])
+    settle(store)
+    store.remove([name(1), name(5)])
+    assert told(store, 1) == ("memory", "removed", "removed")
+    assert told(store, 5) == ("", "never", "")
+    store.clear(name(2)[:16])
+    assert told(store, 2)[1:] == ("removed", "cleared")
+
+
+def test_its_time_was_over(bench: Bench) -> None:
+    front = Front(MemoryBackend(8 * PAGE), ttl=0.05)
+    store = bench.store(front)
+    put(store, [1])
+    assert fate(store, 1) is None
+    until(lambda: fate(store, 1) is not None)
+    assert told(store, 1) == ("memory", "removed", "ttl")
+
+
+def test_its_time_was_over_below(bench: Bench) -> None:
+    tier = bench.tier(bench.disk(), ttl=0.05)
+    store = bench.store(2, tier)
+    put(store, [1])
+    settle(store)
+    store.front.remove([name(1)])
+    until(lambda: fate(store, 1) is not None)
+    assert told(store, 1) == (tier.name, "removed", "ttl")
+    tier.expire()
+    assert told(store, 1) == (tier.name, "removed", "ttl")
+
+
+# --- tiers below -----------------------------------------------------------------------------
+
+
+def test_gone_from_memory_and_there_below(bench: Bench) -> None:
+    store = bench.store(4, bench.disk())
+    for number in range(8):
+        put(store, [number])
+        settle(store)
+    assert store.front.counters.evictions == 4
+    assert [fate(store, number) for number in range(8)] == [None] * 8
+
+
+def test_evicted_below(bench: Bench) -> None:
+    tier = bench.tier(bench.disk(3))
+    store = bench.store(2, tier)
+    for number in range(6):
+        put(store, [number])
+        settle(store)
+    assert told(store, 0) == (tier.name, "evicted", "lru")
+    assert fate(store, 5) is None
+
+
+def test_a_demotion_that_arrived_is_no_loss(bench: Bench) -> None:
+    tier = bench.tier(bench.disk(16))
+    store = bench.store(10, tier, policy=Exclusive())
+    for number in range(20):
+        put(store, [number])
+        settle(store)
+    assert tier.counters.writes
+    assert [fate(store, number) for number in range(20)] == [None] * 20
+
+
+@pytest.mark.parametrize("policy", [Inclusive(2), Exclusive(2)])
+def test_not_admitted(bench: Bench, policy) -> None:
+    tier = bench.tier(bench.disk())
+    store = bench.store(10, tier, policy=policy)
+    put(store, [0])
+    put(store, [0])
+    for number in range(1, 30):
+        put(store, [number])
+        settle(store)
+    assert told(store, 1) == (tier.name, "refused", "admission")
+    assert fate(store, 0) is None
+
+
+def test_exclusive_refuses_nothing_that_it_would_move_later(bench: Bench) -> None:
+    """It admits nothing below memory at first: what is lost then was lost by an eviction."""
+    tier = bench.tier(bench.disk(4))
+    store = bench.store(10, tier, policy=Exclusive())
+    for number in range(30):
+        put(store, [number])
+        settle(store)
+    assert told(store, 0)[:2] == (tier.name, "evicted")
+
+
+def test_the_queue_was_full(bench: Bench) -> None:
+    place = bench.disk()
+    tier = bench.tier(place, queue_bytes=2 * PAGE, writers=1)
+    store = bench.store(8, tier)
+    place.hang("put")
+    put(store, range(8))
+    place.heal()
+    settle(store)
+    lost = [number for number in range(8) if not tier.knows(name(number))]
+    assert lost
+    store.front.remove([name(number) for number in lost])  # as if it had to make room
+    for number in lost:
+        assert told(store, number) == (tier.name, "dropped", "queue full")
+
+
+def test_a_write_failed(bench: Bench) -> None:
+    place = bench.disk()
+    tier = bench.tier(place)
+    store = bench.store(2, tier)
+    place.fail("put", times=1)
+    put(store, [1])
+    settle(store)
+    put(store, [2, 3])
+    settle(store)
+    assert told(store, 1) == (tier.name, "dropped", "write failed")
+
+
+def test_no_room_below(bench: Bench) -> None:
+    place = bench.disk(4)
+    tier = bench.tier(place)
+    store = bench.store(2, tier)
+    put(store, [1])
+    settle(store)
+    place.fill_up()
+    put(store, [2])
+    settle(store)
+    put(store, [3, 4])
+    settle(store)
+    assert told(store, 2) == (tier.name, "dropped", "no room")
+
+
+def test_written_while_the_tier_was_left_alone(bench: Bench) -> None:
+    place = bench.disk()
+    tier = bench.tier(place, breaker_limit=1, pause=30.0)
+    store = bench.store(2, tier)
+    place.fail("put")
+    put(store, [1])
+    settle(store)
+    put(store, [2])
+    settle(store)
+    put(store, [3, 4])
+    settle(store)
+    assert told(store, 1) == (tier.name, "dropped", "write failed")
+    assert told(store, 2) == (tier.name, "dropped", "breaker")
+
+
+def test_damaged(bench: Bench) -> None:
+    place = bench.disk()
+    tier = bench.tier(place)
+    store = _below_only(bench, tier, range(3))
+    place.flip(times=1)
+    assert get(store, range(3)) < 3
+    settle(store)
+    damaged = [number for number in range(3) if fate(store, number) is not None]
+    assert len(damaged) == 1
+    assert told(store, damaged[0])[:2] == (tier.name, "damaged")
+
+
+def test_the_place_has_lost_it(bench: Bench) -> None:
+    place = bench.disk()
+    tier = bench.tier(place)
+    store = _below_only(bench, tier, range(3))
+    place.inner.delete([name(1)])
+    assert get(store, range(3)) == 1
+    settle(store)
+    assert told(store, 1) == (tier.name, "removed", "gone")
+
+
+def test_a_record_that_is_not_for_us(bench: Bench) -> None:
+    place = bench.disk()
+    lossy = bench.store(2, bench.tier(place, codec="fp8"))
+    put(lossy, [1])
+    settle(lossy)
+    tier = bench.tier(place)
+    store = bench.store(2, tier)
+    assert get(store, [1]) == 0
+    settle(store)
+    assert told(store, 1)[:2] == (tier.name, "refused")
+
+
+# --- tiers that do not answer ----------------------------------------------------------------
+
+
+def test_a_tier_that_is_left_alone_hides_what_it_has(bench: Bench) -> None:
+    place = bench.memory(8)
+    tier = bench.tier(place, breaker_limit=1, pause=0.2)
+    store = _below_only(bench, tier, range(2))
+    place.fail("get")
+    assert get(store, [0]) == 0
+    assert told(store, 0) == (tier.name, "unavailable", "breaker")
+    assert told(store, 9) == ("", "never", "")  # nobody else writes there: it is known
+    place.heal()
+    until(lambda: get(store, [0]) == 1)
+    assert fate(store, 1) is None
+
+
+def test_a_place_of_others_may_have_anything(bench: Bench) -> None:
+    place = bench.disk(None)  # without a budget it is asked each time
+    tier = bench.tier(place, breaker_limit=1, pause=30.0)
+    store = bench.store(4, tier)
+    assert told(store, 9) == ("", "never", "")
+    place.fail("sizes")
+    assert store.locate([name(9)]) == []
+    assert told(store, 9) == (tier.name, "unavailable", "breaker")
+
+
+def test_what_a_tier_lost_itself_is_told_while_it_is_away(bench: Bench) -> None:
+    place = bench.disk(3)
+    tier = bench.tier(place, breaker_limit=1, pause=30.0)
+    store = bench.store(2, tier)
+    for number in range(6):
+        put(store, [number])
+        settle(store)
+    place.fail("get")
+    assert get(store, [3]) == 0
+    assert told(store, 0)[:2] == (tier.name, "evicted")
+    assert told(store, 3)[:2] == (tier.name, "unavailable")
+
+
+def test_a_failure_since_then(bench: Bench) -> None:
+    place = bench.disk()
+    tier = bench.tier(place, breaker_limit=100)
+    store = _below_only(bench, tier, range(2))
+    began = time.time()
+    place.fail("get", times=1)
+    assert get(store, [0]) == 0
+    assert fate(store, 0) is None
+    tier_name, what, detail = told(store, 0, began)
+    assert (tier_name, what) == (tier.name, "unavailable")
+    assert detail.startswith("get failed")
+    assert fate(store, 0, time.time() + 1) is None
+
+
+def test_late_since_then(bench: Bench) -> None:
+    place = bench.disk()
+    tier = bench.tier(place, timeout=SHORT, breaker_limit=100)
+    store = _below_only(bench, tier, range(2))
+    began = time.time()
+    place.hang("get")
+    assert get(store, [0]) == 0
+    assert told(store, 0, began) == (tier.name, "late", "no answer")
+    place.heal()
+
+
+def test_who_hangs_is_named_before_its_time_is_over(bench: Bench) -> None:
+    place = bench.disk()
+    tier = bench.tier(place, timeout=30.0)
+    store = _below_only(bench, tier, range(2))
+    began = time.time()
+    place.hang("get")
+    assert get(store, [0], deadline=0.1) == 0
+    assert told(store, 0, began) == (tier.name, "late", "no answer")
+    assert fate(store, 0) is None
+    place.heal()
+
+
+# --- where it was read -----------------------------------------------------------------------
+
+
+def test_sources_of_a_read(bench: Bench) -> None:
+    one, two = bench.tier(bench.disk(at="one")), bench.tier(bench.disk(at="two"))
+    store = bench.store(8, one, two)
+    put(store, range(4))
+    settle(store)
+    one.remove([name(2), name(3)])
+    store.front.remove([name(1), name(2)])
+    sources: list[str] = []
+    assert get(store, range(4), sources=sources) == 4
+    assert sources == ["memory", one.name, two.name, "memory"]
+
+
+def test_the_source_is_the_tier_that_gave_it(bench: Bench) -> None:
+    """The first fails, and the next one has it as well."""
+    place = bench.disk(at="one")
+    one, two = bench.tier(place), bench.tier(bench.disk(at="two"))
+    store = bench.store(8, one, two)
+    put(store, range(2))
+    settle(store)
+    store.front.remove([name(0), name(1)])
+    place.fail("get", times=1)
+    sources: list[str] = []
+    assert get(store, range(2), sources=sources) == 2
+    assert sorted(sources) == sorted([one.name, two.name])
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("pgrc"), st.integers(0, 11)), max_size=25), st.booleans())
+def test_a_block_is_there_or_has_a_fate(tmp_path_factory, steps, exclusive) -> None:
+    """Whatever was done: what was put once is either there or nobody's "never"."""
+    bench = Bench(tmp_path_factory.mktemp("fates"))
+    try:
+        policy = Exclusive() if exclusive else Inclusive()
+        store = bench.store(6, bench.tier(bench.disk(4)), policy=policy)
+        seen: set[int] = set()
+        for step, number in steps:
+            if step == "p":
+                put(store, [number, number + 1])
+                seen |= {number, number + 1}
+            elif step == "g":
+                get(store, [number])
+            elif step == "r":
+                store.remove([name(number)])
+            else:
+                store.clear()
+            settle(store)
+        for number in range(13):
+            one = fate(store, number)
+            assert (one is None) == (get(store, [number]) == 1)
+            if one is not None:
+                assert (one.what == "never") == (number not in seen)
+            settle(store)
+    finally:
+        bench.end()
+
+
+def _below_only(bench: Bench, tier: Tier, numbers: range) -> TieredStore:
+    """A store whose blocks lie in ``tier`` and not in memory."""
+    store = bench.store(8, tier)
+    put(store, numbers)
+    settle(store)
+    store.front.remove([name(number) for number in numbers])
+    return store
