@@ -170,6 +170,8 @@ def test_a_port_that_is_taken_is_one_line(capsys):
         (["--model", "/no/such/model"], "no such directory"),
         (["--memory", "10B"], "holds no page"),
         (["--api-key", "ключ"], "printable ASCII"),
+        (["--api-key-file", "/no/such/key"], "cannot read an API key"),
+        (["--api-key", "a", "--api-key-file", "b"], "leave one out"),
         (["--max-running", "0"], "max_running"),
         (["--max-waiting", "-1"], "max_waiting"),
         (["--step-tokens", "3"], "step_tokens"),

@@ -275,7 +275,7 @@ def test_an_observer_that_raises_hurts_nobody(house, prompt, caplog):
             done = engine.generate(texts, SamplingParams(max_tokens=4))
         for text, answer in zip(texts, done, strict=True):
             assert [*answer.tokens] == house.bench.greedy(text, 4)
-        assert engine.stats().observer_errors == 18  # of three requests: blocks and tails are stored apart
+        assert engine.stats().observer_errors == 18  # of each, a block and a tail are stored
         house.engines.clear()
         assert sorted(record.getMessage().split()[-1] for record in caplog.records) == [
             "admitted", "computed", "ended", "loaded", "stored",

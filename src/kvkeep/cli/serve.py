@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import ipaddress
 import logging
-import os
 import sys
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvkeep import telemetry
 from kvkeep.cli.model import add_model_arguments, choose_threads, load
 from kvkeep.cli.tiers import add_store_arguments, open_default_store, open_store
+from kvkeep.cli.watch import api_key
 from kvkeep.errors import InvalidValue
 from kvkeep.eviction import POLICIES
 from kvkeep.geometry.units import format_bytes
@@ -68,6 +68,9 @@ def add_parser(commands: Commands) -> None:
         metavar="KEY",
         help=f"asked of every request but /health (default: ${_KEY_VARIABLE}, which others on "
         "this machine cannot read)",
+    )
+    address.add_argument(
+        "--api-key-file", metavar="FILE", type=Path, help="the same, from the line in a file"
     )
     address.add_argument(
         "--allow-host",
@@ -305,6 +308,14 @@ def _listen(listener: Listener, bound: socket.socket) -> int:
     return 0
 
 
+def _key(args: argparse.Namespace) -> str | None:
+    if args.api_key is None:
+        return api_key(args.api_key_file)
+    if args.api_key_file is not None:
+        raise InvalidValue("--api-key and --api-key-file name the same; leave one out")
+    return str(args.api_key) or None
+
+
 def _settings(args: argparse.Namespace) -> Settings:
     from kvkeep.server import LOOPBACK_HOSTS, Settings  # noqa: PLC0415
 
@@ -318,7 +329,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         name = _BUNDLED_NAME if args.model is None else args.model.resolve().name
     return Settings(
         name=name,
-        api_key=args.api_key or os.environ.get(_KEY_VARIABLE) or None,
+        api_key=_key(args),
         max_prompt_tokens=args.max_prompt_tokens,
         request_timeout_s=args.request_timeout,
         drain_timeout_s=args.drain_timeout,

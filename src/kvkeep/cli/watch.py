@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = [
-    "Picture", "Watcher", "add_server_arguments", "asking", "below", "cause_words", "console",
-    "entries", "number", "path", "short_id", "text", "tokens_by", "whole",
+    "Picture", "Watcher", "add_server_arguments", "api_key", "asking", "below", "cause_words",
+    "console", "entries", "number", "path", "short_id", "text", "tokens_by", "whole",
 ]  # fmt: skip
 
 _KEY_VARIABLE: Final = "KVKEEP_API_KEY"
@@ -72,7 +72,7 @@ def asking(url: str, args: argparse.Namespace) -> Iterator[Client]:
         raise InvalidValue(f"--timeout is {args.timeout:g}; seconds above 0 are needed, to 3600")
     client = Client(
         Address.parse(url),
-        key=_key(args.api_key_file),
+        key=api_key(args.api_key_file),
         ca_file=args.ca_file,
         timeout_s=args.timeout,
     )
@@ -83,7 +83,8 @@ def asking(url: str, args: argparse.Namespace) -> Iterator[Client]:
             raise InvalidValue(str(error)) from error
 
 
-def _key(file: Path | None) -> str | None:
+def api_key(file: Path | None) -> str | None:
+    """The key in ``file``, or in the environment; None where there is none. `InvalidValue`."""
     if file is None:
         key, where = os.environ.get(_KEY_VARIABLE, ""), f"${_KEY_VARIABLE}"
         if not key:
