@@ -22,12 +22,23 @@ pytestmark = pytest.mark.model
 KVKEEP = [sys.executable, "-W", "error", "-m", "kvkeep"]
 
 
+OTHERS: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def others():
+    """Threads that were there before."""
+    OTHERS.clear()
+    OTHERS.update(threading.enumerate())
+
+
 def assert_nothing_is_left(url):
     """No port, and none of our threads."""
     host, port = url.removeprefix("http://").split(":")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), timeout=5).close()
-    assert not [thread.name for thread in threading.enumerate() if "kvkeep" in thread.name]
+    left = {*threading.enumerate()} - OTHERS
+    assert not [thread.name for thread in left if "kvkeep" in thread.name]
 
 
 def url_in(text):

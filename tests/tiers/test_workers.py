@@ -64,6 +64,7 @@ def test_no_thread_before_the_first_job_and_no_more_than_asked_for(gate: Gate) -
     gate.open.set()
     assert workers.wait(10)
     assert gate.done == 8
+    assert workers.close(10)
 
 
 def test_idle_threads_are_used_again(gate: Gate) -> None:
@@ -74,6 +75,7 @@ def test_idle_threads_are_used_again(gate: Gate) -> None:
         assert workers.wait(10)
         time.sleep(0.002)  # it is free when it waits, not when the job is done
     assert len(names) <= 2
+    assert workers.close(10)
 
 
 def test_it_is_refused_when_full(gate: Gate) -> None:
@@ -88,6 +90,7 @@ def test_it_is_refused_when_full(gate: Gate) -> None:
     assert workers.wait(10)
     assert gate.done == 3
     assert workers.submit(gate, 11), "alone it may be larger"
+    assert workers.close(10)
 
 
 def test_room_is_waited_for(gate: Gate) -> None:
@@ -108,6 +111,7 @@ def test_room_is_waited_for(gate: Gate) -> None:
         thread.join(10)
     assert taken == [True, True]
     assert workers.wait(10)
+    assert workers.close(10)
 
 
 def test_what_is_raised_is_logged_and_the_thread_lives(caplog: pytest.LogCaptureFixture) -> None:
