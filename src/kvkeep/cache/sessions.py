@@ -216,8 +216,11 @@ class SessionBoard:
             if line.due == due:
                 self._wake(line)
         owners = self._index.keep_owners()
-        while owners.num_awaited > self._may_keep:
-            self._wake(next(iter(self._away)))
+        if owners.num_awaited > self._may_keep:
+            for line in list(self._away):  # who is away longest first; it comes to an end
+                self._wake(line)
+                if owners.num_awaited <= self._may_keep:
+                    break
 
     def _awaits(self, item: tuple[float, int, Line]) -> bool:
         return item[0] == item[2].due
