@@ -77,7 +77,7 @@ check: setup     ## lint, format and strict types
 	@echo "== mypy --strict"; $(BIN)/mypy
 
 test: check servers .venv-vllm/.installed .venv-sglang/.installed ## check, then all the tests
-	@echo "== pytest, two workers with a core each (10 to 13 minutes)"
+	@echo "== pytest, two workers with a core each (12 to 15 minutes)"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 	@test -n "$(PYTEST_ARGS)" || { echo "== beside vLLM (3 to 5 minutes)"; .venv-vllm/bin/python -m pytest tests_vllm; }
 	@test -n "$(PYTEST_ARGS)" || { echo "== beside SGLang"; OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests_sglang; }

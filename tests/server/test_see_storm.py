@@ -116,5 +116,7 @@ def test_with_tiers(tmp_path):
         reasons = check(server, storm(server, "tiers"))
         assert {"new", "page_remainder"} <= set(reasons)
         summary = server.http.get("/kv/summary").json()
-        assert set(summary["reused"]) >= {"pool", "memory"}
+        # What went from the pool came back, from where it was just then.
+        assert summary["reused"]["pool"] > 0
+        assert set(summary["reused"]) & {"memory", "file"}
         server.assert_idle()
