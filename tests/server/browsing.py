@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -24,20 +22,6 @@ HOSTILE = (
     "<script>window.taken=1</script><img src=x onerror=window.taken=2> \x1b[31m\u202egnp.exe "
     '"><svg onload=window.taken=3> {{7*7}} \u2066\u2069 '
 )
-
-
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    found = [shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")]
-    path = next((one for one in found if one), None)
-    if path is None:
-        pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
-    rights = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=rights)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

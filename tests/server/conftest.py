@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browsing import browser, opened  # noqa: F401 - fixtures
+from browsing import opened  # noqa: F401 - fixtures
 from real_server import running
 
 if TYPE_CHECKING:

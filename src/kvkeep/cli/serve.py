@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvkeep import telemetry
 from kvkeep.cli.model import add_model_arguments, choose_threads, load
 from kvkeep.cli.tiers import add_store_arguments, open_default_store, open_store
-from kvkeep.cli.watch import api_key
+from kvkeep.cli.watch import KEY_VARIABLE, api_key
 from kvkeep.errors import InvalidValue
 from kvkeep.eviction import POLICIES
 from kvkeep.geometry.units import format_bytes
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_KEY_VARIABLE = "KVKEEP_API_KEY"
 _WATCHED = 0.1  # of the blocks of prompts
 _BUNDLED_NAME = "kvkeep-tiny"
 _BODY = '{"messages": [{"role": "user", "content": "What does textwrap.dedent do?"}]}'
@@ -66,7 +65,7 @@ def add_parser(commands: Commands) -> None:
     address.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"asked of every request but /health (default: ${_KEY_VARIABLE}, which others on "
+        help=f"asked of every request but /health (default: ${KEY_VARIABLE}, which others on "
         "this machine cannot read)",
     )
     address.add_argument(
@@ -354,7 +353,7 @@ def _announce(
     """Say that it listens, and what to type next."""
     runner = engine.runner
     size = format_bytes(runner.num_pages * runner.page_size * runner.geometry.bytes_per_token)
-    key = f' -H "Authorization: Bearer ${_KEY_VARIABLE}"' if settings.api_key else ""
+    key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if settings.api_key else ""
     chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
     path, body = ("chat/completions", _BODY) if chat else ("completions", '{"prompt": "Once"}')
     print(
@@ -372,6 +371,6 @@ def _announce(
     if settings.hosts is None and settings.api_key is None:
         print(
             "kvkeep: whoever can reach this address can use it, and read what is cached: "
-            f"set ${_KEY_VARIABLE}",
+            f"set ${KEY_VARIABLE}",
             file=sys.stderr,
         )

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = [
-    "Picture", "Watcher", "add_server_arguments", "api_key", "asking", "below", "cause_words",
-    "console", "entries", "number", "path", "short_id", "text", "tokens_by", "whole",
+    "KEY_VARIABLE", "Picture", "Watcher", "add_server_arguments", "api_key", "asking", "below",
+    "cause_words", "console", "entries", "number", "path", "short_id", "text", "tokens_by", "whole",
 ]  # fmt: skip
 
-_KEY_VARIABLE: Final = "KVKEEP_API_KEY"
+KEY_VARIABLE: Final = "KVKEEP_API_KEY"
 _KEY_BYTES: Final = 4096
 _LARGEST: Final = 1 << 62  # more than anything is counted up to
 _SHARE: Final = re.compile(r"(?:less than )?\d+ % of all (?:re)?computed tokens: ")
@@ -46,7 +46,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key-file",
         metavar="FILE",
         type=Path,
-        help=f"a file that holds the server's API key (default: ${_KEY_VARIABLE}, if it is set)",
+        help=f"a file that holds the server's API key (default: ${KEY_VARIABLE}, if it is set)",
     )
     server.add_argument(
         "--ca-file",
@@ -86,7 +86,7 @@ def asking(url: str, args: argparse.Namespace) -> Iterator[Client]:
 def api_key(file: Path | None) -> str | None:
     """The key in ``file``, or in the environment; None where there is none. `InvalidValue`."""
     if file is None:
-        key, where = os.environ.get(_KEY_VARIABLE, ""), f"${_KEY_VARIABLE}"
+        key, where = os.environ.get(KEY_VARIABLE, ""), f"${KEY_VARIABLE}"
         if not key:
             return None
     else:

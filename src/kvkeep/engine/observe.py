@@ -91,43 +91,30 @@ class Watch:
 
     def admitted(self, request: Request, sequence: Sequence, match_s: float) -> None:
         """See `Observer`; so are those that follow."""
-        if self.observer is not None:
-            try:
-                self.observer.admitted(request, sequence, match_s)
-            except Exception as error:  # noqa: BLE001 - who watches must not hurt who is watched
-                self._failed("admitted", error)
+        self._tell("admitted", request, sequence, match_s)
 
     def loaded(self, request: Request, report: LoadReport) -> None:
         """A request has what the store gives."""
-        if self.observer is not None:
-            try:
-                self.observer.loaded(request, report)
-            except Exception as error:  # noqa: BLE001 - as above
-                self._failed("loaded", error)
+        self._tell("loaded", request, report)
 
     def computed(self, request: Request, tokens: int, seconds: float) -> None:
         """Tokens of a prompt were computed."""
-        if self.observer is not None:
-            try:
-                self.observer.computed(request, tokens, seconds)
-            except Exception as error:  # noqa: BLE001 - as above
-                self._failed("computed", error)
+        self._tell("computed", request, tokens, seconds)
 
     def stored(self, request: Request, tokens: int, seconds: float) -> None:
         """Tokens were handed to the store."""
-        if self.observer is not None:
-            try:
-                self.observer.stored(request, tokens, seconds)
-            except Exception as error:  # noqa: BLE001 - as above
-                self._failed("stored", error)
+        self._tell("stored", request, tokens, seconds)
 
     def ended(self, request: Request, outcome: Outcome) -> None:
         """A request is over."""
+        self._tell("ended", request, outcome)
+
+    def _tell(self, what: str, *told: object) -> None:
         if self.observer is not None:
             try:
-                self.observer.ended(request, outcome)
-            except Exception as error:  # noqa: BLE001 - as above
-                self._failed("ended", error)
+                getattr(self.observer, what)(*told)
+            except Exception as error:  # noqa: BLE001 - who watches must not hurt who is watched
+                self._failed(what, error)
 
     def _failed(self, what: str, error: Exception) -> None:
         self._did.observer_errors += 1
