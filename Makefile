@@ -73,7 +73,7 @@ servers:
 	  echo "   not to be had: tests against a Valkey or Redis server will be skipped"; }
 
 check: setup     ## lint, format and strict types
-	@echo "== ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@echo "== ruff"; $(BIN)/ruff check --no-cache . && $(BIN)/ruff format --check .
 	@echo "== mypy --strict"; $(BIN)/mypy
 
 test: check servers .venv-vllm/.installed .venv-sglang/.installed ## check, then all the tests

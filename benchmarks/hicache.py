@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests_sglang"))
 
-import conftest  # type: ignore[import-not-found]  # noqa: F401 - SGLang where no GPU is
+import without_gpu  # type: ignore[import-not-found]  # noqa: F401 - before SGLang itself
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang_pools import (  # type: ignore[import-not-found]
     Pages,
