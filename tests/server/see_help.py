@@ -105,11 +105,16 @@ def storing(
 
 def forget_pool(server: Running, *prompts: list[int]) -> None:
     """Let the pool forget everything, once the store has all blocks of ``prompts``."""
+    written(server, *prompts)
+    eventually(lambda: not server.engine.has_work)
+    server.engine.cache.clear()
+
+
+def written(server: Running, *prompts: list[int]) -> None:
+    """Wait until all tiers have what they take of ``prompts``."""
     store = server.engine.store
     assert store is not None
     eventually(
         lambda: all(store.lookup(one).tokens >= len(one) // BLOCK * BLOCK for one in prompts)
     )
-    store.flush(5.0)
-    eventually(lambda: not server.engine.has_work)
-    server.engine.cache.clear()
+    store.flush(5.0)  # in vain where a tier is away

@@ -8,6 +8,7 @@ import socket
 import httpx
 import openai
 import pytest
+from real_server import eventually
 
 pytestmark = pytest.mark.model
 
@@ -181,6 +182,7 @@ def test_the_log_has_one_short_line_a_request(server, caplog):
         server.http.post(COMPLETIONS, json={**SHORT, "prompt": "a private matter", "user": "Ann"})
         server.http.get("/kv/tree?namespace=private")
         spoken(server, "GET /x%0aPOST%20/forged%1b[31m HTTP/1.1", "Host: localhost")
+        eventually(lambda: "/forged" in caplog.text)  # each line follows its answer
     lines = [r.getMessage() for r in caplog.records if r.name == "kvkeep.access"]
     assert [line.rsplit(" ", 2)[0] for line in lines] == [
         f"POST {COMPLETIONS} 200",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvkeep.cache.blocks import RunOfTokens, ends_of_blocks
 from kvkeep.cache.picture import hidden_nodes, shown_nodes
 from kvkeep.cache.views import CacheMap, Found, NodeView
 from kvkeep.errors import InvalidValue, NotCached, whole
@@ -22,13 +23,14 @@ from kvkeep.prefix.walk import Survey
 from kvkeep.tokens import TOKEN_BYTES, TOKEN_DTYPE, as_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from kvkeep.cache.blocks import BlockNames, Blocks
     from kvkeep.cache.core import Core
     from kvkeep.cache.picture import Head
     from kvkeep.cache.pins import Pin
     from kvkeep.keys import NamespaceLike
-    from kvkeep.prefix.walk import Walk
+    from kvkeep.prefix.walk import Numbers, Walk
     from kvkeep.tokens import TokenArray, TokensLike
 
 __all__ = ["Looking"]
@@ -46,6 +48,7 @@ _HEAD_TOKENS = 80
 _KEY_BYTES = 4
 _LEADING, _TRAILING = 8, 40
 _MOST_NODES = 10_000
+_RUNS = ("run", "depth")
 
 
 class Looking:
@@ -60,18 +63,24 @@ class Looking:
 
     # --- maps --------------------------------------------------------------------------------
 
-    def map(self, namespace: NamespaceLike | None, root: int | None, nodes: int) -> CacheMap:
+    def map(
+        self,
+        namespace: NamespaceLike | None,
+        root: int | None,
+        nodes: int,
+        blocks: BlockNames | None = None,
+    ) -> CacheMap:
         """See `PagedCache.map`."""
         nodes = whole("nodes", nodes, 1, _MOST_NODES)
         space = None if namespace is None else as_namespace(namespace)
-        asked = space, root, nodes
+        asked = space, root, nodes, blocks
         with self._making:
             kept = self._maps.get(asked)
             if kept is not None and time.monotonic() < kept[0]:
                 return kept[1]
             changes = self._changes
             busy = time.thread_time()
-            made = self._make(space, root, nodes)
+            made = self._make(space, root, nodes, blocks)
             good = max(_FRESH_S, (time.thread_time() - busy) / _MOST_SHARE)
             now = time.monotonic()
             maps = {key: one for key, one in self._maps.items() if now < one[0]}
@@ -84,8 +93,12 @@ class Looking:
         self._changes += 1
         self._maps = {}
 
-    def _make(self, space: Namespace | None, root: int | None, nodes: int) -> CacheMap:
-        survey = Survey(self._walk(Survey.COLUMNS, space if root is None else self._find(root)))
+    def _make(
+        self, space: Namespace | None, root: int | None, nodes: int, blocks: BlockNames | None
+    ) -> CacheMap:
+        columns = Survey.COLUMNS if blocks is None else (*Survey.COLUMNS, *_RUNS)
+        walk = self._walk(columns, space if root is None else self._find(root))
+        survey = Survey(walk)
         if root is not None and survey.gone[0]:
             raise _unknown(root)
         core = self._core
@@ -98,13 +111,16 @@ class Looking:
         for start in range(0, len(rows), _STEP):
             with core:
                 heads += survey.heads(rows[start : start + _STEP], _HEAD_TOKENS * TOKEN_BYTES)
+        ending: list[Blocks | None] = [None] * len(rows)
+        if blocks is not None and core.index.name == "radix":
+            ending = ends_of_blocks(blocks, self._runs(survey, walk, rows))
         tops = survey.parents < 0
         return CacheMap(
             page_size=core.page_size,
             runs=int(survey.below_runs[tops].sum()),
             pages=int(survey.below_pages[tops].sum()),
             nodes=(
-                *shown_nodes(survey, rows, ages, self._heads(heads), bare=bare),
+                *shown_nodes(survey, rows, ages, self._heads(heads), ending, bare=bare),
                 *hidden_nodes(survey, rows, ages, bare=bare),
             ),
         )
@@ -113,6 +129,32 @@ class Looking:
         if self._core.index.name != "radix":
             return [(None, head[:_KEY_BYTES]) for head in heads]
         return [(np.frombuffer(head, TOKEN_DTYPE), b"") for head in heads]
+
+    def _runs(self, survey: Survey, walk: Walk, rows: Numbers) -> Iterator[RunOfTokens]:
+        """The runs of some rows, which are closed towards the top."""
+        unknown = set(walk.unknown())
+        runs, depths = walk.columns["run"], walk.columns["depth"]
+        places = np.searchsorted(rows, survey.parents[rows]).tolist()
+        for row, above, place in zip(
+            rows.tolist(), survey.parents[rows].tolist(), places, strict=True
+        ):
+            before = None
+            if above < 0:
+                space = survey.namespace(row)
+                before = (
+                    self._before(walk.nodes[row], depths[row]) if space is None else (space, b"")
+                )
+            tokens = None if row in unknown else bytes(runs[row])
+            yield RunOfTokens(place if above >= 0 else -1, before, tokens)
+
+    def _before(self, node: Any, depth: int) -> tuple[Namespace, bytes] | None:
+        """The namespace of a node, and the tokens before it; None if it is elsewhere by now."""
+        core = self._core
+        with core:
+            if not core.index.keeps(node):
+                return None
+            space, symbols = core.index.before(node)
+        return (space, symbols) if len(symbols) == depth * core.page_size * TOKEN_BYTES else None
 
     # --- one node ----------------------------------------------------------------------------
 
@@ -128,7 +170,7 @@ class Looking:
             look = core.index.look(top)
             heads = survey.heads(row, _HEAD_TOKENS * TOKEN_BYTES)
         ages = notes.seconds(survey.below_last)
-        (node,) = shown_nodes(survey, row, ages, self._heads(heads), bare=False)
+        (node,) = shown_nodes(survey, row, ages, self._heads(heads), [None], bare=False)
         exact = core.index.name == "radix"
         return NodeView(
             node=replace(node, parent=look.path[-1] if look.path else None),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from kvkeep.cache.blocks import Blocks
     from kvkeep.prefix.walk import Numbers, Survey
     from kvkeep.tokens import TokenArray
 
@@ -26,7 +27,13 @@ _HIDDEN = 1 << 52
 
 
 def shown_nodes(
-    survey: Survey, rows: Numbers, ages: Seconds, heads: Sequence[Head], *, bare: bool
+    survey: Survey,
+    rows: Numbers,
+    ages: Seconds,
+    heads: Sequence[Head],
+    blocks: Sequence[Blocks | None],
+    *,
+    bare: bool,
 ) -> list[MapNode]:
     """A node for each of ``rows``, which are closed towards the top; ``bare``: but for the top."""
     ids = survey.ids
@@ -38,7 +45,8 @@ def shown_nodes(
         survey.pins[rows], survey.below_uses[rows], ages[rows],
     )  # fmt: skip
     numbers = zip(*(column.tolist() for column in columns), strict=True)
-    for (row, own, parent, place, *counts), (head, key) in zip(numbers, heads, strict=True):
+    each = zip(numbers, heads, blocks, strict=True)
+    for (row, own, parent, place, *counts), (head, key), ended in each:
         if bare and place < 0:
             continue
         pages, below_pages, below_runs, holders, pins, hits, age = counts
@@ -56,6 +64,7 @@ def shown_nodes(
                 head=head,
                 key=key,
                 namespace=survey.namespace(row),
+                blocks=ended,
             )
         )
     return nodes

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvkeep.cache.blocks import Blocks
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
     from kvkeep.tokens import TokenArray
@@ -46,6 +47,8 @@ class MapNode:
     """The first bytes of its first symbol, where the index keeps no tokens."""
     namespace: Namespace | None = None
     """Of the nodes that are one."""
+    blocks: Blocks | None = None
+    """Those of a store that end in it; None where nobody asked, or it cannot be said."""
 
     @property
     def hidden(self) -> bool:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from kvkeep.cli.drawing import ago, amount, plural
 from kvkeep.cli.lines import cell, fit
-from kvkeep.cli.watch import entries, number, text, whole
+from kvkeep.cli.watch import entries, number, text, tokens_by, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -131,6 +131,8 @@ def detail(said: Object, width: int) -> list[Text]:
     if isinstance(ids, list) and ids:
         shown = ",".join(str(one) for one in ids[:_IDS] if type(one) is int)
         line.append(f" [{shown}{'…' if whole(said, 'pages') > _IDS else ''}]", "dim")
+    for tier, count in tokens_by(said, "tier_tokens").items():
+        line.append(f" · {plural(count, 'token')} in {tier} too", "dim")
     if policy := text(said, "policy"):
         line.append(f" · {policy}", "dim")
     wrapped = textwrap.wrap(text(said, "text"), max(width - 2, 20))[:_TEXT_LINES]

@@ -255,6 +255,10 @@ class PrefixIndex(ABC, Generic[Hold]):
         """All there is to know of what a walk has found, and which is still there."""
         raise InvalidValue(f"the {self.name} index has no map")
 
+    def before(self, place: Hold) -> tuple[Namespace, bytes]:
+        """The namespace of what a walk has found, and the symbols on the way to it."""
+        raise InvalidValue(f"the {self.name} index has no map")
+
     def at(self, place: Hold) -> PrefixMatch[Hold]:
         """As if a prompt had matched up to the end of what a walk has found."""
         raise InvalidValue(f"the {self.name} index has no map")

@@ -47,21 +47,9 @@ class Finding:
         self._runs: list[bytes] = [
             run if type(run) is bytes else bytes(run) for run in walk.columns["run"]
         ]
-        for row in self._unknown(walk):
+        for row in walk.unknown():
             self._runs[row] = b""
         self._lengths = np.array([len(run) for run in self._runs], np.int64) // TOKEN_BYTES
-
-    def _unknown(self, walk: Walk) -> list[int]:
-        """Rows that are gone, or that follow what the walk has not seen, since it came later."""
-        ends, depths, parents = walk.numbers("end"), walk.numbers("depth"), self._parents
-        inner = np.flatnonzero(parents >= 0)
-        unknown = walk.gone()
-        unknown[inner] |= ends[parents[inner]] != depths[inner]
-        if unknown.any():
-            for row in inner.tolist():  # parents first
-                unknown[row] |= unknown[parents[row]]
-        rows: list[int] = np.flatnonzero(unknown).tolist()
-        return rows
 
     def places(self, needles: Sequence[TokenArray], most: int) -> list[list[Place]]:
         """For each needle the first place in each run in which it ends, shallow runs first.

@@ -562,6 +562,15 @@ class RunTree(PrefixIndex[Node]):
             state=self.policy.describe(place) if place.end else "",
         )
 
+    def before(self, place: Node) -> tuple[Namespace, bytes]:
+        """The namespace of a node, and the symbols on the way to it."""
+        runs: list[bytes | memoryview] = []
+        while place.parent is not None:
+            place = place.parent
+            runs.append(place.run)
+        assert isinstance(place, Root)
+        return place.namespace, b"".join(reversed(runs))
+
     def at(self, place: Node) -> PrefixMatch[Node]:
         """As if a prompt had matched up to the end of a node; its pages are not looked up."""
         return PrefixMatch(place.pages, place, place.size)

@@ -89,6 +89,21 @@ class Walk:
         orphans = np.array([parent is None for parent in self.columns["parent"]], np.bool_)
         return orphans & (self.numbers("end") > 0)
 
+    def unknown(self) -> list[int]:
+        """Rows that are gone, or follow what the walk has not seen, since it came later.
+
+        Needs ``parent``, ``end`` and ``depth``.
+        """
+        ends, depths, parents = self.numbers("end"), self.numbers("depth"), self.parents()
+        inner = np.flatnonzero(parents >= 0)
+        unknown = self.gone()
+        unknown[inner] |= ends[parents[inner]] != depths[inner]
+        if unknown.any():
+            for row in inner.tolist():  # parents first
+                unknown[row] |= unknown[parents[row]]
+        rows: list[int] = np.flatnonzero(unknown).tolist()
+        return rows
+
 
 class Survey:
     """What a tree was like: one row a node, parents first; roots are rows without pages.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.errors import NotCached
 from kvkeep.server.errors import ApiError
+from kvkeep.server.keepers import Keepers
 from kvkeep.server.schemas.map import (
     MapAnswer,
     MapNodeAnswer,
@@ -18,6 +19,8 @@ from kvkeep.server.text import showable
 
 if TYPE_CHECKING:
     from kvkeep.cache import CacheMap, Found, MapNode
+    from kvkeep.keys import Namespace
+    from kvkeep.server.keepers import Kept
     from kvkeep.server.schemas.map import NodeQuestion
     from kvkeep.server.service import Service
     from kvkeep.tokens import TokenArray
@@ -29,6 +32,8 @@ _PREVIEW = 80
 _LONGEST_TEXT, _LONGEST_TEXT_TOKENS = 2000, 4000
 _PAGE_IDS = 100
 _BEFORE_MATCH = 24
+# Nodes in which blocks are sought that go on behind one.
+_FOLLOWED = 100
 _MOST_MATCHES = 50
 _CANDIDATES = 400
 _KEPT_TEXTS = 20_000
@@ -49,28 +54,31 @@ class Maps:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._cache = service.engine.cache
+        self._keepers = Keepers(service.engine)
         self._answers: dict[object, tuple[CacheMap, bytes]] = {}
         self._texts: dict[bytes, str] = {}  # by the tokens
 
     # --- maps --------------------------------------------------------------------------------
 
-    def map(self, salt: str | None, root: int | None, nodes: int) -> bytes:
-        """The map as JSON; `ApiError` 404 for a ``root`` that is not there."""
+    def map(self, salt: str | None, root: int | None, nodes: int, *, tiers: bool) -> bytes:
+        """The map as JSON, with ``tiers`` or without; `ApiError` 404 for an unknown ``root``."""
         space = None if salt is None else self._service.namespace(salt)
         try:
-            made = self._cache.map(space, root=root, nodes=nodes)
+            made = self._map(space, root, nodes, tiers=tiers)
         except NotCached as error:
             raise _unknown(error) from error
-        asked = salt, root, nodes
+        asked = salt, root, nodes, tiers
         kept = self._answers.get(asked)
         if kept is not None and kept[0] is made:
             return kept[1]
+        known = self._keepers.of(made) if tiers else {}
         answer = MapAnswer(
             page_size=made.page_size,
             at=time.time(),
             total_nodes=made.runs,
             total_pages=made.pages,
-            nodes=[self._node(node) for node in made.nodes],
+            tiers=self._keepers.tiers if tiers else (),
+            nodes=[self._node(node, known.get(node.id)) for node in made.nodes],
         )
         data = answer.model_dump_json().encode()
         if len(self._answers) >= _KEPT_ANSWERS:
@@ -78,7 +86,13 @@ class Maps:
         self._answers[asked] = made, data
         return data
 
-    def _node(self, node: MapNode) -> MapNodeAnswer:
+    def _map(
+        self, space: Namespace | None, root: int | None, nodes: int, *, tiers: bool
+    ) -> CacheMap:
+        names = self._keepers.names if tiers else None
+        return self._cache.map(space, root=root, nodes=nodes, blocks=names)
+
+    def _node(self, node: MapNode, kept: Kept | None) -> MapNodeAnswer:
         size = self._cache.page_size
         return MapNodeAnswer(
             id=node.id,
@@ -92,7 +106,8 @@ class Maps:
             hits=node.hits,
             age_s=round(node.age_s, 1),
             text=self._beginning(node),
-            tier="pool",
+            tier=None if kept is None else kept.tier,
+            tier_tokens={} if kept is None else kept.tokens,
             hidden=node.hidden,
             count=node.count,
         )
@@ -122,9 +137,10 @@ class Maps:
         """All that is known of one node; `ApiError` 404 where it is not there."""
         try:
             view = self._cache.node(number)
+            below = self._map(None, number, _FOLLOWED, tiers=True)
         except NotCached as error:
             raise _unknown(error) from error
-        shown = self._node(view.node).model_dump()
+        shown = self._node(view.node, self._keepers.of(below).get(number)).model_dump()
         if shown["text"] is not None and view.tokens is not None and number > 0:
             tokens = view.tokens[:_LONGEST_TEXT_TOKENS].tolist()
             shown["text"] = showable(self._service.tokenizer.decode(tokens))[:_LONGEST_TEXT]

@@ -86,6 +86,11 @@ class Names:
         self._root = root_key(namespace)
         self._block_bytes = block_tokens * TOKEN_BYTES
 
+    @property
+    def root(self) -> bytes:
+        """What stands before the first block, as if it were one."""
+        return self.space + self._root
+
     def full(self, tokens: TokenArray) -> list[bytes]:
         """Ids of the full blocks of a prompt. Cost: a SHA-256 each, about 1 µs for 256 tokens."""
         space = self.space

@@ -278,6 +278,20 @@ class KVStore:
         names = [tiers[level] for level in levels]
         return Lookup(sum(lengths), runs_of(zip(names, lengths, strict=True)))
 
+    def root(self, *, tenant: str | None = None) -> bytes:
+        """The name that stands before the first block of a tenant, for `keepers`."""
+        return self._names_of(tenant).root
+
+    def keepers(self, blocks: Sequence[bytes]) -> list[tuple[str, ...]]:
+        """The tiers that each of some blocks is known to be in, fastest first, by their names.
+
+        A name is `root` without its last 32 bytes, and a key chained to those by
+        `kvkeep.keys.chain_keys`. Asks nobody: what others wrote to a shared tier, and was not
+        looked up here since, may be missing. Cost: about 1 µs a block and tier.
+        """
+        tiers = self.tiers
+        return [tuple(tiers[level] for level in levels) for levels in self._tiered.holders(blocks)]
+
     def why(
         self,
         tokens: TokensLike,

@@ -183,6 +183,18 @@ class TieredStore:
         """Whether ``block`` is somewhere, without asking anybody."""
         return self._level_of(block) is not None
 
+    def holders(self, blocks: Sequence[bytes]) -> list[list[int]]:
+        """The levels, rising, that each of ``blocks`` is known to be at; asks nobody."""
+        tiers = list(enumerate(self.tiers, start=1))
+        front = self.front
+        return [
+            [
+                *([0] if block in front else []),
+                *(level for level, tier in tiers if tier.knows(block)),
+            ]
+            for block in blocks
+        ]
+
     def _level_of(self, block: bytes) -> int | None:
         if block in self.front:
             return 0

@@ -78,9 +78,12 @@ async def show(
         Query(ge=-_LARGEST_ID, le=_LARGEST_ID, description="Only this node and what follows it."),
     ] = None,
     nodes: Annotated[int, Query(ge=1, le=_MOST_NODES, description="Shown one by one.")] = 400,
+    tiers: Annotated[
+        bool, Query(description="Say which tiers have what is shown as well.")
+    ] = False,
 ) -> Response:
     """What is cached, for a picture. It is made anew every second, or less often if it is large."""
-    data = await asyncio.to_thread(maps.map, namespace, root, nodes)
+    data = await asyncio.to_thread(maps.map, namespace, root, nodes, tiers=tiers)
     return Response(data, media_type="application/json")
 
 

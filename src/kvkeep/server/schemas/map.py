@@ -31,7 +31,13 @@ class MapNodeAnswer(Answer):
     text: str | None = Field(
         description="How it begins; a namespace's cache_salt. Null with --no-text."
     )
-    tier: str = Field(description="Where it is: pool.")
+    tier: str | None = Field(
+        description="With `tiers`: the last tier of the store that has all of it as well, so far "
+        "as whole blocks tell; `pool` if none has. Null where no block tells: at a prompt's end."
+    )
+    tier_tokens: dict[str, int] = Field(
+        description="With `tiers`: how many of its tokens each tier of the store has in blocks."
+    )
     hidden: bool = Field(description="It stands for several small siblings.")
     count: int = Field(description="How many siblings it stands for; 0 where it is not hidden.")
 
@@ -43,6 +49,9 @@ class MapAnswer(Answer):
     at: float = Field(description="When it was made, in seconds since 1970.")
     total_nodes: int = Field(description="Runs, those behind hidden nodes as well.")
     total_pages: int = Field(description="What pages of all nodes sum up to.")
+    tiers: tuple[str, ...] = Field(
+        description="With `tiers`: the pool and those of the store, fastest first."
+    )
     nodes: list[MapNodeAnswer]
 
 

@@ -1,7 +1,7 @@
 // The same tree as a list: a line a node, opened and closed, for those who read rather than look.
 
 import {el, keyed, say, shown, theirs} from "./dom.js";
-import {COLOURS, figuresOf, tiersOf, titleOf} from "./model.js";
+import {COLOURS, figuresOf, titleOf} from "./model.js";
 
 const OPEN_AT_FIRST = 2;  // levels
 const MOST = 400;
@@ -39,7 +39,7 @@ export class List {
       this.focus = this.lines.length ? this.lines[0].id : null;
     }
     const top = what.tops.length ? what.tops[0].level : 0;
-    const colour = COLOURS[what.colour], tiers = tiersOf(what.tree);
+    const colour = COLOURS[what.colour], tiers = what.tree.tiers;
     keyed(this.host, this.lines, (node) => node.id, () => el("div", {role: "treeitem"},
       el("span", {class: "turn", "aria-hidden": "true"}), el("span", {class: "swatch"}),
       el("span", {class: "what"}), el("span", {class: "many"})), (line, node) => {

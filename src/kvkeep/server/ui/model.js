@@ -98,12 +98,13 @@ export const COLOURS = {
     legend: () => STATES,
   },
   tier: {
-    of: (node, tiers) => `h${Math.max(0, 4 - tiers.indexOf(node.tier))}`,
-    legend: (tiers) => tiers.map((tier, at) => [`h${Math.max(0, 4 - at)}`, tier]),
+    of: (node, tiers) => tierColour(tiers.indexOf(node.tier)),
+    legend: (tiers) => [...tiers.map((tier, at) =>
+      [tierColour(at), at ? `${tier} has it too` : `${tier} alone`]), [tierColour(-1), "cannot be told"]],
   },
 };
-export const tiersOf = (tree) =>
-  [...new Set([...tree.nodes.values()].map((node) => node.tier).filter(Boolean))].sort();
+// The slower the tier, the longer it keeps what it has, and the darker it is.
+const tierColour = (at) => (at < 0 ? "h0" : `h${Math.min(5, 2 + at)}`);
 
 // --- words -------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 // a tree for those who listen to it, and there is always exactly one that Tab reaches.
 
 import {el, keyed, say, shown, theirs} from "./dom.js";
-import {COLOURS, figuresOf, icicle, isSpace, sizeOf, tiersOf, titleOf} from "./model.js";
+import {COLOURS, figuresOf, icicle, isSpace, sizeOf, titleOf} from "./model.js";
 
 const ROW_PX = 34;
 const ROWS = 14;
@@ -41,7 +41,7 @@ export class Picture {
     this.wide = this.host.clientWidth;
     if (!this.wide) return;
     const {boxes, rows} = icicle(what.tops, LEAST_PX / this.wide, ROWS);
-    const colour = COLOURS[what.colour], tiers = tiersOf(what.tree);
+    const colour = COLOURS[what.colour], tiers = what.tree.tiers;
     this.boxes = boxes;
     if (!boxes.some((one) => one.node.id === this.focus)) {
       this.focus = boxes.some((one) => one.node.id === what.selected) ? what.selected

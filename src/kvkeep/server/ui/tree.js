@@ -5,7 +5,7 @@ import {keyItem} from "./bars.js";
 import {Details} from "./details.js";
 import {byId, el, hide, say, shown, theirs} from "./dom.js";
 import {List} from "./list.js";
-import {COLOURS, grow, tiersOf, titleOf} from "./model.js";
+import {COLOURS, grow, titleOf} from "./model.js";
 import {Picture} from "./picture.js";
 import {Poll, latest} from "./poll.js";
 import {amount, many, tokens} from "./words.js";
@@ -40,7 +40,10 @@ export class Explorer {
   }
 
   controls() {
-    byId("colour").addEventListener("change", () => this.draw());
+    byId("colour").addEventListener("change", () => {
+      if (this.byTier && this.tree && !this.tree.tiers.length) this.poll.now();
+      else this.draw();
+    });
     const look = (picture) => {
       byId("as-picture").setAttribute("aria-pressed", String(picture));
       byId("as-list").setAttribute("aria-pressed", String(!picture));
@@ -67,11 +70,15 @@ export class Explorer {
     return this.path.length ? this.path[this.path.length - 1].id : null;
   }
 
+  get byTier() {
+    return byId("colour").value === "tier";
+  }
+
   // --- what the server has ------------------------------------------------------------------
 
   async load() {
     const root = this.root;
-    return {root, answer: await ask("kv/map", {query: {root, nodes: NODES}})};
+    return {root, answer: await ask("kv/map", {query: {root, nodes: NODES, tiers: this.byTier}})};
   }
 
   show({root, answer}) {
@@ -154,7 +161,7 @@ export class Explorer {
     if (byId("picture").hidden) this.list.draw(what);
     else this.picture.draw(what);
     this.crumbs();
-    const legend = COLOURS[what.colour].legend(tiersOf(this.tree));
+    const legend = COLOURS[what.colour].legend(this.tree.tiers);
     byId("legend").replaceChildren(...legend.map(([kind, text]) => keyItem(kind, shown(text))));
   }
 

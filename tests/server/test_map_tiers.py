@@ -1,0 +1,113 @@
+"""Which tiers have what the pool has, node by node, over HTTP: from whole blocks of 64 tokens."""
+
+from __future__ import annotations
+
+import pytest
+from browsing import boxes, live, plain, until
+from real_server import eventually
+from see_help import ask, storing, tokens_of, written
+
+from kvkeep.backends.memory import MemoryBackend
+from kvkeep.testing import FaultyBackend
+
+pytestmark = pytest.mark.model
+
+BIG = "memory://16MiB"
+# Two prompts that part within a block: of their third block each has its own.
+HEAD = tokens_of(1, 160)
+LONG = [HEAD + tokens_of(seed, 97) for seed in (2, 3)]
+SHORT = tokens_of(4, 49)  # shorter than a block
+
+
+def the_map(server, **query):
+    server.engine.cache._looking._changed()
+    answer = server.http.get("/kv/map", params={"tiers": True, **query}).raise_for_status().json()
+    return answer, [node for node in answer["nodes"] if node["id"] > 0]
+
+
+def planted(server, *prompts):
+    for prompt in prompts:
+        ask(server, prompt)
+    written(server, *prompts)
+
+
+def kept(node):
+    return node["tokens"], node["tier"], node["tier_tokens"]
+
+
+def test_what_memory_and_a_file_have(tmp_path):
+    with storing(BIG, f"file://{tmp_path}/tier?size=64MiB") as server:
+        planted(server, *LONG, SHORT)
+        answer, (head, short, *ends) = the_map(server)
+        assert answer["tiers"] == ["pool", "memory", "file"]
+        assert kept(head) == (160, "file", {"memory": 160, "file": 160})
+        assert [kept(end) for end in ends] == [(96, "file", {"memory": 96, "file": 96})] * 2
+        assert kept(short) == (48, None, {})
+        assert {node["tier"] for node in answer["nodes"] if node["id"] < 0} == {None}
+        for node in (head, short, *ends):
+            one = server.http.get(f"/kv/map/{node['id']}").json()
+            assert kept(one) == kept(node)
+            assert kept(the_map(server, root=node["id"])[1][0]) == kept(node)
+        # The end of the head is of blocks that end in what is not shown.
+        (alone,) = the_map(server, nodes=2)[1]
+        assert kept(alone) == (160, "file", {"memory": 128, "file": 128})
+
+
+def test_what_was_deleted_below_is_in_the_pool_alone(tmp_path):
+    with storing(BIG, f"file://{tmp_path}/tier?size=64MiB") as server:
+        planted(server, *LONG)
+        assert server.engine.clear_store(server.service.namespace(None)) > 0
+        _, nodes = the_map(server)
+        assert [kept(node) for node in nodes] == [(160, "pool", {}), *[(96, "pool", {})] * 2]
+
+
+def test_each_tenant_has_its_own():
+    with storing(BIG) as server:
+        store, tenants = server.engine.store, []
+        for salt in ("one", "two"):
+            ask(server, LONG[0], salt=salt)
+            tenants.append(server.engine.store_tenant(server.service.namespace(salt)))
+        for tenant in tenants:
+            eventually(lambda as_who=tenant: store.lookup(LONG[0], tenant=as_who).tokens >= 256)
+        store.clear(tenant=tenants[0])
+        assert [kept(n)[1:] for n in the_map(server, namespace="one")[1]] == [("pool", {})]
+        assert [kept(n)[1:] for n in the_map(server, namespace="two")[1]] == [
+            ("memory", {"memory": 256})
+        ]
+
+
+def test_a_tier_that_fails_is_not_asked():
+    """It is known what it had; nobody waits for it."""
+    backend = FaultyBackend(MemoryBackend(64 << 20))
+    backend.timeout = 0.3
+    with storing(BIG, backend) as server:
+        planted(server, LONG[0])
+        backend.hang("get", "sizes")
+        try:
+            (node,) = the_map(server)[1]
+            assert kept(node) == (256, "faulty", {"memory": 256, "faulty": 256})
+        finally:
+            backend.heal()
+
+
+def test_the_picture_by_tier(opened, tmp_path):
+    tier = tmp_path / "tier"
+    with storing(BIG, f"file://{tier}?size=64MiB") as server, opened(server) as page:
+        planted(server, *LONG, SHORT)
+        live(page)
+        boxes(page)
+        page.get_by_label("Colour").select_option("tier")
+        until(page, "document.querySelectorAll('#picture .h4').length === 3")
+        legend = page.locator("#legend li").all_inner_texts()
+        assert legend == ["pool alone", "memory has it too", "file has it too", "cannot be told"]
+        page.locator("#picture .h4").first.click()
+        page.locator("#details dl").wait_for()
+        facts = "document.querySelector('#details dl').textContent"
+        until(page, f"{facts}.includes('the pool, memory, file')")
+        server.engine.clear_store(server.service.namespace(None))
+        until(page, "document.querySelectorAll('#picture .h2').length === 3")
+        page.get_by_label("Colour").select_option("age")
+        until(page, "!document.getElementById('legend').textContent.includes('pool')")
+        page.get_by_label("Colour").select_option("tier")
+        until(page, "document.querySelectorAll('#picture .h2').length === 3")
+        assert "160" in plain(page.locator("#details dl").inner_text())
