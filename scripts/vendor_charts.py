@@ -1,11 +1,10 @@
 """Fetch the chart library of `kvkeep replay`'s reports and the server's dashboard, and verify it.
 
-    python scripts/vendor_charts.py            # into both vendor folders below src/kvkeep
+    python scripts/vendor_charts.py            # into src/kvkeep/vendor/uplot
     python scripts/vendor_charts.py --check    # is what lies there what the registry has?
 
 uPlot (MIT) because both have to work without a network and stay small: 51 kB minified with no
-dependencies, no eval and no innerHTML, so a page can forbid all scripts but its own. Two copies,
-because the server and the replays do not know each other. Needs npm.
+dependencies, no eval and no innerHTML, so a page can forbid all scripts but its own. Needs npm.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ FILES = {
     "package/dist/uPlot.min.css": "uPlot.min.css",
     "package/LICENSE": "LICENSE",
 }
-SOURCE = Path(__file__).parents[1] / "src/kvkeep"
-VENDOR = SOURCE / "replay/report/vendor"
-FOLDERS = (VENDOR, SOURCE / "server/ui/vendor")
+VENDOR = Path(__file__).parents[1] / "src/kvkeep/vendor/uplot"
 
 
 def fetch() -> dict[str, bytes]:
@@ -58,15 +55,15 @@ def main() -> None:
     check = parser.parse_args().check
     different = []
     for name, content in fetch().items():
-        for path in (folder / name for folder in FOLDERS):
-            if check and not (path.is_file() and path.read_bytes() == content):
-                different.append(str(path))
-            elif not check:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
+        path = VENDOR / name
+        if check and not (path.is_file() and path.read_bytes() == content):
+            different.append(str(path))
+        elif not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
     if different:
         sys.exit(f"not what {PACKAGE} has: {', '.join(different)}")
-    print(f"{PACKAGE} in {' and '.join(str(folder) for folder in FOLDERS)}")
+    print(f"{PACKAGE} in {VENDOR}")
 
 
 if __name__ == "__main__":

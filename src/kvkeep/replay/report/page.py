@@ -81,7 +81,7 @@ def _text(name: str) -> str:
 
 
 def _vendored(name: str) -> str:
-    return (files("kvkeep.replay.report") / "vendor" / name).read_text("utf-8")
+    return (files("kvkeep") / "vendor/uplot" / name).read_text("utf-8")
 
 
 def _policy(scripts: Sequence[str], styles: Sequence[str]) -> str:

@@ -60,10 +60,10 @@ def _answer(request: Request, name: str) -> Response:
 @cache
 def _files() -> dict[str, _File]:
     """All files of the dashboard under their names, 200 kB together."""
-    folder = files("kvkeep.server") / "ui"
     found = {}
-    for part, inside in (("", folder), ("vendor/", folder / "vendor")):
-        for one in inside.iterdir():
+    ours, charts = files("kvkeep.server") / "ui", files("kvkeep") / "vendor/uplot"
+    for part, folder in (("", ours), ("vendor/", charts)):
+        for one in folder.iterdir():
             if one.is_file():
                 found[part + one.name] = _file(one.name, one.read_bytes())
     return found
