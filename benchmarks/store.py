@@ -30,13 +30,14 @@ import sys
 import tempfile
 import time
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from figures import Figure
 from kvkeep.backends.buffers import aligned
 from kvkeep.backends.disk import DiskBackend
 from kvkeep.backends.memory import MemoryBackend
@@ -57,40 +58,6 @@ BLOCK_BYTES = BLOCK * LLAMA.bytes_per_token
 PARTS = ("memory", "disk", "lookup", "valkey", "open", "slow", "codecs")
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One line: the value, and how it stands to what the machine can do in the same round."""
-
-    part: str
-    name: str
-    unit: str
-    value: float
-    beside: str = ""
-    ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
-    goal: float | None = None
-    better: Literal["more", "less"] = "more"
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the goal is reached, if there is one."""
-        if self.goal is None:
-            return None
-        figure = self.value if self.ratio is None else self.ratio
-        return figure >= self.goal if self.better == "more" else figure <= self.goal
-
-    def line(self) -> str:
-        """As text."""
-        text = f"  {self.name:44}{self.value:9.4g} {self.unit:6}"
-        if self.ratio is not None:
-            text += f" {self.ratio:5.2f}× {self.beside} ({self.low:.2f}–{self.high:.2f})"
-        if self.met is not None:
-            sign = "≥" if self.better == "more" else "≤"
-            text += f"  {'✓' if self.met else '✗'} goal {sign} {self.goal:g}"
-        return text
-
-
 class Bench:
     """Options and figures."""
 
@@ -108,8 +75,8 @@ class Bench:
         ratios = sorted(floor / own for own, floor in zip(mine, theirs, strict=True))
         value = size / statistics.median(mine) / 1e9
         self.figures.append(
-            Figure(part, name, "GB/s", value, beside, statistics.median(ratios), ratios[0],
-                   ratios[-1], goal)
+            Figure(name, "GB/s", value, beside, statistics.median(ratios), ratios[0],
+                   ratios[-1], goal, part=part)
         )  # fmt: skip
 
     @property
@@ -225,11 +192,11 @@ def lookup(bench: Bench) -> None:
         assert store.lookup(tokens).tokens == len(tokens)
     share = [own / all_of_it for own, all_of_it in zip(hashed, asked, strict=True)]
     bench.figures.append(
-        Figure("lookup", "32,768 tokens, all stored", "µs", statistics.median(asked), goal=400,
-               better="less")
+        Figure("32,768 tokens, all stored", "µs", statistics.median(asked), goal=400,
+               better="less", part="lookup")
     )  # fmt: skip
     bench.figures.append(
-        Figure("lookup", "  of it hashing", "share", statistics.median(share), goal=0.5)
+        Figure("  of it hashing", "share", statistics.median(share), goal=0.5, part="lookup")
     )
 
 
@@ -327,8 +294,9 @@ def opening(bench: Bench) -> None:
             assert store.stats().tiers[1].blocks == count
     shutil.rmtree(place)
     bench.figures.append(
-        Figure("open", f"{count:,} blocks", "s", statistics.median(took), goal=1.0, better="less")
-    )
+        Figure(f"{count:,} blocks", "s", statistics.median(took), goal=1.0, better="less",
+               part="open")
+    )  # fmt: skip
 
 
 def slow(bench: Bench) -> None:
@@ -365,14 +333,14 @@ def codecs(bench: Bench) -> None:
             real = one.case.startswith("the shipped")
             goal = (1.3 if lossless else 1.9) if real else None
             name = f"{one.codec}, {one.case}"
-            bench.figures.append(Figure("codecs", name, "×", one.ratio, goal=goal))
+            bench.figures.append(Figure(name, "×", one.ratio, goal=goal, part="codecs"))
             goal = 1.0 if real and lossless else None
             bench.figures.append(
-                Figure("codecs", "  decoding, a core", "GB/s", one.decode[1], goal=goal)
+                Figure("  decoding, a core", "GB/s", one.decode[1], goal=goal, part="codecs")
             )
     bench.figures.append(
-        Figure("codecs", "int8, KL divergence of the next token", "nats",
-               model.divergence("int8"), goal=KL_GOAL["int8"], better="less")
+        Figure("int8, KL divergence of the next token", "nats",
+               model.divergence("int8"), goal=KL_GOAL["int8"], better="less", part="codecs")
     )  # fmt: skip
     torch.set_num_threads(threads)
 

@@ -29,10 +29,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+
+from figures import Figure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,39 +43,6 @@ VOCABULARY = 32_000
 BLOCK = 128
 LAYERS: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
 HEADS: dict[str, Any] = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One line: the median of all rounds, and how it stands to what is beside it."""
-
-    name: str
-    unit: str
-    value: float
-    beside: str = ""
-    ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
-    goal: float | None = None
-    better: Literal["more", "less"] = "less"
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the goal is reached, if there is one."""
-        if self.goal is None:
-            return None
-        figure = self.value if self.ratio is None else self.ratio
-        return figure >= self.goal if self.better == "more" else figure <= self.goal
-
-    def line(self) -> str:
-        """As text."""
-        text = f"  {self.name:46}{self.value:9.4g} {self.unit:9}"
-        if self.ratio is not None:
-            text += f" {self.ratio:6.3f}× {self.beside} ({self.low:.3f}–{self.high:.3f})"
-        if self.met is not None:
-            sign = "≥" if self.better == "more" else "≤"
-            text += f"  {'✓' if self.met else '✗'} goal {sign} {self.goal:g}"
-        return text
 
 
 # --- in a process of its own -----------------------------------------------------------------
@@ -343,7 +312,7 @@ def bookkeeping(rounds: int) -> list[Figure]:
     goals = {"lookup": 0.3, "save": 1.0, "load": 1.0}
     words = {"lookup": "lookup", "save": "bookkeeping of a save", "load": "bookkeeping of a load"}
     return [
-        Figure(words[name], "µs/block", statistics.median(values), goal=goals[name])
+        Figure(words[name], "µs/block", statistics.median(values), goal=goals[name], better="less")
         for name, values in seconds.items()
     ]
 

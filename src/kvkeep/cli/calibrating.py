@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvkeep.cli.model import load, progress
+from kvkeep.cli.watch import KEY_VARIABLE
 from kvkeep.errors import InvalidValue
 from kvkeep.replay.costs import Measured
 
@@ -29,7 +30,6 @@ __all__ = ["LENGTHS", "Readings", "Timed", "measure_engine", "measure_server"]
 LENGTHS = (64, 256, 1024, 2048, 4096)
 """Of prompts, in tokens, where no others are asked for; as far as a model goes."""
 
-_KEY_VARIABLE = "KVKEEP_API_KEY"
 _PATIENCE_S = 600.0
 _MOST_BYTES = 1 << 20  # of an answer that is no stream, and of a line of one that is
 _MOST_LINES = 1_000_000
@@ -237,7 +237,7 @@ class _Server:
     ) -> Iterator[tuple[HTTPResponse, float]]:
         """The response, and when it was asked for: the connection was made before."""
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(_KEY_VARIABLE):
+        if key := os.environ.get(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
         try:
             with closing(self._connection(self._host, self._port, timeout=_PATIENCE_S)) as made:

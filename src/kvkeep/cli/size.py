@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import MissingExtra, require
+from kvkeep.cli.facts import print_facts
 from kvkeep.geometry import KVGeometry, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(sizes)))
         return 0
-    _print_table(f"KV of {sizes.model}: {_described(sizes.geometry)}", _rows(sizes))
+    print_facts(f"KV of {sizes.model}: {_described(sizes.geometry)}", _rows(sizes))
     return 0
 
 
@@ -142,26 +142,3 @@ def _rows(sizes: _Sizes) -> list[tuple[str, str]]:
         ("tokens in them", f"{sizes.tokens:,}"),
         *((f"prompts of {length // 1024}k", f"{sizes.prompts(length):,}") for length in _PROMPTS),
     ]
-
-
-def _print_table(title: str, rows: list[tuple[str, str]]) -> None:
-    """A table with rich where it is installed, and the same lines as plain text where not."""
-    try:
-        require("rich.table", "cli")
-    except MissingExtra:
-        names, values = zip(*rows, strict=True)
-        print(title)
-        for name, value in rows:
-            print(f"  {name:<{max(map(len, names))}}  {value:>{max(map(len, values))}}")
-        return
-    from rich.console import Console  # noqa: PLC0415 - optional
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table(show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False)
-    console.print(title, markup=False, soft_wrap=True)
-    console.print(table)

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import InvalidValue, MissingExtra, require
+from kvkeep.cli.facts import print_facts
+from kvkeep.errors import InvalidValue
 from kvkeep.traces import FORMATS, KINDS, generate, open_trace, summarise, write_trace
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def _info(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"file": str(args.file), "format": trace.format, **found.as_dict()}))
         return 0
-    _print_table(f"{args.file} ({trace.format})", _rows(found))
+    print_facts(f"{args.file} ({trace.format})", _rows(found))
     for reason in found.reasons:
         print(f"left out: {reason}")
     if found.unchained_units:
@@ -215,26 +216,3 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def _print_table(title: str, rows: list[tuple[str, str]]) -> None:
-    """A table with rich where it is installed, and the same lines as plain text where not."""
-    try:
-        require("rich.table", "cli")
-    except MissingExtra:
-        names, values = zip(*rows, strict=True)
-        print(title)
-        for name, value in rows:
-            print(f"  {name:<{max(map(len, names))}}  {value:>{max(map(len, values))}}")
-        return
-    from rich.console import Console  # noqa: PLC0415 - optional
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table(show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False)
-    console.print(title, markup=False, soft_wrap=True)
-    console.print(table)
