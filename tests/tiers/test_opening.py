@@ -105,6 +105,7 @@ MISTAKES = {
     "ttl=0": ("ttl=0", "above"),
     "ttl=soon": ("ttl=soon",),
     "timeout=-1s": ("timeout=-1s",),
+    "timeout=200000d": ("timeout=200000d", "100 years"),
     "queue=much": ("much",),
     "readers=0": ("readers", "1 … 64"),
     "readers=65": ("readers", "65", "1 … 64"),
