@@ -351,8 +351,10 @@ class TieredStore:
             if held is not None:
                 return held
             places = [tier for tier in self.tiers if tier.may_have(block)]
-            # Where it was found first; the others, should that place fail.
-            places.sort(key=lambda tier: tier is not self.tiers[level - 1])
+            # Where it was found first; the others, should that place fail. What was in memory,
+            # and has left it since, comes from the fastest.
+            if level:
+                places.sort(key=lambda tier: tier is not self.tiers[level - 1])
             flight = Flight(self.front, block, raw_bytes, places, self._landed)
             flight.join()
             flight.stays = bool(places) and self._planner.promotes(
