@@ -139,6 +139,22 @@ class Tier:
             self.reading.submit(self.relist)
             self.reading.wait(self.timeout)
 
+    def trim(self) -> None:
+        """Have go what its budget does not hold any more, if that was larger before.
+
+        It waits for that as long as for any call; no more than once, before anything is written:
+        of what two writers lack at once, each would make room for all.
+        """
+        if self.indexed and self.catalogue.total_bytes > (self.backend.capacity or 0):
+            self.reading.submit(self._trim)
+            self.reading.wait(self.timeout)
+
+    def _trim(self) -> None:
+        if self.breaker.allows():
+            with _Edge(self, "delete"):
+                used = self.backend.used() or self.catalogue.total_bytes
+                self.make_room(used - (self.backend.capacity or 0))
+
     def relist(self) -> None:
         """Ask the backend for all it holds: others may have written here."""
         if not self._listing.acquire(timeout=self.timeout):  # one at a time

@@ -151,6 +151,8 @@ class TieredStore:
             tier.fates = self.fates
             tier.writing.limit = min(tier.options.queue_bytes or share, share)
             tier.open()
+        for tier in self.tiers:
+            tier.trim()
 
     # --- finding ---------------------------------------------------------------------------------
 
