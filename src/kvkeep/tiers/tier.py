@@ -318,7 +318,7 @@ class Tier:
             if codec is None:
                 self._refuse(block, f"codec {header.codec} is not for this tier")
                 return None
-            if codec.number != _RAW:
+            if codec.number != _RAW or not room.placed:  # the next read takes a scratch buffer
                 record = self._decoded(codec, header, record, room)
         except (OtherVersion, MissingExtra) as other:
             self._refuse(block, str(other))
