@@ -177,6 +177,14 @@ def test_a_wrong_url_is_refused(text: str, said: str) -> None:
     assert "hush" not in str(caught.value)
 
 
+def test_a_password_file_that_is_no_text_is_refused_and_not_shown(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_bytes(b"hush\xff\n")
+    with pytest.raises(InvalidValue, match="UTF-8") as caught:
+        open_url(f"valkey://host?password_file={file}")
+    assert caught.value.__cause__ is None
+
+
 # --- records as they lie on the server -------------------------------------------------------
 
 

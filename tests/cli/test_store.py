@@ -391,6 +391,10 @@ def test_several_tiers(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_nothing_is_made_by_looking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere" in refused(capsys, "ls", f"file://{tmp_path}/nowhere")
     assert not (tmp_path / "nowhere").exists()
+    (tmp_path / "bare").mkdir(mode=0o755)
+    assert "empty directory" in refused(capsys, "ls", f"file://{tmp_path}/bare")
+    assert not list((tmp_path / "bare").iterdir())
+    assert (tmp_path / "bare").stat().st_mode & 0o777 == 0o755
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,14 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
         lambda: put(store, range(20, 28)),
         lambda: store.get(range(8)),
         lambda: store.prefetch(range(8)),
+        lambda: store.lookup(range(8)),
+        lambda: store.touch(range(8)),
+        lambda: store.pin(range(8), 60.0),
+        lambda: store.unpin(range(8)),
+        store.clear,
     ):
         with pytest.raises(IllegalStep, match="closed"):
             call()
     assert store.stats().puts == 1
+    with open_store("memory://1MiB", disk(tmp_path / "d")) as again:
+        assert again.lookup(range(8)).tokens == 8, "nothing was deleted"

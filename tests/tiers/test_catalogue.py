@@ -427,6 +427,22 @@ def test_a_pin_ends_and_can_be_made_longer() -> None:
     assert catalogue.victims(100) == [A]
 
 
+def test_pins_that_are_made_longer_again_and_again_do_not_pile_up() -> None:
+    clock = Clock()
+    catalogue = filled(A, B, clock=clock)
+    for _ in range(5000):
+        clock.now += 0.001
+        catalogue.pin([A], 100, 100)
+        catalogue.pin([B], 50, 100)
+        catalogue.unpin([B])
+    assert len(catalogue._pins) <= 2048
+    catalogue.pin([B], 50, 100)
+    clock.now += 51
+    assert catalogue.victims(100) == [B]
+    clock.now += 50
+    assert catalogue.victims(100) == [A]
+
+
 def test_others_keep_a_block_young() -> None:
     clock = Clock()
     catalogue = Catalogue(LRU, ttl=100, clock=clock)

@@ -45,6 +45,15 @@ class Readers:
         return self.results
 
 
+def test_what_left_memory_since_it_was_found_there_comes_from_the_fastest(bench: Bench) -> None:
+    store = bench.store(32, bench.memory(64), bench.disk())
+    put(store, [0], wait=20)
+    assert store.locate([name(0)]) == [0]
+    store.front.remove([name(0)])
+    assert get(store, [0], levels=[0]) == 1
+    assert [tier.counters.hits for tier in store.tiers] == [1, 0]
+
+
 @pytest.mark.parametrize("place", ["memory", "disk"])
 def test_many_who_want_one_block_read_it_once(place: str, bench: Bench) -> None:
     behind = bench.memory(64) if place == "memory" else bench.disk()

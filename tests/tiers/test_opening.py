@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -104,6 +105,7 @@ MISTAKES = {
     "ttl=0": ("ttl=0", "above"),
     "ttl=soon": ("ttl=soon",),
     "timeout=-1s": ("timeout=-1s",),
+    "timeout=200000d": ("timeout=200000d", "100 years"),
     "queue=much": ("much",),
     "readers=0": ("readers", "1 … 64"),
     "readers=65": ("readers", "65", "1 … 64"),
@@ -156,11 +158,23 @@ def test_without_a_budget_of_ours_the_server_decides(option: str, tmp_path: Path
         open_tiers([f"file://{tmp_path}/d?{option}"])
 
 
-def test_a_password_is_not_shown() -> None:
-    for url in ("tape://me:secret@host/1", "valkey://me:secret@host:1/0?colour=red"):
-        with pytest.raises(InvalidValue) as caught:
-            open_tiers([url])
-        assert "secret" not in str(caught.value)
+@pytest.mark.parametrize(
+    "url",
+    [
+        "tape://me:secret@host/1",
+        "valkey://me:secret@host:1/0?colour=red",
+        "valkey:/me:secret@host",
+        "valkey://:secret/1@host",
+        "valkey://:secret#1@host",
+        "valkey://:1#secret@host",
+        "valkey://me:secret℀@host",
+        "valkey://me:secret@host:port",
+    ],
+)
+def test_a_password_is_not_shown(url: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        open_tiers([url])
+    assert "secret" not in "".join(traceback.format_exception(caught.value, limit=0))
 
 
 def test_a_buffer_is_put_in_front_of_what_is_no_memory(place: str) -> None:

@@ -187,6 +187,23 @@ def test_exact_records_of_another_codec_are_read(bench: Bench) -> None:
     assert (raw.counters.hits, written.counters.hits) == (1, 1)
 
 
+@pytest.mark.parametrize("codec", ["lossless", "int8"])
+def test_raw_records_in_a_tier_with_a_codec_stay_what_they_are(codec: str, bench: Bench) -> None:
+    place = bench.disk()
+    blocks = [name(number) for number in range(12)]
+    raw = bench.tier(place)
+    for block in blocks:
+        raw.save(block, raw_record(block))
+    tier = bench.tier(place, codec, readers=1)
+    first, second = (tier.load(b, RAW, lambda: aligned(PAGE)) for b in blocks[:2])
+    assert first is not None
+    assert second is not None
+    assert bytes(first[HEADER_BYTES:]) == content(blocks[0]), "what is read next is elsewhere"
+    store = bench.store(64, tier)
+    assert get(store, range(12)) == 12
+    assert above(store) == [*range(12)], "they were promoted"
+
+
 REFUSED = {
     "lossy in an exact tier": (("int8", None), ("raw", None)),
     "plain in an encrypted tier": (("raw", None), ("raw", KEY)),

@@ -143,6 +143,20 @@ def test_blocks_are_deleted_on_their_way_down(bench: Bench) -> None:
     assert there(store.tiers[0]) == above(store) == []
 
 
+# --- budgets ---------------------------------------------------------------------------------
+
+
+def test_a_budget_that_became_smaller_holds_from_the_opening_on(bench: Bench) -> None:
+    store = bench.store(64, bench.disk(64))
+    put(store, range(40), wait=20)
+    store.close()
+    store = bench.store(64, bench.tier(bench.disk(16), writers=2))
+    assert len(there(store.tiers[0])) == 16
+    assert store.stats()[1].used_bytes == 16 * PAGE
+    put(store, range(100, 104), wait=20)
+    assert len(there(store.tiers[0])) == 16, "only what had to go went"
+
+
 # --- quotas ----------------------------------------------------------------------------------
 
 

@@ -27,17 +27,22 @@ class TierURL:
             raise InvalidValue(f"a tier is a URL such as 'memory://4GiB', got {text!r}")
         scheme, separator, _ = text.partition("://")
         if not separator or not scheme:
+            shown = "…" * ("@" in text) + text.rpartition("@")[2]
             raise InvalidValue(
-                f"{text!r} is no tier's URL; such are memory://4GiB, file:///path?size=100GiB, "
+                f"{shown!r} is no tier's URL; such are memory://4GiB, file:///path?size=100GiB, "
                 "valkey://host:6379 and s3://bucket/prefix"
             )
         try:
             parts = urlsplit(text)
             self.port = parts.port
-        except ValueError as error:
-            raise InvalidValue(f"the tier's URL cannot be read: {error}") from error
+        except ValueError:  # its words may be part of a password: neither they nor it are shown
+            raise InvalidValue(
+                f"the tier's URL cannot be read: {scheme}://host:port/… is needed, the port a "
+                "number; in names and passwords write / as %2F, ? as %3F, # as %23 and @ as %40"
+            ) from None
         if parts.fragment:
-            raise InvalidValue(f"a tier's URL has no '#{parts.fragment}'; write # as %23")
+            shown = "…" if "@" in parts.fragment else parts.fragment  # the end of a password
+            raise InvalidValue(f"a tier's URL has no '#{shown}'; write # as %23")
         self.scheme = parts.scheme
         self.place = parts.netloc.rpartition("@")[2]
         self.username = unquote(parts.username) if parts.username else None

@@ -104,7 +104,10 @@ def _password(url: TierURL) -> str | None:
         return url.password
     if url.password is not None:
         raise InvalidValue(f"{url.safe} has a password and password_file=; give one of them")
-    password = Path(path).read_text("utf-8").rstrip("\r\n")
+    try:
+        password = Path(path).read_text("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError:  # it has the file's bytes with it
+        raise InvalidValue(f"password_file={path} in {url.safe} is no text in UTF-8") from None
     if not password:
         raise InvalidValue(f"password_file={path} in {url.safe} is empty")
     return password

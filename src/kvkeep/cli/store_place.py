@@ -90,8 +90,11 @@ def opened(text: str) -> Iterator[Place]:
         raise InvalidValue(
             f"{url.safe} is memory of the process that uses it; ask that one (GET /kv/stats)"
         )
-    if url.scheme == "file" and not Path(url.path).is_dir():
-        raise InvalidValue(f"{url.path} is no directory: nothing was stored there")
+    if url.scheme == "file" and not url.place:
+        if not Path(url.path).is_dir():
+            raise InvalidValue(f"{url.path} is no directory: nothing was stored there")
+        if not any(Path(url.path).iterdir()):  # opening it would make it a store's, and ours alone
+            raise InvalidValue(f"{url.path} is an empty directory: nothing was stored there")
     timeout = url.seconds("timeout")
     for option in TIER_OPTIONS:
         url.text(option)  # of no matter here: a URL can be given as the store has it

@@ -21,6 +21,7 @@ _BYTES: Final[dict[str, int]] = {
 _AMOUNT: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([A-Za-z]*)")
 
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_LONGEST: Final = 100 * 365 * 86400.0  # the longest that every system can wait is 292 years
 _TIME: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(ms|s|m|h|d)")
 
 
@@ -69,10 +70,12 @@ def parse_seconds(text: str) -> float:
     """Give a time in seconds: ``"500ms"``, ``"30s"``, ``"10m"``, ``"12h"``, ``"7d"``.
 
     Raises:
-        InvalidValue: the text is no such time, or not above zero.
+        InvalidValue: the text is no such time, not above zero, or above 100 years.
     """
     match = _TIME.fullmatch(text.strip())
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if seconds > _LONGEST:
+        raise InvalidValue(f"{text!r} is longer than 100 years; leave it out for ever")
     if not seconds:
         raise InvalidValue(f"{text!r} is no time above zero; write 500ms, 30s, 10m, 12h or 7d")
     return seconds

@@ -100,7 +100,8 @@ class KVStore:
 
     Notes
     -----
-    Thread safety: all methods, from any thread.
+    Thread safety: all methods, from any thread. What finds, moves or deletes blocks raises
+    `IllegalStep` once the store is closed.
 
     Cost: `put` hashes the prompt and copies what is new once; slower tiers follow in threads of
     theirs. `get` copies once, and reads what is not in memory ahead in several threads.
@@ -272,6 +273,7 @@ class KVStore:
         A promise it is not: what is found now may be evicted, or turn out bad, before it is read.
         Tiers that others may write to are asked about what is not known here.
         """
+        self._tiered.check_open()
         row = as_tokens(tokens)
         _, levels, lengths = self._find(row, 0, tenant)
         tiers = self.tiers
@@ -335,6 +337,7 @@ class KVStore:
         `get` and `put` say so themselves. Without it, what an engine has in its own memory all the
         time would be what goes first here. Blocks that are not stored are passed over.
         """
+        self._tiered.check_open()
         row = as_tokens(tokens)
         with closed_is_illegal():
             self._tiered.used(self._names_of(tenant).full(row))
@@ -366,17 +369,20 @@ class KVStore:
 
         In every tier that has it, each up to half of the tier.
         """
+        self._tiered.check_open()
         seconds_of("seconds", seconds, ends=True)
         blocks, _, lengths = self._find(as_tokens(tokens), 0, tenant)
         return sum(lengths[: self._tiered.pin(blocks, seconds)])
 
     def unpin(self, tokens: TokensLike, *, tenant: str | None = None) -> int:
         """Let a prompt's blocks be evicted again; tokens that were pinned."""
+        self._tiered.check_open()
         blocks, _, lengths = self._find(as_tokens(tokens), 0, tenant)
         return sum(lengths[: self._tiered.unpin(blocks)])
 
     def clear(self, *, tenant: str | None = None) -> int:
         """Delete all blocks of the tenant (of this model, in this store's form); bytes freed."""
+        self._tiered.check_open()
         return self._tiered.clear(self._names_of(tenant).space)
 
     def flush(self, timeout: float | None = PATIENCE) -> bool:

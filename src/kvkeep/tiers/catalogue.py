@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Catalogue"]
 
+_PINS = 1024  # times at which pins end that are remembered before those are looked for that count
 _REMEMBERED = 4  # times as many blocks as there is room for are remembered as asked for again
 
 
@@ -76,6 +77,7 @@ class Catalogue:
         self._pinned_bytes = 0
         self._serial = 0
         self._pins: list[tuple[float, bytes]] = []  # a heap: when a pin may end
+        self._many_pins = _PINS
         self.remembers = self._shared.remembers and budget is not None
         self._fitted = 0  # bytes of a block that the policies are fit for; 0: for none yet
         self._again: OrderedDict[bytes, None] = OrderedDict()  # `known` when last asked for
@@ -350,6 +352,8 @@ class Catalogue:
                 kept.pinned = max(kept.pinned, until)
                 heapq.heappush(self._pins, (until, block))
                 pinned.append(block)
+            if len(self._pins) > self._many_pins:
+                self._forget_pins()
         return pinned
 
     def unpin(self, blocks: Sequence[bytes]) -> list[bytes]:
@@ -447,6 +451,14 @@ class Catalogue:
             kept = self._kept.get(heapq.heappop(self._pins)[1])
             if kept is not None and kept.pinned and kept.pinned <= now:
                 self._let_go(kept)
+
+    def _forget_pins(self) -> None:
+        """Forget the ends of pins that were made longer, or taken away: else they pile up."""
+        blocks = {block for _, block in self._pins}
+        pinned = (kept for block in blocks if (kept := self._kept.get(block)) and kept.pinned)
+        self._pins = [(kept.pinned, kept.block) for kept in pinned]
+        heapq.heapify(self._pins)
+        self._many_pins = max(_PINS, 2 * len(self._pins))
 
     def _let_go(self, kept: _Kept) -> None:
         kept.pinned = 0.0

@@ -111,6 +111,7 @@ class Tier:
     _quota_lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _coming: dict[bytes, int] = field(init=False, default_factory=dict)
     """Bytes that are being written, by namespace."""
+    _excess: int = field(init=False, default=0)  # bytes above the budget when it was listed last
     _trouble: Happened | None = field(init=False, default=None)
     _heard: bool = field(init=False, default=False)  # it said once what it holds
     _refused: dict[bytes, None] = field(init=False, default_factory=dict)
@@ -139,6 +140,22 @@ class Tier:
             self.reading.submit(self.relist)
             self.reading.wait(self.timeout)
 
+    def trim(self) -> None:
+        """Have go what its budget does not hold any more, if that was larger before.
+
+        It waits for that as long as for any call; no more than once, before anything is written:
+        of what two writers lack at once, each would make room for all. What is larger than the
+        budget alone was never a record of ours; nothing else goes for that.
+        """
+        if self.indexed and self._excess > 0:
+            self.reading.submit(self._trim)
+            self.reading.wait(self.timeout)
+
+    def _trim(self) -> None:
+        if self.breaker.allows():
+            with _Edge(self, "delete"):
+                self.make_room(self._excess)
+
     def relist(self) -> None:
         """Ask the backend for all it holds: others may have written here."""
         if not self._listing.acquire(timeout=self.timeout):  # one at a time
@@ -146,8 +163,11 @@ class Tier:
         try:
             if self.breaker.allows():
                 with _Edge(self, "list"):
-                    self.catalogue.fill(self.backend.list())
+                    found = list(self.backend.list())
+                    self.catalogue.fill(found)
                     self._heard = True
+                    budget = self.backend.capacity or 0
+                    self._excess = sum(one.size for one in found if one.size <= budget) - budget
             self._listed = time.monotonic()
         finally:
             self._listing.release()
@@ -302,7 +322,7 @@ class Tier:
             if codec is None:
                 self._refuse(block, f"codec {header.codec} is not for this tier")
                 return None
-            if codec.number != _RAW:
+            if codec.number != _RAW or not room.placed:  # the next read takes a scratch buffer
                 record = self._decoded(codec, header, record, room)
         except (OtherVersion, MissingExtra) as other:
             self._refuse(block, str(other))

@@ -151,6 +151,8 @@ class TieredStore:
             tier.fates = self.fates
             tier.writing.limit = min(tier.options.queue_bytes or share, share)
             tier.open()
+        for tier in self.tiers:
+            tier.trim()
 
     # --- finding ---------------------------------------------------------------------------------
 
@@ -272,7 +274,7 @@ class TieredStore:
 
         Returns how many blocks were handed over.
         """
-        self._check_open()
+        self.check_open()
         until = None if deadline is None else time.monotonic() + deadline
         if levels is None:
             levels = self.locate(blocks, until)
@@ -351,8 +353,10 @@ class TieredStore:
             if held is not None:
                 return held
             places = [tier for tier in self.tiers if tier.may_have(block)]
-            # Where it was found first; the others, should that place fail.
-            places.sort(key=lambda tier: tier is not self.tiers[level - 1])
+            # Where it was found first; the others, should that place fail. What was in memory,
+            # and has left it since, comes from the fastest.
+            if level:
+                places.sort(key=lambda tier: tier is not self.tiers[level - 1])
             flight = Flight(self.front, block, raw_bytes, places, self._landed)
             flight.join()
             flight.stays = bool(places) and self._planner.promotes(
@@ -446,7 +450,7 @@ class TieredStore:
 
         ``plan`` gives ids and raw bytes; it is called in a thread of the store and may `locate`.
         """
-        self._check_open()
+        self.check_open()
         handle = Prefetch()
 
         def bring() -> None:
@@ -502,7 +506,7 @@ class TieredStore:
         be made the rest is dropped. With ``wait``, full queues are waited for, up to so many
         seconds in all, and so is the end of all writing.
         """
-        self._check_open()
+        self.check_open()
         until = 0.0 if wait is None else time.monotonic() + wait
         written = Written()
         writing = _Writing(self.tiers, blocks)
@@ -870,7 +874,8 @@ class TieredStore:
         for tier in self.tiers:
             tier.catalogue.check()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise `IllegalStep` once it was closed."""
         if self._closed:
             raise IllegalStep("the store is closed")
 
