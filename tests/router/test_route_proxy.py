@@ -231,11 +231,19 @@ def test_keys_and_prompts_are_in_no_log(caplog):
         ["http://a?b"],
         ["http://a", "http://a"],
         ["http://user:secret@a"],
+        ["ftp://user:secret@a"],
+        ["http://a:port"],
+        ["http://a:99999"],
+        ["http://[::1"],
+        ["http://a b"],
+        ["http://a\n"],
+        ["http://a#b"],
     ],
 )
 def test_instances_that_are_none(instances):
-    with pytest.raises(InvalidValue):
+    with pytest.raises(InvalidValue) as refused:
         Upstreams(instances)
+    assert "secret" not in str(refused.value)
 
 
 def test_nothing_is_asked_for_that_the_client_did_not():
