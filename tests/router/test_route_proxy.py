@@ -202,6 +202,31 @@ def test_other_endpoints_and_methods():
         assert httpx.post(f"{proxy.url}/v1/nothing").status_code == 404
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/models/../../admin", "/v1/models/%2e%2E/%2e%2e/admin", "/v1/models/x/..%2f../y"]
+)
+def test_no_path_leads_out_of_what_is_passed_on(path):
+    with routing("well") as (proxy, (one,)):
+        plain = http.client.HTTPConnection(proxy.url.removeprefix("http://"), timeout=20)
+        plain.request("POST", path)
+        with plain.getresponse() as answer:
+            assert answer.status == 404
+            answer.read()
+        plain.close()
+        assert one.asked == []
+
+
+def test_a_path_too_long_to_be_asked_for():
+    with routing("well") as (proxy, (one,)):
+        plain = http.client.HTTPConnection(proxy.url.removeprefix("http://"), timeout=20)
+        plain.request("GET", "/v1/models/" + "x" * 65_520)  # what the server lets through
+        with plain.getresponse() as answer:
+            assert answer.status == 414
+            answer.read()
+        plain.close()
+        assert one.asked == []
+
+
 def test_too_large_and_foreign():
     with routing("well", max_body_bytes=1000) as (proxy, (one,)):
         assert ask(proxy, {"prompt": "x" * 2000}).status_code == 413

@@ -44,6 +44,7 @@ _FAILED = frozenset({502, 503, 504})
 _ELSEWHERE = _FAILED | {429}
 _MOST_REACHED = 2
 _BODY_S = 60.0
+_LONGEST_PATH = 32 << 10  # bytes, with its query
 
 
 class _Outcome(Enum):
@@ -108,6 +109,10 @@ class _Passing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        refused = _refused(scope)
+        if refused is not None:
+            await refused(scope, receive, send)
+            return
         try:
             body = await self._proxy.body(request)
         except ClientDisconnect:
@@ -262,6 +267,15 @@ class _Question:
         self.shown = quote(request.scope["path"][:100])  # no path writes a line of its own
         self.headers = headers
         self.body = body
+
+
+def _refused(scope: Scope) -> Response | None:
+    """What to answer a path that is not passed on: whoever tidies it up would serve another one."""
+    if not {".", ".."}.isdisjoint(scope["path"].split("/")):
+        return _error(404, "there is nothing at this path")
+    if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > _LONGEST_PATH:
+        return _error(414, "the request's path is too long")
+    return None
 
 
 def _start(answer: httpx.Response) -> Message:
