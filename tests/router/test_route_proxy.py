@@ -107,6 +107,17 @@ def test_what_cannot_be_read_goes_to_the_least_loaded_as_it_is():
             assert one.asked[-1][2] == body
 
 
+@pytest.mark.parametrize(
+    "tokens",
+    [b"", b"gzip", b"[]", b'{"tokens": [1, [2, 3]]}', b'{"tokens": [-1]}', b'{"tokens": ["x"]}'],
+)
+def test_an_instance_that_cannot_tokenize_keeps_no_prompt_from_its_place(tokens):
+    with routing("well") as (proxy, (one,)):
+        one.tokens = tokens
+        assert ask(proxy, {"prompt": "some text"}).content == WHOLE
+        assert 'placed_total{by="load, tokens unknown"} 1.0' in metrics(proxy)
+
+
 @pytest.mark.parametrize("mood", ["503", "hangs up", "head only", "429"])
 def test_another_one_is_asked_before_the_first_byte(mood):
     with routing(mood, "well") as (proxy, (bad, good)):

@@ -123,7 +123,7 @@ class Upstreams:
             raise UpstreamFailed(name, error) from error
         try:
             yield response
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:  # what is no gzip, though it says so, among them
             raise UpstreamFailed(name, error) from error
         finally:
             await response.aclose()
