@@ -29,6 +29,8 @@ from kvkeep.store import BlockStore
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvkeep.tiers import TierStats
+
 
 def test_options() -> None:
     assert Options.parse({}) == Options()
@@ -178,6 +180,41 @@ def test_counts_add_up() -> None:
     both = taken.aggregate(KVKeepStats(data={"a": 1, "c": 2}))
     assert both.data == {"a": 21, "b": 10, "c": 2, "hits memory": 3}
     assert counts.take() is None
+
+
+class SlowToSay(BlockStore):
+    """Its first word on its tiers comes when another thread has heard the second, or would have."""
+
+    def __init__(self) -> None:
+        super().__init__("hits", tiers=["memory://1MiB"])
+        self.key = os.urandom(32)
+        self.put([self.key], [b"x"])
+        self.asked = threading.Event()
+        self.heard = threading.Event()
+
+    def stats(self) -> list[TierStats]:
+        said = super().stats()
+        if not self.asked.is_set():
+            self.asked.set()
+            self.heard.wait(0.2)
+        return said
+
+
+def test_hits_are_counted_once_and_never_back() -> None:
+    groups = Groups((Group(("l",), None),), 16, drops_last=False)
+    with SlowToSay() as store:
+        shared, first, second = Shared("hits", store, groups, [1], Options()), Counts(), Counts()
+        store.get([store.key], [memoryview(bytearray(1))])
+        other = threading.Thread(target=shared.count_hits, args=[first])
+        other.start()
+        store.asked.wait()
+        store.get([store.key], [memoryview(bytearray(1))])
+        shared.count_hits(second)
+        store.heard.set()
+        other.join()
+        counted = [taken.data for counts in (first, second) if (taken := counts.take())]
+        assert counted == [{"hits memory": 1}, {"hits memory": 1}]
+        shared.close()
 
 
 def test_messages_cross_processes() -> None:

@@ -47,6 +47,7 @@ class Shared:
         self._lock = threading.Lock()
         self._ends: list[tuple[float, int, bytes]] = []  # a heap: when a block is to be deleted
         self._due: dict[bytes, float] = {}
+        self._counting = threading.Lock()
         self._hits: dict[str, float] = {}
         self._closed = False
         _ENGINES[engine] = self
@@ -91,11 +92,12 @@ class Shared:
 
     def count_hits(self, counts: Counts) -> None:
         """Count what the tiers handed out since the last call."""
-        for tier in self.store.stats():
-            hits = tier.counters["hits"]
-            before = self._hits.get(tier.name, 0)
-            self._hits[tier.name] = hits
-            counts.hits(tier.name, hits - before)
+        with self._counting:  # loads end side by side, and a Prometheus counter never goes back
+            for tier in self.store.stats():
+                hits = tier.counters["hits"]
+                before = self._hits.get(tier.name, 0)
+                self._hits[tier.name] = hits
+                counts.hits(tier.name, hits - before)
 
     def clear(self) -> None:
         """Delete the namespace."""
