@@ -38,9 +38,24 @@ def test_options() -> None:
     options = Options.parse(given)
     assert (options.tiers, options.load_timeout, options.min_tokens) == (("memory://1MiB",), 2.0, 7)
     for wrong in ({"tiers": []}, {"tiers": [1]}, {"min_tokens": 0}, {"revision": 3},
-                  {"flush_timeout": -1}, {"lookup_timeout": True}, {"nothing": 1}):  # fmt: skip
+                  {"flush_timeout": -1}, {"lookup_timeout": True}, {"nothing": 1},
+                  {"flush_timeout": 1e300}, {"load_timeout": 10**400}):  # fmt: skip
         with pytest.raises(InvalidValue, match=next(iter(wrong))):
             Options.parse(wrong)
+
+
+def test_a_password_is_not_repeated() -> None:
+    with pytest.raises(InvalidValue, match="a list of URLs") as refused:
+        Options.parse({"tiers": "valkey://:secret@there"})
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("ttl", [0, -1, "1h", True, [], float("nan"), 1e300,
+                                 pytest.param(10**400, id="no float")])  # fmt: skip
+def test_no_ttl_that_a_client_sends_is_more_than_wrong(ttl: object) -> None:
+    for pin in (False, True):
+        with pytest.raises(InvalidValue, match="ttl is "):
+            Wishes.parse({"kvkeep": {"ttl": ttl, "pin": pin}})
 
 
 @pytest.mark.parametrize(
