@@ -50,6 +50,12 @@ def test_a_password_is_not_repeated() -> None:
     assert "secret" not in str(refused.value)
 
 
+def test_no_client_writes_a_line_of_its_own_into_the_log() -> None:
+    with pytest.raises(InvalidValue) as refused:
+        Wishes.parse({"kvkeep": {"a\nERROR: b": 1}})
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize("ttl", [0, -1, "1h", True, [], float("nan"), 1e300,
                                  pytest.param(10**400, id="no float")])  # fmt: skip
 def test_no_ttl_that_a_client_sends_is_more_than_wrong(ttl: object) -> None:

@@ -106,7 +106,7 @@ class Wishes:
             return _DEFAULT
         if not isinstance(given, dict):
             raise InvalidValue(f"kvkeep is {given!r}; an object is needed")
-        if unknown := sorted(map(str, set(given) - {"store", "load", "ttl", "pin"})):
+        if unknown := sorted(map(repr, set(given) - {"store", "load", "ttl", "pin"})):
             raise InvalidValue(f"it has {', '.join(unknown)}; there are store, load, ttl and pin")
         for name in ("store", "load", "pin"):
             if not isinstance(given.get(name, False), bool):

@@ -111,7 +111,9 @@ class SchedulerSide:
         except InvalidValue as error:
             self.counts.add(ignored_params=1)
             _LOG.warning(
-                "kv_transfer_params of request %s are not followed: %s", request.request_id, error
+                "kv_transfer_params of request %.100r are not followed: %.500s",
+                request.request_id,
+                str(error),
             )
         followed = _Followed(request, wishes)
         if request.lora_request is not None:
