@@ -198,6 +198,7 @@ def test_a_client_that_goes_is_no_work_any_more():
         eventually(lambda: one.left == 1)
         eventually(lambda: proxy.router.load(one.url) == (0, 0.0))
         assert not proxy.upstreams.resting(one.url)
+        eventually(lambda: 'outcome="given up"} 1.0' in metrics(proxy))
 
 
 def test_other_endpoints_and_methods():

@@ -56,6 +56,7 @@ class _Outcome(Enum):
     REFUSED = "refused, asked elsewhere"
     BROKE = "broke"  # it was reached, and did not answer
     UNREACHABLE = "unreachable"
+    GIVEN_UP = "given up"  # by the client, which has gone
 
 
 _DONE = frozenset({_Outcome.ANSWERED, _Outcome.REFUSED_AT_LAST, _Outcome.BROKEN_OFF})
@@ -189,11 +190,12 @@ class _Proxy:
             # A request that breaks whoever computes it must not go round them all.
             final = number == len(scores) - 1 or reached >= _MOST_REACHED - 1
             ticket = self._router.begin(score, prompt.tokens, lora=lora, salt=prompt.salt)
+            outcome = _Outcome.GIVEN_UP
             try:
                 outcome = await self._try(question, score, ticket, send, final=final)
             finally:
                 self._router.end(ticket)
-            self._metrics.requests.labels(score.place.instance, outcome.value).inc()
+                self._metrics.requests.labels(score.place.instance, outcome.value).inc()
             log.info("%s to %s: %s", question.shown, score.place.instance, outcome.value)
             if outcome in _DONE:
                 return
