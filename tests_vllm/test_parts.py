@@ -29,6 +29,7 @@ from kvkeep.store import BlockStore
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from conftest import Server
     from kvkeep.tiers import TierStats
 
 
@@ -201,6 +202,23 @@ def test_counts_add_up() -> None:
     both = taken.aggregate(KVKeepStats(data={"a": 1, "c": 2}))
     assert both.data == {"a": 21, "b": 10, "c": 2, "hits memory": 3}
     assert counts.take() is None
+
+
+def test_a_reset_says_whether_every_tier_was_reset(server: Server) -> None:
+    groups = Groups((Group(("l",), None),), 16, drops_last=False)
+    with BlockStore("reset", tiers=["memory://1MiB", server.url(timeout="200ms")]) as store:
+        shared = Shared("reset", store, groups, [8], Options(flush_timeout=0.5))
+        key = os.urandom(32)
+        assert store.put([key], [b"12345678"], wait=10) == 1
+        assert store.flush(10)
+        assert shared.clear()
+        assert store.lookup([key]) == 0
+        store.put([key], [b"12345678"], wait=10)
+        assert store.flush(10)
+        server.hang()
+        assert not shared.clear()
+        server.go_on()
+        shared.close()
 
 
 class SlowToSay(BlockStore):

@@ -99,10 +99,19 @@ class Shared:
                 self._hits[tier.name] = hits
                 counts.hits(tier.name, hits - before)
 
-    def clear(self) -> None:
-        """Delete the namespace."""
+    def clear(self) -> bool:
+        """Delete the namespace; False: a tier could not be asked to, and may have it still."""
+        before = self._errors()
         freed = self.store.clear()
         _LOG.info("kvkeep deleted %.1f MiB", freed / 2**20)
+        there = all(tier.breaker == "closed" for tier in self.store.stats())
+        good = there and self._errors() == before
+        if not good:
+            _LOG.warning("kvkeep could not delete all there is: a tier fails. Try again later")
+        return good
+
+    def _errors(self) -> float:
+        return sum(tier.counters["errors"] for tier in self.store.stats())
 
     def close(self) -> None:
         """Write what waits, for ``flush_timeout`` at most; a second call does nothing."""
