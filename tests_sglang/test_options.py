@@ -24,15 +24,17 @@ def test_what_sglang_reads_itself_is_not_ours() -> None:
     ("given", "said"),
     [
         ({"tier": ["memory://1GiB"]}, "has 'tier'; kvkeep's options are tiers, revision, tenant"),
-        ({"tiers": "memory://1GiB"}, "a list of URLs is needed"),
-        ({"tiers": []}, "a list of URLs is needed"),
-        ({"tiers": [1]}, "a list of URLs is needed"),
+        ({"tiers": "memory://1GiB"}, "a list of URLs, fastest first"),
+        ({"tiers": []}, "a list of URLs, fastest first"),
+        ({"tiers": [1]}, "a list of URLs, fastest first"),
         ({"revision": 3}, "revision is 3; text is needed"),
         ({"tenant": None}, "tenant is None; text is needed"),
         ({"load_timeout": "5s"}, "load_timeout is '5s'; a number of seconds is needed"),
         ({"lookup_timeout": -1}, "lookup_timeout is -1"),
         ({"save_timeout": True}, "save_timeout is True"),
         ({"flush_timeout": float("nan")}, "flush_timeout is nan"),
+        ({"flush_timeout": 1e300}, "flush_timeout is 1e.300"),
+        ({"save_timeout": 10**400}, "save_timeout is 10000"),
         ({"threads": 0}, "threads is 0"),
         ({"threads": 2.5}, "threads is 2.5"),
     ],
@@ -40,3 +42,9 @@ def test_what_sglang_reads_itself_is_not_ours() -> None:
 def test_what_is_wrong_is_named(given: dict[str, object], said: str) -> None:
     with pytest.raises(InvalidValue, match=said):
         Options.parse(given)
+
+
+def test_a_password_is_not_repeated() -> None:
+    with pytest.raises(InvalidValue) as refused:
+        Options.parse({"tiers": "valkey://:secret@there"})
+    assert "secret" not in str(refused.value)

@@ -29,6 +29,9 @@ from kvkeep.store import BlockStore
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from conftest import Server
+    from kvkeep.tiers import TierStats
+
 
 def test_options() -> None:
     assert Options.parse({}) == Options()
@@ -36,9 +39,30 @@ def test_options() -> None:
     options = Options.parse(given)
     assert (options.tiers, options.load_timeout, options.min_tokens) == (("memory://1MiB",), 2.0, 7)
     for wrong in ({"tiers": []}, {"tiers": [1]}, {"min_tokens": 0}, {"revision": 3},
-                  {"flush_timeout": -1}, {"lookup_timeout": True}, {"nothing": 1}):  # fmt: skip
+                  {"flush_timeout": -1}, {"lookup_timeout": True}, {"nothing": 1},
+                  {"flush_timeout": 1e300}, {"load_timeout": 10**400}):  # fmt: skip
         with pytest.raises(InvalidValue, match=next(iter(wrong))):
             Options.parse(wrong)
+
+
+def test_a_password_is_not_repeated() -> None:
+    with pytest.raises(InvalidValue, match="a list of URLs") as refused:
+        Options.parse({"tiers": "valkey://:secret@there"})
+    assert "secret" not in str(refused.value)
+
+
+def test_no_client_writes_a_line_of_its_own_into_the_log() -> None:
+    with pytest.raises(InvalidValue) as refused:
+        Wishes.parse({"kvkeep": {"a\nERROR: b": 1}})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("ttl", [0, -1, "1h", True, [], float("nan"), 1e300,
+                                 pytest.param(10**400, id="no float")])  # fmt: skip
+def test_no_ttl_that_a_client_sends_is_more_than_wrong(ttl: object) -> None:
+    for pin in (False, True):
+        with pytest.raises(InvalidValue, match="ttl is "):
+            Wishes.parse({"kvkeep": {"ttl": ttl, "pin": pin}})
 
 
 @pytest.mark.parametrize(
@@ -178,6 +202,58 @@ def test_counts_add_up() -> None:
     both = taken.aggregate(KVKeepStats(data={"a": 1, "c": 2}))
     assert both.data == {"a": 21, "b": 10, "c": 2, "hits memory": 3}
     assert counts.take() is None
+
+
+def test_a_reset_says_whether_every_tier_was_reset(server: Server) -> None:
+    groups = Groups((Group(("l",), None),), 16, drops_last=False)
+    with BlockStore("reset", tiers=["memory://1MiB", server.url(timeout="200ms")]) as store:
+        shared = Shared("reset", store, groups, [8], Options(flush_timeout=0.5))
+        key = os.urandom(32)
+        assert store.put([key], [b"12345678"], wait=10) == 1
+        assert store.flush(10)
+        assert shared.clear()
+        assert store.lookup([key]) == 0
+        store.put([key], [b"12345678"], wait=10)
+        assert store.flush(10)
+        server.hang()
+        assert not shared.clear()
+        server.go_on()
+        shared.close()
+
+
+class SlowToSay(BlockStore):
+    """Its first word on its tiers comes when another thread has heard the second, or would have."""
+
+    def __init__(self) -> None:
+        super().__init__("hits", tiers=["memory://1MiB"])
+        self.key = os.urandom(32)
+        self.put([self.key], [b"x"])
+        self.asked = threading.Event()
+        self.heard = threading.Event()
+
+    def stats(self) -> list[TierStats]:
+        said = super().stats()
+        if not self.asked.is_set():
+            self.asked.set()
+            self.heard.wait(0.2)
+        return said
+
+
+def test_hits_are_counted_once_and_never_back() -> None:
+    groups = Groups((Group(("l",), None),), 16, drops_last=False)
+    with SlowToSay() as store:
+        shared, first, second = Shared("hits", store, groups, [1], Options()), Counts(), Counts()
+        store.get([store.key], [memoryview(bytearray(1))])
+        other = threading.Thread(target=shared.count_hits, args=[first])
+        other.start()
+        store.asked.wait()
+        store.get([store.key], [memoryview(bytearray(1))])
+        shared.count_hits(second)
+        store.heard.set()
+        other.join()
+        counted = [taken.data for counts in (first, second) if (taken := counts.take())]
+        assert counted == [{"hits memory": 1}, {"hits memory": 1}]
+        shared.close()
 
 
 def test_messages_cross_processes() -> None:

@@ -31,11 +31,12 @@ class StandIn:
     """An HTTP server that answers in chunks, or does what ``mood`` says.
 
     "well" · "503" · "429" · "500" · "hangs up" before a head · "head only" then hangs up ·
-    "half" an answer · "waits" until the client goes.
+    "half" an answer · "waits" until the client goes. ``tokens`` are what it says that any text is.
     """
 
     def __init__(self, mood: str = "well") -> None:
         self.mood = mood
+        self.tokens: bytes | None = None
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         self.left = 0
         self._ready = threading.Event()
@@ -79,7 +80,10 @@ class StandIn:
         def head(status: str, more: str = "") -> bytes:
             return f"HTTP/1.1 {status}\r\nconnection: close\r\n{more}\r\n".encode()
 
-        if path == "/tokenize" and self.mood != "hangs up":
+        if path == "/tokenize" and self.tokens is not None:
+            writer.write(head("200 OK", "content-encoding: gzip\r\n" * (self.tokens == b"gzip")))
+            writer.write(self.tokens)
+        elif path == "/tokenize" and self.mood != "hangs up":
             text = json.loads(body).get("prompt") or "".join(
                 turn["content"] for turn in json.loads(body)["messages"]
             )

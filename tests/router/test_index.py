@@ -237,6 +237,16 @@ def test_an_instance_cannot_fill_the_memory():
     assert len(index) == 91
 
 
+def test_an_instance_cannot_name_any_number_of_tiers():
+    index = PrefixIndex(["GPU"], most_blocks=10)
+    for number in range(100):
+        index.store(PLACES[0], [number], None, [number], 1, tier=f"tier {number}")
+    assert (len(index), index.refused) == (15, 85)
+    index.store(PLACES[2], [1], None, [1], 1)
+    assert len(index) == 16
+    index.check()
+
+
 def test_a_place_that_goes_leaves_its_bit_to_the_next():
     index = PrefixIndex()
     index.store(PLACES[0], [1], None, [1, 2], 2)

@@ -107,6 +107,17 @@ def test_what_cannot_be_read_goes_to_the_least_loaded_as_it_is():
             assert one.asked[-1][2] == body
 
 
+@pytest.mark.parametrize(
+    "tokens",
+    [b"", b"gzip", b"[]", b'{"tokens": [1, [2, 3]]}', b'{"tokens": [-1]}', b'{"tokens": ["x"]}'],
+)
+def test_an_instance_that_cannot_tokenize_keeps_no_prompt_from_its_place(tokens):
+    with routing("well") as (proxy, (one,)):
+        one.tokens = tokens
+        assert ask(proxy, {"prompt": "some text"}).content == WHOLE
+        assert 'placed_total{by="load, tokens unknown"} 1.0' in metrics(proxy)
+
+
 @pytest.mark.parametrize("mood", ["503", "hangs up", "head only", "429"])
 def test_another_one_is_asked_before_the_first_byte(mood):
     with routing(mood, "well") as (proxy, (bad, good)):
@@ -187,6 +198,7 @@ def test_a_client_that_goes_is_no_work_any_more():
         eventually(lambda: one.left == 1)
         eventually(lambda: proxy.router.load(one.url) == (0, 0.0))
         assert not proxy.upstreams.resting(one.url)
+        eventually(lambda: 'outcome="given up"} 1.0' in metrics(proxy))
 
 
 def test_other_endpoints_and_methods():
@@ -200,6 +212,31 @@ def test_other_endpoints_and_methods():
         assert httpx.get(f"{proxy.url}/v1/completions").status_code == 405
         assert httpx.get(f"{proxy.url}/kv/tree").status_code == 404
         assert httpx.post(f"{proxy.url}/v1/nothing").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models/../../admin", "/v1/models/%2e%2E/%2e%2e/admin", "/v1/models/x/..%2f../y"]
+)
+def test_no_path_leads_out_of_what_is_passed_on(path):
+    with routing("well") as (proxy, (one,)):
+        plain = http.client.HTTPConnection(proxy.url.removeprefix("http://"), timeout=20)
+        plain.request("POST", path)
+        with plain.getresponse() as answer:
+            assert answer.status == 404
+            answer.read()
+        plain.close()
+        assert one.asked == []
+
+
+def test_a_path_too_long_to_be_asked_for():
+    with routing("well") as (proxy, (one,)):
+        plain = http.client.HTTPConnection(proxy.url.removeprefix("http://"), timeout=20)
+        plain.request("GET", "/v1/models/" + "x" * 65_520)  # what the server lets through
+        with plain.getresponse() as answer:
+            assert answer.status == 414
+            answer.read()
+        plain.close()
+        assert one.asked == []
 
 
 def test_too_large_and_foreign():
@@ -231,11 +268,19 @@ def test_keys_and_prompts_are_in_no_log(caplog):
         ["http://a?b"],
         ["http://a", "http://a"],
         ["http://user:secret@a"],
+        ["ftp://user:secret@a"],
+        ["http://a:port"],
+        ["http://a:99999"],
+        ["http://[::1"],
+        ["http://a b"],
+        ["http://a\n"],
+        ["http://a#b"],
     ],
 )
 def test_instances_that_are_none(instances):
-    with pytest.raises(InvalidValue):
+    with pytest.raises(InvalidValue) as refused:
         Upstreams(instances)
+    assert "secret" not in str(refused.value)
 
 
 def test_nothing_is_asked_for_that_the_client_did_not():

@@ -78,6 +78,19 @@ def test_ranks_are_places_of_their_own(router):
     assert matched(router) == {}
 
 
+def test_a_rank_that_is_not_there_gets_no_prompt():
+    one = PrefixRouter(["a", "b"], ranks=2)
+    for rank in (1, 2, -1, 2**63):
+        one.apply("a", [stored([1], PROMPT[:16])], rank=rank)
+    assert one.num_ranks("a") == 2
+    assert matched(one) == {("a", 0): 16, ("a", 1): 16}
+    one.clear("a", 7)
+    assert matched(one) == {("a", 1): 16}
+    one.check()
+    with pytest.raises(InvalidValue):
+        PrefixRouter(["a"], ranks=0)
+
+
 def test_salts_from_vllm_and_from_us_are_found_by_the_salt_itself(router):
     router.apply("a", [stored([1, 2], PROMPT[:32], extra_keys=[["T"], None])])
     router.apply("b", [stored([1, 2], PROMPT[:32], extra_keys=[[salt_digest("T")], None])])

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     names = _listed(args.instances)
     sources = _sources(args, names)
     upstreams = Upstreams(names)
-    router = PrefixRouter(names, cost=_cost(args))
+    router = PrefixRouter(names, cost=_cost(args), ranks=args.ranks)
     tokenize = None if args.model is None else _tokenizer(args.model)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"

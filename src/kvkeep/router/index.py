@@ -24,6 +24,8 @@ _MAX_TOKEN = 2**31 - 1
 _FEW = 64  # tokens
 _MOST_SIZES = 16
 """Block sizes in use at once; each costs a pass of its own in a lookup."""
+_MOST_TIERS = 16
+"""Names of tiers that are ever heard of; each costs a probe for every block in a lookup."""
 
 
 class Place(NamedTuple):
@@ -133,6 +135,9 @@ class PrefixIndex:
         nothing). ``lora`` and ``salt`` count at the beginning only.
         """
         count = len(hashes)
+        if tier not in self._tiers and len(self._tiers) >= _MOST_TIERS:
+            self.refused += count
+            return
         stock = self._stock(place, tier)
         start = self._keys.root(lora, salt) if parent is None else stock.blocks.get(parent)
         if start is None:

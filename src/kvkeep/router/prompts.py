@@ -7,8 +7,6 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvkeep.errors import InvalidValue
 from kvkeep.router.upstreams import UpstreamFailed
 from kvkeep.tokens import as_tokens
@@ -115,4 +113,4 @@ class Prompts:
         except (ValueError, RecursionError):
             return None
         tokens = said.get("tokens") if isinstance(said, dict) else None
-        return as_tokens(np.array(tokens)) if isinstance(tokens, list) and tokens else None
+        return as_tokens(tokens) if isinstance(tokens, list) and tokens else None

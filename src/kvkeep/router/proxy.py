@@ -44,6 +44,7 @@ _FAILED = frozenset({502, 503, 504})
 _ELSEWHERE = _FAILED | {429}
 _MOST_REACHED = 2
 _BODY_S = 60.0
+_LONGEST_PATH = 32 << 10  # bytes, with its query
 
 
 class _Outcome(Enum):
@@ -55,6 +56,7 @@ class _Outcome(Enum):
     REFUSED = "refused, asked elsewhere"
     BROKE = "broke"  # it was reached, and did not answer
     UNREACHABLE = "unreachable"
+    GIVEN_UP = "given up"  # by the client, which has gone
 
 
 _DONE = frozenset({_Outcome.ANSWERED, _Outcome.REFUSED_AT_LAST, _Outcome.BROKEN_OFF})
@@ -108,6 +110,10 @@ class _Passing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        refused = _refused(scope)
+        if refused is not None:
+            await refused(scope, receive, send)
+            return
         try:
             body = await self._proxy.body(request)
         except ClientDisconnect:
@@ -184,11 +190,12 @@ class _Proxy:
             # A request that breaks whoever computes it must not go round them all.
             final = number == len(scores) - 1 or reached >= _MOST_REACHED - 1
             ticket = self._router.begin(score, prompt.tokens, lora=lora, salt=prompt.salt)
+            outcome = _Outcome.GIVEN_UP
             try:
                 outcome = await self._try(question, score, ticket, send, final=final)
             finally:
                 self._router.end(ticket)
-            self._metrics.requests.labels(score.place.instance, outcome.value).inc()
+                self._metrics.requests.labels(score.place.instance, outcome.value).inc()
             log.info("%s to %s: %s", question.shown, score.place.instance, outcome.value)
             if outcome in _DONE:
                 return
@@ -262,6 +269,15 @@ class _Question:
         self.shown = quote(request.scope["path"][:100])  # no path writes a line of its own
         self.headers = headers
         self.body = body
+
+
+def _refused(scope: Scope) -> Response | None:
+    """What to answer a path that is not passed on: whoever tidies it up would serve another one."""
+    if not {".", ".."}.isdisjoint(scope["path"].split("/")):
+        return _error(404, "there is nothing at this path")
+    if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > _LONGEST_PATH:
+        return _error(414, "the request's path is too long")
+    return None
 
 
 def _start(answer: httpx.Response) -> Message:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.errors import InvalidValue
+from kvkeep.errors import InvalidValue, whole
 from kvkeep.feed.wire import AllBlocksCleared, BlockRemoved, BlockStored, salt_digest
 from kvkeep.router.cost import CostModel
 from kvkeep.router.held import Held
@@ -30,6 +30,7 @@ _COMING_TOKENS = 256
 _WHOLE = {None, "full_attention", "mla_attention"}
 _MARK_LENGTH = 4096
 _MOST_ADAPTERS = 10_000
+MOST_RANKS = 1024
 
 
 class Score(NamedTuple):
@@ -101,7 +102,11 @@ class PrefixRouter:
     may differ in block size and in how they hash. A prompt goes where it is through first: what is
     left to compute there, plus what waits there, plus what `CostModel.balance` says.
 
-    Thread safety: every method takes one lock. Cost: see `PrefixIndex`.
+    An instance has ``ranks`` data-parallel ranks at most: what another one tells counts as the
+    first one's, so that no prompt is sent to a rank that is not there.
+
+    Thread safety: every method takes one lock. Cost: see `PrefixIndex`. `InvalidValue` for ranks
+    that are none.
     """
 
     def __init__(
@@ -109,8 +114,10 @@ class PrefixRouter:
         instances: Iterable[str] = (),
         *,
         cost: CostModel | None = None,
+        ranks: int = MOST_RANKS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._ranks = whole("ranks", ranks, 1, MOST_RANKS)
         self.cost = cost or CostModel()
         self._clock = clock
         self._lock = threading.Lock()
@@ -141,7 +148,7 @@ class PrefixRouter:
 
         `InvalidValue` for an instance that is not known.
         """
-        place = Place(instance, rank)
+        place = self._place(instance, rank)
         with self._lock:
             ranks = self._loads.get(instance)
             if ranks is None:
@@ -153,10 +160,14 @@ class PrefixRouter:
 
     def clear(self, instance: str, rank: int | None = None) -> None:
         """Nothing is known of what an instance, or one rank of it, holds."""
+        only = None if rank is None else self._place(instance, rank)
         with self._lock:
             for place in self._loads.get(instance, {}):
-                if rank is None or place.rank == rank:
+                if only is None or place == only:
                     self._clear(place)
+
+    def _place(self, instance: str, rank: int) -> Place:
+        return Place(instance, rank if 0 <= rank < self._ranks else 0)
 
     def _clear(self, place: Place) -> None:
         self._index.clear(place)

@@ -59,11 +59,10 @@ class Upstreams:
         self._clock = clock
         self._states: dict[str, _State] = {}
         for url in instances:
-            parts = urlsplit(url)
-            if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query:
-                raise InvalidValue(f"an instance is http://HOST:PORT, got {url!r}")
-            if "@" in parts.netloc:  # names of instances are in logs and metrics
+            if "@" in url:  # names of instances are in logs and metrics
                 raise InvalidValue("an instance's URL has no password in it; clients send the keys")
+            if not _can_be_asked(url):
+                raise InvalidValue(f"an instance is http://HOST:PORT, got {url!r}")
             if url in self._states:
                 raise InvalidValue(f"the instance {url} is named twice")
             self._states[url] = _State()
@@ -124,7 +123,7 @@ class Upstreams:
             raise UpstreamFailed(name, error) from error
         try:
             yield response
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:  # what is no gzip, though it says so, among them
             raise UpstreamFailed(name, error) from error
         finally:
             await response.aclose()
@@ -132,6 +131,18 @@ class Upstreams:
     async def close(self) -> None:
         """Give the connections back."""
         await self._client.aclose()
+
+
+def _can_be_asked(url: str) -> bool:
+    """Whether paths can be put behind it, and requests sent there."""
+    try:
+        parts = urlsplit(url)
+        httpx.URL(url)
+        sound = parts.port != 0 and url.isprintable() and " " not in url
+    except (ValueError, httpx.InvalidURL):  # a port that is none, a bracket too many
+        return False
+    named = parts.scheme in {"http", "https"} and bool(parts.hostname)
+    return sound and named and not parts.query and not parts.fragment
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

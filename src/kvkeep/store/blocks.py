@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvkeep.errors import InvalidValue, whole
 from kvkeep.keys import KEY_BYTES, as_namespace, space_of
+from kvkeep.store.pinning import pin_memory
 from kvkeep.store.stats import closed_is_illegal, seconds_of
 from kvkeep.tiers import TieredStore, TieringPolicy, open_tiers
 
@@ -46,6 +47,16 @@ class BlockStore:
         self._space = space_of(self.namespace)
         front, below = open_tiers(tiers)
         self._tiered = TieredStore(front, below, policy)
+        self._unpin_memory: Callable[[], None] | None = None
+
+    def pin_memory(self) -> None:
+        """Have a GPU copy from and to the first tier's memory at full speed, until `close`.
+
+        All of that memory is taken from the system now. Without CUDA, or if it refuses, nothing
+        changes.
+        """
+        if self._unpin_memory is None:
+            self._unpin_memory = pin_memory(self._tiered.front.backend)
 
     def put(
         self,
@@ -219,6 +230,8 @@ class BlockStore:
 
     def close(self, timeout: float = 10.0) -> bool:
         """Flush and give everything back; a second call does nothing."""
+        if self._unpin_memory is not None:
+            self._unpin_memory()
         return self._tiered.close(timeout)
 
     def stats(self) -> list[TierStats]:

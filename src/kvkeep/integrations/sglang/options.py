@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import inf
+from threading import TIMEOUT_MAX  # seconds that can be waited for: some hundred years
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.errors import InvalidValue, whole
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["Options"]
+
+# Not what was given: a URL may have a password in it.
+_NO_TIERS = 'tiers are a list of URLs, fastest first, as ["memory://8GiB"]; something else is given'
 
 # In the same object, and meant for SGLang.
 _OF_SGLANG: Final = {
@@ -75,7 +78,7 @@ class Options:
                 or not tiers
                 or not all(isinstance(tier, str) for tier in tiers)
             ):
-                raise InvalidValue(f"tiers is {tiers!r}; a list of URLs is needed, fastest first")
+                raise InvalidValue(_NO_TIERS)
             options["tiers"] = tuple(tiers)
         for name in ("revision", "tenant"):
             if not isinstance(options.get(name, ""), str):
@@ -89,6 +92,10 @@ class Options:
 
 
 def _seconds(name: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < inf:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value <= TIMEOUT_MAX
+    ):
         raise InvalidValue(f"{name} is {value!r}; a number of seconds is needed")
     return float(value)

@@ -186,8 +186,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         """Delete the namespace: all that engines with these weights and settings stored."""
-        self._deciding.clear()
-        return True
+        return self._deciding.clear()
 
     # --- both ------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from threading import TIMEOUT_MAX  # seconds that can be waited for: some hundred years
 from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidValue, whole
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["Options", "Wishes"]
 
 _DEFAULT_PIN_S = 3600.0
+# Not what was given: a URL may have a password in it.
+_NO_TIERS = 'tiers are a list of URLs, fastest first, as ["memory://8GiB"]; something else is given'
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class Options:
                 or not tiers
                 or not all(isinstance(tier, str) for tier in tiers)
             ):
-                raise InvalidValue(f"tiers is {tiers!r}; a list of URLs is needed, fastest first")
+                raise InvalidValue(_NO_TIERS)
             options["tiers"] = tuple(tiers)
         for name in ("load_timeout", "lookup_timeout", "flush_timeout"):
             if name in options:
@@ -103,7 +106,7 @@ class Wishes:
             return _DEFAULT
         if not isinstance(given, dict):
             raise InvalidValue(f"kvkeep is {given!r}; an object is needed")
-        if unknown := sorted(map(str, set(given) - {"store", "load", "ttl", "pin"})):
+        if unknown := sorted(map(repr, set(given) - {"store", "load", "ttl", "pin"})):
             raise InvalidValue(f"it has {', '.join(unknown)}; there are store, load, ttl and pin")
         for name in ("store", "load", "pin"):
             if not isinstance(given.get(name, False), bool):
@@ -127,7 +130,7 @@ def _seconds(name: str, value: object) -> float:
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
-        or not 0 <= value < float("inf")
+        or not 0 <= value <= TIMEOUT_MAX
     ):
         raise InvalidValue(f"{name} is {value!r}; a number of seconds is needed")
     return float(value)

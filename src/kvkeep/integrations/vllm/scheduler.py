@@ -111,7 +111,9 @@ class SchedulerSide:
         except InvalidValue as error:
             self.counts.add(ignored_params=1)
             _LOG.warning(
-                "kv_transfer_params of request %s are not followed: %s", request.request_id, error
+                "kv_transfer_params of request %.100r are not followed: %.500s",
+                request.request_id,
+                str(error),
             )
         followed = _Followed(request, wishes)
         if request.lora_request is not None:
@@ -316,14 +318,14 @@ class SchedulerSide:
             for at in range(len(self._groups.groups)):
                 self._plan.pins.append((keys_of(hashes, at), followed.wishes.pin))
 
-    def clear(self) -> None:
-        """Delete everything that engines of this namespace stored."""
+    def clear(self) -> bool:
+        """Delete everything that engines of this namespace stored; False: a tier has it still."""
         for followed in self._followed.values():
             followed.asked = None
         if self._shared is None:
             self._cleared += 1  # with the next step
-        else:
-            self._shared.clear()
+            return True
+        return self._shared.clear()
 
     def close(self) -> None:
         """It is over; the store's own side closes it, unless it was forgotten."""

@@ -47,6 +47,7 @@ class Shared:
         self._lock = threading.Lock()
         self._ends: list[tuple[float, int, bytes]] = []  # a heap: when a block is to be deleted
         self._due: dict[bytes, float] = {}
+        self._counting = threading.Lock()
         self._hits: dict[str, float] = {}
         self._closed = False
         _ENGINES[engine] = self
@@ -91,16 +92,26 @@ class Shared:
 
     def count_hits(self, counts: Counts) -> None:
         """Count what the tiers handed out since the last call."""
-        for tier in self.store.stats():
-            hits = tier.counters["hits"]
-            before = self._hits.get(tier.name, 0)
-            self._hits[tier.name] = hits
-            counts.hits(tier.name, hits - before)
+        with self._counting:  # loads end side by side, and a Prometheus counter never goes back
+            for tier in self.store.stats():
+                hits = tier.counters["hits"]
+                before = self._hits.get(tier.name, 0)
+                self._hits[tier.name] = hits
+                counts.hits(tier.name, hits - before)
 
-    def clear(self) -> None:
-        """Delete the namespace."""
+    def clear(self) -> bool:
+        """Delete the namespace; False: a tier could not be asked to, and may have it still."""
+        before = self._errors()
         freed = self.store.clear()
         _LOG.info("kvkeep deleted %.1f MiB", freed / 2**20)
+        there = all(tier.breaker == "closed" for tier in self.store.stats())
+        good = there and self._errors() == before
+        if not good:
+            _LOG.warning("kvkeep could not delete all there is: a tier fails. Try again later")
+        return good
+
+    def _errors(self) -> float:
+        return sum(tier.counters["errors"] for tier in self.store.stats())
 
     def close(self) -> None:
         """Write what waits, for ``flush_timeout`` at most; a second call does nothing."""

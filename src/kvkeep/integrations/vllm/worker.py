@@ -97,6 +97,7 @@ class WorkerSide:
         engine = config.kv_transfer_config.engine_id
         self.shared = Shared(engine, store, self._groups, sizes, self._options)
         if self._pages[0].device.type != "cpu":
+            store.pin_memory()
             self._device = DeviceCopies(self._pages, self._write, self._drop)
         _LOG.info(
             "kvkeep keeps blocks of %d tokens, %d bytes, in %s",
