@@ -117,6 +117,13 @@ def test_the_picture_by_tier(opened, tmp_path):
         page.locator("#details dl").wait_for()
         facts = "document.querySelector('#details dl').textContent"
         until(page, f"{facts}.includes('the pool, memory, file')")
+        # Of the short one and of what is no run nothing is said that is not known.
+        page.locator("#crumbs button").first.click()
+        page.locator("#picture .h0:not(:has(.space))").click()
+        until(page, f"{facts}.includes('the pool, of tiers it cannot be told')")
+        page.locator("#picture .space").click()
+        until(page, f"{facts}.includes('below400') && !{facts}.includes('kept in')")
+        page.locator("#picture .h4").first.click()
         server.engine.clear_store(server.service.namespace(None))
         until(page, "document.querySelectorAll('#picture .h2').length === 3")
         page.get_by_label("Colour").select_option("age")
