@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from browsing import boxes, live, plain, until
+from browsing import live, plain, until
 from real_server import eventually
 from see_help import ask, storing, tokens_of, written
 
@@ -106,9 +106,11 @@ def test_the_picture_by_tier(opened, tmp_path):
     with storing(BIG, f"file://{tier}?size=64MiB") as server, opened(server) as page:
         planted(server, *LONG, SHORT)
         live(page)
-        boxes(page)
+        until(page, "document.querySelectorAll('#picture .box').length === 5")
+        page.get_by_role("button", name="Stop asking the server").click()
         page.get_by_label("Colour").select_option("tier")
         until(page, "document.querySelectorAll('#picture .h4').length === 3")
+        page.locator("#pause").click()
         legend = page.locator("#legend li").all_inner_texts()
         # The first is also for what tiers have in part.
         none = "no tier has all of it"
