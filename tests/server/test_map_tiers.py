@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from browsing import boxes, live, plain, until
+from browsing import live, plain, until
 from real_server import eventually
 from see_help import ask, storing, tokens_of, written
 
@@ -61,6 +61,17 @@ def test_what_was_deleted_below_is_in_the_pool_alone(tmp_path):
         assert [kept(node) for node in nodes] == [(160, "pool", {}), *[(96, "pool", {})] * 2]
 
 
+def test_what_a_tier_has_in_part():
+    """A tier too small for it: it has some, so it is not in the pool alone, and not whole."""
+    with storing("memory://1MiB") as server:
+        ask(server, tokens_of(5, 1025))
+        eventually(lambda: the_map(server)[1][0]["tier_tokens"])
+        server.engine.store.flush(5.0)
+        (node,) = the_map(server)[1]
+        assert (node["tokens"], node["tier"]) == (1024, "pool")
+        assert 0 < node["tier_tokens"]["memory"] < 1024
+
+
 def test_each_tenant_has_its_own():
     with storing(BIG) as server:
         store, tenants = server.engine.store, []
@@ -95,15 +106,26 @@ def test_the_picture_by_tier(opened, tmp_path):
     with storing(BIG, f"file://{tier}?size=64MiB") as server, opened(server) as page:
         planted(server, *LONG, SHORT)
         live(page)
-        boxes(page)
+        until(page, "document.querySelectorAll('#picture .box').length === 5")
+        page.get_by_role("button", name="Stop asking the server").click()
         page.get_by_label("Colour").select_option("tier")
         until(page, "document.querySelectorAll('#picture .h4').length === 3")
+        page.locator("#pause").click()
         legend = page.locator("#legend li").all_inner_texts()
-        assert legend == ["pool alone", "memory has it too", "file has it too", "cannot be told"]
+        # The first is also for what tiers have in part.
+        none = "no tier has all of it"
+        assert legend == [none, "memory has it too", "file has it too", "cannot be told"]
         page.locator("#picture .h4").first.click()
         page.locator("#details dl").wait_for()
         facts = "document.querySelector('#details dl').textContent"
         until(page, f"{facts}.includes('the pool, memory, file')")
+        # Of the short one and of what is no run nothing is said that is not known.
+        page.locator("#crumbs button").first.click()
+        page.locator("#picture .h0:not(:has(.space))").click()
+        until(page, f"{facts}.includes('the pool, of tiers it cannot be told')")
+        page.locator("#picture .space").click()
+        until(page, f"{facts}.includes('below400') && !{facts}.includes('kept in')")
+        page.locator("#picture .h4").first.click()
         server.engine.clear_store(server.service.namespace(None))
         until(page, "document.querySelectorAll('#picture .h2').length === 3")
         page.get_by_label("Colour").select_option("age")

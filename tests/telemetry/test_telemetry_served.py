@@ -48,6 +48,9 @@ def test_a_request_is_seen_by_the_collector_and_said_by_nobody(collector, tmp_pa
                 answer = http.post("/v1/completions", json=asked, headers=headers)
                 answer.raise_for_status()
                 http.get("/v1/models/%1B[2J%0Anothing%E2%80%AE", headers=headers)
+                # Of what is longer than the model's context, its tokenizer warns by itself.
+                long = {**asked, "prompt": f"{SAID} " * 1000}
+                assert http.post("/v1/completions", json=long, headers=headers).is_client_error
             process.send_signal(signal.SIGTERM)
             _, log = process.communicate(timeout=60)
         finally:
@@ -56,7 +59,7 @@ def test_a_request_is_seen_by_the_collector_and_said_by_nobody(collector, tmp_pa
     lines = [json.loads(line) for line in log.splitlines()]
     assert len(lines) == len(log.splitlines())  # nothing else is written there
     said = [line["message"] for line in lines if line["logger"] == "kvkeep.access"]
-    assert len(said) == 2
+    assert len(said) == 3
     assert log.isascii()
     assert "a-long-secret" not in log
     assert SAID not in log

@@ -49,8 +49,12 @@ def load(args: argparse.Namespace, *, dtype: str | None) -> tuple[Runner, Tokeni
         from kvkeep.engine import Runner, Tokenizer  # noqa: PLC0415 - seconds, for torch
         from kvkeep.models import bundled_model  # noqa: PLC0415
 
+        theirs = require("transformers", "transformers").utils.logging
         # It has one of its own, which would write over ours.
-        require("transformers", "transformers").utils.logging.disable_progress_bar()
+        theirs.disable_progress_bar()
+        # And a handler, whose lines would stand between ours, which may be JSON.
+        theirs.disable_default_handler()
+        theirs.enable_propagation()
         path = bundled_model() if args.model is None else args.model
         runner = Runner.load(
             path, memory=args.memory, page_size=args.page_size, device=args.device, dtype=dtype

@@ -200,6 +200,8 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     if args.events_replay is not None and args.events is None:
         raise InvalidValue("--events-replay has nothing to replay without --events")
+    telemetry.configure(args.log_level, args.log_format)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     limits = Limits(
         max_running=args.max_running, step_tokens=args.step_tokens, max_waiting=args.max_waiting
     )
@@ -210,8 +212,6 @@ def run(args: argparse.Namespace) -> int:
         cache = PagedCache(
             runner.num_pages, runner.page_size, eviction=args.eviction, what_if=what_if
         )
-        telemetry.configure(args.log_level, args.log_format)
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
         with (
             _publisher(args, cache) as publisher,
             _store(args, runner, settings.name) or nullcontext() as store,

@@ -96,7 +96,7 @@ export class Details {
       ["hits", node.hits === undefined || node.hits === null ? null : whole(node.hits)],
       ["last used", node.age_s === undefined || node.age_s === null ? null : ago(node.age_s)],
       ["policy says", node.policy === undefined ? null : shown(node.policy) || "–"],
-      ["kept in", node.tier_tokens === undefined ? null : keptIn(node)],
+      ["kept in", node.hidden || node.path_tokens === undefined ? null : keptIn(node)],
       ["children", node.hidden || node.path_tokens === undefined ? null : whole(childrenOf(node))],
     ].filter(([, value]) => value !== null);
     rows.forEach(([name, value], at) => {
@@ -156,7 +156,8 @@ export class Details {
 }
 
 const keptIn = (node) => ["the pool", ...Object.entries(node.tier_tokens).map(([tier, count]) =>
-  (count < node.tokens ? `${shown(tier)} (${tokens(count)})` : shown(tier)))].join(", ");
+  (count < node.tokens ? `${shown(tier)} (${tokens(count)})` : shown(tier))),
+...(node.tier === null ? ["of tiers it cannot be told"] : [])].join(", ");
 const childrenOf = (node) =>
   (Array.isArray(node.children) ? node.children.length : Number(node.children) || 0);
 const quoted = (node) => {

@@ -100,7 +100,7 @@ export const COLOURS = {
   tier: {
     of: (node, tiers) => tierColour(tiers.indexOf(node.tier)),
     legend: (tiers) => [...tiers.map((tier, at) =>
-      [tierColour(at), at ? `${tier} has it too` : `${tier} alone`]), [tierColour(-1), "cannot be told"]],
+      [tierColour(at), at ? `${tier} has it too` : "no tier has all of it"]), [tierColour(-1), "cannot be told"]],
   },
 };
 // The slower the tier, the longer it keeps what it has, and the darker it is.

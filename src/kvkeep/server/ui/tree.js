@@ -41,8 +41,9 @@ export class Explorer {
 
   controls() {
     byId("colour").addEventListener("change", () => {
-      if (this.byTier && this.tree && !this.tree.tiers.length) this.poll.now();
-      else this.draw();
+      if (!this.byTier || !this.tree || this.tree.tiers.length) this.draw();
+      // What was not asked before is asked even while the page is paused: it was chosen just now.
+      else this.load().then((found) => this.show(found), (error) => this.failed(error));
     });
     const look = (picture) => {
       byId("as-picture").setAttribute("aria-pressed", String(picture));
@@ -83,6 +84,7 @@ export class Explorer {
 
   show({root, answer}) {
     if (root !== this.root) return;  // somebody went on meanwhile
+    if (this.byTier && !answer.tiers.length) return;  // and was asked for another colour
     this.tree = grow(answer);
     this.top = null;
     const empty = !this.tree.tops.length;
