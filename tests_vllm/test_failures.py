@@ -118,6 +118,16 @@ def test_no_server_at_the_start(llama: str, cold: list[Answer]) -> None:
         assert one["loaded_tokens"] > 0  # from memory
 
 
+def test_prompts_longer_than_all_tiers(llama: str, cold: list[Answer], tmp_path: Path) -> None:
+    """The same tokens, and what there is no room for is counted."""
+    with engine(llama, ["memory://256KiB", f"file://{tmp_path}/kv?size=512KiB"]) as one:
+        for _ in range(3):
+            same(cold, one.ask(PROMPTS))
+            one.forget()
+        assert one["dropped_tokens"] > one["saved_tokens"] > 0
+        assert one["loaded_tokens"] + one["failed_tokens"] == one["hit_tokens"]
+
+
 SAVING = """
 import sys
 import conftest
