@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.cli.drawing import visible
 from kvkeep.cli.model import progress
 from kvkeep.cli.trace import add_reading_arguments, opened
 from kvkeep.errors import InvalidValue, MissingExtra, require, whole
@@ -353,7 +354,7 @@ def facts(workload: Workload) -> dict[str, Any]:
 def _print(workload: Workload, runs: Sequence[Run], outcomes: Sequence[Outcome]) -> None:
     known = facts(workload)
     print(
-        f"{workload.name}: {known['requests']:,} requests, {known['tokens']:,} prompt tokens in "
+        f"{visible(workload.name)}: {known['requests']:,} requests, {known['tokens']:,} prompt tokens in "
         f"{known['span_s'] / 60:,.0f} minutes"
         + (f"; {workload.skipped:,} lines skipped" if workload.skipped else "")
     )

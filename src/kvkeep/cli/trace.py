@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvkeep.cli.drawing import visible
 from kvkeep.errors import InvalidValue, MissingExtra, require
 from kvkeep.traces import FORMATS, KINDS, generate, open_trace, summarise, write_trace
 
@@ -142,7 +143,7 @@ def _info(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"file": str(args.file), "format": trace.format, **found.as_dict()}))
         return 0
-    _print_table(f"{args.file} ({trace.format})", _rows(found))
+    _print_table(f"{visible(str(args.file))} ({trace.format})", _rows(found))
     for reason in found.reasons:
         print(f"left out: {reason}")
     if found.unchained_units:
@@ -201,7 +202,7 @@ def _rows(found: Summary) -> list[tuple[str, str]]:
             ("requests alone in theirs", f"{found.single_turn:.1%}"),
         ]
     if len(found.kinds) > 1:
-        rows += [(f"  {kind}", f"{count:,}") for kind, count in found.kinds.items()]
+        rows += [(f"  {visible(kind)}", f"{count:,}") for kind, count in found.kinds.items()]
     if found.served_tokens:
         rows.append(("reused when captured", f"{found.cached_tokens / found.served_tokens:.1%}"))
     if found.skipped:
@@ -229,12 +230,13 @@ def _print_table(title: str, rows: list[tuple[str, str]]) -> None:
         return
     from rich.console import Console  # noqa: PLC0415 - optional
     from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
 
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # a kind is the trace's own word, and no markup
     console = Console(highlight=False)
     console.print(title, markup=False, soft_wrap=True)
     console.print(table)
