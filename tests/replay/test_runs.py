@@ -78,6 +78,13 @@ def test_a_torn_or_foreign_line_is_passed_over(tmp_path, damage):
     assert Journal(path).find(work, run) is None
 
 
+def test_what_is_done_behind_a_torn_line_is_known_the_next_time(tmp_path):
+    path, work, run = tmp_path / "runs.jsonl", workload(PATHS), Run("lru", 16)
+    path.write_bytes(b'{"run": "4 cut off')
+    list(replay(work, [run], journal=Journal(path)))
+    assert Journal(path).find(work, run) is not None
+
+
 def test_nothing_runs_if_one_cannot():
     work = workload(PATHS)
     with pytest.raises(InvalidValue, match="less than a page of 4"):

@@ -36,6 +36,7 @@ __all__ = [
 
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kMG]?)")
 _BYTES = re.compile(r"\d+(?:\.\d+)?\s*[kKMGT]i?B")
+_JOURNAL = ".runs.jsonl"  # beside a report: the replays that are done
 _SCALE = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
 
@@ -179,9 +180,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_out(args: argparse.Namespace) -> None:
-    """Raise `InvalidValue` where ``--out`` cannot be a report: before anything is replayed."""
-    if args.out is not None and args.out.suffix.lower() not in {".html", ".htm"}:
+    """Raise `InvalidValue` where ``--out`` cannot be a report: before anything is replayed.
+
+    What is written beside it takes the place of nothing that is read.
+    """
+    if args.out is None:
+        return
+    if args.out.suffix.lower() not in {".html", ".htm"}:
         raise InvalidValue(f"--out is an HTML file, such as report.html; got {str(args.out)!r}")
+    if not args.out.parent.is_dir():
+        raise InvalidValue(f"cannot write {args.out}: there is no directory {args.out.parent}")
+    read = [path.resolve() for path in (args.file, getattr(args, "cost", None)) if path is not None]
+    for suffix in (args.out.suffix, ".json", ".csv", ".png", _JOURNAL):
+        written = args.out.with_suffix(suffix)
+        if written.is_dir():
+            raise InvalidValue(f"cannot write {written}: it is a directory")
+        if written.resolve() in read:
+            raise InvalidValue(f"--out {args.out} would write over {written}; name another file")
 
 
 def parse_tokens(text: str, model: Path | None = None) -> int:
@@ -221,9 +236,12 @@ def report(
     from kvkeep.replay.report import write_report  # noqa: PLC0415 - only where one is asked for
 
     command = shlex.join(["kvkeep", *sys.argv[1:]])
-    written = write_report(
-        outcomes, args.out, trace=facts(workload), prices=prices, command=command, advice=advice
-    )
+    try:
+        written = write_report(
+            outcomes, args.out, trace=facts(workload), prices=prices, command=command, advice=advice
+        )
+    except OSError as error:
+        raise InvalidValue(f"cannot write {args.out}: {error.strerror}") from error
     print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)
     if not any(path.suffix == ".png" for path in written):
         print("no PNG: that takes pip install 'kvkeep[report]'", file=sys.stderr)
@@ -318,7 +336,7 @@ def replayed(workload: Workload, runs: Sequence[Run], args: argparse.Namespace) 
     """Outcomes in the order of ``runs``; with ``--out`` those that are known are not redone."""
     journal = None
     if args.out is not None:
-        path = args.out.with_suffix(".runs.jsonl")
+        path = args.out.with_suffix(_JOURNAL)
         if args.fresh:
             path.unlink(missing_ok=True)
         journal = Journal(path)
@@ -354,8 +372,8 @@ def facts(workload: Workload) -> dict[str, Any]:
 def _print(workload: Workload, runs: Sequence[Run], outcomes: Sequence[Outcome]) -> None:
     known = facts(workload)
     print(
-        f"{visible(workload.name)}: {known['requests']:,} requests, {known['tokens']:,} prompt tokens in "
-        f"{known['span_s'] / 60:,.0f} minutes"
+        f"{visible(workload.name)}: {known['requests']:,} requests, "
+        f"{known['tokens']:,} prompt tokens in {known['span_s'] / 60:,.0f} minutes"
         + (f"; {workload.skipped:,} lines skipped" if workload.skipped else "")
     )
     sizes = list(dict.fromkeys(_memory(run) for run in runs if run.policy != INFINITE))

@@ -197,8 +197,11 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._known: dict[str, Outcome] = {}
+        self._torn = False
         if path.exists():
-            for line in path.read_bytes().splitlines():
+            written = path.read_bytes()
+            self._torn = bool(written) and not written.endswith(b"\n")
+            for line in written.splitlines():
                 found = _line(line)
                 if found is not None:
                     self._known[found[0]] = found[1]
@@ -208,11 +211,16 @@ class Journal:
         return self._known.get(_key(workload, run))
 
     def add(self, workload: Workload, run: Run, outcome: Outcome) -> None:
-        """Keep what it came to."""
+        """Keep what it came to. Raises `InvalidValue` where nothing can be written."""
         key = _key(workload, run)
         self._known[key] = outcome
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"run": key, "outcome": outcome.as_dict()}) + "\n")
+        line = json.dumps({"run": key, "outcome": outcome.as_dict()}) + "\n"
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n" * self._torn + line)
+        except OSError as error:
+            raise InvalidValue(f"cannot write {self.path}: {error.strerror}") from error
+        self._torn = False
 
 
 def _key(workload: Workload, run: Run) -> str:
