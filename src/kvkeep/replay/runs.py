@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import InvalidValue, whole
@@ -277,6 +279,7 @@ class _Worker:
     @classmethod
     def begin(cls, workload: Workload, done: Any) -> None:
         cls.workload, cls.done = workload, done
+        Thread(target=_end_with_parent, daemon=True).start()
 
     @classmethod
     def run(cls, run: Run) -> Outcome:
@@ -311,6 +314,14 @@ def _in_processes(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _end_with_parent() -> None:
+    """Who was killed gives no more work, and nobody else would end this process."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _next(futures: Iterable[Any], seconds: float | None) -> Any:
