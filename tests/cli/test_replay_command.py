@@ -70,6 +70,7 @@ def test_pages_and_processes(trace, capsys):
         (["--capacity", "0"], "capacity"),
         (["--capacity", "3M,,5M"], "--capacity is a list"),
         (["--capacity", "40GiB"], "takes --model"),
+        (["--capacity", "999999999G", "--policy", "lru"], "pages is"),
         (["--capacity", "3M", "--jobs", "0"], "--jobs"),
         (["--capacity", "3M", "--page", "0"], "page_tokens"),
         (["--capacity", "3M", "--out", "report.pdf"], "report.html; got 'report.pdf'"),
@@ -114,6 +115,22 @@ def test_time_to_the_first_token(trace, tmp_path, capsys):
     assert large["saved_s"] > small["saved_s"] > 0
     assert main(["replay", trace, *words, "--users", "4"]) == 0
     assert "seconds to the first token" in capsys.readouterr().out
+
+
+def test_nobody_is_served_in_time_where_nobody_fits(trace, tmp_path, capsys):
+    cost = tmp_path / "cost.json"
+    PrefillCost(seconds_per_token=1e-4).write(cost)
+    words = ["--policy", "lru", "--jobs", "1", "--cost", str(cost)]
+    assert main(["replay", trace, "--capacity", "64", *words]) == 0
+    assert "lru, 64 tokens" in capsys.readouterr().out
+
+
+def test_a_bandwidth_too_many_is_refused(trace, tmp_path, capsys):
+    cost = tmp_path / "cost.json"
+    PrefillCost(seconds_per_token=1e-4).write(cost)
+    words = ["--capacity", "20k+200k", "--cost", str(cost), "--bandwidth", "20GB,3GB"]
+    assert main(["replay", trace, *words]) == 2
+    assert "memory itself left out; got 20GB,3GB" in capsys.readouterr().err
 
 
 def test_a_report_and_going_on_from_it(trace, tmp_path, capsys):

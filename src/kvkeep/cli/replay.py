@@ -292,6 +292,11 @@ def planned_runs(args: argparse.Namespace, *, bounds: bool) -> list[Run]:
     speeds = _bandwidths(args.bandwidth)
     if speeds and not any(below for _, *below in sizes):
         raise InvalidValue("--bandwidth is of tiers below memory: --capacity 1M+8M has one")
+    if len(speeds) > max(map(len, sizes)):
+        raise InvalidValue(
+            "--bandwidth is of each tier below memory, memory itself left out; got "
+            f"{args.bandwidth} for --capacity {args.capacity}"
+        )
     runs = []
     for policy in policies:
         if policy == INFINITE:
@@ -395,7 +400,7 @@ def _print(workload: Workload, runs: Sequence[Run], outcomes: Sequence[Outcome])
             [
                 [
                     f"{one.policy}, {amount(one.capacity_tokens)}",
-                    *(f"{one.latency['ttft_s'][name]:.2f}" for name in names),
+                    *(_seconds(one.latency["ttft_s"].get(name)) for name in names),
                     f"{one.latency['saved_s']:,.0f} s",
                 ]
                 for one in timed
@@ -412,6 +417,11 @@ _LABELS = {BELADY: "best possible", INFINITE: "endless memory"}
 
 def _share(outcome: Outcome | None) -> str:
     return "" if outcome is None else f"{100 * outcome.hit_rate:.1f} %"
+
+
+def _seconds(found: float | None) -> str:
+    """Nothing where no request was served."""
+    return "" if found is None else f"{found:.2f}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
