@@ -177,3 +177,11 @@ def test_what_is_wrong_is_said_before_anything_is_measured(arguments, said, caps
 def test_prompts_longer_than_the_model_takes_are_refused(capsys):
     assert main(["calibrate", "--lengths", "64,100000", "--memory", "4MiB"]) == 2
     assert "shorter --lengths" in capsys.readouterr().err
+
+
+def test_what_is_quoted_in_an_error_does_nothing_to_a_terminal(tmp_path, capsys):
+    trace = tmp_path / "\x1b[2Jtrace.jsonl"
+    assert main(["replay", str(trace), "--capacity", "1k"]) == 2
+    error = capsys.readouterr().err
+    assert "␛[2Jtrace.jsonl" in error
+    assert "\x1b" not in error

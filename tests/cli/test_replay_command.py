@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +70,7 @@ def test_pages_and_processes(trace, capsys):
         (["--capacity", "0"], "capacity"),
         (["--capacity", "3M,,5M"], "--capacity is a list"),
         (["--capacity", "40GiB"], "takes --model"),
+        (["--capacity", "999999999G", "--policy", "lru"], "pages is"),
         (["--capacity", "3M", "--jobs", "0"], "--jobs"),
         (["--capacity", "3M", "--page", "0"], "page_tokens"),
         (["--capacity", "3M", "--out", "report.pdf"], "report.html; got 'report.pdf'"),
@@ -113,6 +117,22 @@ def test_time_to_the_first_token(trace, tmp_path, capsys):
     assert "seconds to the first token" in capsys.readouterr().out
 
 
+def test_nobody_is_served_in_time_where_nobody_fits(trace, tmp_path, capsys):
+    cost = tmp_path / "cost.json"
+    PrefillCost(seconds_per_token=1e-4).write(cost)
+    words = ["--policy", "lru", "--jobs", "1", "--cost", str(cost)]
+    assert main(["replay", trace, "--capacity", "64", *words]) == 0
+    assert "lru, 64 tokens" in capsys.readouterr().out
+
+
+def test_a_bandwidth_too_many_is_refused(trace, tmp_path, capsys):
+    cost = tmp_path / "cost.json"
+    PrefillCost(seconds_per_token=1e-4).write(cost)
+    words = ["--capacity", "20k+200k", "--cost", str(cost), "--bandwidth", "20GB,3GB"]
+    assert main(["replay", trace, *words]) == 2
+    assert "memory itself left out; got 20GB,3GB" in capsys.readouterr().err
+
+
 def test_a_report_and_going_on_from_it(trace, tmp_path, capsys):
     out = tmp_path / "report.html"
     words = ["--capacity", "50k", "--policy", "lru", "--jobs", "1", "--out", str(out)]
@@ -122,6 +142,47 @@ def test_a_report_and_going_on_from_it(trace, tmp_path, capsys):
     assert main(["replay", trace, *words[:3], "lru,2q", *words[4:]]) == 0
     assert "3 of 4 replays were done before" in capsys.readouterr().err
     assert "2q" in out.read_text()
+
+
+@pytest.mark.parametrize("command", ["replay", "plan"])
+@pytest.mark.parametrize("ending", [".csv", ".json", ".png", ".runs.jsonl", ".html"])
+def test_a_report_is_not_written_over_what_is_read(trace, tmp_path, capsys, command, ending):
+    own = tmp_path / f"azure{ending}"
+    lines = Path(trace).read_bytes()
+    own.write_bytes(lines)
+    size = ["--capacity", "50k"] if command == "replay" else ["--memory", "50k"]
+    assert main([command, str(own), *size, "--fresh", "--out", str(tmp_path / "azure.html")]) == 2
+    assert f"would write over {own}; name another" in capsys.readouterr().err
+    assert own.read_bytes() == lines
+    assert list(tmp_path.iterdir()) == [own]
+
+
+def test_a_report_is_not_written_over_the_cost(trace, tmp_path, capsys):
+    cost = tmp_path / "cost.json"
+    PrefillCost(seconds_per_token=1e-4).write(cost)
+    words = ["--capacity", "50k", "--cost", str(cost), "--out", str(tmp_path / "cost.html")]
+    assert main(["replay", trace, *words]) == 2
+    assert "would write over" in capsys.readouterr().err
+
+
+def test_where_no_report_can_be_is_said_before_anything_runs(trace, tmp_path, capsys):
+    (tmp_path / "taken.html").mkdir()
+    (tmp_path / "begun.runs.jsonl").mkdir()
+    for name in ("taken.html", "begun.html", "nowhere/report.html"):
+        assert main(["replay", trace, "--capacity", "50k", "--out", str(tmp_path / name)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("kvkeep: error: cannot write ")
+        assert error.count("\n") == 1
+
+
+def test_a_report_that_fails_is_one_line(trace, tmp_path, capsys, monkeypatch):
+    def full(*_args, **_options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvkeep.replay.report.write_report", full)
+    words = ["--capacity", "50k", "--policy", "lru", "--jobs", "1"]
+    assert main(["replay", trace, *words, "--out", str(tmp_path / "report.html")]) == 2
+    assert "report.html: No space left on device\n" in capsys.readouterr().err
 
 
 def test_plan_ends_in_words(trace, tmp_path, capsys):

@@ -102,3 +102,25 @@ def test_text_goes_through_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFix
     assert shares[2] == len("textwrap.dedent" + "textwrap.wrap")
     assert shares[1] == 6
     assert shares[1] < shares[0] < shares[2]
+
+
+def test_what_a_trace_says_of_itself_is_text_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "hostile.jsonl"
+    head = {"kvkeep_trace": 1, "name": "\x1b[31mred\ud800\n[/b]", "unit_tokens": 16}
+    lines = [
+        {"time": 0.5, "tokens": 16, "output_tokens": 9, "units": f"{at:016x}", "kind": kind}
+        for at, kind in enumerate(("[/red]", "\x1b]0;title\x07"))
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
+    for words in (
+        ["trace", "info", str(path)],
+        ["replay", str(path), "--capacity", "1k", "--policy", "lru", "--jobs", "1"],
+        ["plan", str(path), "--memory", "1k", "--jobs", "1"],
+    ):
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        assert "\x1b" not in out
+        assert "\x07" not in out
+        assert ("[/red]" if words[0] == "trace" else "␛[31mred\\ud800␊[/b]: 2 requests") in out

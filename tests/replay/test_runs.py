@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from replaying import Chained, Listed, request, workload
@@ -78,6 +83,13 @@ def test_a_torn_or_foreign_line_is_passed_over(tmp_path, damage):
     assert Journal(path).find(work, run) is None
 
 
+def test_what_is_done_behind_a_torn_line_is_known_the_next_time(tmp_path):
+    path, work, run = tmp_path / "runs.jsonl", workload(PATHS), Run("lru", 16)
+    path.write_bytes(b'{"run": "4 cut off')
+    list(replay(work, [run], journal=Journal(path)))
+    assert Journal(path).find(work, run) is not None
+
+
 def test_nothing_runs_if_one_cannot():
     work = workload(PATHS)
     with pytest.raises(InvalidValue, match="less than a page of 4"):
@@ -95,6 +107,28 @@ def test_a_fault_in_a_process_is_told(runs):
 
     with pytest.raises(RuntimeError, match="broken"):
         list(replay(workload(PATHS), [Broken("lru", 16)]))
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from replaying import workload
+from kvkeep.replay import Run, replay
+
+if __name__ == "__main__":
+    for _ in replay(workload(["abc"] * 50), [Run("lru", 16), Run("2q", 16)], jobs=2):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a signal that nobody can catch")
+def test_processes_end_with_who_was_killed(tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    words = [sys.executable, str(script), str(Path(__file__).parent)]
+    # Each process has our pipe as its output: it is at its end when the last one has gone.
+    ended = subprocess.run(words, stdout=subprocess.PIPE, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
 
 
 def test_sessions_are_named_to_the_cache_if_the_trace_knows_them():

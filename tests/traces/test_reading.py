@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import tracemalloc
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +39,14 @@ def test_compression_is_found_by_the_first_bytes(
     path = tmp_path / "trace.whatever"
     path.write_bytes(pack(plain))
     assert [r.time for r in open_trace(path, strict=True)] == [0, 0.005]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
+def test_a_pipe_cannot_be_gone_through_again(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(InvalidValue, match="is a pipe"):  # and nobody waits for a writer
+        open_trace(pipe)
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])

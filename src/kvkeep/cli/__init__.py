@@ -13,6 +13,7 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from kvkeep.cli.drawing import visible
 from kvkeep.errors import KVKeepError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = args.run(args)
     except KVKeepError as error:
-        line = " ".join(str(error).split())
+        line = visible(" ".join(str(error).split()))  # it may quote a file, or a server
         print(f"kvkeep: error: {line}", file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:

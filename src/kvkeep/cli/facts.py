@@ -24,12 +24,13 @@ def print_facts(title: str, rows: Sequence[tuple[str, str]]) -> None:
         return
     from rich.console import Console  # noqa: PLC0415 - optional
     from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
 
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # what names a row may be a file's own word: no markup
     console = Console(highlight=False)
     console.print(title, markup=False, soft_wrap=True)
     console.print(table)

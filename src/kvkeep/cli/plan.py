@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvkeep.cli.drawing import visible
 from kvkeep.cli.replay import (
     add_price_arguments,
     add_replay_arguments,
@@ -81,6 +82,6 @@ def run(args: argparse.Namespace) -> int:
 def _print(workload: Workload, paragraphs: list[str]) -> None:
     tokens = int(workload.tokens.sum(dtype="int64"))
     width = min(88, shutil.get_terminal_size().columns)
-    print(f"{workload.name}: {len(workload):,} requests, {tokens:,} prompt tokens\n")
+    print(f"{visible(workload.name)}: {len(workload):,} requests, {tokens:,} prompt tokens\n")
     for text in paragraphs:
         print(textwrap.fill(text, width) + "\n")

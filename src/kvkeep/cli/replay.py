@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.cli.drawing import visible
 from kvkeep.cli.model import progress
 from kvkeep.cli.trace import add_reading_arguments, opened
 from kvkeep.errors import InvalidValue, MissingExtra, require, whole
@@ -35,6 +36,7 @@ __all__ = [
 
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kMG]?)")
 _BYTES = re.compile(r"\d+(?:\.\d+)?\s*[kKMGT]i?B")
+_JOURNAL = ".runs.jsonl"  # beside a report: the replays that are done
 _SCALE = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
 
@@ -178,9 +180,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_out(args: argparse.Namespace) -> None:
-    """Raise `InvalidValue` where ``--out`` cannot be a report: before anything is replayed."""
-    if args.out is not None and args.out.suffix.lower() not in {".html", ".htm"}:
+    """Raise `InvalidValue` where ``--out`` cannot be a report: before anything is replayed.
+
+    What is written beside it takes the place of nothing that is read.
+    """
+    if args.out is None:
+        return
+    if args.out.suffix.lower() not in {".html", ".htm"}:
         raise InvalidValue(f"--out is an HTML file, such as report.html; got {str(args.out)!r}")
+    if not args.out.parent.is_dir():
+        raise InvalidValue(f"cannot write {args.out}: there is no directory {args.out.parent}")
+    read = [path.resolve() for path in (args.file, getattr(args, "cost", None)) if path is not None]
+    for suffix in (args.out.suffix, ".json", ".csv", ".png", _JOURNAL):
+        written = args.out.with_suffix(suffix)
+        if written.is_dir():
+            raise InvalidValue(f"cannot write {written}: it is a directory")
+        if written.resolve() in read:
+            raise InvalidValue(f"--out {args.out} would write over {written}; name another file")
 
 
 def parse_tokens(text: str, model: Path | None = None) -> int:
@@ -220,9 +236,12 @@ def report(
     from kvkeep.replay.report import write_report  # noqa: PLC0415 - only where one is asked for
 
     command = shlex.join(["kvkeep", *sys.argv[1:]])
-    written = write_report(
-        outcomes, args.out, trace=facts(workload), prices=prices, command=command, advice=advice
-    )
+    try:
+        written = write_report(
+            outcomes, args.out, trace=facts(workload), prices=prices, command=command, advice=advice
+        )
+    except OSError as error:
+        raise InvalidValue(f"cannot write {args.out}: {error.strerror}") from error
     print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)
     if not any(path.suffix == ".png" for path in written):
         print("no PNG: that takes pip install 'kvkeep[report]'", file=sys.stderr)
@@ -273,6 +292,11 @@ def planned_runs(args: argparse.Namespace, *, bounds: bool) -> list[Run]:
     speeds = _bandwidths(args.bandwidth)
     if speeds and not any(below for _, *below in sizes):
         raise InvalidValue("--bandwidth is of tiers below memory: --capacity 1M+8M has one")
+    if len(speeds) > max(map(len, sizes)):
+        raise InvalidValue(
+            "--bandwidth is of each tier below memory, memory itself left out; got "
+            f"{args.bandwidth} for --capacity {args.capacity}"
+        )
     runs = []
     for policy in policies:
         if policy == INFINITE:
@@ -317,7 +341,7 @@ def replayed(workload: Workload, runs: Sequence[Run], args: argparse.Namespace) 
     """Outcomes in the order of ``runs``; with ``--out`` those that are known are not redone."""
     journal = None
     if args.out is not None:
-        path = args.out.with_suffix(".runs.jsonl")
+        path = args.out.with_suffix(_JOURNAL)
         if args.fresh:
             path.unlink(missing_ok=True)
         journal = Journal(path)
@@ -353,8 +377,8 @@ def facts(workload: Workload) -> dict[str, Any]:
 def _print(workload: Workload, runs: Sequence[Run], outcomes: Sequence[Outcome]) -> None:
     known = facts(workload)
     print(
-        f"{workload.name}: {known['requests']:,} requests, {known['tokens']:,} prompt tokens in "
-        f"{known['span_s'] / 60:,.0f} minutes"
+        f"{visible(workload.name)}: {known['requests']:,} requests, "
+        f"{known['tokens']:,} prompt tokens in {known['span_s'] / 60:,.0f} minutes"
         + (f"; {workload.skipped:,} lines skipped" if workload.skipped else "")
     )
     sizes = list(dict.fromkeys(_memory(run) for run in runs if run.policy != INFINITE))
@@ -376,7 +400,7 @@ def _print(workload: Workload, runs: Sequence[Run], outcomes: Sequence[Outcome])
             [
                 [
                     f"{one.policy}, {amount(one.capacity_tokens)}",
-                    *(f"{one.latency['ttft_s'][name]:.2f}" for name in names),
+                    *(_seconds(one.latency["ttft_s"].get(name)) for name in names),
                     f"{one.latency['saved_s']:,.0f} s",
                 ]
                 for one in timed
@@ -393,6 +417,11 @@ _LABELS = {BELADY: "best possible", INFINITE: "endless memory"}
 
 def _share(outcome: Outcome | None) -> str:
     return "" if outcome is None else f"{100 * outcome.hit_rate:.1f} %"
+
+
+def _seconds(found: float | None) -> str:
+    """Nothing where no request was served."""
+    return "" if found is None else f"{found:.2f}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

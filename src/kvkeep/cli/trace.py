@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvkeep.cli.drawing import visible
 from kvkeep.cli.facts import print_facts
 from kvkeep.errors import InvalidValue
 from kvkeep.traces import FORMATS, KINDS, generate, open_trace, summarise, write_trace
@@ -143,7 +144,7 @@ def _info(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"file": str(args.file), "format": trace.format, **found.as_dict()}))
         return 0
-    print_facts(f"{args.file} ({trace.format})", _rows(found))
+    print_facts(f"{visible(str(args.file))} ({trace.format})", _rows(found))
     for reason in found.reasons:
         print(f"left out: {reason}")
     if found.unchained_units:
@@ -202,7 +203,7 @@ def _rows(found: Summary) -> list[tuple[str, str]]:
             ("requests alone in theirs", f"{found.single_turn:.1%}"),
         ]
     if len(found.kinds) > 1:
-        rows += [(f"  {kind}", f"{count:,}") for kind, count in found.kinds.items()]
+        rows += [(f"  {visible(kind)}", f"{count:,}") for kind, count in found.kinds.items()]
     if found.served_tokens:
         rows.append(("reused when captured", f"{found.cached_tokens / found.served_tokens:.1%}"))
     if found.skipped:

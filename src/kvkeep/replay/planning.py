@@ -65,7 +65,9 @@ class Plan:
         if self.disk_tokens:
             below = (self.disk_tokens,)
             found += [
-                Run(_USUAL, self.memory_tokens, below=below, tiering=name) for name in _TIERINGS
+                Run(policy, self.memory_tokens, below=below, tiering=name)
+                for policy in _POLICIES
+                for name in _TIERINGS
             ]
             found.append(Run(BELADY, self.memory_tokens, below=below))
         found.append(Run(INFINITE, 0))
@@ -86,23 +88,27 @@ class _Reading:
             if run.capacity_tokens == plan.memory_tokens and not run.below
         }
         self._tiers = {
-            run.tiering: outcome.token_hit_rate
+            (run.policy, run.tiering): outcome.token_hit_rate
             for run, outcome in outcomes.items()
-            if run.below and run.policy == _USUAL
+            if run.below and run.policy != BELADY
         }
         self._usual = self._here[_USUAL]
         self._most = outcomes[Run(INFINITE, 0)].token_hit_rate
 
     def advice(self) -> Advice:
         policy, why_policy = self._policy()
-        disk, tiering, why_disk = self._disk(policy)
-        size = amount(self._plan.memory_tokens)
         kept = self._here[policy]
+        below, why_disk = self._disk(kept)
+        disk, tiering = below is not None, None
+        if below is not None:
+            policy, tiering = below
+            kept = self._tiers[below]
+            why_policy = f"In memory alone: {why_policy[0].lower()}{why_policy[1:]}"
+        size = amount(self._plan.memory_tokens)
         words = [f"Keep {size} in memory with the policy {policy.removesuffix(SESSIONS)}"]
         if policy.endswith(SESSIONS):
             words.append(", name the session of each request,")
         if disk:
-            kept = self._tiers[tiering or ""]
             words.append(
                 f" and {amount(self._plan.disk_tokens)} below it with the tiering {tiering}"
             )
@@ -113,9 +119,7 @@ class _Reading:
             "that any cache could reuse."
         )
         reasons = [self._what_is_there(), why_policy, why_disk, self._sizes(), self._misses()]
-        return Advice(
-            policy, tiering if disk else None, disk, "".join(words), tuple(filter(None, reasons))
-        )
+        return Advice(policy, tiering, disk, "".join(words), tuple(filter(None, reasons)))
 
     def _what_is_there(self) -> str:
         if self._most < _WORTH:
@@ -123,10 +127,15 @@ class _Reading:
                 f"Prompts hardly share a beginning: with endless memory {_share(self._most)} would "
                 "be reused. No cache will help this traffic."
             )
-        return (
+        said = (
             f"With endless memory {_share(self._most)} would be reused; the rest is seen for the "
-            f"first time. Knowing the future, {_share(self._here[BELADY])} could be had here."
+            f"first time. Knowing the future, {_share(self._here[BELADY])} could be had here"
         )
+        if not self._tiers:
+            return f"{said}."
+        plan = self._plan
+        both = self._all[Run(BELADY, plan.memory_tokens, below=(plan.disk_tokens,))]
+        return f"{said} in memory alone, {_share(both.token_hit_rate)} with the tier below."
 
     def _policy(self) -> tuple[str, str]:
         tried = {name: rate for name, rate in self._here.items() if name != BELADY}
@@ -147,39 +156,41 @@ class _Reading:
             f"{_share(self._usual)}: {_points(tried[best] - self._usual)} more."
         )
 
-    def _disk(self, policy: str) -> tuple[bool, str | None, str]:
+    def _disk(self, kept: float) -> tuple[tuple[str, str] | None, str]:
+        """Policy and tiering of two tiers, where they are worth it beside ``kept`` by one."""
         if not self._tiers:
-            return False, None, ""
-        best = max(self._tiers, key=lambda name: self._tiers[name])
-        if self._tiers["adaptive"] > self._tiers[best] - _WORTH / 2:
-            best = "adaptive"
-        gain = self._tiers[best] - self._here[policy]
+            return None, ""
+        most = max(self._tiers.values())
         below = amount(self._plan.disk_tokens)
-        if gain < _WORTH:
-            return (
-                False,
-                None,
-                (
-                    f"A tier of {below} below would bring {_points(max(0.0, gain))}: what is "
-                    "reused at all is reused from memory."
-                ),
+        if most - kept < _WORTH:
+            return None, (
+                f"A tier of {below} below would bring {_points(max(0.0, most - kept))}: what is "
+                "reused at all is reused from memory."
             )
-        written = self._written(best)
-        return (
-            True,
-            best,
-            (
-                f"A tier of {below} below brings {_points(gain)} more, with the tiering {best} "
-                f"(written: {written:.2f} blocks for each that is computed). "
-                + "; ".join(f"{name} {_share(rate)}" for name, rate in self._tiers.items())
-                + "."
-            ),
+        policy, tiering = self._pair(most)
+        rates = {name: rate for (one, name), rate in self._tiers.items() if one == policy}
+        return (policy, tiering), (
+            f"A tier of {below} below brings {_points(rates[tiering] - kept)} more, with the "
+            f"policy {policy} in both and the tiering {tiering} "
+            f"(written: {self._written(policy, tiering):.2f} blocks for each that is computed). "
+            + "; ".join(f"{name} {_share(rate)}" for name, rate in rates.items())
+            + "."
         )
 
-    def _written(self, tiering: str) -> float:
+    def _pair(self, most: float) -> tuple[str, str]:
+        """The best policy and tiering; the usual and adaptive ones where they are as good."""
+        good = [pair for pair, rate in self._tiers.items() if rate > most - _WORTH / 2]
+        for policy in (_USUAL, "adaptive"):
+            found = [name for one, name in good if one == policy]
+            if found:
+                best = max(found, key=lambda name: self._tiers[policy, name])
+                return policy, "adaptive" if "adaptive" in found else best
+        return max(good, key=lambda pair: self._tiers[pair])
+
+    def _written(self, policy: str, tiering: str) -> float:
         plan = self._plan
         outcome = self._all[
-            Run(_USUAL, plan.memory_tokens, below=(plan.disk_tokens,), tiering=tiering)
+            Run(policy, plan.memory_tokens, below=(plan.disk_tokens,), tiering=tiering)
         ]
         computed = max(1, outcome.blocks - outcome.hit_blocks)
         return float(sum(tier["writes"] for tier in outcome.tiers[1:]) / computed)

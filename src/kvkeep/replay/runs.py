@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import InvalidValue, whole
@@ -197,8 +199,11 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._known: dict[str, Outcome] = {}
+        self._torn = False
         if path.exists():
-            for line in path.read_bytes().splitlines():
+            written = path.read_bytes()
+            self._torn = bool(written) and not written.endswith(b"\n")
+            for line in written.splitlines():
                 found = _line(line)
                 if found is not None:
                     self._known[found[0]] = found[1]
@@ -208,11 +213,16 @@ class Journal:
         return self._known.get(_key(workload, run))
 
     def add(self, workload: Workload, run: Run, outcome: Outcome) -> None:
-        """Keep what it came to."""
+        """Keep what it came to. Raises `InvalidValue` where nothing can be written."""
         key = _key(workload, run)
         self._known[key] = outcome
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"run": key, "outcome": outcome.as_dict()}) + "\n")
+        line = json.dumps({"run": key, "outcome": outcome.as_dict()}) + "\n"
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n" * self._torn + line)
+        except OSError as error:
+            raise InvalidValue(f"cannot write {self.path}: {error.strerror}") from error
+        self._torn = False
 
 
 def _key(workload: Workload, run: Run) -> str:
@@ -269,6 +279,7 @@ class _Worker:
     @classmethod
     def begin(cls, workload: Workload, done: Any) -> None:
         cls.workload, cls.done = workload, done
+        Thread(target=_end_with_parent, daemon=True).start()
 
     @classmethod
     def run(cls, run: Run) -> Outcome:
@@ -303,6 +314,14 @@ def _in_processes(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _end_with_parent() -> None:
+    """Who was killed gives no more work, and nobody else would end this process."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _next(futures: Iterable[Any], seconds: float | None) -> Any:

@@ -211,7 +211,7 @@ class Stage:
         pages = self.paging.pages(capacity_tokens)
         # By units a request has a page more for the token that is nobody's, which is never stored.
         self.pages = pages
-        pages += page_tokens is None
+        pages = whole("pages", pages + (page_tokens is None), 1, 2**31 - 1)
         named = policy if isinstance(policy, str) else policy.name
         self.at_once = named in _BY_USE and not sessions
         if sessions:

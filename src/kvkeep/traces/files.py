@@ -35,6 +35,8 @@ class BadLine(Exception):
 
 def compression(path: Path) -> str | None:
     """ "gzip", "zstd" or None, from the file's first bytes. `InvalidValue` if it cannot be read."""
+    if path.is_fifo():
+        raise InvalidValue(f"{path} is a pipe; a trace is gone through again and again: save it")
     try:
         with path.open("rb") as file:
             magic = file.read(len(_LFS))
