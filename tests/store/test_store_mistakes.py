@@ -97,6 +97,9 @@ CALLS: dict[str, tuple[Callable[[KVStore], object], tuple[str, ...]]] = {
     "a pin for ever": (lambda s: s.pin(TOKENS, float("inf")), ("seconds is inf", "ends")),
     "a pin back in time": (lambda s: s.pin(TOKENS, -1), ("seconds is -1",)),
     "a pin of text": (lambda s: s.pin(TOKENS, "60"), ("seconds is '60'",)),
+    "a flush of text": (lambda s: s.flush("5"), ("timeout is '5'", "seconds")),
+    "a close for no number": (lambda s: s.close(None), ("timeout is None",)),
+    "a wait of text": (lambda s: s.prefetch(TOKENS).wait("5"), ("timeout is '5'",)),
     "a tenant that is a number": (lambda s: s.put(TOKENS, kv(), tenant=7), ("tenant is 7", "text")),
     "a tenant that is a list": (lambda s: s.get(TOKENS, tenant=["a"]), ("tenant is ['a']",)),
     "a tenant of bytes": (lambda s: s.clear(tenant=b"a"), ("tenant is b'a'",)),
@@ -122,6 +125,13 @@ def test_a_wrong_argument_is_named_and_nothing_changes(name: str, store: KVStore
     assert after == before
     assert get(store, range(8)) == 4
     store.check()
+
+
+def test_who_waits_for_ever_waits_as_long_as_it_takes(store: KVStore) -> None:
+    assert store.prefetch(range(4)).wait(float("inf")) == 4
+    assert store.flush(float("inf"))
+    _, n = store.get(range(4), deadline=float("inf"))
+    assert n == 4
 
 
 def test_uneven_parts_do_not_fit_one_tensor() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import InvalidValue, whole
@@ -97,10 +98,9 @@ class Session:
         awaited keeps more than half of the pool, who went first is not awaited any more. Returns
         the pages of its own that are kept. Raises `InvalidValue` unless ``eta`` is above 0.
         """
-        if not eta > 0:
-            raise InvalidValue(f"a session is back in some seconds, got eta={eta!r}")
+        seconds = _seconds(eta)
         with self._core:
-            return self._core.sessions.suspend((self.namespace, self.id), float(eta))
+            return self._core.sessions.suspend((self.namespace, self.id), seconds)
 
     def supersede(self) -> int:
         """What it used so far will not be continued: its next request begins anew.
@@ -254,3 +254,10 @@ class SessionBoard:
         assert set(self._away) <= {line for due, _, line in self._returns if due == line.due}
         assert not any(line.left for line in lines)
         assert len(lines) <= self.most
+
+
+def _seconds(eta: object) -> float:
+    number = float("nan") if isinstance(eta, bool) or not isinstance(eta, Real) else float(eta)
+    if not number > 0:
+        raise InvalidValue(f"a session is back in some seconds, got eta={eta!r}")
+    return number

@@ -96,7 +96,7 @@ class BlockStore:
         blocks = self._blocks(keys)
         sizes = _sizes(sizes, len(blocks))
         if wait is not None:
-            seconds_of("wait", wait)
+            wait = seconds_of("wait", wait)
         with closed_is_illegal():
             written = self._tiered.write(blocks, sizes, fill, wait=wait)
         return len(written.kept) + len(written.already)
@@ -143,7 +143,7 @@ class BlockStore:
         blocks = self._blocks(keys)
         sizes = _sizes(sizes, len(blocks))
         if deadline is not None:
-            seconds_of("deadline", deadline)
+            deadline = seconds_of("deadline", deadline)
         with closed_is_illegal():
             return self._tiered.read(blocks, sizes, sink, deadline=deadline, cancelled=cancelled)
 
@@ -213,7 +213,7 @@ class BlockStore:
 
     def pin(self, keys: Sequence[bytes], seconds: float) -> int:
         """Keep leading blocks from eviction for so long; how many are pinned."""
-        seconds_of("seconds", seconds, ends=True)
+        seconds = seconds_of("seconds", seconds, ends=True)
         return self._tiered.pin(self._blocks(keys), seconds)
 
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -226,10 +226,12 @@ class BlockStore:
 
     def flush(self, timeout: float | None = 60.0) -> bool:
         """Have the slower tiers hold what was put; see `KVStore.flush`."""
+        timeout = None if timeout is None else seconds_of("timeout", timeout)
         return self._tiered.flush(timeout)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Flush and give everything back; a second call does nothing."""
+        timeout = seconds_of("timeout", timeout)
         if self._unpin_memory is not None:
             self._unpin_memory()
         return self._tiered.close(timeout)

@@ -31,6 +31,8 @@ def closed_is_illegal() -> Iterator[None]:
 def seconds_of(name: str, value: object, *, ends: bool = False) -> float:
     """A time as callers give it, in seconds; one that ``ends`` is above zero and not infinite.
 
+    What is longer than a thread can wait is as long as that: some hundred years.
+
     Raises:
         InvalidValue: it is none.
     """
@@ -40,7 +42,7 @@ def seconds_of(name: str, value: object, *, ends: bool = False) -> float:
     if isnan(number) or (ends and not 0 < number < inf):
         kind = "a time above zero that ends" if ends else "a number"
         raise InvalidValue(f"{name} is {value!r}; {kind}, in seconds, is needed")
-    return number
+    return min(number, threading.TIMEOUT_MAX / 2)  # a time of day may come on top
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ class Prefetch:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until `done`, ``timeout`` seconds at most; `tokens` then."""
+        timeout = None if timeout is None else seconds_of("timeout", timeout)
         return self._count(self._blocks.wait(timeout))
 
     def cancel(self) -> None:
@@ -370,7 +371,7 @@ class KVStore:
         In every tier that has it, each up to half of the tier.
         """
         self._tiered.check_open()
-        seconds_of("seconds", seconds, ends=True)
+        seconds = seconds_of("seconds", seconds, ends=True)
         blocks, _, lengths = self._find(as_tokens(tokens), 0, tenant)
         return sum(lengths[: self._tiered.pin(blocks, seconds)])
 
@@ -393,11 +394,13 @@ class KVStore:
 
         Raises `IllegalStep` when another thread closes the store meanwhile.
         """
+        timeout = None if timeout is None else seconds_of("timeout", timeout)
         with closed_is_illegal():
             return self._tiered.flush(timeout)
 
     def close(self, timeout: float = 10.0) -> bool:
         """`flush`, then give threads, files and memory back; a second call does nothing."""
+        timeout = seconds_of("timeout", timeout)
         self._unpin()
         return self._tiered.close(timeout)
 

@@ -119,6 +119,7 @@ export const figuresOf = (node) => [
   tokens(node.subtree_tokens),
   node.hits === null || node.hits === undefined ? "" : many(node.hits, "hit"),
   node.age_s === null || node.age_s === undefined ? "" : `used ${ago(node.age_s)}`,
+  node.tier ? (node.tier === "pool" ? "in no tier" : `${node.tier} has it`) : "",
   node.pins ? "pinned" : node.references ? many(node.references, "reference") : "",
 ].filter(Boolean);
 export const sizeOf = (node) => amount(node.subtree_tokens);
