@@ -284,3 +284,16 @@ def test_a_closed_store_says_so() -> None:
         store.put(KEYS, BLOCKS)
     with pytest.raises(IllegalStep):
         get(store)
+
+
+def test_what_was_only_fetched_ahead_outlives_the_process(tmp_path: Path) -> None:
+    """Moved up into memory and never read, it goes down again, though nobody asked for it since."""
+    tiers = "memory://1MiB", disk(tmp_path)
+    with opened(*tiers, policy=Exclusive()) as store:
+        assert store.put(KEYS, BLOCKS) == 8
+    for _ in range(2):
+        with opened(*tiers, policy=Exclusive()) as store:
+            assert store.prefetch(KEYS, SIZES).wait(5) == 8
+            quiet(store)
+    with opened(*tiers, policy=Exclusive()) as store:
+        assert get(store) == 8

@@ -196,7 +196,8 @@ class Planner:
 
     def demotes(self, level: int, block: bytes) -> int | None:
         """The tier to which ``block`` goes, evicted from ``level``; None: it just goes."""
-        target = self.policy.demotes(level, self._touches.count(block))
+        # What lies somewhere was touched: before a restart, say, and only fetched ahead since.
+        target = self.policy.demotes(level, max(1, self._touches.count(block)))
         return None if target is None or target > self.tiers else target
 
     def ever_demotes(self, level: int) -> int | None:
