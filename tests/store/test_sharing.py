@@ -91,10 +91,11 @@ def test_what_both_put_is_written_once(tmp_path: Path) -> None:
 @needs_server
 def test_a_reader_behind_a_writer_on_one_server(processes: Processes) -> None:
     """Prompts grow while they are read: each time a right prefix, no shorter than before."""
-    families, length = 10, 80
+    families, length = 10, 160
     with server() as one:
-        processes.start("write", one.url, 0, 0, families, length)
         with open_store("memory://4MiB", one.url) as store:
+            assert get(store, prompt(0, 0, length)) == 0  # connected, before anything is written
+            processes.start("write", one.url, 0, 0, families, length)
             seen = [0] * families
             partial, end = 0, time.monotonic() + PATIENCE
             while seen != [length] * families:
