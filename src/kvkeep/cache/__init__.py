@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvkeep.cache.paged import CachedPrefix, PagedCache
@@ -19,18 +20,14 @@ __all__ = [
     "NodeView", "PagedCache", "Pin", "Sequence", "Session",
 ]  # fmt: skip
 
-_VIEWS = {"CacheMap", "Found", "MapNode", "NodeView"}
-_BLOCKS = {"BlockNames", "Blocks"}
+_LOOKING = {
+    "BlockNames": "blocks", "Blocks": "blocks",
+    "CacheMap": "views", "Found": "views", "MapNode": "views", "NodeView": "views",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
     """What a look into a cache asks and gives is imported by those who look."""
-    if name in _VIEWS:
-        from kvkeep.cache import views  # noqa: PLC0415
-
-        return getattr(views, name)
-    if name in _BLOCKS:
-        from kvkeep.cache import blocks  # noqa: PLC0415
-
-        return getattr(blocks, name)
+    if name in _LOOKING:
+        return getattr(import_module(f"kvkeep.cache.{_LOOKING[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -118,8 +118,9 @@ def _listed(text: str) -> list[str]:
 
 def _sources(args: argparse.Namespace, names: list[str]) -> list[Source]:
     from kvkeep.feed import Source  # noqa: PLC0415
+    from kvkeep.router.router import MOST_RANKS  # noqa: PLC0415
 
-    whole("--ranks", args.ranks, 1, 1024)
+    whole("--ranks", args.ranks, 1, MOST_RANKS)
     events = _listed(args.events) if args.events else [""] * len(names)
     replays = _listed(args.replay) if args.replay else [""] * len(names)
     for given, option in ((events, "--events"), (replays, "--replay")):

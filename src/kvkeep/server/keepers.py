@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvkeep.cache import BlockNames
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from kvkeep.cache import CacheMap
+    from kvkeep.cache import MapNode
     from kvkeep.engine import Engine
     from kvkeep.keys import Namespace
 
@@ -56,21 +56,22 @@ class Keepers:
         """The pool and the store's tiers, fastest first."""
         return (POOL,) if self._store is None else (POOL, *self._store.tiers)
 
-    def of(self, made: CacheMap) -> dict[int, Kept]:
-        """By the ids of a map made with `names`; nothing of nodes that stand for others."""
-        runs = [node for node in made.nodes if node.pages and not node.hidden]
+    def of(self, nodes: Iterable[MapNode]) -> dict[int, Kept]:
+        """By the ids of nodes of a map made with `names`; nothing of those that are no run."""
+        runs = [node for node in nodes if node.pages and not node.hidden]
         if self._store is None:
             return {node.id: Kept(POOL, {}) for node in runs}
         told = [(node, node.blocks) for node in runs if node.blocks is not None]
         keepers = iter(self._store.keepers([name for _, own in told for name in own.names]))
-        nodes = [
-            _Node(node.id, node.parent, node.pages * made.page_size, own.before,
+        page_size = self._engine.cache.page_size
+        parts = [
+            _Node(node.id, node.parent, node.pages * page_size, own.before,
                   [next(keepers) for _ in own.names])
             for node, own in told
         ]  # fmt: skip
-        onward = _onward(nodes)
+        onward = _onward(parts)
         tiers, block = self._store.tiers, self._store.block_tokens
-        return {node.id: _kept(node, onward.get(node.id), tiers, block) for node in nodes}
+        return {node.id: _kept(node, onward.get(node.id), tiers, block) for node in parts}
 
 
 class _Node(NamedTuple):

@@ -71,7 +71,7 @@ class Maps:
         kept = self._answers.get(asked)
         if kept is not None and kept[0] is made:
             return kept[1]
-        known = self._keepers.of(made) if tiers else {}
+        known = self._keepers.of(made.nodes) if tiers else {}
         answer = MapAnswer(
             page_size=made.page_size,
             at=time.time(),
@@ -137,10 +137,12 @@ class Maps:
         """All that is known of one node; `ApiError` 404 where it is not there."""
         try:
             view = self._cache.node(number)
-            below = self._map(None, number, _FOLLOWED, tiers=True)
+            nodes: tuple[MapNode, ...] = (view.node,)
+            if self._keepers.names is not None:  # which blocks go on behind it
+                nodes = self._map(None, number, _FOLLOWED, tiers=True).nodes
         except NotCached as error:
             raise _unknown(error) from error
-        shown = self._node(view.node, self._keepers.of(below).get(number)).model_dump()
+        shown = self._node(view.node, self._keepers.of(nodes).get(number)).model_dump()
         if shown["text"] is not None and view.tokens is not None and number > 0:
             tokens = view.tokens[:_LONGEST_TEXT_TOKENS].tolist()
             shown["text"] = showable(self._service.tokenizer.decode(tokens))[:_LONGEST_TEXT]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from threading import TIMEOUT_MAX  # seconds that can be waited for: some hundred years
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.errors import InvalidValue, whole
+from kvkeep.integrations.given import seconds_of, tiers_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["Options"]
 
-# Not what was given: a URL may have a password in it.
-_NO_TIERS = 'tiers are a list of URLs, fastest first, as ["memory://8GiB"]; something else is given'
 
 # In the same object, and meant for SGLang.
 _OF_SGLANG: Final = {
@@ -72,30 +70,13 @@ class Options:
                 f"kvkeep's options are {', '.join(known)}"
             )
         if "tiers" in options:
-            tiers = options["tiers"]
-            if (
-                not isinstance(tiers, list | tuple)
-                or not tiers
-                or not all(isinstance(tier, str) for tier in tiers)
-            ):
-                raise InvalidValue(_NO_TIERS)
-            options["tiers"] = tuple(tiers)
+            options["tiers"] = tiers_of(options["tiers"])
         for name in ("revision", "tenant"):
             if not isinstance(options.get(name, ""), str):
                 raise InvalidValue(f"{name} is {options[name]!r}; text is needed")
         for name in ("load_timeout", "lookup_timeout", "save_timeout", "flush_timeout"):
             if name in options:
-                options[name] = _seconds(name, options[name])
+                options[name] = seconds_of(name, options[name])
         if "threads" in options:
             options["threads"] = whole("threads", options["threads"], 1, 64)
         return cls(**options)  # type: ignore[arg-type]
-
-
-def _seconds(name: str, value: object) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0 <= value <= TIMEOUT_MAX
-    ):
-        raise InvalidValue(f"{name} is {value!r}; a number of seconds is needed")
-    return float(value)

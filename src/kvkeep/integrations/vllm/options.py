@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from threading import TIMEOUT_MAX  # seconds that can be waited for: some hundred years
 from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidValue, whole
+from kvkeep.integrations.given import seconds_of, tiers_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 __all__ = ["Options", "Wishes"]
 
 _DEFAULT_PIN_S = 3600.0
-# Not what was given: a URL may have a password in it.
-_NO_TIERS = 'tiers are a list of URLs, fastest first, as ["memory://8GiB"]; something else is given'
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +55,10 @@ class Options:
             )
         options = dict(given)
         if "tiers" in options:
-            tiers = options["tiers"]
-            if (
-                not isinstance(tiers, list | tuple)
-                or not tiers
-                or not all(isinstance(tier, str) for tier in tiers)
-            ):
-                raise InvalidValue(_NO_TIERS)
-            options["tiers"] = tuple(tiers)
+            options["tiers"] = tiers_of(options["tiers"])
         for name in ("load_timeout", "lookup_timeout", "flush_timeout"):
             if name in options:
-                options[name] = _seconds(name, options[name])
+                options[name] = seconds_of(name, options[name])
         for name in ("revision", "tenant", "capture"):
             if not isinstance(options.get(name, ""), str):
                 raise InvalidValue(f"{name} is {options[name]!r}; text is needed")
@@ -111,7 +102,7 @@ class Wishes:
         for name in ("store", "load", "pin"):
             if not isinstance(given.get(name, False), bool):
                 raise InvalidValue(f"{name} is {given[name]!r}; true or false is needed")
-        ttl = _seconds("ttl", given["ttl"]) if given.get("ttl") is not None else None
+        ttl = seconds_of("ttl", given["ttl"]) if given.get("ttl") is not None else None
         if ttl == 0:
             raise InvalidValue("ttl is 0; a time above zero is needed")
         pin = given.get("pin", False)
@@ -124,13 +115,3 @@ class Wishes:
 
 
 _DEFAULT = Wishes()
-
-
-def _seconds(name: str, value: object) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0 <= value <= TIMEOUT_MAX
-    ):
-        raise InvalidValue(f"{name} is {value!r}; a number of seconds is needed")
-    return float(value)
