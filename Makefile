@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo docs docs-serve servers test check bench clean
+.PHONY: help setup serve demo docs docs-serve servers test check bench soak clean
 
 help:            ## show this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -86,6 +86,9 @@ bench: setup     ## measure the core, the store beside the machine, the engine b
 	@$(BIN)/python benchmarks/core.py
 	@$(BIN)/python benchmarks/store.py
 	@$(BIN)/python benchmarks/engine.py
+
+soak: setup      ## stress server, cache and store for 20 minutes (SOAK_ARGS="--minutes 60")
+	@$(BIN)/python scripts/soak.py $(SOAK_ARGS)
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

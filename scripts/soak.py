@@ -326,7 +326,7 @@ class ServerPart(Part):
 class Churn:
     """Random operations on one `PagedCache`, with the pages' contents as arrays."""
 
-    PAGES, PAGE_SIZE, LIVE, PINS = 2000, 4, 40, 100
+    PAGES, PAGE_SIZE, LIVE, PINS = 800, 4, 40, 100
 
     def __init__(self, seed: int) -> None:
         from kvkeep import PagedCache  # noqa: PLC0415
@@ -344,7 +344,7 @@ class Churn:
         steps = (self._open, self._append, self._fork, self._truncate, self._publish, self._pin)
         step = self._chance.choices(steps, (40, 15, 10, 5, 10, 5))[0]
         try:
-            if self._live or step is self._open:
+            if self._live or step == self._open:
                 step()
         except OutOfPages:
             if self._live:
