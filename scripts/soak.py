@@ -326,7 +326,7 @@ class ServerPart(Part):
 class Churn:
     """Random operations on one `PagedCache`, with the pages' contents as arrays."""
 
-    PAGES, PAGE_SIZE, LIVE, PINS = 800, 4, 40, 100
+    PAGES, PAGE_SIZE, LIVE, PINS = 400, 4, 40, 100
 
     def __init__(self, seed: int) -> None:
         from kvkeep import PagedCache  # noqa: PLC0415
@@ -349,7 +349,7 @@ class Churn:
         except OutOfPages:
             if self._live:
                 self._any(remove=True).close()
-        while len(self._live) > self.LIVE or (self._live and self._chance.random() < 0.1):
+        while len(self._live) > self.LIVE or (self._live and self._chance.random() < 0.05):
             sequence = self._any(remove=True)
             self._fill(sequence, sequence.num_tokens)
             sequence.publish()
