@@ -35,6 +35,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -339,7 +340,7 @@ class Churn:
 
     def step(self) -> None:
         """One operation, and a look at the page contents of the newest sequence."""
-        from kvkeep import OutOfPages  # noqa: PLC0415
+        from kvkeep import NotCached, OutOfPages  # noqa: PLC0415
 
         steps = (self._open, self._append, self._fork, self._truncate, self._publish, self._pin)
         step = self._chance.choices(steps, (40, 15, 10, 5, 10, 5))[0]
@@ -355,7 +356,9 @@ class Churn:
             sequence.publish()
             sequence.close()
         while len(self._pins) > self.PINS:
-            self.cache.unpin(self._pins.pop(self._chance.randrange(len(self._pins))))
+            pin = self._pins.pop(self._chance.randrange(len(self._pins)))
+            with suppress(NotCached):  # a soft pin ends when its pages are evicted
+                self.cache.unpin(pin)
         for sequence in self._live[-1:]:
             held = self._memory[np.asarray(sequence.pages)].reshape(-1)[: sequence.num_tokens]
             assert (held == np.asarray(sequence.tokens)).all(), "a page holds other tokens"
