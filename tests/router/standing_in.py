@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.router import CostModel, PrefixRouter
+from kvkeep.router.health import Patience
 from kvkeep.router.listening import Server, bind
 from kvkeep.router.proxy import create_proxy
 from kvkeep.router.upstreams import Upstreams
@@ -31,7 +32,9 @@ class StandIn:
     """An HTTP server that answers in chunks, or does what ``mood`` says.
 
     "well" · "503" · "429" · "500" · "hangs up" before a head · "head only" then hangs up ·
-    "half" an answer · "waits" until the client goes. ``tokens`` are what it says that any text is.
+    "half" an answer · "waits" until the client goes · "stalls" after a head · "stops"
+    in the middle · "garbage" · "stopped": nothing, on no path. ``tokens`` are what it says that any text is.
+    /health is answered with ``health`` in all moods but the last, and not counted as asked.
     """
 
     def __init__(self, mood: str = "well") -> None:
@@ -39,6 +42,8 @@ class StandIn:
         self.tokens: bytes | None = None
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         self.left = 0
+        self.health = "200"
+        self.probes = 0
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._thread.start()
@@ -69,6 +74,14 @@ class StandIn:
             headers = {name.lower(): value for name, value in pairs}
             body = await reader.readexactly(int(headers.get("content-length", 0)))
             path = first.split()[1]
+            if path == "/health":
+                self.probes += 1
+                if self.mood == "stopped":
+                    await reader.read(1)
+                else:
+                    head = f"HTTP/1.1 {self.health} X\r\nconnection: close\r\ncontent-length: 0"
+                    writer.write(head.encode() + b"\r\n\r\n")
+                return
             self.asked.append((path, headers, body))
             await self._answer(path, body, reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -83,7 +96,7 @@ class StandIn:
         if path == "/tokenize" and self.tokens is not None:
             writer.write(head("200 OK", "content-encoding: gzip\r\n" * (self.tokens == b"gzip")))
             writer.write(self.tokens)
-        elif path == "/tokenize" and self.mood != "hangs up":
+        elif path == "/tokenize" and self.mood not in {"hangs up", "stopped"}:
             text = json.loads(body).get("prompt") or "".join(
                 turn["content"] for turn in json.loads(body)["messages"]
             )
@@ -104,7 +117,15 @@ class StandIn:
         elif self.mood == "half":
             writer.write(head("200 OK", "transfer-encoding: chunked\r\n"))
             writer.write(b"%x\r\n%s\r\n" % (len(CHUNKS[0]), CHUNKS[0]))
-        elif self.mood == "waits":
+        elif self.mood in {"stalls", "stops"}:
+            writer.write(head("200 OK", "transfer-encoding: chunked\r\n"))
+            if self.mood == "stops":
+                writer.write(b"%x\r\n%s\r\n" % (len(CHUNKS[0]), CHUNKS[0]))
+            await reader.read(1)
+            self.left += 1
+        elif self.mood == "garbage":
+            writer.write(b"\x00 this is no HTTP\r\n\r\n")
+        elif self.mood in {"waits", "stopped"}:
             await reader.read(1)
             self.left += 1
         await writer.drain()
@@ -115,7 +136,9 @@ class Routing:
 
     def __init__(self, *urls: str, **options: Any) -> None:
         self.router = PrefixRouter(urls, cost=options.pop("cost", CostModel(balance=0.0)))
-        self.upstreams = Upstreams(urls, connect_s=2.0, answer_s=options.pop("answer_s", 20.0))
+        self.upstreams = Upstreams(urls, connect_s=2.0)
+        waits = {"first_byte_s": 20.0, "probe_every_s": 0.05, "probe_s": 1.0}
+        options["patience"] = Patience(**{**waits, **options.pop("patience", {})})
         self._socket = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         proxy = create_proxy(self.router, self.upstreams, **options)

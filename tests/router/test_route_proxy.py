@@ -12,6 +12,8 @@ from standing_in import CHUNKS, StandIn, eventually, routing
 
 from kvkeep.errors import InvalidValue
 from kvkeep.feed import BlockStored
+from kvkeep.router.bodies import Bodies
+from kvkeep.router.health import State
 from kvkeep.router.upstreams import Upstreams, passed_on
 
 WHOLE = b"".join(CHUNKS)
@@ -27,6 +29,10 @@ def holds(proxy, instance, tokens) -> None:
     hashes = list(range(len(tokens) // 2))
     event = BlockStored(hashes, None, tokens[: len(hashes) * 2], 2, None, "GPU", None)
     proxy.router.apply(instance.url, [event])
+
+
+def state(proxy, instance) -> State:
+    return proxy.upstreams.health.state(instance.url)
 
 
 def metrics(proxy) -> str:
@@ -121,7 +127,7 @@ def test_an_instance_that_cannot_tokenize_keeps_no_prompt_from_its_place(tokens)
 @pytest.mark.parametrize("mood", ["503", "hangs up", "head only", "429"])
 def test_another_one_is_asked_before_the_first_byte(mood):
     with routing(mood, "well") as (proxy, (bad, good)):
-        proxy.upstreams._clock = lambda: 0.0  # however slow this machine is
+        proxy.upstreams.health._clock = lambda: 0.0  # however slow this machine is
         holds(proxy, bad, [1, 2, 3, 4])
         answer = ask(proxy)
         assert (answer.status_code, answer.content) == (200, WHOLE)
@@ -137,18 +143,22 @@ def test_one_that_is_not_there_is_left_alone_and_comes_back():
     with routing("well", "well") as (proxy, (one, two)):
         holds(proxy, one, [1, 2, 3, 4])
         clock = [0.0]
-        proxy.upstreams._clock = lambda: clock[0]
+        proxy.upstreams.health._clock = lambda: clock[0]
         one.mood = "hangs up"
         assert ask(proxy).content == WHOLE
-        assert proxy.upstreams.resting(one.url)
-        assert httpx.get(f"{proxy.url}/health").json() == {"status": "ok", "instances": 1}
+        eventually(lambda: state(proxy, one) is State.RESTING)  # a probe was answered meanwhile
+        assert httpx.get(f"{proxy.url}/health").json() == {
+            "status": "ok",
+            "instances": 1,
+            "each": {one.url: "resting", two.url: "up"},
+        }
         one.mood = "well"
         assert ask(proxy).content == WHOLE
         assert (len(one.paths), len(two.paths)) == (1, 2)
         clock[0] = 1.5
         assert ask(proxy).content == WHOLE
         assert (len(one.paths), len(two.paths)) == (2, 2)
-        assert not proxy.upstreams.resting(one.url)
+        assert state(proxy, one) is State.UP
 
 
 def test_a_request_that_breaks_whoever_has_it_does_not_go_round():
@@ -162,7 +172,7 @@ def test_a_request_that_breaks_whoever_has_it_does_not_go_round():
 def test_when_all_are_gone_it_says_so_and_asks_again_later():
     gone = StandIn()
     with routing("well") as (proxy, (one,)):
-        proxy.upstreams.failed(one.url)
+        proxy.upstreams.health.failed(one.url)
         assert httpx.get(f"{proxy.url}/health").status_code == 503
         assert ask(proxy).content == WHOLE  # all rest: it is tried
         assert httpx.get(f"{proxy.url}/health").status_code == 200
@@ -179,7 +189,7 @@ def test_an_answer_that_breaks_off_is_seen_to():
                     read += piece
         assert read == CHUNKS[0]
         assert good.paths == []
-        assert proxy.upstreams.resting(bad.url)
+        assert state(proxy, bad) is not State.UP
 
 
 @pytest.mark.parametrize("mood", ["500", "400", "503", "429"])
@@ -197,7 +207,7 @@ def test_a_client_that_goes_is_no_work_any_more():
             httpx.post(f"{proxy.url}/v1/completions", json=ASK, timeout=0.5)
         eventually(lambda: one.left == 1)
         eventually(lambda: proxy.router.load(one.url) == (0, 0.0))
-        assert not proxy.upstreams.resting(one.url)
+        eventually(lambda: state(proxy, one) is State.UP)
         eventually(lambda: 'outcome="given up"} 1.0' in metrics(proxy))
 
 
@@ -240,7 +250,7 @@ def test_a_path_too_long_to_be_asked_for():
 
 
 def test_too_large_and_foreign():
-    with routing("well", max_body_bytes=1000) as (proxy, (one,)):
+    with routing("well", bodies=Bodies(most_each=1000)) as (proxy, (one,)):
         assert ask(proxy, {"prompt": "x" * 2000}).status_code == 413
         answer = httpx.post(proxy.url + "/v1/completions", json=ASK, headers={"host": "evil.test"})
         assert answer.status_code == 400
