@@ -338,12 +338,13 @@ class PrefixIndex:
         left = max(share.blocks - self._most, self._most // _ROUND)
         while left > 0:
             stock = max(share.stocks, key=lambda one: len(one.blocks))
-            gone = spared = 0
-            for block, key in list(islice(stock.blocks.items(), 2 * left)):
-                if key in self._used and spared < left:
+            oldest = min(2 * left, max(left, len(stock.blocks) // 2))  # what is new stays
+            gone, spare = 0, oldest - left
+            for block, key in list(islice(stock.blocks.items(), oldest)):
+                if spare and key in self._used:
                     self._used.discard(key)
                     stock.refresh(block, key)
-                    spared += 1
+                    spare -= 1
                 else:
                     stock.drop(block, all_copies=True)
                     gone += 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.errors import InvalidValue, whole
-from kvkeep.feed.wire import AllBlocksCleared, BlockRemoved, BlockStored, salt_digest
+from kvkeep.feed.wire import AllBlocksCleared, BlockStored, salt_digest
 from kvkeep.router.cost import CostModel
 from kvkeep.router.held import Held
 from kvkeep.router.index import Place, PrefixIndex
