@@ -32,9 +32,9 @@ class StandIn:
     """An HTTP server that answers in chunks, or does what ``mood`` says.
 
     "well" · "503" · "429" · "500" · "hangs up" before a head · "head only" then hangs up ·
-    "half" an answer · "waits" until the client goes · "stalls" after a head · "stops"
-    in the middle · "garbage" · "stopped": nothing, on no path. ``tokens`` are what it says that any text is.
-    /health is answered with ``health`` in all moods but the last, and not counted as asked.
+    "half" an answer · "waits" until the client goes · "stalls" after a head · "stops" in the
+    middle · "garbage" · "stopped": nothing, on no path. ``tokens`` are what it says that any text
+    is. /health is answered with ``health`` in all moods but the last, and not counted as asked.
     """
 
     def __init__(self, mood: str = "well") -> None:

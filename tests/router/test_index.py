@@ -353,15 +353,6 @@ def test_forgetting_looks_at_no_more_than_it_forgets():
     index.check()
 
 
-@pytest.mark.parametrize("name", [b"x" * 65, b"x" * 1_000_000])
-def test_a_hash_that_is_too_long_is_refused(name):
-    index = PrefixIndex()
-    index.store(PLACES[0], [1, name], None, [1, 2], 1)
-    assert (len(index), index.refused) == (0, 2)
-    index.store(PLACES[0], [b"x" * 64], None, [1], 1)
-    assert len(index) == 1
-
-
 def test_a_place_has_few_block_sizes_and_takes_none_from_others():
     index = PrefixIndex()
     for size in range(1, 40):

@@ -28,7 +28,7 @@ _MOST_SIZES = 4
 """Block sizes of a place; each that is in use anywhere costs a pass of its own in a lookup."""
 _MOST_TIERS = 8
 """Tiers of a place; each that is in use anywhere costs a probe for every block in a lookup."""
-_MOST_NAME = 64  # bytes of a hash, characters of a tier's name: they are kept
+_LONGEST_NAME = 64  # characters of a tier's name
 _ROUND = 64
 """One part in so many of what an instance may have is forgotten at once, when it has too much."""
 
@@ -117,7 +117,7 @@ class PrefixIndex:
 
     Thread safety: none. Cost: about 1.5 µs to store a block, and 0.1 µs a block to look a prompt
     up, however many places there are and however much is forgotten meanwhile. Memory: at most some
-    200 bytes a block.
+    200 bytes a block, where hashes are numbers; the feed takes none of more than 64 bytes.
     """
 
     def __init__(self, tiers: Sequence[str] = ("GPU",), *, most_blocks: int = 1_000_000) -> None:
@@ -193,7 +193,6 @@ class PrefixIndex:
         keys = None
         if (
             _sound(tokens, count, block_size, length_of(start))
-            and not any(isinstance(block, bytes) and len(block) > _MOST_NAME for block in hashes)
             and self._sized(stock, block_size)
         ):
             keys = self._keys_of(start, tokens, block_size, marks)
@@ -285,7 +284,7 @@ class PrefixIndex:
     def _told(self, place: Place, tier: str) -> _Stock | None:
         """Where to put what a place tells of a tier; None where it names too many, or too long."""
         stocks = self._stocks.get(place, {})
-        if tier not in stocks and (len(stocks) >= _MOST_TIERS or len(tier) > _MOST_NAME):
+        if tier not in stocks and (len(stocks) >= _MOST_TIERS or len(tier) > _LONGEST_NAME):
             return None
         return self._stock(place, tier, self._shares.setdefault(place.instance, _Share()))
 
