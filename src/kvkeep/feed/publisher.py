@@ -165,6 +165,7 @@ class EventPublisher:
         if len(self._queue) >= self._most or self._came - self._went + size > _QUEUE_TOKENS:
             self.stats.dropped += 1
             self._lost = True
+            self._ring()  # an event too large for an empty queue finds the thread asleep
             return
         first = not self._queue
         self._came += size
