@@ -62,11 +62,17 @@ class Line:
         self.sub.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
         _connect(self.sub, source.endpoint)
 
-    def connection(self) -> bool:
-        """What the subscription's monitor has to say: whether it was (re-)connected."""
-        event = recv_monitor_message(self.monitor)["event"]
-        self.stats.connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
-        return self.stats.connected
+    def reconnected(self) -> bool:
+        """Whether the subscription was (re-)connected since this was asked last.
+
+        It is told before the first message of that connection can be read.
+        """
+        found = False
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)["event"]
+            self.stats.connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
+            found = found or self.stats.connected
+        return found
 
     def ask(self, what: Asked, now: float, patience: float, *, missing: bool) -> None:
         """Send a question, on a socket of its own: no late answer is taken for another's."""
