@@ -44,6 +44,7 @@ class StandIn:
         self.left = 0
         self.health = "200"
         self.probes = 0
+        self.chunks = CHUNKS
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._thread.start()
@@ -56,11 +57,17 @@ class StandIn:
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
+        self._woken = asyncio.Event()
         async with await asyncio.start_server(self._serve, "127.0.0.1", 0) as server:
             self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             self._ready.set()
             await self._stop.wait()
         await asyncio.sleep(0.01)  # transports close in their own time
+
+    def wake(self) -> None:
+        """Whatever waits is answered, and all that comes."""
+        self.mood = "well"
+        self._loop.call_soon_threadsafe(self._woken.set)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
@@ -89,7 +96,7 @@ class StandIn:
         finally:
             writer.close()
 
-    async def _answer(self, path, body, reader, writer) -> None:
+    async def _answer(self, path, body, reader, writer) -> None:  # noqa: PLR0912 - one a mood
         def head(status: str, more: str = "") -> bytes:
             return f"HTTP/1.1 {status}\r\nconnection: close\r\n{more}\r\n".encode()
 
@@ -105,7 +112,7 @@ class StandIn:
         elif self.mood == "well":
             kind = "content-type: text/event-stream\r\ntransfer-encoding: chunked\r\nx-mine: 1\r\n"
             writer.write(head("200 OK", kind))
-            for chunk in CHUNKS:
+            for chunk in self.chunks:
                 writer.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
                 await writer.drain()
             writer.write(b"0\r\n\r\n")
@@ -126,9 +133,21 @@ class StandIn:
         elif self.mood == "garbage":
             writer.write(b"\x00 this is no HTTP\r\n\r\n")
         elif self.mood in {"waits", "stopped"}:
-            await reader.read(1)
-            self.left += 1
+            if await self._wakes(reader):
+                await self._answer(path, body, reader, writer)
+            else:
+                self.left += 1
         await writer.drain()
+
+    async def _wakes(self, reader) -> bool:
+        """Whether it is woken before the client goes."""
+        gone = asyncio.ensure_future(reader.read(1))
+        woken = asyncio.ensure_future(self._woken.wait())
+        await asyncio.wait({gone, woken}, return_when=asyncio.FIRST_COMPLETED)
+        left = gone.done()
+        for one in (gone, woken):
+            one.cancel()
+        return not left
 
 
 class Routing:
