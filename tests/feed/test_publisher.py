@@ -15,7 +15,8 @@ from listening import Mirror, eventually
 from kvkeep import Namespace, PagedCache
 from kvkeep.errors import InvalidValue
 from kvkeep.feed import BlockStored, EventPublisher, EventReader, Journal, Source, salt_digest
-from kvkeep.feed.wire import END, SNAPSHOT, seq_frame
+from kvkeep.feed.publisher import _in_batches
+from kvkeep.feed.wire import END, MOST_BYTES, SNAPSHOT, Batch, decode, encode, seq_frame
 from kvkeep.keys import chain_keys, root_key
 
 ANY = "tcp://127.0.0.1:*"
@@ -249,3 +250,67 @@ def test_runs_without_tokens_are_not_told():
     events: list = []
     fill(cache, [5, 6, 7, 8])
     assert [type(event) for event in events] == [BlockStored]
+
+
+@pytest.mark.parametrize(("page_size", "pages"), [(1, 70_000), (16, 65_536), (1024, 1024)])
+def test_no_event_and_no_batch_is_too_large_for_a_reader(page_size, pages):
+    """One prompt of up to a million tokens: told in pieces, each behind the one before."""
+    cache = PagedCache(pages + 1, page_size)
+    journal = Journal(page_size)
+    with cache.open(np.arange(pages * page_size, dtype=np.int32)) as sequence:
+        sequence.publish()
+    told = journal.reconcile([(Namespace(), cache.runs(Namespace()))])
+    for events in (told, list(journal.snapshot())):
+        assert sum(len(event.block_hashes) for event in events) == pages
+        for event, before in zip(events[1:], events, strict=False):
+            assert event.parent_block_hash == before.block_hashes[-1]
+        batches = [encode(Batch(0.0, some, 0)) for some in _in_batches(events)]
+        assert max(map(len, batches)) < MOST_BYTES // 2
+        read = [event for payload in batches for event in decode(payload)[0].events]
+        assert read == events
+    gone = journal.reconcile([])
+    assert sum(len(event.block_hashes) for event in gone) == pages
+    assert len(gone) == -(-pages // 2**16)
+    assert len(journal) == 0
+
+
+def test_what_is_kept_for_replays_has_a_bound_in_bytes(cache, monkeypatch):
+    monkeypatch.setattr("kvkeep.feed.publisher._HISTORY_BYTES", 2000)
+    publisher = EventPublisher(cache, ANY, ANY)
+    try:
+        for number in range(40):
+            fill(cache, list(range(number * 100, number * 100 + 20)))
+            eventually(lambda: not publisher._queue)
+        eventually(lambda: publisher.stats.batches > 20)
+        assert 0 < publisher._history_bytes <= 2000
+        assert publisher._history_bytes == sum(len(one) for _, one in publisher._history)
+        assert publisher._history[-1][0] == publisher._seq
+        mirror = Mirror()
+        reader = EventReader([Source("a", publisher.endpoint, publisher.replay)], mirror)
+        try:
+            eventually(lambda: mirror.of() == hashes(cache))
+        finally:
+            reader.close()
+    finally:
+        publisher.close()
+
+
+def test_what_waits_has_a_bound_in_tokens(monkeypatch):
+    monkeypatch.setattr("kvkeep.feed.publisher._QUEUE_TOKENS", 100)
+    cache = PagedCache(256, 4)
+    publisher = EventPublisher(cache, ANY, ANY)
+    try:
+        for number in range(30):
+            fill(cache, list(range(number * 100, number * 100 + 20)))
+        fill(cache, list(range(5000, 5200)))  # more than may wait at all
+        eventually(lambda: not publisher._queue and not publisher._lost)
+        assert publisher.stats.dropped > 0
+        assert publisher._came == publisher._went
+        mirror = Mirror()
+        reader = EventReader([Source("a", publisher.endpoint, publisher.replay)], mirror)
+        try:
+            eventually(lambda: mirror.of() == hashes(cache))
+        finally:
+            reader.close()
+    finally:
+        publisher.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import tracemalloc
 from contextlib import contextmanager
 
 import msgspec
@@ -303,6 +304,76 @@ def test_junk_is_counted_and_skipped(theirs, junk):
         (stats,) = reader.stats().values()
         assert stats.malformed + stats.unread == 1
         assert stats.gaps == 0
+
+
+def stored(**more) -> dict:
+    event = {
+        "type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1],
+        "block_size": 1, "lora_id": None, "medium": "GPU", "lora_name": None,
+    }  # fmt: skip
+    return {**event, **more}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored(block_hashes=[b"x" * 65]), stored(parent_block_hash=b"x" * 65),
+        stored(block_hashes=[0] * (2**20 + 1)), stored(token_ids=[0] * (2**22 + 1)),
+        stored(lora_name="x" * 257), stored(medium="x" * 257), stored(extra_keys=[None] * 2**21),
+        stored(kv_cache_spec_kind="x" * 257), {"type": "BlockRemoved", "block_hashes": [b"x" * 65],
+        "medium": None},
+    ],
+)  # fmt: skip
+def test_an_event_that_holds_too_much_is_left_out(event):
+    batch, unread = decode(msgspec.msgpack.encode([0.0, [event, stored()], 0]))
+    assert unread == 1
+    assert batch.events == [BlockStored([1], None, [1], 1, None, "GPU", None)]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [0.0, [{"type": "AllBlocksCleared"}] * (2**17 + 1), 0],
+        [0.0, [0] * (2**17 + 1), 0],
+        [0.0, [], -1],
+        [0.0, [], 2**16],
+    ],
+)
+def test_a_batch_that_holds_too_much_is_none(batch):
+    with pytest.raises(InvalidValue):
+        decode(msgspec.msgpack.encode(batch))
+
+
+@pytest.mark.parametrize("length", [2**22 + 1, 2**32 - 1])
+def test_no_memory_is_taken_for_what_a_list_claims_to_hold(length):
+    claims = b"\xdd" + length.to_bytes(4, "big")
+    event = msgspec.msgpack.encode(stored(token_ids=None)).replace(
+        b"token_ids\xc0", b"token_ids" + claims
+    )
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidValue):  # it is cut off where the tokens should be
+            decode(b"\x93\xcb" + bytes(8) + b"\x91" + event)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_who_sends_too_much_at_once_is_cut_off_and_the_others_are_not():
+    made = [Theirs(), Theirs()]
+    try:
+        sources = [made[0].source("a"), made[1].source("b")]
+        with reading(*sources) as (mirror, reader):
+            for one in made:
+                one.await_reader()
+            made[0].send(raw=bytes((8 << 20) + 1))
+            made[1].send(block(0))
+            eventually(lambda: mirror.of("b") == {0})
+            eventually(lambda: not reader.stats()[sources[0]].connected)
+            assert reader.stats()[sources[0]].malformed == 0
+    finally:
+        for one in made:
+            one.close()
 
 
 def test_frames_that_are_none(theirs):

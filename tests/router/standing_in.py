@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.router import CostModel, PrefixRouter
+from kvkeep.router.health import Patience
 from kvkeep.router.listening import Server, bind
 from kvkeep.router.proxy import create_proxy
 from kvkeep.router.upstreams import Upstreams
@@ -31,7 +32,9 @@ class StandIn:
     """An HTTP server that answers in chunks, or does what ``mood`` says.
 
     "well" · "503" · "429" · "500" · "hangs up" before a head · "head only" then hangs up ·
-    "half" an answer · "waits" until the client goes. ``tokens`` are what it says that any text is.
+    "half" an answer · "waits" until the client goes · "stalls" after a head · "stops" in the
+    middle · "garbage" · "stopped": nothing, on no path. ``tokens`` are what it says that any text
+    is. /health is answered with ``health`` in all moods but the last, and not counted as asked.
     """
 
     def __init__(self, mood: str = "well") -> None:
@@ -39,6 +42,9 @@ class StandIn:
         self.tokens: bytes | None = None
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         self.left = 0
+        self.health = "200"
+        self.probes = 0
+        self.chunks = CHUNKS
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._thread.start()
@@ -51,11 +57,17 @@ class StandIn:
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
+        self._woken = asyncio.Event()
         async with await asyncio.start_server(self._serve, "127.0.0.1", 0) as server:
             self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             self._ready.set()
             await self._stop.wait()
         await asyncio.sleep(0.01)  # transports close in their own time
+
+    def wake(self) -> None:
+        """Whatever waits is answered, and all that comes."""
+        self.mood = "well"
+        self._loop.call_soon_threadsafe(self._woken.set)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
@@ -69,6 +81,14 @@ class StandIn:
             headers = {name.lower(): value for name, value in pairs}
             body = await reader.readexactly(int(headers.get("content-length", 0)))
             path = first.split()[1]
+            if path == "/health":
+                self.probes += 1
+                if self.mood == "stopped":
+                    await reader.read(1)
+                else:
+                    head = f"HTTP/1.1 {self.health} X\r\nconnection: close\r\ncontent-length: 0"
+                    writer.write(head.encode() + b"\r\n\r\n")
+                return
             self.asked.append((path, headers, body))
             await self._answer(path, body, reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -76,14 +96,14 @@ class StandIn:
         finally:
             writer.close()
 
-    async def _answer(self, path, body, reader, writer) -> None:
+    async def _answer(self, path, body, reader, writer) -> None:  # noqa: PLR0912 - one a mood
         def head(status: str, more: str = "") -> bytes:
             return f"HTTP/1.1 {status}\r\nconnection: close\r\n{more}\r\n".encode()
 
         if path == "/tokenize" and self.tokens is not None:
             writer.write(head("200 OK", "content-encoding: gzip\r\n" * (self.tokens == b"gzip")))
             writer.write(self.tokens)
-        elif path == "/tokenize" and self.mood != "hangs up":
+        elif path == "/tokenize" and self.mood not in {"hangs up", "stopped"}:
             text = json.loads(body).get("prompt") or "".join(
                 turn["content"] for turn in json.loads(body)["messages"]
             )
@@ -92,7 +112,7 @@ class StandIn:
         elif self.mood == "well":
             kind = "content-type: text/event-stream\r\ntransfer-encoding: chunked\r\nx-mine: 1\r\n"
             writer.write(head("200 OK", kind))
-            for chunk in CHUNKS:
+            for chunk in self.chunks:
                 writer.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
                 await writer.drain()
             writer.write(b"0\r\n\r\n")
@@ -104,10 +124,30 @@ class StandIn:
         elif self.mood == "half":
             writer.write(head("200 OK", "transfer-encoding: chunked\r\n"))
             writer.write(b"%x\r\n%s\r\n" % (len(CHUNKS[0]), CHUNKS[0]))
-        elif self.mood == "waits":
+        elif self.mood in {"stalls", "stops"}:
+            writer.write(head("200 OK", "transfer-encoding: chunked\r\n"))
+            if self.mood == "stops":
+                writer.write(b"%x\r\n%s\r\n" % (len(CHUNKS[0]), CHUNKS[0]))
             await reader.read(1)
             self.left += 1
+        elif self.mood == "garbage":
+            writer.write(b"\x00 this is no HTTP\r\n\r\n")
+        elif self.mood in {"waits", "stopped"}:
+            if await self._wakes(reader):
+                await self._answer(path, body, reader, writer)
+            else:
+                self.left += 1
         await writer.drain()
+
+    async def _wakes(self, reader) -> bool:
+        """Whether it is woken before the client goes."""
+        gone = asyncio.ensure_future(reader.read(1))
+        woken = asyncio.ensure_future(self._woken.wait())
+        await asyncio.wait({gone, woken}, return_when=asyncio.FIRST_COMPLETED)
+        left = gone.done()
+        for one in (gone, woken):
+            one.cancel()
+        return not left
 
 
 class Routing:
@@ -115,7 +155,9 @@ class Routing:
 
     def __init__(self, *urls: str, **options: Any) -> None:
         self.router = PrefixRouter(urls, cost=options.pop("cost", CostModel(balance=0.0)))
-        self.upstreams = Upstreams(urls, connect_s=2.0, answer_s=options.pop("answer_s", 20.0))
+        self.upstreams = Upstreams(urls, connect_s=2.0)
+        waits = {"first_byte_s": 20.0, "probe_every_s": 0.05, "probe_s": 1.0}
+        options["patience"] = Patience(**{**waits, **options.pop("patience", {})})
         self._socket = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         proxy = create_proxy(self.router, self.upstreams, **options)

@@ -93,9 +93,11 @@ class Naive:
 class Indexing(RuleBasedStateMachine):
     """Random events, with hashes that are names of prefixes (as everybody's are) or reused ones."""
 
+    MOST = 1_000_000
+
     @initialize()
     def begin(self) -> None:
-        self.index = PrefixIndex(TIERS)
+        self.index = PrefixIndex(TIERS, most_blocks=self.MOST)
         self.naive = Naive()
         self.sizes: dict[Place, set[int]] = {place: set() for place in PLACES}
 
@@ -157,6 +159,67 @@ class Indexing(RuleBasedStateMachine):
 
 TestIndexing = Indexing.TestCase
 TestIndexing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class Bounded(Indexing):
+    """The same lives where an instance may have few blocks: some are forgotten, none is made up."""
+
+    MOST = 12
+
+    @rule(tokens=TOKENS, salt=SALTS)
+    def look(self, tokens, salt):
+        found = self.index.lookup(np.array(tokens, np.int32), "", salt)
+        for place, held in found.items():
+            truth, _ = self.naive.lookup(place, tokens, salt, self.sizes[place])
+            assert 0 < held.tokens <= truth
+            assert sum(held.tiers.values()) == held.tokens
+
+    @invariant()
+    def it_agrees_with_itself(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        self.index.check()
+        for place, stocks in self.index._stocks.items():
+            for tier, stock in stocks.items():
+                for block, key in stock.blocks.items():
+                    prefix, _ = self.naive.blocks[place, tier, block]
+                    assert length_of(key) == len(prefix) - 1
+        for name in ("a", "b"):
+            known, evicted = self.index.share_of(name)
+            told = sum(held[0].instance == name for held in self.naive.blocks)
+            assert known <= min(told, self.MOST)
+            if not evicted:
+                assert known == told
+
+
+TestBounded = Bounded.TestCase
+TestBounded.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=60),
+    st.integers(1, 70),
+)
+def test_what_was_stored_longest_ago_goes_first(stores, most):
+    """Against a list: of one place and tier, nothing looked up, it is exactly the order."""
+    index = PrefixIndex(most_blocks=most)
+    naive: list[int] = []
+    number = 0
+    for turn, (count, again) in enumerate(stores):
+        if again and naive:  # told once more: it is as new as it can be
+            hashes = [naive[0]]
+        else:
+            hashes = list(range(number, number + count))
+            number += count
+        for one in hashes:
+            index.store(PLACES[0], [one], None, [one], 1)
+            if one in naive:
+                naive.remove(one)
+            naive.append(one)
+            if len(naive) > most:
+                del naive[: max(len(naive) - most, most // 64)]
+        assert list(index._stocks[PLACES[0]]["GPU"].blocks) == naive, turn
+    index.check()
 
 
 def row(*tokens: int) -> np.ndarray:
@@ -224,27 +287,108 @@ def test_orphans_are_counted_and_left_out():
     assert (index.orphans, len(index)) == (1, 0)
 
 
-def test_an_instance_cannot_fill_the_memory():
+def test_an_instance_has_so_many_blocks_and_no_more():
+    """Over all its ranks and tiers; what it told last stays, and nobody else loses any."""
+    index = PrefixIndex(most_blocks=64)
+    index.store(PLACES[2], list(range(60)), None, [7] * 60, 1)
+    at = 0
+    for turn in range(200):
+        place, tier = PLACES[turn % 2], TIERS[turn // 2 % 2]
+        index.store(place, list(range(at, at + 9)), None, [turn] * 9, 1, tier=tier)
+        at += 9
+        known, evicted = index.share_of("a")
+        assert known <= 64
+        assert known + evicted == at
+        assert index.lookup(row(*[turn] * 9))[place].tokens == 9
+    index.check()
+    assert index.share_of("b") == (60, 0)
+    assert index.evicted == evicted == at - known
+    index.remove(PLACES[0], range(at))  # of what was forgotten, too
+    index.remove(PLACES[1], range(at), tier="CPU")
+    index.check()
+
+
+def test_more_blocks_at_once_than_there_may_be():
     index = PrefixIndex(most_blocks=100)
-    index.store(PLACES[0], list(range(90)), None, [1] * 90, 1)
-    index.store(PLACES[0], list(range(90, 180)), None, [2] * 90, 1)
-    assert (len(index), index.refused) == (90, 90)
+    index.store(PLACES[0], list(range(1000)), None, [1] * 1000, 1)
+    index.check()
+    assert index.share_of("a") == (100, 900)
+    assert index.lookup(row(*[1] * 1000)) == {}  # what is left are the ends
+
+
+def test_what_many_prompts_share_is_kept():
+    """It is stored once and first; that it is looked up keeps it."""
+    index = PrefixIndex(most_blocks=400)
+    shared = [1] * 10
+    index.store(PLACES[0], list(range(10)), None, shared, 1)
+    for turn in range(300):
+        prompt = [*shared, *([turn + 2] * 20)]
+        assert index.lookup(row(*prompt))[PLACES[0]].tokens == 10
+        first = 10 + turn * 20
+        index.store(PLACES[0], list(range(first, first + 20)), 9, prompt[10:], 1)
+    assert index.evicted > 5000
+    assert index.lookup(row(*shared))[PLACES[0]].tokens == 10
+    index.check()
+
+
+def test_forgetting_looks_at_no_more_than_it_forgets():
+    """Counted: entries of the tables that are moved or dropped, for each block stored."""
+    index = PrefixIndex(most_blocks=10_000)
+    looked = 0
+
+    class Counting(dict):
+        def items(self):
+            nonlocal looked
+            for pair in super().items():
+                looked += 1
+                yield pair
+
+    index.store(PLACES[0], [-1], None, [0], 1)
+    index._stocks[PLACES[0]]["GPU"].blocks = Counting(index._stocks[PLACES[0]]["GPU"].blocks)
+    for at in range(0, 60_000, 50):
+        index.store(PLACES[0], list(range(at, at + 50)), None, [at + 1] * 50, 1)
+        index.lookup(row(*[at + 1] * 50))  # everything is looked up: the worst that can be
+    assert index.evicted > 45_000
+    assert looked <= 3 * index.evicted
+    index.check()
+
+
+def test_a_place_has_few_block_sizes_and_takes_none_from_others():
+    index = PrefixIndex()
     for size in range(1, 40):
         index.store(PLACES[2], [size], None, [3] * size, size)
-    assert len(index) == 90 + 16
+    assert (len(index), index.refused) == (4, 35)
+    index.store(PLACES[0], [1], None, [3] * 33, 33)
     index.clear(PLACES[2])
-    index.store(PLACES[2], [1], None, [3] * 33, 33)
-    assert len(index) == 91
-
-
-def test_an_instance_cannot_name_any_number_of_tiers():
-    index = PrefixIndex(["GPU"], most_blocks=10)
-    for number in range(100):
-        index.store(PLACES[0], [number], None, [number], 1, tier=f"tier {number}")
-    assert (len(index), index.refused) == (15, 85)
-    index.store(PLACES[2], [1], None, [1], 1)
-    assert len(index) == 16
+    assert index._sizes.keys() == {33}
+    index.store(PLACES[2], [1], None, [3] * 34, 34)
+    assert len(index) == 2
     index.check()
+
+
+def test_a_place_has_few_tiers_and_takes_none_from_others():
+    index = PrefixIndex(["GPU"])
+    for turn in range(3):
+        for number in range(100):
+            index.store(PLACES[0], [number], None, [number], 1, tier=f"tier {turn} {number}")
+        assert (index.share_of("a")[0], index.refused) == (8, 92 * (turn + 1))
+        index.store(PLACES[2], [1], None, [1], 1, tier="CPU")
+        assert len(index._tiers) == 8 + 2
+        index.clear(PLACES[0])
+        assert index._tiers.keys() == {"GPU", "CPU"}
+    index.store(PLACES[0], [1], None, [1], 1, tier="x" * 65)
+    assert len(index) == 1
+    index.check()
+
+
+def test_a_prompt_shorter_than_a_block_and_one_as_long():
+    """Below one block there is nothing to find, at one block there is."""
+    index = PrefixIndex()
+    index.store(PLACES[0], [1], None, [1, 2, 3, 4], 4)
+    assert index.lookup(row(1, 2, 3)) == {}
+    assert index.lookup(row()) == {}
+    assert index.lookup(row(1, 2, 3, 4))[PLACES[0]].tokens == 4
+    assert index.lookup(row(1, 2, 3, 4, 5))[PLACES[0]].tokens == 4
 
 
 def test_a_place_that_goes_leaves_its_bit_to_the_next():

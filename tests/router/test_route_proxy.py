@@ -5,13 +5,19 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import re
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from standing_in import CHUNKS, StandIn, eventually, routing
+from standing_in import CHUNKS, Routing, StandIn, eventually, routing
 
 from kvkeep.errors import InvalidValue
 from kvkeep.feed import BlockStored
+from kvkeep.router.bodies import Bodies
+from kvkeep.router.health import State
 from kvkeep.router.upstreams import Upstreams, passed_on
 
 WHOLE = b"".join(CHUNKS)
@@ -27,6 +33,14 @@ def holds(proxy, instance, tokens) -> None:
     hashes = list(range(len(tokens) // 2))
     event = BlockStored(hashes, None, tokens[: len(hashes) * 2], 2, None, "GPU", None)
     proxy.router.apply(instance.url, [event])
+
+
+def state(proxy, instance) -> State:
+    return proxy.upstreams.health.state(instance.url)
+
+
+def states(proxy) -> list[State]:
+    return [proxy.upstreams.health.state(name) for name in proxy.upstreams.names]
 
 
 def metrics(proxy) -> str:
@@ -121,7 +135,7 @@ def test_an_instance_that_cannot_tokenize_keeps_no_prompt_from_its_place(tokens)
 @pytest.mark.parametrize("mood", ["503", "hangs up", "head only", "429"])
 def test_another_one_is_asked_before_the_first_byte(mood):
     with routing(mood, "well") as (proxy, (bad, good)):
-        proxy.upstreams._clock = lambda: 0.0  # however slow this machine is
+        proxy.upstreams.health._clock = lambda: 0.0  # however slow this machine is
         holds(proxy, bad, [1, 2, 3, 4])
         answer = ask(proxy)
         assert (answer.status_code, answer.content) == (200, WHOLE)
@@ -137,18 +151,22 @@ def test_one_that_is_not_there_is_left_alone_and_comes_back():
     with routing("well", "well") as (proxy, (one, two)):
         holds(proxy, one, [1, 2, 3, 4])
         clock = [0.0]
-        proxy.upstreams._clock = lambda: clock[0]
+        proxy.upstreams.health._clock = lambda: clock[0]
         one.mood = "hangs up"
         assert ask(proxy).content == WHOLE
-        assert proxy.upstreams.resting(one.url)
-        assert httpx.get(f"{proxy.url}/health").json() == {"status": "ok", "instances": 1}
+        eventually(lambda: state(proxy, one) is State.RESTING)  # a probe was answered meanwhile
+        assert httpx.get(f"{proxy.url}/health").json() == {
+            "status": "ok",
+            "instances": 1,
+            "each": {one.url: "resting", two.url: "up"},
+        }
         one.mood = "well"
         assert ask(proxy).content == WHOLE
         assert (len(one.paths), len(two.paths)) == (1, 2)
         clock[0] = 1.5
         assert ask(proxy).content == WHOLE
         assert (len(one.paths), len(two.paths)) == (2, 2)
-        assert not proxy.upstreams.resting(one.url)
+        assert state(proxy, one) is State.UP
 
 
 def test_a_request_that_breaks_whoever_has_it_does_not_go_round():
@@ -162,7 +180,7 @@ def test_a_request_that_breaks_whoever_has_it_does_not_go_round():
 def test_when_all_are_gone_it_says_so_and_asks_again_later():
     gone = StandIn()
     with routing("well") as (proxy, (one,)):
-        proxy.upstreams.failed(one.url)
+        proxy.upstreams.health.failed(one.url)
         assert httpx.get(f"{proxy.url}/health").status_code == 503
         assert ask(proxy).content == WHOLE  # all rest: it is tried
         assert httpx.get(f"{proxy.url}/health").status_code == 200
@@ -179,7 +197,7 @@ def test_an_answer_that_breaks_off_is_seen_to():
                     read += piece
         assert read == CHUNKS[0]
         assert good.paths == []
-        assert proxy.upstreams.resting(bad.url)
+        assert state(proxy, bad) is not State.UP
 
 
 @pytest.mark.parametrize("mood", ["500", "400", "503", "429"])
@@ -197,8 +215,215 @@ def test_a_client_that_goes_is_no_work_any_more():
             httpx.post(f"{proxy.url}/v1/completions", json=ASK, timeout=0.5)
         eventually(lambda: one.left == 1)
         eventually(lambda: proxy.router.load(one.url) == (0, 0.0))
-        assert not proxy.upstreams.resting(one.url)
+        eventually(lambda: state(proxy, one) is State.UP)
         eventually(lambda: 'outcome="given up"} 1.0' in metrics(proxy))
+
+
+# --- instances that do not answer ------------------------------------------------------------
+
+
+SHORT = {"first_byte_s": 0.4, "idle_s": 0.4, "probe_every_s": 0.05, "probe_s": 0.2}
+
+
+@pytest.mark.parametrize("mood", ["waits", "stalls", "garbage", "stopped"])
+def test_another_one_is_asked_where_no_first_byte_comes(mood):
+    """It accepts and never answers, sends a head alone, or what is no HTTP."""
+    with routing(mood, "well", patience=SHORT) as (proxy, (bad, good)):
+        eventually(lambda: mood != "stopped" or state(proxy, bad) is State.SUSPECT)
+        proxy.upstreams.health.worked(bad.url)  # as it was before anybody knew
+        holds(proxy, bad, [1, 2, 3, 4])
+        answer = ask(proxy)
+        assert (answer.status_code, answer.content) == (200, WHOLE)
+        assert len(bad.paths) == len(good.paths) == 1
+        if mood != "garbage":  # it hangs up itself
+            eventually(lambda: bad.left == 1)  # its answer is not wanted, and it is told so
+        outcome = "broke" if mood == "garbage" else "no first byte in time"
+        assert f'outcome="{outcome}"}} 1.0' in metrics(proxy)
+
+
+def test_a_stopped_instance_is_found_by_probes_however_long_an_answer_may_take():
+    patience = {"first_byte_s": 1000.0, "probe_every_s": 0.05, "probe_s": 0.2}
+    with routing("well", "well", patience=patience) as (proxy, (bad, good)):
+        holds(proxy, bad, [1, 2, 3, 4])
+        bad.mood = "waits"
+        with ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(ask, proxy) for _ in range(8)]
+            eventually(lambda: bad.paths)
+            bad.mood = "stopped"
+            assert all(one.result().content == WHOLE for one in asked)
+        assert state(proxy, bad) is State.SUSPECT
+        assert httpx.get(f"{proxy.url}/health").json() == {
+            "status": "ok",
+            "instances": 1,
+            "each": {bad.url: "suspect", good.url: "up"},
+        }
+        text = metrics(proxy)
+        assert 'outcome="silent, asked elsewhere"' in text
+        assert f'doubts_total{{instance="{bad.url}",why="probe"}} 1.0' in text
+        assert f'suspect{{instance="{bad.url}"}} 1.0' in text
+        had = len(bad.paths)
+        assert ask(proxy).content == WHOLE
+        assert len(bad.paths) == had
+        bad.mood = "well"
+        eventually(lambda: state(proxy, bad) is State.UP)
+        assert ask(proxy).content == WHOLE
+        assert len(bad.paths) == had + 1
+
+
+def test_the_last_one_left_is_waited_for():
+    """Probes are not answered, and yet it may go on."""
+    patience = {"first_byte_s": 1000.0, "probe_every_s": 0.02, "probe_s": 0.05}
+    with routing("stopped", patience=patience) as (proxy, (one,)):
+        eventually(lambda: proxy.upstreams.health.silent(one.url))
+        assert httpx.get(f"{proxy.url}/health").status_code == 503
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask, proxy)
+            eventually(lambda: one.paths)
+            time.sleep(0.3)
+            assert not asked.done()
+            one.wake()
+            assert asked.result().content == WHOLE
+        assert state(proxy, one) is State.UP
+
+
+def test_one_that_comes_back_takes_over_what_waits_at_one_that_is_stopped():
+    patience = {"first_byte_s": 1000.0, "probe_every_s": 0.02, "probe_s": 0.05}
+    with routing("stopped", "stopped", patience=patience) as (proxy, (one, two)):
+        eventually(lambda: all(map(proxy.upstreams.health.silent, proxy.upstreams.names)))
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask, proxy)
+            eventually(lambda: one.paths or two.paths)
+            other = two if one.paths else one
+            other.mood = "well"
+            assert asked.result().content == WHOLE
+            assert len(other.paths) == 1
+
+
+@pytest.mark.parametrize(
+    ("moods", "status", "message"),
+    [
+        (("waits", "waits", "waits"), 504, "no instance began to answer in time"),
+        (("garbage", "waits"), 502, "no instance could answer"),
+    ],
+)
+def test_what_is_said_where_nobody_answers(moods, status, message):
+    with routing(*moods, patience=SHORT) as (proxy, made):
+        answer = ask(proxy)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"] == message
+        assert sum(len(one.paths) for one in made) == 2  # as many as may be tried
+
+
+def test_nobody_can_be_reached():
+    gone = [StandIn(), StandIn()]
+    urls = [one.url for one in gone]
+    for one in gone:
+        one.stop()
+    proxy = Routing(*urls)
+    try:
+        answer = ask(proxy)
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["message"] == "no instance can be reached"
+        assert metrics(proxy).count('outcome="unreachable"} 1.0') == 2
+    finally:
+        proxy.stop()
+
+
+def test_a_refusal_is_passed_on_where_only_suspects_are_left():
+    with routing("429", "stopped", patience=SHORT) as (proxy, (full, _)):
+        eventually(lambda: states(proxy) == [State.UP, State.SUSPECT])
+        assert ask(proxy).status_code == 429
+        assert len(full.paths) == 1
+
+
+def test_a_stream_that_stalls_is_broken_off_and_not_asked_for_again():
+    with routing("stops", "well", patience=SHORT) as (proxy, (bad, good)):
+        holds(proxy, bad, [1, 2, 3, 4])
+        read = b""
+        with pytest.raises(httpx.RemoteProtocolError):  # noqa: SIM117, PT012
+            with httpx.stream("POST", f"{proxy.url}/v1/completions", json=ASK) as answer:
+                for piece in answer.iter_raw():
+                    read += piece
+        assert read == CHUNKS[0]
+        assert good.paths == []
+        eventually(lambda: bad.left == 1)
+        assert 'outcome="stalled"} 1.0' in metrics(proxy)
+        assert state(proxy, bad) is not State.UP
+
+
+def test_a_client_that_stops_reading_is_not_waited_for_for_ever():
+    with routing("well", patience={"idle_s": 0.4}) as (proxy, (one,)):
+        one.chunks = [b"x" * (1 << 20)] * 64
+        host, port = proxy.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as plain:
+            plain.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert plain.recv(1)
+            eventually(lambda: 'outcome="not taken"} 1.0' in metrics(proxy))
+        assert state(proxy, one) is State.UP
+
+
+def test_a_client_that_gives_up_makes_its_instance_suspect():
+    with routing("waits", "well") as (proxy, (one, _)):
+        holds(proxy, one, [1, 2, 3, 4])
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{proxy.url}/v1/completions", json=ASK, timeout=0.3)
+        eventually(lambda: f'"{one.url}",why="client left"}} 1.0' in metrics(proxy))
+        eventually(lambda: state(proxy, one) is State.UP)  # its probe was answered
+
+
+def test_text_is_tokenized_by_who_is_up():
+    """One that is stopped holds two questions up at most, for a moment, and then none."""
+    patience = {**SHORT, "first_byte_s": 20.0, "tokenize_s": 0.2}
+    with routing("well", "well", patience=patience) as (proxy, (bad, good)):
+        holds(proxy, good, list(b"a text"))
+        bad.mood = "stopped"
+        for _ in range(6):
+            assert ask(proxy, {"prompt": "a text"}).content == WHOLE
+        assert len(good.paths) == 6
+        asked = [path for path, _, _ in bad.asked]
+        assert asked.count("/tokenize") <= 1
+        text = metrics(proxy)
+        assert 'tokenize_total{outcome="answered"} 6.0' in text
+        good.mood = "stopped"
+        eventually(lambda: states(proxy) == [State.SUSPECT] * 2)
+        with ThreadPoolExecutor(1) as pool:
+            last = pool.submit(ask, proxy, {"prompt": "a text"})
+            eventually(lambda: 'tokenize_total{outcome="nobody is up"} 1.0' in metrics(proxy))
+            for one in (bad, good):
+                one.wake()
+            assert last.result().content == WHOLE
+
+
+def test_bodies_have_a_budget_together():
+    body = json.dumps({**ASK, "user": "x" * 600})
+    with routing("waits", bodies=Bodies(most_each=1000, most_all=1500)) as (proxy, (one,)):
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(httpx.post, f"{proxy.url}/v1/completions", content=body, timeout=20)
+            eventually(lambda: one.paths)
+            held = re.search(r"^kvkeep_router_bodies_bytes (\S+)", metrics(proxy), re.M)
+            assert float(held[1]) == len(body)
+            assert httpx.get(f"{proxy.url}/health").is_success
+            with httpx.Client() as client:
+                assert ask(proxy, {"prompt": "x" * 2000}).status_code == 413
+                more = client.post(f"{proxy.url}/v1/completions", content=b"y" * 960)
+            assert (more.status_code, more.headers["retry-after"]) == (503, "1")
+            assert "kvkeep_router_bodies_refused 1.0" in metrics(proxy)
+            one.wake()
+            assert first.result().content == WHOLE
+        eventually(lambda: "kvkeep_router_bodies_bytes 0.0" in metrics(proxy))
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_holds_nothing():
+    with routing("well", bodies=Bodies(most_each=1000)) as (proxy, _):
+        host, port = proxy.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as plain:
+            plain.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 900\r\n\r\n"
+                + b"x" * 500
+            )
+            eventually(lambda: "kvkeep_router_bodies_bytes 500.0" in metrics(proxy))
+        eventually(lambda: "kvkeep_router_bodies_bytes 0.0" in metrics(proxy))
 
 
 def test_other_endpoints_and_methods():
@@ -240,7 +465,7 @@ def test_a_path_too_long_to_be_asked_for():
 
 
 def test_too_large_and_foreign():
-    with routing("well", max_body_bytes=1000) as (proxy, (one,)):
+    with routing("well", bodies=Bodies(most_each=1000)) as (proxy, (one,)):
         assert ask(proxy, {"prompt": "x" * 2000}).status_code == 413
         answer = httpx.post(proxy.url + "/v1/completions", json=ASK, headers={"host": "evil.test"})
         assert answer.status_code == 400

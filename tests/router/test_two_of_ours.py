@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
-import threading
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from processes import Instance, Process, route
 from standing_in import eventually
 
 from kvkeep.cli import main
@@ -32,96 +29,31 @@ pytestmark = [
 ]
 
 PAGE = 16
-KVKEEP = [sys.executable, "-m", "kvkeep"]
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        bound = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in bound]
-
-
-class Process:
-    """One of our commands, and what it prints."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.lines: list[str] = []
-        self.process = subprocess.Popen(
-            [*KVKEEP, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.lines)
-
-    def end(self, how: int = signal.SIGTERM) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(how)
-        try:
-            return self.process.wait(30)
-        finally:
-            self.process.kill()
-            self._thread.join()
-            self.process.stdout.close()  # type: ignore[union-attr]
-
-
-class Instance:
-    """A server of ours that publishes its events; it can be killed and started again."""
-
-    def __init__(self) -> None:
-        self.port, events, replay = free_ports(3)
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.events = f"tcp://127.0.0.1:{events}"
-        self.replay = f"tcp://127.0.0.1:{replay}"
-        self.start()
-
-    def start(self) -> None:
-        self.process = Process(
-            "serve", "--port", str(self.port), "--memory", "16MiB", "--no-store",
-            "--events", self.events, "--events-replay", self.replay,
-        )  # fmt: skip
-
-    def ready(self) -> bool:
-        assert self.process.process.poll() is None, self.process.text
-        try:
-            return httpx.get(f"{self.url}/health").is_success
-        except httpx.TransportError:
-            return False
-
-    def requests(self) -> int:
-        return httpx.get(f"{self.url}/kv/stats").json()["cache"]["opened"]
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[tuple[list[Instance], Process, str]]:
-    """Two instances, the proxy, and its address."""
+    """Two instances, a proxy that finds out soon what is wrong with them, and its address."""
     made = [Instance(), Instance()]
-    (port,) = free_ports(1)
-    route = Process(
-        "route", "--port", str(port), "--instances", ",".join(one.url for one in made),
-        "--events", ",".join(one.events for one in made),
-        "--replay", ",".join(one.replay for one in made),
-    )  # fmt: skip
+    proxy, url = route(made, "--probe-interval", "0.1", "--probe-timeout", "1")
     try:
         for one in made:
             eventually(one.ready, 180)
-        eventually(lambda: "kvkeep routes at" in route.text, 60)
-        yield made, route, f"http://127.0.0.1:{port}"
+        eventually(lambda: "kvkeep routes at" in proxy.text, 60)
+        eventually(lambda: states(url) == ["up", "up"])
+        yield made, proxy, url
     finally:
         for one in made:
             one.process.end()
-        route.end()
+        proxy.end()
 
 
-def ask(url: str, prompt: str, **more: Any) -> dict[str, Any]:
+def states(url: str) -> list[str]:
+    """What the proxy thinks of the instances."""
+    return list(httpx.get(f"{url}/health").json()["each"].values())
+
+
+def ask(url: str, prompt: str | list[int], **more: Any) -> dict[str, Any]:
     asked = {"prompt": prompt, "max_tokens": 4, "temperature": 0, **more}
     return httpx.post(f"{url}/v1/completions", json=asked, timeout=60).raise_for_status().json()
 
@@ -172,6 +104,53 @@ def test_tokens_of_its_own_are_the_instances(two):
         tokenize({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
 
 
+def goes_to(prompt: str | list[int], made: list[Instance], url: str) -> int:
+    """Which instance gets this prompt."""
+    before = [one.requests() for one in made]
+    ask(url, prompt, max_tokens=1)
+    (at,) = [at for at, one in enumerate(made) if one.requests() > before[at]]
+    return at
+
+
+def test_a_stopped_instance_loses_no_request_and_comes_back(two):
+    """A process that is stopped accepts connections, and answers nothing."""
+    made, proxy, url = two
+    prompt = [7 + number % 400 for number in range(320)]
+    ask(url, prompt)
+    at = goes_to(prompt, made, url)
+    eventually(lambda: goes_to(prompt, made, url) == at)
+    stopped = made[at].process.process
+    computed = figure(made[at].url, "kvkeep_computed_tokens_total")
+    stopped.send_signal(signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(16) as pool:
+            asked = [
+                pool.submit(ask, url, [*prompt, number], max_tokens=200, ignore_eos=True)
+                for number in range(4)
+            ]
+            asked += [
+                pool.submit(ask, url, f"A text of its own, number {number}.") for number in range(8)
+            ]
+            assert all(one.result()["choices"] for one in asked)
+        assert states(url)[at] == "suspect"
+        retries = figure(url, "kvkeep_router_retries_total")
+        assert retries >= 1
+        assert 'outcome="silent, asked elsewhere"' in httpx.get(f"{url}/metrics").text
+        for number in range(4):  # it is left out now
+            ask(url, f"{number}: another text.")
+            ask(url, [*prompt, number])
+        assert figure(url, "kvkeep_router_retries_total") == retries
+    finally:
+        stopped.send_signal(signal.SIGCONT)
+    eventually(lambda: states(url) == ["up", "up"], 60)
+    assert goes_to(prompt, made, url) == at
+    # What was taken elsewhere meanwhile is computed by nobody.
+    eventually(lambda: figure(made[at].url, "kvkeep_requests_running") == 0)
+    eventually(lambda: figure(made[at].url, "kvkeep_requests_waiting") == 0)
+    assert figure(made[at].url, "kvkeep_computed_tokens_total") - computed < 4 * 200
+    assert "Traceback" not in proxy.text
+
+
 def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
     made, route, url = two
     prompts = [f"{number} is the number of this conversation. " * 12 for number in range(8)]
@@ -201,15 +180,24 @@ def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
     assert cached(ask(url, prompts[0], cache_salt="s")) == 0
     eventually(lambda: cached(ask(url, prompts[0], cache_salt="s")) > PAGE)
 
-    made[0].process.end(signal.SIGKILL)
+    # Killed while it has requests in hand: none is lost.
+    with ThreadPoolExecutor(6) as pool:
+        first_port = [prompt for prompt in prompts if goes_to(prompt, made, url) == 0][:2]
+        asked = [pool.submit(ask, url, prompt, max_tokens=300) for prompt in first_port * 3]
+        eventually(lambda: figure(made[0].url, "kvkeep_requests_running") > 0)
+        made[0].process.end(signal.SIGKILL)
+        assert all(one.result()["usage"]["completion_tokens"] for one in asked)
     for prompt, text in zip(prompts, texts[0], strict=True):
         assert ask(url, prompt)["choices"][0]["text"] == text
-    assert httpx.get(f"{url}/health").json() == {"status": "ok", "instances": 1}
+    health = httpx.get(f"{url}/health").json()
+    assert (health["status"], health["instances"]) == ("ok", 1)
+    assert states(url) == ["suspect", "up"]
 
     made[0].start()
     eventually(made[0].ready, 180)
     # What it held before is known to be gone: all is cached by the other one.
     eventually(lambda: 'what="restarts"} 1.0' in httpx.get(f"{url}/metrics").text, 30)
+    eventually(lambda: states(url) == ["up", "up"], 60)
     had = made[1].requests()
     assert min(cached(ask(url, prompt)) for prompt in prompts) > PAGE
     assert made[1].requests() == had + 8

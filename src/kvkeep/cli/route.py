@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import InvalidValue, require, whole
+from kvkeep.geometry.units import parse_bytes
 
 if TYPE_CHECKING:
     import argparse
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from kvkeep.cli.model import Commands
     from kvkeep.feed import Source
     from kvkeep.router import CostModel
+    from kvkeep.router.health import Patience
     from kvkeep.router.prompts import Tokenize
 
 __all__ = ["add_parser", "run"]
@@ -59,6 +62,41 @@ def add_parser(commands: Commands) -> None:
         "--balance", metavar="X", type=float,
         help="how much of what an instance had of late counts against it (default: 0.02)",
     )  # fmt: skip
+    waits = parser.add_argument_group("instances that do not answer, in seconds")
+    waits.add_argument(
+        "--first-byte-timeout", metavar="S", type=float, default=600.0,
+        help="until an answer begins, prefill and queue included (default: 600)",
+    )  # fmt: skip
+    waits.add_argument(
+        "--idle-timeout", metavar="S", type=float, default=300.0,
+        help="between two pieces of an answer (default: 300)",
+    )  # fmt: skip
+    waits.add_argument(
+        "--probe-interval", metavar="S", type=float, default=1.0,
+        help="from one GET /health of an instance to the next (default: 1)",
+    )  # fmt: skip
+    waits.add_argument(
+        "--probe-timeout", metavar="S", type=float, default=2.0,
+        help="until it is answered, else the instance is left out (default: 2)",
+    )  # fmt: skip
+    waits.add_argument(
+        "--tokenize-timeout", metavar="S", type=float, default=2.0,
+        help="until an instance's /tokenize answers (default: 2)",
+    )  # fmt: skip
+    waits.add_argument(
+        "--tries", metavar="N", type=int, default=2,
+        help="instances that may have a request without answering it (default: 2)",
+    )  # fmt: skip
+    memory = parser.add_argument_group("memory")
+    memory.add_argument(
+        "--most-blocks", metavar="N", type=int, default=1_000_000,
+        help="blocks that are remembered of an instance; beyond, those that were stored or looked "
+        "up longest ago are forgotten (default: 1,000,000, some 200 MB)",
+    )  # fmt: skip
+    memory.add_argument(
+        "--body-budget", metavar="BYTES", default="256MiB",
+        help="bodies of all running requests together (default: 256MiB)",
+    )  # fmt: skip
     address = parser.add_argument_group("address")
     address.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine")
     address.add_argument("--port", metavar="N", type=int, default=8080, help="0: a free one")
@@ -81,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
     require("prometheus_client", "router")
     from kvkeep.feed import EventReader  # noqa: PLC0415
     from kvkeep.router import PrefixRouter  # noqa: PLC0415
+    from kvkeep.router.bodies import Bodies  # noqa: PLC0415
     from kvkeep.router.listening import bind, serve  # noqa: PLC0415
     from kvkeep.router.proxy import create_proxy  # noqa: PLC0415
     from kvkeep.router.upstreams import Upstreams  # noqa: PLC0415
@@ -88,7 +127,9 @@ def run(args: argparse.Namespace) -> int:
     names = _listed(args.instances)
     sources = _sources(args, names)
     upstreams = Upstreams(names)
-    router = PrefixRouter(names, cost=_cost(args), ranks=args.ranks)
+    router = PrefixRouter(names, cost=_cost(args), ranks=args.ranks, most_blocks=args.most_blocks)
+    patience = _patience(args)
+    bodies = Bodies(most_all=parse_bytes(args.body_budget))
     tokenize = None if args.model is None else _tokenizer(args.model)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
@@ -104,6 +145,8 @@ def run(args: argparse.Namespace) -> int:
                 reader,
                 tokenize=tokenize,
                 hosts=_hosts(args.host, args.allow_host),
+                patience=patience,
+                bodies=bodies,
             )
             serve(proxy, bound, ready=lambda url: _announce(url, names, sources))
         finally:
@@ -154,6 +197,25 @@ def _cost(args: argparse.Namespace) -> CostModel:
     if args.balance is not None:
         given["balance"] = args.balance
     return CostModel(**given)
+
+
+def _patience(args: argparse.Namespace) -> Patience:
+    from kvkeep.router.health import Patience  # noqa: PLC0415
+
+    for option in ("first_byte_timeout", "idle_timeout", "probe_interval", "probe_timeout",
+                   "tokenize_timeout"):  # fmt: skip
+        seconds = getattr(args, option)
+        if not 0 < seconds < math.inf:
+            name = option.replace("_", "-")
+            raise InvalidValue(f"--{name} is a number of seconds above 0, got {seconds}")
+    return Patience(
+        first_byte_s=args.first_byte_timeout,
+        idle_s=args.idle_timeout,
+        probe_every_s=args.probe_interval,
+        probe_s=args.probe_timeout,
+        tokenize_s=args.tokenize_timeout,
+        tries=whole("--tries", args.tries, 1),
+    )
 
 
 def _tokenizer(path: Path) -> Tokenize:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvkeep.events import Event
-    from kvkeep.feed.wire import KVEvent
+    from kvkeep.feed.wire import BlockHash, KVEvent
     from kvkeep.keys import Namespace
 
     class StoredRun(Protocol):
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Journal"]
 
-# Blocks of one event of a snapshot at most: no message should keep a reader for long.
-_SNAPSHOT_BLOCKS = 4096
+# Of one event at most: no message should keep a reader for long, or be too large for it.
+_EVENT_BLOCKS = 4096
+_EVENT_TOKENS = 1 << 18
+_EVENT_REMOVALS = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +66,7 @@ class Journal:
         self.page_size = page_size
         self.medium = medium
         self.orphans = 0
+        self._most = max(1, min(_EVENT_BLOCKS, _EVENT_TOKENS // page_size))
         self._pages: dict[int, _Page] = {}
 
     def __len__(self) -> int:
@@ -111,14 +114,14 @@ class Journal:
         ahead = [[page] for page in children.get(-1, ())]
         while ahead:
             chain = ahead.pop()
-            while len(chain) < _SNAPSHOT_BLOCKS:
+            while len(chain) < self._most:
                 after = children.get(chain[-1], ())
                 if len(after) != 1:
                     break
                 chain.append(after[0])
             ahead += [[page] for page in children.get(chain[-1], ())]
             run = [self._pages[page] for page in chain]
-            yield self._stored(run, run[0].parent)
+            yield from self._stored(run, run[0].parent)
 
     def _store(
         self, space: Namespace, parent: int, pages: Sequence[int], tokens: bytes
@@ -136,7 +139,7 @@ class Journal:
             known = self._pages.get(page)
             if known is not None and known.key == key:
                 if fresh:  # told before: what is new ends here, and may go on behind it
-                    told.append(self._stored(fresh, first_parent))
+                    told += self._stored(fresh, first_parent)
                     fresh = []
                 first_parent = page
             else:
@@ -147,26 +150,38 @@ class Journal:
                 fresh.append(held)
             parent = page
         if fresh:
-            told.append(self._stored(fresh, first_parent))
+            told += self._stored(fresh, first_parent)
         return told
 
     def _forget(self, pages: Iterable[int]) -> list[KVEvent]:
         gone = [held for page in pages if (held := self._pages.pop(page, None)) is not None]
         if not gone:
             return []
-        return [BlockRemoved([_wire_hash(held.key) for held in gone], self.medium)]
+        hashes: list[BlockHash] = [_wire_hash(held.key) for held in gone]
+        return [
+            BlockRemoved(hashes[at : at + _EVENT_REMOVALS], self.medium)
+            for at in range(0, len(hashes), _EVENT_REMOVALS)
+        ]
 
-    def _stored(self, held: Sequence[_Page], parent: int) -> BlockStored:
+    def _stored(self, held: Sequence[_Page], parent: int) -> Iterator[BlockStored]:
+        """These pages in order behind ``parent``, as events that are not too large."""
+        above = None if parent < 0 else self._pages[parent]
+        for at in range(0, len(held), self._most):
+            run = held[at : at + self._most]
+            yield self._event(run, above)
+            above = run[-1]
+
+    def _event(self, held: Sequence[_Page], above: _Page | None) -> BlockStored:
         space = held[0].space
         extra: list[list[str] | None] | None = None
-        if parent < 0 and (space.tenant or space.lora):
+        if above is None and (space.tenant or space.lora):
             first = [space.lora] if space.lora else []
             if space.tenant:
                 first.append(salt_digest(space.tenant))
             extra = [first, *([None] * (len(held) - 1))]
         return BlockStored(
             block_hashes=[_wire_hash(one.key) for one in held],
-            parent_block_hash=None if parent < 0 else _wire_hash(self._pages[parent].key),
+            parent_block_hash=None if above is None else _wire_hash(above.key),
             token_ids=_ids(b"".join(one.tokens for one in held)),
             block_size=self.page_size,
             lora_id=None,

@@ -10,7 +10,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvkeep.errors import InvalidValue
 from kvkeep.feed.source import ReaderStats, Stream
-from kvkeep.feed.wire import SNAPSHOT, seq_frame
+from kvkeep.feed.wire import MOST_BYTES, SNAPSHOT, seq_frame
 
 if TYPE_CHECKING:
     from kvkeep.feed.source import Source
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Asked", "Line"]
 
-_MOST_BYTES = 64 << 20
-"""Of one message; whoever sends more is disconnected."""
-_QUEUE = 100_000
+# Messages that wait here to be read. The others wait at the publisher, which has its own bound;
+# what it drops then is seen as a gap and asked for again.
+_QUEUE = 64
 _WATCHED = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
@@ -53,7 +53,7 @@ class Line:
         self.dealer: zmq.Socket[bytes] | None = None
         self.sub = context.socket(zmq.SUB)
         self.sub.set_hwm(_QUEUE)
-        self.sub.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+        self.sub.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)  # whoever sends more is disconnected
         self.sub.setsockopt(zmq.RECONNECT_IVL, 100)
         self.sub.setsockopt(zmq.RECONNECT_IVL_MAX, 3000)
         self.sub.setsockopt(zmq.HEARTBEAT_IVL, 5000)
@@ -62,11 +62,17 @@ class Line:
         self.sub.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
         _connect(self.sub, source.endpoint)
 
-    def connection(self) -> bool:
-        """What the subscription's monitor has to say: whether it was (re-)connected."""
-        event = recv_monitor_message(self.monitor)["event"]
-        self.stats.connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
-        return self.stats.connected
+    def reconnected(self) -> bool:
+        """Whether the subscription was (re-)connected since this was asked last.
+
+        It is told before the first message of that connection can be read.
+        """
+        found = False
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)["event"]
+            self.stats.connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
+            found = found or self.stats.connected
+        return found
 
     def ask(self, what: Asked, now: float, patience: float, *, missing: bool) -> None:
         """Send a question, on a socket of its own: no late answer is taken for another's."""
@@ -75,7 +81,7 @@ class Line:
         self.dealer = self._context.socket(zmq.DEALER)
         self.dealer.set_hwm(_QUEUE)
         self.dealer.setsockopt(zmq.LINGER, 0)
-        self.dealer.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+        self.dealer.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         _connect(self.dealer, self.source.replay)
         taken = self.stream.taken or 0
         start = {Asked.SINCE: taken, Asked.SNAPSHOT: SNAPSHOT, Asked.ALL: 0}[what]

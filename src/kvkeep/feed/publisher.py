@@ -54,6 +54,13 @@ log = logging.getLogger("kvkeep.feed")
 
 _BATCH_EVENTS = 512
 _BATCH_BLOCKS = 8192
+_BATCH_TOKENS = 1 << 18
+# What may wait or be kept, besides the number of it.
+_QUEUE_TOKENS = 64 << 20  # 256 MiB
+_HISTORY_BYTES = 64 << 20
+# Batches for each subscriber that does not read; beyond, it misses some, sees that and asks again.
+_PUB_QUEUE = 1_000
+_REPLAY_QUEUE = 20_000
 _CLOSE_S = 5.0
 
 
@@ -83,12 +90,13 @@ class EventPublisher:
     """Publishes one cache's blocks at ``endpoint``, as vLLM does, from a thread of its own.
 
     ``endpoint`` and ``replay`` are bound (``tcp://127.0.0.1:5557``; port 0: a free one; the
-    attributes have the real one). At ``replay`` the last ``history`` batches can be asked for, and
-    a snapshot. ``topic`` stands before each message, ``rank`` in it, ``medium`` is the tier.
+    attributes have the real one). At ``replay`` the last ``history`` batches (of 64 MiB at
+    most) can be asked for, and a snapshot. ``topic`` stands before each message, ``rank`` in it,
+    ``medium`` is the tier.
 
-    The engine never waits: the cache's hook appends to a queue of at most ``queue`` events and
-    returns. When that is full events are dropped and counted, and the thread compares its picture
-    with the cache as soon as it comes to it.
+    The engine never waits: the cache's hook appends to a queue of at most ``queue`` events, of 64
+    million tokens at most, and returns. When that is full events are dropped and counted, and the
+    thread compares its picture with the cache as soon as it comes to it.
 
     What is published shows the tokens of prompts to whoever can connect; salts are digests. Raises
     `InvalidValue` for an endpoint that cannot be bound.
@@ -108,25 +116,29 @@ class EventPublisher:
         history: int = 10_000,
         queue: int = 100_000,
     ) -> None:
-        whole("history", history, 0)
+        self._most_history = whole("history", history, 0)
         self._most = whole("queue", queue, 1)
         self.stats = PublisherStats()
         self._cache = cache
         self._journal = Journal(cache.page_size, medium)
         self._topic = topic.encode()
         self._rank = rank
-        self._history: deque[tuple[int, bytes]] = deque(maxlen=history)
-        self._queue: deque[Event] = deque()
+        self._history: deque[tuple[int, bytes]] = deque()
+        self._history_bytes = 0
+        self._queue: deque[Stored | Evicted] = deque()
+        # Tokens and pages of all events that came in, and that went out: each has one writer.
+        self._came = 0
+        self._went = 0
         self._lost = False
         self._seq = -1
         self._closing = False
         self._context = zmq.Context()
         try:
-            self._pub, self.endpoint = _bound(self._context, zmq.PUB, endpoint)
+            self._pub, self.endpoint = _bound(self._context, zmq.PUB, endpoint, _PUB_QUEUE)
             self._router: zmq.Socket[bytes] | None = None
             self.replay: str | None = None
             if replay is not None:
-                self._router, self.replay = _bound(self._context, zmq.ROUTER, replay)
+                self._router, self.replay = _bound(self._context, zmq.ROUTER, replay, _REPLAY_QUEUE)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -149,11 +161,14 @@ class EventPublisher:
         """The cache's hook: under its lock, so nothing here may wait."""
         if not isinstance(event, Stored | Evicted):
             return
-        if len(self._queue) >= self._most:
+        size = _size(event)
+        if len(self._queue) >= self._most or self._came - self._went + size > _QUEUE_TOKENS:
             self.stats.dropped += 1
             self._lost = True
+            self._ring()  # an event too large for an empty queue finds the thread asleep
             return
         first = not self._queue
+        self._came += size
         self._queue.append(event)
         if first:
             self._ring()
@@ -196,18 +211,17 @@ class EventPublisher:
                 pass
 
     def _drain(self) -> None:
-        told: list[KVEvent] = []
-        blocks = 0
-        while self._queue:
-            for event in self._journal.take(self._queue.popleft()):
-                told.append(event)
-                blocks += len(event.block_hashes) if isinstance(event, BlockStored) else 0
-            if len(told) >= _BATCH_EVENTS or blocks >= _BATCH_BLOCKS:
-                self._publish(told)
-                told, blocks = [], 0
-        self._publish(told)
+        for events in _in_batches(self._waiting()):
+            self._publish(events)
         if self._lost:
             self._resync()
+
+    def _waiting(self) -> Iterator[KVEvent]:
+        """What to tell of all that waits."""
+        while self._queue:
+            event = self._queue.popleft()
+            self._went += _size(event)
+            yield from self._journal.take(event)
 
     def _resync(self) -> None:
         """Compare with the cache itself.
@@ -229,6 +243,11 @@ class EventPublisher:
         payload = self._payload(events)
         self._pub.send_multipart((self._topic, seq_frame(self._seq), payload))
         self._history.append((self._seq, payload))
+        self._history_bytes += len(payload)
+        while self._history and (
+            len(self._history) > self._most_history or self._history_bytes > _HISTORY_BYTES
+        ):
+            self._history_bytes -= len(self._history.popleft()[1])
         self.stats.batches += 1
         self.stats.events += len(events)
 
@@ -261,24 +280,31 @@ class EventPublisher:
 
 
 def _in_batches(events: Iterable[KVEvent]) -> Iterator[list[KVEvent]]:
+    """Events in batches that are not too large for whoever reads them."""
     some: list[KVEvent] = []
-    blocks = 0
+    blocks = tokens = 0
     for event in events:
         some.append(event)
         blocks += 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
-        if len(some) >= _BATCH_EVENTS or blocks >= _BATCH_BLOCKS:
+        tokens += len(event.token_ids) if isinstance(event, BlockStored) else 0
+        if len(some) >= _BATCH_EVENTS or blocks >= _BATCH_BLOCKS or tokens >= _BATCH_TOKENS:
             yield some
-            some, blocks = [], 0
+            some, blocks, tokens = [], 0, 0
     if some:
         yield some
 
 
+def _size(event: Stored | Evicted) -> int:
+    """How much an event keeps in memory, in numbers of four bytes."""
+    return len(event.pages) + (len(event.tokens) if isinstance(event, Stored) else 0)
+
+
 def _bound(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, queue: int
 ) -> tuple[zmq.Socket[bytes], str]:
     check_endpoint(endpoint)
     made = context.socket(kind)
-    made.set_hwm(100_000)
+    made.set_hwm(queue)
     made.setsockopt(zmq.MAXMSGSIZE, 1 << 16)  # requests have some bytes; it bounds what comes in
     try:
         made.bind(endpoint)

@@ -12,9 +12,10 @@ takes it for a replay of nothing and answers with the end marker alone, so it is
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from kvkeep.errors import InvalidValue
 
@@ -38,13 +39,22 @@ SEQ_BYTES = 8
 END = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
 SNAPSHOT = 2**64 - 1
 
-MAX_EVENTS = 1_000_000
-"""Events of one batch that are read; a batch with more is malformed."""
+# What one message may hold. msgspec looks at the length that a list claims before it makes it.
+MOST_BYTES = 8 << 20
+"""Of a message; a prompt of a million tokens has five."""
+MOST_RANKS = 1 << 16
+_MOST_EVENTS = 1 << 17
+_MOST_BLOCKS = 1 << 20
+_MOST_TOKENS = 1 << 22
+_LONGEST_HASH = 64  # bytes
+_LONGEST_NAME = 256  # characters: of an adapter, a tier, a kind of layer
 
 _SALT_MARK = "kvkeep-salt-"
 _SALT_MAGIC = b"kvkeep salt 1\n"
 
-BlockHash = int | bytes
+BlockHash = int | Annotated[bytes, Meta(max_length=_LONGEST_HASH)]
+_Hashes = Annotated[list[BlockHash], Meta(max_length=_MOST_BLOCKS)]
+_Name = Annotated[str, Meta(max_length=_LONGEST_NAME)]
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -53,23 +63,23 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     ``medium`` names the tier: "GPU", "CPU", "STORAGE", "DISK", …; None is "GPU".
     """
 
-    block_hashes: list[BlockHash]
+    block_hashes: _Hashes
     parent_block_hash: BlockHash | None
-    token_ids: list[int]
+    token_ids: Annotated[list[int], Meta(max_length=_MOST_TOKENS)]
     block_size: int
     lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[list[Any] | None] | None = None
+    medium: _Name | None
+    lora_name: _Name | None
+    extra_keys: Annotated[list[list[Any] | None], Meta(max_length=_MOST_BLOCKS)] | None = None
     group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_kind: _Name | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """Blocks that are no longer reusable in that tier."""
 
-    block_hashes: list[BlockHash]
-    medium: str | None
+    block_hashes: _Hashes
+    medium: _Name | None
     group_idx: int | None = None
 
 
@@ -85,7 +95,7 @@ class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What one message carries; ``ts`` is in seconds since 1970."""
 
     ts: float
-    events: list[KVEvent]
+    events: Annotated[list[KVEvent], Meta(max_length=_MOST_EVENTS)]
     data_parallel_rank: int | None = None
 
 
@@ -93,7 +103,7 @@ class _Envelope(msgspec.Struct, array_like=True, gc=False):
     """A batch whose events are still to be read, each by itself."""
 
     ts: float
-    events: list[msgspec.Raw]
+    events: Annotated[list[msgspec.Raw], Meta(max_length=_MOST_EVENTS)]
     data_parallel_rank: int | None = None
 
 
@@ -112,14 +122,18 @@ def decode(payload: bytes) -> tuple[Batch, int]:
     """A payload's batch, and how many of its events could not be read.
 
     Events of unknown types, and such that lack something, are left out: a newer publisher may send
-    what we do not know. Raises `InvalidValue` where not even the batch can be read.
+    what we do not know; so are such that hold more than `_MOST_BLOCKS`, `_MOST_TOKENS` or names
+    longer than `_LONGEST_NAME`. Raises `InvalidValue` where not even the batch can be read, or has
+    more than `_MOST_EVENTS`, or is no rank's. Memory: some 60 bytes for each of the payload's at
+    worst, while it is read.
     """
     try:
         batch, unread = _batches.decode(payload), 0
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         batch, unread = _one_by_one(payload)
-    if len(batch.events) > MAX_EVENTS:
-        raise InvalidValue(f"a batch has at most {MAX_EVENTS} events, got {len(batch.events)}")
+    rank = batch.data_parallel_rank
+    if rank is not None and not 0 <= rank < MOST_RANKS:
+        raise InvalidValue(f"a data-parallel rank is one of {MOST_RANKS}, got {rank}")
     return batch, unread
 
 

@@ -29,8 +29,8 @@ class Tier:
 
     name: str
     holders: dict[int, int] = field(default_factory=dict)
-    sizes: set[int] = field(default_factory=set)
-    """Tokens of a block; a size stays when its last block goes."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Tokens of a block → places that told of such blocks; a place stays until it is cleared."""
 
     def has(self, size: int) -> bool:
         """Whether blocks of it end at every multiple of ``size``."""

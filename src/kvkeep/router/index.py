@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kvkeep.errors import whole
 from kvkeep.router.held import Held, Tier, in_one_tier, in_several_tiers
 from kvkeep.router.keys import MAX_TOKENS, PrefixKeys, length_of
 
@@ -22,10 +24,13 @@ __all__ = ["Place", "PrefixIndex"]
 MAX_BLOCK = 65_536
 _MAX_TOKEN = 2**31 - 1
 _FEW = 64  # tokens
-_MOST_SIZES = 16
-"""Block sizes in use at once; each costs a pass of its own in a lookup."""
-_MOST_TIERS = 16
-"""Names of tiers that are ever heard of; each costs a probe for every block in a lookup."""
+_MOST_SIZES = 4
+"""Block sizes of a place; each that is in use anywhere costs a pass of its own in a lookup."""
+_MOST_TIERS = 8
+"""Tiers of a place; each that is in use anywhere costs a probe for every block in a lookup."""
+_LONGEST_NAME = 64  # characters of a tier's name
+_ROUND = 64
+"""One part in so many of what an instance may have is forgotten at once, when it has too much."""
 
 
 class Place(NamedTuple):
@@ -36,16 +41,25 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class _Share:
+    """What one instance has of the index, over all its ranks and tiers."""
+
+    blocks: int = 0
+    evicted: int = 0
+    stocks: list[_Stock] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class _Stock:
     """What one place has in one tier, under its own hashes."""
 
+    share: _Share
     bit: int
+    tier: Tier
     holders: dict[int, int]
     """The tier's, of all places: prefix key → places, a bit each."""
-    sizes: set[int]
-    """The tier's, of all places: block sizes."""
     blocks: dict[Hash, int] = field(default_factory=dict)
-    """Its own hash → prefix key."""
+    """Its own hash → prefix key; what was stored or looked up longest ago comes first."""
     copies: dict[Hash, int] = field(default_factory=dict)
     """How often a hash is there, besides once."""
     twins: dict[int, int] = field(default_factory=dict)
@@ -55,10 +69,12 @@ class _Stock:
         known = self.blocks.get(block)
         if known == key:
             self.copies[block] = self.copies.get(block, 0) + 1
+            self.refresh(block, key)
             return
         if known is not None:  # it says something else now: the removal in between was missed
             self.drop(block, all_copies=True)
         self.blocks[block] = key
+        self.share.blocks += 1
         mask = self.holders.get(key, 0)
         if mask & self.bit:
             self.twins[key] = self.twins.get(key, 0) + 1
@@ -71,7 +87,10 @@ class _Stock:
         elif _fewer(self.copies, block):
             return
         key = self.blocks.pop(block, None)
-        if key is None or _fewer(self.twins, key):
+        if key is None:
+            return
+        self.share.blocks -= 1
+        if _fewer(self.twins, key):
             return
         mask = self.holders[key] & ~self.bit
         if mask:
@@ -79,36 +98,62 @@ class _Stock:
         else:
             del self.holders[key]
 
+    def refresh(self, block: Hash, key: int) -> None:
+        """A block that is here is the last one to be forgotten."""
+        del self.blocks[block]
+        self.blocks[block] = key
+
 
 class PrefixIndex:
     """Which places hold which prefix; an int of a bit a place for each prefix and tier.
 
     ``tiers`` name the tiers from the fastest on; others that are heard of come after. Of a block
     whose parent is not known nothing can be said: it is left out and counted (``orphans``), as is
-    what contradicts itself (``refused``). ``most_blocks`` are kept of a place and tier at most.
+    what contradicts itself (``refused``).
+
+    ``most_blocks`` are kept of an instance, over all its ranks and tiers. Beyond, those of its
+    fullest tier that were stored or looked up longest ago are forgotten and counted (`evicted`): an
+    instance that tells more than it holds, or never of removals, takes nothing from the others.
 
     Thread safety: none. Cost: about 1.5 µs to store a block, and 0.1 µs a block to look a prompt
-    up, however many places there are.
+    up, however many places there are and however much is forgotten meanwhile. Memory: at most some
+    200 bytes a block, where hashes are numbers; the feed takes none of more than 64 bytes.
     """
 
-    def __init__(self, tiers: Sequence[str] = ("GPU",), *, most_blocks: int = 8_000_000) -> None:
+    def __init__(self, tiers: Sequence[str] = ("GPU",), *, most_blocks: int = 1_000_000) -> None:
         self.orphans = 0
         self.refused = 0
         self._keys = PrefixKeys()
-        self._most = most_blocks
+        self._most = whole("most_blocks", most_blocks, 1)
+        self._named = frozenset(tiers)
         self._tiers = {tier: Tier(tier) for tier in tiers}
+        self._shares: dict[str, _Share] = {}
+        self._expected = _Share()  # what was not told, but is on its way: bound by the requests
         self._stocks: dict[Place, dict[str, _Stock]] = {}
         self._names: list[Place | None] = []  # by bit
         self._sizes: dict[int, int] = {}  # block size → places that have such blocks
+        # Keys that were looked up and found, noted from when an instance comes near its bound.
+        self._used: set[int] = set()
+        self._notes_use = False
 
     def __len__(self) -> int:
         """Blocks of all places and tiers, copies counted once."""
-        return sum(len(one.blocks) for stocks in self._stocks.values() for one in stocks.values())
+        return self._expected.blocks + sum(share.blocks for share in self._shares.values())
 
     @property
     def num_prefixes(self) -> int:
         """Different prefixes, each tier's counted."""
         return sum(len(tier.holders) for tier in self._tiers.values())
+
+    @property
+    def evicted(self) -> int:
+        """Blocks that were forgotten since their instance had too many."""
+        return sum(share.evicted for share in self._shares.values())
+
+    def share_of(self, instance: str) -> tuple[int, int]:
+        """Blocks of an instance that are known, and such that were forgotten."""
+        share = self._shares.get(instance)
+        return (share.blocks, share.evicted) if share is not None else (0, 0)
 
     def blocks_of(self, place: Place) -> dict[str, int]:
         """How many blocks a place holds, by tier."""
@@ -135,10 +180,10 @@ class PrefixIndex:
         nothing). ``lora`` and ``salt`` count at the beginning only.
         """
         count = len(hashes)
-        if tier not in self._tiers and len(self._tiers) >= _MOST_TIERS:
+        stock = self._told(place, tier)
+        if stock is None:
             self.refused += count
             return
-        stock = self._stock(place, tier)
         start = self._keys.root(lora, salt) if parent is None else stock.blocks.get(parent)
         if start is None:
             start = self._elsewhere(place, parent)
@@ -148,14 +193,15 @@ class PrefixIndex:
         keys = None
         if (
             _sound(tokens, count, block_size, length_of(start))
-            and len(stock.blocks) + count <= self._most
-            and self._sized(block_size, stock)
+            and self._sized(stock, block_size)
         ):
             keys = self._keys_of(start, tokens, block_size, marks)
         if keys is None:
             self.refused += count
             return
-        blocks, holders, bit = stock.blocks, stock.holders, stock.bit
+        if self._notes_use:
+            self._used.add(start)
+        blocks, holders, bit, share = stock.blocks, stock.holders, stock.bit, stock.share
         for block, key in zip(hashes, keys, strict=True):
             mask = holders.get(key, 0)
             if block in blocks or mask & bit:
@@ -163,6 +209,11 @@ class PrefixIndex:
             else:
                 blocks[block] = key
                 holders[key] = mask | bit
+                share.blocks += 1
+        if share.blocks > self._most - self._most // 8:
+            self._notes_use = True
+            if share.blocks > self._most:
+                self._forget(share)
 
     def _keys_of(
         self, start: int, tokens: Sequence[int], block_size: int, marks: Sequence[str] | None
@@ -198,9 +249,8 @@ class PrefixIndex:
 
         Returns their hashes, for `remove`; several may expect the same.
         """
-        stock = self._stock(place, tier)
-        if not self._sized(step, stock):
-            return []
+        stock = self._stock(place, tier, self._expected)
+        self._use_size(stock, step)
         keys = self._keys.after(self._keys.root(lora, salt), tokens[:MAX_TOKENS], step)
         for key in keys:
             stock.add(key, key)
@@ -209,21 +259,36 @@ class PrefixIndex:
     def clear(self, place: Place) -> None:
         """A place holds nothing any more, in any tier. Cost: all that it held."""
         stocks = self._stocks.pop(place, {})
-        for stock in stocks.values():
+        for name, stock in stocks.items():
             for key in stock.blocks.values():
                 mask = stock.holders.get(key, 0) & ~stock.bit
                 if mask:
                     stock.holders[key] = mask
                 else:
                     stock.holders.pop(key, None)
+            stock.share.blocks -= len(stock.blocks)
+            stock.share.stocks.remove(stock)
+            _without(stock.tier.sizes, stock.bit)
+            if name not in self._named and not any(name in one for one in self._stocks.values()):
+                del self._tiers[name]
         for stock in list(stocks.values())[:1]:
-            for size in list(self._sizes):
-                self._sizes[size] &= ~stock.bit
-                if not self._sizes[size]:
-                    del self._sizes[size]
+            _without(self._sizes, stock.bit)
             self._names[stock.bit.bit_length() - 1] = None
 
-    def _stock(self, place: Place, tier: str) -> _Stock:
+    def remove_instance(self, instance: str) -> None:
+        """Nothing is left of an instance, not even what was counted."""
+        for place in [place for place in self._stocks if place.instance == instance]:
+            self.clear(place)
+        self._shares.pop(instance, None)
+
+    def _told(self, place: Place, tier: str) -> _Stock | None:
+        """Where to put what a place tells of a tier; None where it names too many, or too long."""
+        stocks = self._stocks.get(place, {})
+        if tier not in stocks and (len(stocks) >= _MOST_TIERS or len(tier) > _LONGEST_NAME):
+            return None
+        return self._stock(place, tier, self._shares.setdefault(place.instance, _Share()))
+
+    def _stock(self, place: Place, tier: str, share: _Share) -> _Stock:
         stocks = self._stocks.setdefault(place, {})
         stock = stocks.get(tier)
         if stock is None:
@@ -236,7 +301,8 @@ class PrefixIndex:
                 self._names[at] = place
                 bit = 1 << at
             shelf = self._tiers.setdefault(tier, Tier(tier))
-            stock = stocks[tier] = _Stock(bit, shelf.holders, shelf.sizes)
+            stock = stocks[tier] = _Stock(share, bit, shelf, shelf.holders)
+            share.stocks.append(stock)
         return stock
 
     def _elsewhere(self, place: Place, parent: Hash | None) -> int | None:
@@ -247,13 +313,44 @@ class PrefixIndex:
                 return key
         return None
 
-    def _sized(self, block_size: int, stock: _Stock) -> bool:
-        among = self._sizes.get(block_size)
-        if among is None and len(self._sizes) >= _MOST_SIZES:
-            return False
-        self._sizes[block_size] = (among or 0) | stock.bit
-        stock.sizes.add(block_size)
+    def _sized(self, stock: _Stock, block_size: int) -> bool:
+        """Whether a place may have blocks of this size; if so, it is known to have some."""
+        bit = stock.bit
+        if not stock.tier.sizes.get(block_size, 0) & bit:
+            mine = sum(bool(among & bit) for among in self._sizes.values())
+            if not self._sizes.get(block_size, 0) & bit and mine >= _MOST_SIZES:
+                return False
+            self._use_size(stock, block_size)
         return True
+
+    def _use_size(self, stock: _Stock, block_size: int) -> None:
+        for sizes in (self._sizes, stock.tier.sizes):
+            sizes[block_size] = sizes.get(block_size, 0) | stock.bit
+
+    def _forget(self, share: _Share) -> None:
+        """Bring an instance below its bound.
+
+        Some at a time, since finding the first entries of a dict costs the holes before them. What
+        was looked up since it was here last has a second chance: a prefix that many prompts share
+        is stored once, before all that goes on from it.
+        """
+        left = max(share.blocks - self._most, self._most // _ROUND)
+        while left > 0:
+            stock = max(share.stocks, key=lambda one: len(one.blocks))
+            oldest = min(2 * left, max(left, len(stock.blocks) // 2))  # what is new stays
+            gone, spare = 0, oldest - left
+            for block, key in list(islice(stock.blocks.items(), oldest)):
+                if spare and key in self._used:
+                    self._used.discard(key)
+                    stock.refresh(block, key)
+                    spare -= 1
+                else:
+                    stock.drop(block, all_copies=True)
+                    gone += 1
+                    if gone == left:
+                        break
+            share.evicted += gone
+            left -= gone
 
     # --- what is asked -----------------------------------------------------------------------
 
@@ -271,9 +368,14 @@ class PrefixIndex:
                 held = in_one_tier(keys, among, tiers[0], size)
             else:
                 held = in_several_tiers(keys, among, tiers, size)
+            if self._notes_use and held:
+                longest = max(one.tokens for one in held.values())
+                self._used.update(keys[: longest // size])
             for bit, one in held.items():
                 if bit not in found or found[bit].tokens < one.tokens:
                     found[bit] = one
+        if len(self._used) > self._most:  # it is a hint; what is used is soon noted again
+            self._used.clear()
         named: dict[Place, Held] = {}
         for bit, one in found.items():
             place = self._names[bit]
@@ -296,6 +398,16 @@ class PrefixIndex:
                 assert spare == sum(stock.twins.values()), (place, tier)
                 assert set(stock.copies) <= set(stock.blocks), (place, tier)
             assert counted == shelf.holders, tier
+        for instance, share in self._shares.items():
+            told = [
+                stock
+                for place, stocks in self._stocks.items()
+                if place.instance == instance
+                for stock in stocks.values()
+                if stock.share is share
+            ]
+            assert {*map(id, told)} == {*map(id, share.stocks)}, instance
+            assert share.blocks == sum(len(stock.blocks) for stock in told) <= self._most, instance
 
 
 def _sound(tokens: Sequence[int], count: int, block_size: int, before: int) -> bool:
@@ -306,6 +418,14 @@ def _sound(tokens: Sequence[int], count: int, block_size: int, before: int) -> b
         and len(tokens) == count * block_size
         and before + len(tokens) <= MAX_TOKENS
     )
+
+
+def _without(sizes: dict[int, int], bit: int) -> None:
+    """A place has blocks of no size any more."""
+    for size in list(sizes):
+        sizes[size] &= ~bit
+        if not sizes[size]:
+            del sizes[size]
 
 
 def _fewer(counts: dict[Any, int], name: object) -> bool:

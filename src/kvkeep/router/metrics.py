@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from kvkeep.router.health import State
+
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from kvkeep.feed import EventReader
+    from kvkeep.router.bodies import Bodies
+    from kvkeep.router.health import Doubt
+    from kvkeep.router.prompts import Asked
     from kvkeep.router.router import PrefixRouter, Score
     from kvkeep.router.upstreams import Upstreams
     from kvkeep.tokens import TokenArray
@@ -19,11 +26,15 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
 
 
 class Metrics:
-    """A registry of its own; nothing of it names a prompt, a key or a client."""
+    """A registry of its own; nothing of it names a prompt, a key or a client.
+
+    ``tiers`` have a label of their own; whatever else instances call theirs is "other".
+    """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self) -> None:
+    def __init__(self, tiers: Collection[str] = ()) -> None:
+        self._tiers = frozenset(tiers)
         own = self._registry = CollectorRegistry()
         self.requests = Counter(
             "kvkeep_router_requests", "Requests sent on", ["instance", "outcome"], registry=own
@@ -53,7 +64,39 @@ class Metrics:
         self._resting = Gauge(
             "kvkeep_router_resting", "1: it failed of late", ["instance"], registry=own
         )
+        self._suspect = Gauge(
+            "kvkeep_router_suspect",
+            "1: left out until it answers a probe",
+            ["instance"],
+            registry=own,
+        )
+        self._probes = Counter(
+            "kvkeep_router_probes", "Probes of health", ["instance", "outcome"], registry=own
+        )
+        self._doubts = Counter(
+            "kvkeep_router_doubts",
+            "Times an instance was left out until it answers a probe, by reason",
+            ["instance", "why"],
+            registry=own,
+        )
+        self._tokenized = Counter(
+            "kvkeep_router_tokenize", "Questions to /tokenize", ["outcome"], registry=own
+        )
+        self._bodies_held = Gauge(
+            "kvkeep_router_bodies_bytes", "Bodies of running requests", registry=own
+        )
+        self._bodies_refused = Gauge(
+            "kvkeep_router_bodies_refused",
+            "Requests that found the budget of bodies used up, since the start",
+            registry=own,
+        )
         self._blocks = Gauge("kvkeep_router_blocks", "Blocks known", ["kind"], registry=own)
+        self._held = Gauge(
+            "kvkeep_router_instance_blocks",
+            "Blocks of an instance: known, and forgotten since they were too many",
+            ["instance", "what"],
+            registry=own,
+        )
         self._feed = Gauge(
             "kvkeep_router_feed", "Of events", ["instance", "endpoint", "what"], registry=own
         )
@@ -64,19 +107,42 @@ class Metrics:
         self.placed.labels(by).inc()
         self.prompt_tokens.inc(0 if tokens is None else len(tokens))
         for tier, length in score.tiers.items():
-            self.matched_tokens.labels(tier).inc(length)
+            self.matched_tokens.labels(tier if tier in self._tiers else "other").inc(length)
+
+    def doubted(self, instance: str, why: Doubt) -> None:
+        """An instance became suspect."""
+        self._doubts.labels(instance, why.value).inc()
+
+    def probed(self, instance: str, answered: bool) -> None:
+        """A probe was answered, or not."""
+        self._probes.labels(instance, "answered" if answered else "failed").inc()
+
+    def tokenized(self, came: Asked) -> None:
+        """An instance was asked for tokens."""
+        self._tokenized.labels(came.value).inc()
 
     def exposition(
-        self, router: PrefixRouter, upstreams: Upstreams, reader: EventReader | None
+        self,
+        router: PrefixRouter,
+        upstreams: Upstreams,
+        reader: EventReader | None,
+        bodies: Bodies,
     ) -> bytes:
         """Prometheus' text format."""
         for name in upstreams.names:
             running, waiting = router.load(name)
             self._running.labels(name).set(running)
             self._waiting.labels(name).set(waiting)
-            self._resting.labels(name).set(upstreams.resting(name))
+            held, evicted = router.blocks(name)
+            self._held.labels(name, "known").set(held)
+            self._held.labels(name, "evicted").set(evicted)
+            state = upstreams.health.state(name)
+            self._resting.labels(name).set(state is State.RESTING)
+            self._suspect.labels(name).set(state is State.SUSPECT)
+        self._bodies_held.set(bodies.held)
+        self._bodies_refused.set(bodies.refused)
         known = router.stats()
-        for kind in ("blocks", "prefixes", "orphans", "refused", "skipped"):
+        for kind in ("blocks", "prefixes", "orphans", "refused", "skipped", "evicted"):
             self._blocks.labels(kind).set(getattr(known, kind))
         for source, stats in (reader.stats() if reader is not None else {}).items():
             for what, number in stats.as_dict().items():

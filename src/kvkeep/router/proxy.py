@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -17,7 +18,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from kvkeep.router.bodies import Bodies, BodyRefused
+from kvkeep.router.health import Patience, State
 from kvkeep.router.metrics import Metrics
+from kvkeep.router.probes import Probes
 from kvkeep.router.prompts import Prompt, Prompts
 from kvkeep.router.upstreams import UpstreamFailed, passed_on
 
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
     from kvkeep.feed import EventReader
+    from kvkeep.router.bodies import Body
     from kvkeep.router.prompts import Tokenize
     from kvkeep.router.router import PrefixRouter, Score, Ticket
     from kvkeep.router.upstreams import Upstreams
@@ -42,8 +47,6 @@ _OTHERS = ("/v1/models", "/v1/models/{name:path}", "/v1/embeddings", "/tokenize"
 # An instance that answers this is not well; and with the others, another one may do better.
 _FAILED = frozenset({502, 503, 504})
 _ELSEWHERE = _FAILED | {429}
-_MOST_REACHED = 2
-_BODY_S = 60.0
 _LONGEST_PATH = 32 << 10  # bytes, with its query
 
 
@@ -53,13 +56,27 @@ class _Outcome(Enum):
     ANSWERED = "answered"
     REFUSED_AT_LAST = "refused"  # an error, which the client was told
     BROKEN_OFF = "broken off"  # after the client had the beginning
+    STALLED = "stalled"  # the same: no next piece in time
+    NOT_TAKEN = "not taken"  # the client stopped reading
     REFUSED = "refused, asked elsewhere"
     BROKE = "broke"  # it was reached, and did not answer
+    LATE = "no first byte in time"
+    SILENT = "silent, asked elsewhere"  # probes found it stopped, and another one is up
     UNREACHABLE = "unreachable"
     GIVEN_UP = "given up"  # by the client, which has gone
 
 
-_DONE = frozenset({_Outcome.ANSWERED, _Outcome.REFUSED_AT_LAST, _Outcome.BROKEN_OFF})
+_DONE = frozenset(
+    {
+        _Outcome.ANSWERED,
+        _Outcome.REFUSED_AT_LAST,
+        _Outcome.BROKEN_OFF,
+        _Outcome.STALLED,
+        _Outcome.NOT_TAKEN,
+    }
+)
+# The instance may have had the request in hand.
+_REACHED = frozenset({_Outcome.BROKE, _Outcome.LATE, _Outcome.SILENT})
 
 
 def create_proxy(
@@ -69,21 +86,34 @@ def create_proxy(
     *,
     tokenize: Tokenize | None = None,
     hosts: Sequence[str] | None = ("localhost", "127.0.0.1", "[::1]"),
-    max_body_bytes: int = 8 << 20,
+    patience: Patience | None = None,
+    bodies: Bodies | None = None,
 ) -> Starlette:
     """An ASGI application in front of ``upstreams``, whose names are the router's instances.
 
     ``reader`` is only looked at, for /metrics. ``hosts`` are the names in a Host header that are
-    served (None: all); see `Prompts` for ``tokenize``. Keys and bodies are passed on as they are;
-    neither is logged.
+    served (None: all); see `Prompts` for ``tokenize``, `Patience` for how long instances are
+    waited for, and `Bodies` for the memory that requests take. Keys and bodies are passed on as
+    they are; neither is logged.
     """
-    proxy = _Proxy(router, upstreams, reader, tokenize, max_body_bytes)
+    proxy = _Proxy(
+        router,
+        upstreams,
+        reader,
+        tokenize,
+        patience=patience or Patience(),
+        bodies=bodies or Bodies(),
+    )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        probing = asyncio.create_task(proxy.probes.run())
+        probing.add_done_callback(_say_why)
         try:
             yield
         finally:
+            probing.cancel()
+            await asyncio.wait([probing])
             await upstreams.close()
 
     for name in upstreams.names:
@@ -101,6 +131,13 @@ def create_proxy(
     )
 
 
+def _say_why(probing: asyncio.Task[None]) -> None:
+    """A fault of ours in the probes is loud; requests go on, judged by what becomes of them."""
+    error = None if probing.cancelled() else probing.exception()
+    if error is not None:
+        log.error("the probes of the instances have ended", exc_info=error)
+
+
 class _Passing:
     """One endpoint that is passed on, as plain ASGI: nothing between the two streams."""
 
@@ -115,21 +152,26 @@ class _Passing:
             await refused(scope, receive, send)
             return
         try:
-            body = await self._proxy.body(request)
+            body = await self._proxy.bodies.read(request)
         except ClientDisconnect:
             return
-        if isinstance(body, Response):
-            await body(scope, receive, send)
+        except BodyRefused as why:
+            kind = "server_error" if why.status >= 500 else "invalid_request_error"
+            answer = _error(why.status, str(why), kind, retry_after_s=why.retry_after_s)
+            await answer(scope, receive, send)
             return
         passing = asyncio.create_task(self._proxy.pass_on(request, body, send, placed=self._placed))
         gone = asyncio.create_task(_gone(receive))
         try:
             await asyncio.wait({passing, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (gone, passing):
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task  # raises what it failed with
+            try:
+                for task in (gone, passing):
+                    task.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await task  # raises what it failed with
+            finally:
+                body.release()
 
 
 class _Proxy:
@@ -141,116 +183,186 @@ class _Proxy:
         upstreams: Upstreams,
         reader: EventReader | None,
         tokenize: Tokenize | None,
-        max_body_bytes: int,
+        *,
+        patience: Patience,
+        bodies: Bodies,
     ) -> None:
         self._router = router
         self._upstreams = upstreams
+        self._health = upstreams.health
         self._reader = reader
-        self._prompts = Prompts(upstreams, tokenize)
-        self._max_body = max_body_bytes
-        self._metrics = Metrics()
+        self._patience = patience
+        self._metrics = Metrics(router.cost.tiers)
+        self._prompts = Prompts(upstreams, patience, tokenize, told=self._metrics.tokenized)
+        self._health.subscribe(self._metrics.doubted)
+        self.probes = Probes(upstreams, self._health, patience, self._metrics.probed)
+        self.bodies = bodies
 
     async def health(self, request: Request) -> Response:
-        """200 unless all instances failed a moment ago; and how many are thought to be well."""
-        names = self._upstreams.names
-        up = not all(self._upstreams.resting(name) for name in names)
-        well = sum(map(self._upstreams.well, names))
-        body = {"status": "ok" if up else "unavailable", "instances": well}
+        """200 while an instance is up; how many are, and what is thought of each."""
+        states = {name: self._health.state(name) for name in self._upstreams.names}
+        up = sum(state is State.UP for state in states.values())
+        body = {
+            "status": "ok" if up else "unavailable",
+            "instances": up,
+            "each": {name: state.value for name, state in states.items()},
+        }
         return JSONResponse(body, 200 if up else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text format."""
-        text = self._metrics.exposition(self._router, self._upstreams, self._reader)
+        text = self._metrics.exposition(self._router, self._upstreams, self._reader, self.bodies)
         return Response(text, headers={"content-type": self._metrics.content_type})
 
-    async def body(self, request: Request) -> bytes | Response:
-        """All of it, or what to answer where there is too much, or it takes too long."""
-        read = bytearray()
-        try:
-            async with asyncio.timeout(_BODY_S):
-                async for piece in request.stream():
-                    read += piece
-                    if len(read) > self._max_body:
-                        return _error(413, "the request's body is too large")
-        except TimeoutError:
-            return _error(408, "the request's body did not arrive in time")
-        return bytes(read)
-
-    async def pass_on(self, request: Request, body: bytes, send: Send, *, placed: bool) -> None:
+    async def pass_on(self, request: Request, body: Body, send: Send, *, placed: bool) -> None:
         """Ask the best instance; while nothing has been sent to the client, the next best."""
         headers = passed_on(request.scope["headers"])
-        prompt = await self._prompts.read(body, headers) if placed else Prompt(None)
+        prompt = await self._prompts.read(body.data, headers) if placed else Prompt(None)
         lora = prompt.model if self._router.is_adapter(prompt.model) else ""
-        scores = self._scores(prompt, lora)
-        if placed:
-            self._metrics.placed_at(scores[0], prompt.tokens)
-        question = _Question(request, headers, body)
-        reached = 0
-        for number, score in enumerate(scores):
+        question = _Question(request, headers, body.data)
+        names = self._upstreams.names
+        tried: set[str] = set()
+        came: list[_Outcome] = []
+        while len(tried) < len(names):
+            score = self._next(prompt, lora, tried)
+            name = score.place.instance
+            if placed and not tried:
+                self._metrics.placed_at(score, prompt.tokens)
+            tried.add(name)
             # A request that breaks whoever computes it must not go round them all.
-            final = number == len(scores) - 1 or reached >= _MOST_REACHED - 1
+            reached = sum(one in _REACHED for one in came)
+            final = len(tried) == len(names) or reached >= self._patience.tries - 1
             ticket = self._router.begin(score, prompt.tokens, lora=lora, salt=prompt.salt)
             outcome = _Outcome.GIVEN_UP
             try:
-                outcome = await self._try(question, score, ticket, send, final=final)
+                # The last one is waited for: it may go on, and nobody else will be asked.
+                others = set() if final else set(names) - tried
+                outcome = await self._try(question, score, ticket, send, others)
             finally:
                 self._router.end(ticket)
-                self._metrics.requests.labels(score.place.instance, outcome.value).inc()
-            log.info("%s to %s: %s", question.shown, score.place.instance, outcome.value)
+                self._metrics.requests.labels(name, outcome.value).inc()
+            log.info("%s to %s: %s", question.shown, name, outcome.value)
             if outcome in _DONE:
                 return
-            reached += outcome is _Outcome.BROKE
+            came.append(outcome)
             if final:
                 break
-            self._metrics.retries.labels(score.place.instance).inc()
-        nobody = _error(502, "no instance could answer", "server_error")
-        await nobody(request.scope, request.receive, send)
+            self._metrics.retries.labels(name).inc()
+        await _no_answer(came)(request.scope, request.receive, send)
 
-    def _scores(self, prompt: Prompt, lora: str) -> list[Score]:
-        """Everybody, the best first; those that rest at the end."""
+    def _next(self, prompt: Prompt, lora: str, tried: set[str]) -> Score:
+        """The best of the instances that were not tried, among those that are up if there are."""
         begun = time.perf_counter()
-        awake = self._upstreams.awake()
-        resting = [name for name in self._upstreams.names if name not in awake]
+        among = self._health.best(tried)
         if prompt.tokens is None:
-            scores = self._router.least_loaded(awake)
+            scores = self._router.least_loaded(among)
         else:
-            scores = self._router.score(prompt.tokens, lora=lora, salt=prompt.salt, among=awake)
+            scores = self._router.score(prompt.tokens, lora=lora, salt=prompt.salt, among=among)
         self._metrics.deciding.observe(time.perf_counter() - begun)
-        one_each = {score.place.instance: score for score in reversed(scores)}
-        best = [score for score in scores if one_each[score.place.instance] is score]
-        return best + (self._router.least_loaded(resting) if resting else [])
+        return scores[0]
 
     async def _try(
-        self, question: _Question, score: Score, ticket: Ticket, send: Send, *, final: bool
+        self,
+        question: _Question,
+        score: Score,
+        ticket: Ticket,
+        send: Send,
+        others: set[str],
     ) -> _Outcome:
+        """Ask one instance; ``others`` are those that may be asked after it.
+
+        Whenever this is left early the connection is closed, so that the instance sees that its
+        answer is not wanted; a stopped one sees that when it goes on.
+        """
         name = score.place.instance
-        begun = False
+        since = self._health.now()
+        begun = abandoned = False
         try:
-            async with self._upstreams.asking(
-                name, question.method, question.path, self._headers(question, score), question.body
-            ) as answer:
-                if answer.status_code in _FAILED:
-                    self._upstreams.failed(name)
-                if answer.status_code in _ELSEWHERE and not final:
-                    return _Outcome.REFUSED
-                pieces = answer.aiter_raw()
-                first = await anext(pieces, b"")
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(self._patience.first_byte_s) as limit:
+                    with self._health.waiting(name, others, partial(_expire, limit)) as waiting:
+                        try:
+                            answer = await self._begin(stack, question, score)
+                            if answer.status_code in _ELSEWHERE and self._hopeful(others):
+                                return _Outcome.REFUSED
+                            pieces = answer.aiter_raw()
+                            first = await anext(pieces, b"")
+                        finally:
+                            abandoned = waiting.abandoned
                 self._router.first_token(ticket)
                 if answer.status_code not in _FAILED:
-                    self._upstreams.worked(name)
+                    self._health.worked(name)
                 begun = True
-                await send(_start(answer))
-                await send({"type": "http.response.body", "body": first, "more_body": True})
-                async for piece in pieces:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-                return _Outcome.REFUSED_AT_LAST if answer.is_error else _Outcome.ANSWERED
+                return await self._stream(name, answer, first, pieces, send)
+        except TimeoutError:
+            if abandoned:  # it is suspect already
+                return _Outcome.SILENT
+            log.warning("%s did not begin to answer in time", name)
+            self._health.failed(name)
+            return _Outcome.LATE
         except UpstreamFailed as failure:
-            self._upstreams.failed(name)
+            self._health.failed(name)
             log.warning("%s", failure)
             if begun:  # the client sees that the answer has no end
                 return _Outcome.BROKEN_OFF
             return _Outcome.BROKE if failure.reached else _Outcome.UNREACHABLE
+        except asyncio.CancelledError:
+            if not begun:
+                self._health.left(name, since)
+            raise
+
+    async def _begin(
+        self, stack: AsyncExitStack, question: _Question, score: Score
+    ) -> httpx.Response:
+        """The head of an instance's answer; ``stack`` closes it."""
+        name = score.place.instance
+        headers = self._headers(question, score)
+        answer = await stack.enter_async_context(
+            self._upstreams.asking(name, question.method, question.path, headers, question.body)
+        )
+        if answer.status_code in _FAILED:
+            self._health.failed(name)
+        return answer
+
+    async def _stream(
+        self,
+        name: str,
+        answer: httpx.Response,
+        first: bytes,
+        pieces: AsyncIterator[bytes],
+        send: Send,
+    ) -> _Outcome:
+        """Pass an answer on as it comes. Each piece has its time, to come and to be taken."""
+        if not await self._taken(send, _start(answer)) or not await self._taken(send, _part(first)):
+            return _Outcome.NOT_TAKEN
+        while True:
+            try:
+                async with asyncio.timeout(self._patience.idle_s):
+                    piece = await anext(pieces, None)
+            except TimeoutError:
+                log.warning("%s stalled in the middle of an answer", name)
+                self._health.failed(name)
+                return _Outcome.STALLED
+            if piece is None:
+                break
+            self._health.heard(name)
+            if not await self._taken(send, _part(piece)):
+                return _Outcome.NOT_TAKEN
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return _Outcome.REFUSED_AT_LAST if answer.is_error else _Outcome.ANSWERED
+
+    async def _taken(self, send: Send, message: Message) -> bool:
+        """Whether the client took this in time; `send` waits for one that does not read."""
+        try:
+            async with asyncio.timeout(self._patience.idle_s):
+                await send(message)
+        except TimeoutError:
+            return False
+        return True
+
+    def _hopeful(self, others: set[str]) -> bool:
+        """Whether one of them answers, if only probes."""
+        return any(self._health.state(name) is not State.SUSPECT for name in others)
 
     def _headers(self, question: _Question, score: Score) -> list[tuple[bytes, bytes]]:
         if self._router.num_ranks(score.place.instance) < 2:
@@ -288,8 +400,33 @@ def _start(answer: httpx.Response) -> Message:
     return {"type": "http.response.start", "status": answer.status_code, "headers": headers}
 
 
-def _error(status: int, message: str, kind: str = "invalid_request_error") -> Response:
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+def _no_answer(came: list[_Outcome]) -> Response:
+    """What to tell a client whose request no instance answered."""
+    if _Outcome.BROKE in came:
+        return _error(502, "no instance could answer", "server_error")
+    if not _REACHED.isdisjoint(came):
+        return _error(504, "no instance began to answer in time", "server_error")
+    return _error(503, "no instance can be reached", "server_error", retry_after_s=1)
+
+
+def _error(
+    status: int, message: str, kind: str = "invalid_request_error", *, retry_after_s: int = 0
+) -> Response:
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "code": status}},
+        status,
+        headers={"retry-after": str(retry_after_s)} if retry_after_s else None,
+    )
+
+
+def _part(piece: bytes) -> Message:
+    return {"type": "http.response.body", "body": piece, "more_body": True}
+
+
+def _expire(limit: asyncio.Timeout) -> None:
+    """End this time limit now, unless it is over already."""
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())
 
 
 async def _gone(receive: Receive) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.errors import InvalidValue, whole
-from kvkeep.feed.wire import AllBlocksCleared, BlockRemoved, BlockStored, salt_digest
+from kvkeep.feed.wire import AllBlocksCleared, BlockStored, salt_digest
 from kvkeep.router.cost import CostModel
 from kvkeep.router.held import Held
 from kvkeep.router.index import Place, PrefixIndex
@@ -29,7 +29,10 @@ _COMING_TOKENS = 256
 # Kinds of attention whose blocks say that a prefix is there. A window's say that of its end only.
 _WHOLE = {None, "full_attention", "mla_attention"}
 _MARK_LENGTH = 4096
-_MOST_ADAPTERS = 10_000
+# Of an instance: adapters that are known by name, and groups of layers that are told apart.
+_MOST_ADAPTERS = 1_000
+_LONGEST_ADAPTER = 256
+_MOST_GROUPS = 64
 MOST_RANKS = 1024
 
 
@@ -93,6 +96,7 @@ class RouterStats:
     orphans: int
     refused: int
     skipped: int
+    evicted: int
 
 
 class PrefixRouter:
@@ -103,7 +107,8 @@ class PrefixRouter:
     left to compute there, plus what waits there, plus what `CostModel.balance` says.
 
     An instance has ``ranks`` data-parallel ranks at most: what another one tells counts as the
-    first one's, so that no prompt is sent to a rank that is not there.
+    first one's, so that no prompt is sent to a rank that is not there. ``most_blocks`` of them are
+    remembered of an instance, see `PrefixIndex`.
 
     Thread safety: every method takes one lock. Cost: see `PrefixIndex`. `InvalidValue` for ranks
     that are none.
@@ -115,6 +120,7 @@ class PrefixRouter:
         *,
         cost: CostModel | None = None,
         ranks: int = MOST_RANKS,
+        most_blocks: int = 1_000_000,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ranks = whole("ranks", ranks, 1, MOST_RANKS)
@@ -122,10 +128,10 @@ class PrefixRouter:
         self._clock = clock
         self._lock = threading.Lock()
         ranked = sorted(self.cost.tiers, key=lambda tier: self.cost.tiers[tier])
-        self._index = PrefixIndex(ranked)
+        self._index = PrefixIndex(ranked, most_blocks=most_blocks)
         self._loads: dict[str, dict[Place, _Load]] = {}
         self._windows: set[tuple[Place, int]] = set()
-        self._adapters: set[str] = set()
+        self._adapters: dict[str, set[str]] = {}
         self._skipped = 0
         for instance in instances:
             self.add(instance)
@@ -142,6 +148,8 @@ class PrefixRouter:
         self.clear(instance)
         with self._lock:
             self._loads.pop(instance, None)
+            self._adapters.pop(instance, None)
+            self._index.remove_instance(instance)
 
     def apply(self, instance: str, events: Sequence[KVEvent], rank: int = 0) -> None:
         """What an instance has stored and removed, in order. Events that make no sense are counted.
@@ -174,13 +182,14 @@ class PrefixRouter:
         self._windows = {known for known in self._windows if known[0] != place}
 
     def _apply(self, place: Place, event: KVEvent) -> None:
-        if isinstance(event, BlockStored):
-            self._stored(place, event)
-        elif isinstance(event, BlockRemoved):
-            if (place, event.group_idx or 0) not in self._windows:
-                self._index.remove(place, event.block_hashes, tier=event.medium or "GPU")
-        elif isinstance(event, AllBlocksCleared):
+        if isinstance(event, AllBlocksCleared):
             self._clear(place)
+        elif not 0 <= (event.group_idx or 0) < _MOST_GROUPS or event.medium == _COMING:
+            self._skipped += 1  # the name of our own tier would be taken for a promise
+        elif isinstance(event, BlockStored):
+            self._stored(place, event)
+        elif (place, event.group_idx or 0) not in self._windows:
+            self._index.remove(place, event.block_hashes, tier=event.medium or "GPU")
 
     def _stored(self, place: Place, event: BlockStored) -> None:
         if event.kv_cache_spec_kind not in _WHOLE:
@@ -188,8 +197,9 @@ class PrefixRouter:
             self._skipped += 1
             return
         lora = event.lora_name or ""
-        if lora and len(self._adapters) < _MOST_ADAPTERS:
-            self._adapters.add(lora)
+        adapters = self._adapters.setdefault(place.instance, set())
+        if 0 < len(lora) <= _LONGEST_ADAPTER and len(adapters) < _MOST_ADAPTERS:
+            adapters.add(lora)
         salt, marks = _extras(event, lora)
         self._index.store(
             place,
@@ -321,12 +331,13 @@ class PrefixRouter:
                 orphans=self._index.orphans,
                 refused=self._index.refused,
                 skipped=self._skipped,
+                evicted=self._index.evicted,
             )
 
     def is_adapter(self, name: str) -> bool:
         """Whether some instance told of blocks of a LoRA adapter of that name."""
         with self._lock:
-            return name in self._adapters
+            return any(name in names for names in self._adapters.values())
 
     def num_ranks(self, instance: str) -> int:
         """How many ranks an instance has told of; 1 before it did."""
@@ -338,6 +349,11 @@ class PrefixRouter:
         with self._lock:
             ranks = self._loads.get(instance, {}).values()
             return sum(one.requests for one in ranks), sum(one.waiting_s for one in ranks)
+
+    def blocks(self, instance: str) -> tuple[int, int]:
+        """Blocks of an instance that are known, and such that were forgotten for their number."""
+        with self._lock:
+            return self._index.share_of(instance)
 
     def check(self) -> None:
         """Recount everything and assert that it agrees. Cost: all of it."""

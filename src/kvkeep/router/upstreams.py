@@ -1,24 +1,22 @@
-"""`Upstreams`: the instances as HTTP servers: who may be asked, and asking."""
+"""`Upstreams`: the instances as HTTP servers."""
 
 from __future__ import annotations
 
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import httpx
 
 from kvkeep.errors import InvalidValue
+from kvkeep.router.health import Health
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
 __all__ = ["UpstreamFailed", "Upstreams", "passed_on"]
 
-_FIRST_REST_S = 1.0
-_LONGEST_REST_S = 30.0
 # What is about one connection and not about the message (RFC 9110, 7.6.1), and what is made anew.
 _OWN_HEADERS = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
@@ -34,18 +32,14 @@ class UpstreamFailed(Exception):
         super().__init__(f"{name} failed: {type(error).__name__}")
 
 
-@dataclass(slots=True)
-class _State:
-    failures: int = 0
-    rests_until: float = 0.0
-
-
 class Upstreams:
     """HTTP clients of some instances, named by their base URLs.
 
-    One that fails rests: a second, then twice as long each time it fails again, half a minute at
-    most; it is asked meanwhile only where all rest. Thread safety: none; it belongs to the event
-    loop. Raises `InvalidValue` for what is no http URL, or comes twice.
+    ``health`` is what is known of them. Connecting is the one thing here with a time limit: whoever
+    asks sets the limits of waiting.
+
+    Thread safety: none; it belongs to the event loop. Raises `InvalidValue` for what is no http
+    URL, or comes twice.
     """
 
     def __init__(
@@ -53,57 +47,25 @@ class Upstreams:
         instances: Iterable[str],
         *,
         connect_s: float = 3.0,
-        answer_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
-        self._states: dict[str, _State] = {}
+        self.names: list[str] = []
         for url in instances:
             if "@" in url:  # names of instances are in logs and metrics
                 raise InvalidValue("an instance's URL has no password in it; clients send the keys")
             if not _can_be_asked(url):
                 raise InvalidValue(f"an instance is http://HOST:PORT, got {url!r}")
-            if url in self._states:
+            if url in self.names:
                 raise InvalidValue(f"the instance {url} is named twice")
-            self._states[url] = _State()
-        if not self._states:
+            self.names.append(url)
+        if not self.names:
             raise InvalidValue("a router needs at least one instance, got none")
+        self.health = Health(self.names, clock=clock)
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(answer_s, connect=connect_s, pool=None),
+            timeout=httpx.Timeout(None, connect=connect_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
             trust_env=False,  # no proxy of the environment between us and them
         )
-
-    @property
-    def names(self) -> list[str]:
-        """All of them."""
-        return list(self._states)
-
-    def awake(self) -> list[str]:
-        """Those that do not rest; all, where all do."""
-        now = self._clock()
-        return [name for name, one in self._states.items() if one.rests_until <= now] or self.names
-
-    def resting(self, name: str) -> bool:
-        """Whether it failed a moment ago."""
-        return self._states[name].rests_until > self._clock()
-
-    def well(self, name: str) -> bool:
-        """Whether the last thing that it was asked for was answered."""
-        return not self._states[name].failures
-
-    def failed(self, name: str) -> None:
-        """It did not do what it was asked: let it rest."""
-        state = self._states[name]
-        if not self.resting(name):  # requests that fail together are one failure
-            rest = min(_LONGEST_REST_S, _FIRST_REST_S * 2**state.failures)
-            state.failures = min(state.failures + 1, 10)
-            state.rests_until = self._clock() + rest
-
-    def worked(self, name: str) -> None:
-        """It answered."""
-        self._states[name].failures = 0
-        self._states[name].rests_until = 0.0
 
     @asynccontextmanager
     async def asking(

@@ -1,0 +1,91 @@
+"""Our commands as processes of their own: servers that can be stopped and killed, and the proxy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+
+import httpx
+
+KVKEEP = [sys.executable, "-m", "kvkeep"]
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        bound = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in bound]
+
+
+class Process:
+    """One of our commands, and what it prints."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [*KVKEEP, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def end(self, how: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()
+            self._thread.join()
+            self.process.stdout.close()  # type: ignore[union-attr]
+
+
+class Instance:
+    """A server of ours that publishes its events; it can be killed and started again."""
+
+    def __init__(self) -> None:
+        self.port, events, replay = free_ports(3)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.events = f"tcp://127.0.0.1:{events}"
+        self.replay = f"tcp://127.0.0.1:{replay}"
+        self.start()
+
+    def start(self) -> None:
+        self.process = Process(
+            "serve", "--port", str(self.port), "--memory", "16MiB", "--no-store",
+            "--events", self.events, "--events-replay", self.replay,
+        )  # fmt: skip
+
+    def ready(self) -> bool:
+        assert self.process.process.poll() is None, self.process.text
+        try:
+            return httpx.get(f"{self.url}/health").is_success
+        except httpx.TransportError:
+            return False
+
+    def requests(self) -> int:
+        return httpx.get(f"{self.url}/kv/stats").json()["cache"]["opened"]
+
+
+def route(made: list[Instance], *options: str) -> tuple[Process, str]:
+    """A proxy in front of these, and its address."""
+    (port,) = free_ports(1)
+    started = Process(
+        "route", "--port", str(port), "--instances", ",".join(one.url for one in made),
+        "--events", ",".join(one.events for one in made),
+        "--replay", ",".join(one.replay for one in made), *options,
+    )  # fmt: skip
+    return started, f"http://127.0.0.1:{port}"

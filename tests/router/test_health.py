@@ -1,0 +1,196 @@
+"""What is thought of instances, step by step and by random lives."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvkeep.errors import InvalidValue
+from kvkeep.router.health import Doubt, Health, Patience, State
+
+NAMES = ["a", "b", "c"]
+
+
+@pytest.fixture
+def now() -> list[float]:
+    return [100.0]
+
+
+@pytest.fixture
+def health(now) -> Health:
+    return Health(NAMES, clock=lambda: now[0])
+
+
+def test_a_failure_is_over_after_a_rest_and_a_probe(health, now):
+    health.failed("a")
+    assert health.state("a") is State.SUSPECT
+    assert health.wake("a").is_set()
+    assert health.up() == ["b", "c"]
+    health.probed("a", answered=True)
+    assert health.state("a") is State.RESTING
+    assert health.up() == ["b", "c"]
+    now[0] += 1.0
+    assert health.state("a") is State.UP
+
+
+def test_rests_grow_while_nothing_is_answered(health, now):
+    rests = []
+    for _ in range(8):
+        health.failed("a")
+        health.failed("a")  # together they are one
+        health.probed("a", answered=True)
+        begun = now[0]
+        while health.state("a") is State.RESTING:
+            now[0] += 0.5
+        rests.append(now[0] - begun)
+    assert rests == [1, 2, 4, 8, 16, 30, 30, 30]
+    health.worked("a")
+    health.failed("a")
+    health.probed("a", answered=True)
+    now[0] += 1.0
+    assert health.state("a") is State.UP
+
+
+def test_what_is_asked_next(health, now):
+    assert health.best(()) == NAMES
+    health.failed("a")
+    health.probed("a", answered=True)
+    health.doubt("b", Doubt.TOKENIZE)
+    assert health.best(()) == ["c"]
+    assert health.best({"c"}) == ["a"]  # it rests, but answers probes
+    assert health.best({"a", "c"}) == ["b"]
+    assert health.best(NAMES) == []
+
+
+def test_a_client_that_leaves_is_a_doubt_and_a_failure_where_nobody_is_answered(health, now):
+    health.left("a", now[0])
+    assert health.state("a") is State.SUSPECT
+    health.probed("a", answered=True)
+    assert health.state("a") is State.UP
+    since = now[0]
+    now[0] += 2.0
+    health.worked("a")
+    now[0] += 20.0
+    health.left("a", since)  # others were answered meanwhile: it was only slow
+    health.probed("a", answered=True)
+    assert health.state("a") is State.UP
+    since = now[0]
+    now[0] += 5.0
+    health.left("a", since)
+    health.probed("a", answered=True)
+    assert health.state("a") is State.RESTING
+
+
+def test_what_waits_is_given_up_after_three_probes_where_another_one_is_up(health):
+    given_up: list[str] = []
+
+    def waiting(name: str, others: set[str]):
+        return health.waiting(name, others, lambda: given_up.append(name))
+
+    with waiting("a", {"b"}) as one, waiting("a", set()) as last, waiting("c", {"a"}) as other:
+        for count in range(1, 6):
+            health.probed("a", answered=False)
+            assert given_up == (["a"] if count > 2 else [])
+        assert (one.abandoned, last.abandoned, other.abandoned) == (True, False, False)
+    with waiting("a", {"b"}):
+        health.doubt("b", Doubt.REQUEST)
+        health.probed("a", answered=False)
+        assert given_up == ["a"]  # nobody is up to whom it could go
+        health.heard("a")
+        health.probed("b", answered=True)
+        assert given_up == ["a"]  # a stream goes on there
+    health.probed("c", answered=True)
+    assert given_up == ["a"]
+
+
+def test_doubts_are_told(health):
+    told: list[tuple[str, Doubt]] = []
+    health.subscribe(lambda name, why: told.append((name, why)))
+    health.probed("a", answered=False)
+    health.probed("a", answered=False)  # known already
+    health.failed("b")
+    assert told == [("a", Doubt.PROBE), ("b", Doubt.REQUEST)]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize(
+    "name", ["first_byte_s", "idle_s", "probe_every_s", "probe_s", "tokenize_s"]
+)
+def test_times_that_are_none(name, seconds):
+    with pytest.raises(InvalidValue, match=name):
+        Patience(**{name: seconds})
+
+
+def test_tries_that_are_none():
+    with pytest.raises(InvalidValue, match="tries"):
+        Patience(tries=0)
+
+
+class Lives(RuleBasedStateMachine):
+    """Random events at three instances against the rules, said once more in the plainest way."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.time = 0.0
+        self.health = Health(NAMES, clock=lambda: self.time)
+        self.suspect = dict.fromkeys(NAMES, False)
+        self.rests = dict.fromkeys(NAMES, 0.0)
+        self.failures = dict.fromkeys(NAMES, 0)
+        self.unanswered = dict.fromkeys(NAMES, 0)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 7.0]))
+    def wait(self, seconds):
+        self.time += seconds
+
+    @rule(name=st.sampled_from(NAMES))
+    def fail(self, name):
+        self.health.failed(name)
+        if self.rests[name] <= self.time:
+            self.rests[name] = self.time + min(30.0, 2.0 ** self.failures[name])
+            self.failures[name] += 1
+        self.suspect[name] = True
+
+    @rule(name=st.sampled_from(NAMES))
+    def work(self, name):
+        self.health.worked(name)
+        self.suspect[name], self.rests[name], self.failures[name] = False, 0.0, 0
+        self.unanswered[name] = 0
+
+    @rule(name=st.sampled_from(NAMES), answered=st.booleans())
+    def probe(self, name, answered):
+        self.health.probed(name, answered=answered)
+        self.suspect[name] = not answered
+        self.unanswered[name] = 0 if answered else self.unanswered[name] + 1
+
+    @rule(name=st.sampled_from(NAMES), why=st.sampled_from(Doubt))
+    def doubt(self, name, why):
+        self.health.doubt(name, why)
+        self.suspect[name] = True
+
+    @rule(name=st.sampled_from(NAMES))
+    def hear(self, name):
+        self.health.heard(name)
+        self.unanswered[name] = 0
+
+    @invariant()
+    def it_is_as_said(self) -> None:
+        if not hasattr(self, "health"):
+            return
+        up = []
+        for name in NAMES:
+            resting = self.rests[name] > self.time
+            state = State.SUSPECT if self.suspect[name] else State.RESTING if resting else State.UP
+            assert self.health.state(name) is state
+            assert self.health.silent(name) == (self.unanswered[name] >= 3)
+            up += [name] if state is State.UP else []
+        assert self.health.up() == up
+        assert self.health.best(()) == up or not up
+        assert self.health.best(())
+
+
+TestLives = Lives.TestCase
+TestLives.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
