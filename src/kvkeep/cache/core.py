@@ -49,6 +49,11 @@ class Core:
     ``with core:`` is how an operation begins and ends: it takes the lock, and when the outermost
     operation is done and everything is consistent again, it hands the events to the hooks, in
     order, still under the lock.
+
+    Lock order: this lock is the innermost. A thread may take it while it holds any other lock; a
+    thread that holds it waits for no other lock. Hooks run under it, and so do eviction policies
+    and the clock. Code that a hook can call therefore asks `in_hook` before it takes a lock of its
+    own, and if that is so it tries instead of waiting (see `kvkeep.cache.looking`).
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Core:
         self._events: list[Event] = []
         self._lock = threading.RLock()
         self._depth = 0
+        self._hooking: int | None = None  # the thread that runs hooks now
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -94,17 +100,29 @@ class Core:
         """Tell the hooks, when this operation is done. Callers look at ``hooks`` first."""
         self._events.append(event)
 
+    @property
+    def in_hook(self) -> bool:
+        """Whether this thread runs a hook: it holds the lock, and will until the hook returns."""
+        return self._hooking == threading.get_ident()
+
     def _deliver(self) -> None:
-        # A hook may use the cache: what that emits is delivered by this same loop, in order.
-        while self._events:
-            events, self._events = self._events, []
-            for event in events:
-                for hook in self.hooks:
-                    try:
-                        hook(event)
-                    except Exception:  # noqa: BLE001 - a hook's fault is not the cache's
-                        self.counters.hook_errors += 1
-                        _log.exception("a cache hook failed on %s", type(event).__name__)
+        self._hooking = threading.get_ident()
+        try:
+            # A hook may use the cache: what that emits is delivered by this same loop, in order.
+            while self._events:
+                events, self._events = self._events, []
+                for event in events:
+                    for hook in self.hooks:
+                        self._call(hook, event)
+        finally:
+            self._hooking = None
+
+    def _call(self, hook: Hook, event: Event) -> None:
+        try:
+            hook(event)
+        except Exception:  # noqa: BLE001 - a hook's fault is not the cache's
+            self.counters.hook_errors += 1
+            _log.exception("a cache hook failed on %s", type(event).__name__)
 
     # --- prompts -----------------------------------------------------------------------------
 

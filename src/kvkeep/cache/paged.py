@@ -463,7 +463,9 @@ class PagedCache:
         """Call ``hook(event)`` for everything that happens from now on; call the result to end it.
 
         Hooks run in order, under the cache's lock, when the operation they tell of is complete: be
-        quick. A hook may use the cache. One that raises is logged and counted, and stays.
+        quick. A hook may call every method of the cache and of its sequences; what that emits is
+        told to the hooks in turn. It must not wait for another thread that uses the cache. One that
+        raises is logged and counted, and stays.
         """
         if not callable(hook):
             raise InvalidValue(f"a hook is called with each event, got {hook!r}")
