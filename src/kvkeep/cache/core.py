@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.cache.ages import Ages
+from kvkeep.cache.forks import Forks
 from kvkeep.cache.pins import PinBoard
 from kvkeep.cache.sessions import SessionBoard
 from kvkeep.cache.stats import Counters
@@ -35,12 +36,34 @@ _log = logging.getLogger("kvkeep.cache")
 class Claim:
     """A page that waits to be copied from: one reference, and a hold if the index stores it.
 
-    Forks share the claims that they were made with; ``sharers`` of them still want the copy.
+    Forks share the claims that they were made with; the ``sharers`` still want the copy.
     """
 
     copy: PageCopy
     hold: Any
-    sharers: int = 1
+    sharers: dict[Sequence, None]
+
+
+class _Readers:
+    """The claims on one page, and how many of its first tokens they want."""
+
+    __slots__ = ("claims", "tokens")
+
+    def __init__(self) -> None:
+        self.claims: dict[Claim, None] = {}
+        self.tokens: dict[int, int] = {}  # tokens wanted → by how many claims
+
+    def add(self, claim: Claim) -> None:
+        self.claims[claim] = None
+        tokens = claim.copy.tokens
+        self.tokens[tokens] = self.tokens.get(tokens, 0) + 1
+
+    def remove(self, claim: Claim) -> None:
+        del self.claims[claim]
+        tokens = claim.copy.tokens
+        self.tokens[tokens] -= 1
+        if not self.tokens[tokens]:
+            del self.tokens[tokens]
 
 
 class Core:
@@ -70,7 +93,8 @@ class Core:
         """Who tells what more memory would do, if somebody asked for that."""
         self.sequences: dict[int, Sequence] = {}
         self.opened = 0  # names sequences: 1, 2, 3 …
-        self._claimed: dict[int, list[Claim]] = {}  # by the page to be copied from
+        self._claimed: dict[int, _Readers] = {}  # by the page to be copied from
+        self.forks = Forks()
         self.hooks: tuple[Hook, ...] = ()
         self._events: list[Event] = []
         self._lock = threading.RLock()
@@ -176,22 +200,25 @@ class Core:
 
     # --- claims ------------------------------------------------------------------------------
 
-    def claim(self, copy: PageCopy, hold: Any) -> Claim:
+    def claim(self, copy: PageCopy, hold: Any, sequence: Sequence) -> Claim:
         """Keep the source of ``copy`` as it is; the caller's reference and hold go into this."""
-        claim = Claim(copy, hold)
-        self._claimed.setdefault(copy.src, []).append(claim)
+        claim = Claim(copy, hold, {sequence: None})
+        readers = self._claimed.get(copy.src)
+        if readers is None:
+            readers = self._claimed[copy.src] = _Readers()
+        readers.add(claim)
         self.counters.copies += 1
         return claim
 
-    def unclaim(self, claims: list[Claim]) -> None:
-        """The copies were made, or one of their sharers does not want them any more."""
+    def unclaim(self, claims: list[Claim], sequence: Sequence) -> None:
+        """The copies were made, or ``sequence``, one of their sharers, wants them no more."""
         for claim in claims:
-            claim.sharers -= 1
+            del claim.sharers[sequence]
             if claim.sharers:
                 continue
             readers = self._claimed[claim.copy.src]
             readers.remove(claim)
-            if not readers:
+            if not readers.claims:
                 del self._claimed[claim.copy.src]
             if claim.hold is not None:
                 self.index.release(claim.hold)
@@ -201,7 +228,8 @@ class Core:
         """The index stores ``pages`` now, from place ``start`` on: claims on them need holds."""
         if self._claimed:
             for at, page in enumerate(pages.tolist()):
-                for claim in self._claimed.get(page, ()):
+                readers = self._claimed.get(page)
+                for claim in () if readers is None else readers.claims:
                     assert claim.hold is None
                     claim.hold = self.index.move(self.index.again(hold), hold, start + at + 1)
 
@@ -211,9 +239,12 @@ class Core:
         A claim on the page reads only its first tokens: writing behind those is no harm to it.
         """
         references = int(self.pool.references[page])
-        if references > 1 and page in self._claimed:
-            references -= sum(claim.copy.tokens <= offset for claim in self._claimed[page])
-        return references == 1
+        if references == 1:
+            return True
+        readers = self._claimed.get(page)
+        if readers is None or references > 1 + len(readers.claims):
+            return False
+        return max(readers.tokens) <= offset
 
     def claims(self) -> list[Claim]:
         """All claims of all sequences, each once."""

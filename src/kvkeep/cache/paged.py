@@ -496,6 +496,7 @@ class PagedCache:
                 expected[sequence.pages] += 1
             for claim in core.claims():
                 expected[claim.copy.src] += 1
+            core.forks.check(core.sequences.values())
             wrong = np.flatnonzero(expected != core.pool.references)
             assert not len(wrong), f"reference counts of pages {wrong[:8]} are wrong"
             core.pool.check()
