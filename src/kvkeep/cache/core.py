@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from kvkeep.prefix import PrefixIndex, PrefixMatch
     from kvkeep.whatif import PromptWatch
 
-__all__ = ["Claim", "Core"]
+__all__ = ["LEAST_PINS", "Claim", "Core"]
+
+LEAST_PINS = 1024
+"""A cache keeps as many pins as it has pages, and so many if it has fewer."""
 
 _log = logging.getLogger("kvkeep.cache")
 
@@ -86,7 +89,7 @@ class Core:
         self.index = index
         self.page_size = index.page_size
         self.counters = Counters()
-        self.pins = PinBoard(index, pins, clock)
+        self.pins = PinBoard(index, pins, max(LEAST_PINS, pool.num_pages), clock)
         self.ages = Ages(clock)
         self.sessions = SessionBoard(index, pool.num_pages, clock)
         self.watch: PromptWatch | None = None

@@ -218,8 +218,10 @@ class Looking:
             core.pins.expire()
             self._check(top, number)
             hold, _ = core.index.hold(core.index.at(top), Namespace(), used=False)
-            pin = core.pins.add(hold, ttl, hard=False)
-            core.index.release(hold, used=False)
+            try:
+                pin = core.pins.add(hold, ttl, hard=False)
+            finally:
+                core.index.release(hold, used=False)
             self._changed()
             return pin
 
@@ -230,7 +232,7 @@ class Looking:
         with core:
             core.pins.expire()
             self._check(top, number)
-            ended = core.pins.soft_at(number)
+            ended = core.pins.soft_at(top)
             for pin in ended:
                 core.pins.end(pin)
             self._changed()
