@@ -49,6 +49,7 @@ class HintedModel(PagedModel):
     def __init__(self, *measures: Any) -> None:
         super().__init__(*measures)
         self.cache._core.sessions.most = MOST
+        self.clock.now = -2.0  # so that a time to come may be 0, or before
         self.lines: OrderedDict[tuple[str, str], NaiveLine] = OrderedDict()
         self.away: list[NaiveLine] = []
         self.owner: dict[int, NaiveLine | None] = {}

@@ -124,7 +124,7 @@ def equal_turns_replace(patch: Patch) -> None:
 
 
 def hints_lose_what_may_go(patch: Patch) -> None:
-    def change(self: Owners, node: object, died: int, due: float) -> None:
+    def change(self: Owners, node: object, died: int, due: float | None) -> None:
         self._set(node, died, due)
 
     patch.setattr(Owners, "_change", change)

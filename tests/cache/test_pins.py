@@ -302,6 +302,35 @@ def test_a_time_to_live_is_some_seconds(cache: PagedCache, ttl: float) -> None:
     assert cache.pin(prompt, ttl=math.inf).num_tokens == 8
 
 
+# --- how many --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_pins_have_a_bound(cache: PagedCache, hard: bool) -> None:
+    """Also pins of one prefix; a refusal changes nothing, and one that ended makes room."""
+    prompt = store(cache, 0)
+    pins = [cache.pin(prompt, hard=hard) for _ in range(1024)]
+    before = cache.stats()
+    with pytest.raises(InvalidValue, match=r"1024 pins are set, .* unpin some"):
+        cache.pin(prompt, hard=hard)
+    with pytest.raises(InvalidValue, match="1024 pins are set"):
+        cache.pin_node(max(node.id for node in cache.map().nodes))
+    assert cache.stats() == before
+    cache.check()
+    cache.unpin(pins.pop())
+    cache.pin(prompt, hard=hard)
+    cache.check()
+
+
+def test_a_larger_pool_keeps_as_many_pins_as_it_has_pages() -> None:
+    cache = PagedCache(1100, SIZE)
+    prompt = store(cache, 0)
+    for _ in range(1100):
+        cache.pin(prompt)
+    with pytest.raises(InvalidValue, match="1100 pins"):
+        cache.pin(prompt)
+
+
 # --- mistakes --------------------------------------------------------------------------------
 
 

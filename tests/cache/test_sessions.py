@@ -365,3 +365,36 @@ def test_the_better_the_hints_the_better_the_cache() -> None:
             running.remove(talk)
     rates = [hit_rate(prompts, 400, recall=recall, false_alarms=0.1) for recall in (0, 0.5, 1)]
     assert all(worse < better for worse, better in pairwise(rates)), rates
+
+
+# --- clocks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0.0, -5.0, -1e9])
+@pytest.mark.parametrize("prefix", ["radix", "chain"])
+def test_a_clock_may_show_any_time(prefix: str, start: float) -> None:
+    """A return is due at 0, or before: that is a time like any other."""
+    clock = Clock()
+    clock.now = start
+    cache = PagedCache(20, 1, prefix=prefix, clock=clock)
+    for tokens, session in ((A, "a"), (B, "b"), (C, "c")):
+        run(cache, tokens, session)
+    assert cache.session("a").suspend(5) == 4
+    assert cache.session("b").suspend(2.5) == 4
+    assert cache.stats().pages_awaited == 8
+    cache.check()
+    cache.evict(4)
+    assert cached(cache, A, B, C) == [4, 4, 0]
+    clock.now += 2.5
+    assert cache.stats().pages_awaited == 4
+    cache.check()
+    cache.evict(4)
+    assert cached(cache, A, B, C) == [4, 0, 0]
+    clock.now += 2.5
+    assert cache.stats().pages_awaited == 0
+    cache.check()
+    pin = cache.pin(A, ttl=1.0)
+    assert pin.num_tokens == 4
+    clock.now += 1.0
+    assert not pin.num_tokens
+    assert cache.stats().pins_expired == 1

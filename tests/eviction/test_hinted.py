@@ -66,7 +66,7 @@ def test_the_dead_then_the_others_then_the_awaited(steps: list[tuple[str, int]])
     def key(entry: Entry) -> tuple[float, ...]:
         if entry.died:
             return 0, entry.died
-        return (2, -entry.due) if entry.due else (1, entry.last_used)
+        return (2, -entry.due) if entry.due is not None else (1, entry.last_used)
 
     for step, number in steps:
         if step == "new":
@@ -92,7 +92,7 @@ def test_the_dead_then_the_others_then_the_awaited(steps: list[tuple[str, int]])
             if step == "hit":
                 hinted.hit(entry)
             entry.died = hinted.death() if step == "kill" else 0
-            entry.due = number + 0.5 if step == "await" else 0.0
+            entry.due = number - 3.0 if step == "await" else None
             hinted.add(entry)
         assert len(hinted) == len(entries)
     order = drain(hinted)

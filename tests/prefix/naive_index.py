@@ -39,7 +39,7 @@ class Page(Entry):
         "children",
         "depth",
         "direct",
-        "heir",
+        "hard",
         "page",
         "parent",
         "pins",
@@ -57,13 +57,8 @@ class Page(Entry):
         self.depth = 0 if parent is None else parent.depth + 1
         self.children: list[Page] = []
         self.direct = 0
-        self.pins = 0
-        self.heir = None
-
-    @property
-    def living(self) -> Page:
-        """Where the pins of a page are that was evicted."""
-        return self if self.heir is None else self.heir.living
+        self.pins = []
+        self.hard = []
 
     def all(self) -> Iterator[Page]:
         yield self
@@ -81,6 +76,7 @@ class NaiveIndex(PrefixIndex[Page]):
         self.page_size = page_size
         self.policy = policy
         self.pins_broken = 0
+        self.broken = []
         self.roots: dict[Namespace, Page] = {}
         self.queued: list[Page] = []
 
@@ -210,11 +206,13 @@ class NaiveIndex(PrefixIndex[Page]):
         assert node.parent is not None
         node.parent.children.remove(node)
         self.policy.inherit(node.parent, node)
+        for pin in node.pins:
+            pin.spot = node.parent if node.parent.parent else None
         if node.parent.parent is None:
-            self.pins_broken += node.pins
-        elif node.pins:
+            self.pins_broken += len(node.pins)
+            self.broken += node.pins
+        else:
             node.parent.pins += node.pins
-            node.heir = node.parent
         node.parent = None
         return node.page
 
@@ -260,20 +258,39 @@ class NaiveIndex(PrefixIndex[Page]):
             self.settle()
         return np.array(gone, np.int32)
 
-    def pin(self, hold):
-        hold.pins += 1
+    def pin(self, hold, pin, *, hard=False):
+        (hold.hard if hard else hold.pins).append(pin)
+        pin.spot = hold
         self.settle()
 
-    def unpin(self, hold):
-        if hold.living.parent is not None:
-            hold.living.pins -= 1
+    def unpin(self, pin):
+        page, pin.spot = pin.spot, None
+        if page is None:
+            return
+        if pin in page.hard:
+            page.hard.remove(pin)
+            self.release(page)
+        else:
+            page.pins.remove(pin)
             self.settle()
 
-    def length(self, hold):
-        return hold.living.depth if hold.living.parent is not None else 0
+    def pinned(self, pin):
+        return 0 if pin.spot is None else pin.spot.depth
 
-    def covered(self, holds):
-        return len({node for hold in holds for node in hold.path()})
+    @property
+    def num_pinned(self):
+        return len({n for node in self.nodes() if node.pins or node.hard for n in node.path()})
+
+    @property
+    def num_hard_pinned(self):
+        return len({n for node in self.nodes() if node.hard for n in node.path()})
+
+    def would_keep(self, hold):
+        own = set(hold.path())
+        return len(own | {n for node in self.nodes() if node.hard for n in node.path()})
+
+    def length(self, hold):
+        return hold.depth
 
     @property
     def num_namespaces(self):
@@ -294,7 +311,7 @@ class NaiveIndex(PrefixIndex[Page]):
                     tokens=np.frombuffer(node.symbols, "<i4"),
                     children=len(node.children),
                     holders=node.direct,
-                    pins=node.pins,
+                    pins=len(node.pins),
                     state=self.policy.describe(node),
                 )
 

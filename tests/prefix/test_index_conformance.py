@@ -82,20 +82,36 @@ class ForgetsRecency(NaiveIndex):
 
 
 class PinsAreHolds(NaiveIndex):
-    def pin(self, hold):
-        hold.direct += 1
-        self.settle()
-
-    def unpin(self, hold):
-        self.release(hold)
+    def pin(self, hold, pin, *, hard=False):
+        if not hard:
+            hold.direct += 1
+        super().pin(hold, pin, hard=True)
 
 
 class PinsAreNothing(NaiveIndex):
-    def pin(self, hold):
-        pass
+    def pin(self, hold, pin, *, hard=False):
+        if hard:
+            super().pin(hold, pin, hard=True)
 
-    def unpin(self, hold):
-        pass
+
+class HardPinsAreSoft(NaiveIndex):
+    def pin(self, hold, pin, *, hard=False):
+        super().pin(hold, pin)
+        if hard:
+            self.release(hold)
+
+
+class BrokenPinsAreNotTold(NaiveIndex):
+    def remove(self, node):
+        page = super().remove(node)
+        self.broken.clear()
+        return page
+
+
+class CountsPinnedPagesTwice(NaiveIndex):
+    @property
+    def num_pinned(self):
+        return sum(len(node.path()) for node in self.nodes() if node.pins or node.hard)
 
 
 class KeepsBothCopies(NaiveIndex):

@@ -15,6 +15,7 @@ from kvkeep.eviction import LRU
 from kvkeep.prefix import ChainIndex, RadixIndex
 from kvkeep.prefix.finding import Finding
 from kvkeep.prefix.node import descend
+from kvkeep.prefix.pinned import Pinned
 from kvkeep.prefix.walk import Survey, Walk
 from kvkeep.tokens import as_tokens
 
@@ -361,15 +362,18 @@ def test_pins_are_known_where_they_are():
     held = tree.put([1, 1, 2, 2], held=True)
     other = tree.put([3, 3])
     index = tree.index
-    index.pin(held)
-    assert index.pinned(held) == held.id
-    assert not index.would_go(held, held)  # somebody holds it
+    pin = Pinned()
+    index.pin(held, pin)
+    assert index.pins_at(held) == [pin]
+    assert index.pins_at(other) == []
+    assert index.pins_below(held) == []  # somebody holds it
     index.release(held)
-    assert index.would_go(held, held)
-    assert index.would_go(held, tree.roots()[0])
-    assert not index.would_go(held, other)
+    assert index.pins_below(held) == [pin]
+    assert index.pins_below(tree.roots()[0]) == [pin]
+    assert index.pins_below(other) == []
     index.evict_below(held)
-    assert index.pinned(held) == 0
+    assert index.pinned(pin) == 0
+    assert index.broken == [pin]
     assert index.pins_broken == 1
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.cache.ages import Ages
+from kvkeep.cache.forks import Forks
 from kvkeep.cache.pins import PinBoard
 from kvkeep.cache.sessions import SessionBoard
 from kvkeep.cache.stats import Counters
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from kvkeep.prefix import PrefixIndex, PrefixMatch
     from kvkeep.whatif import PromptWatch
 
-__all__ = ["Claim", "Core"]
+__all__ = ["LEAST_PINS", "Claim", "Core"]
+
+LEAST_PINS = 1024
+"""A cache keeps as many pins as it has pages, and so many if it has fewer."""
 
 _log = logging.getLogger("kvkeep.cache")
 
@@ -35,12 +39,34 @@ _log = logging.getLogger("kvkeep.cache")
 class Claim:
     """A page that waits to be copied from: one reference, and a hold if the index stores it.
 
-    Forks share the claims that they were made with; ``sharers`` of them still want the copy.
+    Forks share the claims that they were made with; the ``sharers`` still want the copy.
     """
 
     copy: PageCopy
     hold: Any
-    sharers: int = 1
+    sharers: dict[Sequence, None]
+
+
+class _Readers:
+    """The claims on one page, and how many of its first tokens they want."""
+
+    __slots__ = ("claims", "tokens")
+
+    def __init__(self) -> None:
+        self.claims: dict[Claim, None] = {}
+        self.tokens: dict[int, int] = {}  # tokens wanted → by how many claims
+
+    def add(self, claim: Claim) -> None:
+        self.claims[claim] = None
+        tokens = claim.copy.tokens
+        self.tokens[tokens] = self.tokens.get(tokens, 0) + 1
+
+    def remove(self, claim: Claim) -> None:
+        del self.claims[claim]
+        tokens = claim.copy.tokens
+        self.tokens[tokens] -= 1
+        if not self.tokens[tokens]:
+            del self.tokens[tokens]
 
 
 class Core:
@@ -49,6 +75,11 @@ class Core:
     ``with core:`` is how an operation begins and ends: it takes the lock, and when the outermost
     operation is done and everything is consistent again, it hands the events to the hooks, in
     order, still under the lock.
+
+    Lock order: this lock is the innermost. A thread may take it while it holds any other lock; a
+    thread that holds it waits for no other lock. Hooks run under it, and so do eviction policies
+    and the clock. Code that a hook can call therefore asks `in_hook` before it takes a lock of its
+    own, and if that is so it tries instead of waiting (see `kvkeep.cache.looking`).
     """
 
     def __init__(
@@ -58,18 +89,20 @@ class Core:
         self.index = index
         self.page_size = index.page_size
         self.counters = Counters()
-        self.pins = PinBoard(index, pins, clock)
+        self.pins = PinBoard(index, pins, max(LEAST_PINS, pool.num_pages), clock)
         self.ages = Ages(clock)
         self.sessions = SessionBoard(index, pool.num_pages, clock)
         self.watch: PromptWatch | None = None
         """Who tells what more memory would do, if somebody asked for that."""
         self.sequences: dict[int, Sequence] = {}
         self.opened = 0  # names sequences: 1, 2, 3 …
-        self._claimed: dict[int, list[Claim]] = {}  # by the page to be copied from
+        self._claimed: dict[int, _Readers] = {}  # by the page to be copied from
+        self.forks = Forks()
         self.hooks: tuple[Hook, ...] = ()
         self._events: list[Event] = []
         self._lock = threading.RLock()
         self._depth = 0
+        self._hooking: int | None = None  # the thread that runs hooks now
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -94,17 +127,29 @@ class Core:
         """Tell the hooks, when this operation is done. Callers look at ``hooks`` first."""
         self._events.append(event)
 
+    @property
+    def in_hook(self) -> bool:
+        """Whether this thread runs a hook: it holds the lock, and will until the hook returns."""
+        return self._hooking == threading.get_ident()
+
     def _deliver(self) -> None:
-        # A hook may use the cache: what that emits is delivered by this same loop, in order.
-        while self._events:
-            events, self._events = self._events, []
-            for event in events:
-                for hook in self.hooks:
-                    try:
-                        hook(event)
-                    except Exception:  # noqa: BLE001 - a hook's fault is not the cache's
-                        self.counters.hook_errors += 1
-                        _log.exception("a cache hook failed on %s", type(event).__name__)
+        self._hooking = threading.get_ident()
+        try:
+            # A hook may use the cache: what that emits is delivered by this same loop, in order.
+            while self._events:
+                events, self._events = self._events, []
+                for event in events:
+                    for hook in self.hooks:
+                        self._call(hook, event)
+        finally:
+            self._hooking = None
+
+    def _call(self, hook: Hook, event: Event) -> None:
+        try:
+            hook(event)
+        except Exception:  # noqa: BLE001 - a hook's fault is not the cache's
+            self.counters.hook_errors += 1
+            _log.exception("a cache hook failed on %s", type(event).__name__)
 
     # --- prompts -----------------------------------------------------------------------------
 
@@ -158,22 +203,25 @@ class Core:
 
     # --- claims ------------------------------------------------------------------------------
 
-    def claim(self, copy: PageCopy, hold: Any) -> Claim:
+    def claim(self, copy: PageCopy, hold: Any, sequence: Sequence) -> Claim:
         """Keep the source of ``copy`` as it is; the caller's reference and hold go into this."""
-        claim = Claim(copy, hold)
-        self._claimed.setdefault(copy.src, []).append(claim)
+        claim = Claim(copy, hold, {sequence: None})
+        readers = self._claimed.get(copy.src)
+        if readers is None:
+            readers = self._claimed[copy.src] = _Readers()
+        readers.add(claim)
         self.counters.copies += 1
         return claim
 
-    def unclaim(self, claims: list[Claim]) -> None:
-        """The copies were made, or one of their sharers does not want them any more."""
+    def unclaim(self, claims: list[Claim], sequence: Sequence) -> None:
+        """The copies were made, or ``sequence``, one of their sharers, wants them no more."""
         for claim in claims:
-            claim.sharers -= 1
+            del claim.sharers[sequence]
             if claim.sharers:
                 continue
             readers = self._claimed[claim.copy.src]
             readers.remove(claim)
-            if not readers:
+            if not readers.claims:
                 del self._claimed[claim.copy.src]
             if claim.hold is not None:
                 self.index.release(claim.hold)
@@ -183,7 +231,8 @@ class Core:
         """The index stores ``pages`` now, from place ``start`` on: claims on them need holds."""
         if self._claimed:
             for at, page in enumerate(pages.tolist()):
-                for claim in self._claimed.get(page, ()):
+                readers = self._claimed.get(page)
+                for claim in () if readers is None else readers.claims:
                     assert claim.hold is None
                     claim.hold = self.index.move(self.index.again(hold), hold, start + at + 1)
 
@@ -193,9 +242,12 @@ class Core:
         A claim on the page reads only its first tokens: writing behind those is no harm to it.
         """
         references = int(self.pool.references[page])
-        if references > 1 and page in self._claimed:
-            references -= sum(claim.copy.tokens <= offset for claim in self._claimed[page])
-        return references == 1
+        if references == 1:
+            return True
+        readers = self._claimed.get(page)
+        if readers is None or references > 1 + len(readers.claims):
+            return False
+        return max(readers.tokens) <= offset
 
     def claims(self) -> list[Claim]:
         """All claims of all sequences, each once."""

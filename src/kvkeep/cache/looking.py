@@ -2,12 +2,17 @@
 
 A walk over many runs takes the lock for some hundred of them at a time, so that requests pass in
 between; what changes meanwhile may be missing, and is there in the next map.
+
+One map is made at a time, and one search. Their locks are taken before the cache's, and held while
+the cache's is free between two steps. A hook holds the cache's lock already, so it must not wait
+for them: it looks without its turn, in one go (see the lock order in `kvkeep.cache.core.Core`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +61,8 @@ class Looking:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._making = threading.Lock()  # of maps: who asks for the same waits for it
-        self._searching = threading.Lock()
+        self._making = threading.RLock()  # of maps: who asks for the same waits for it
+        self._searching = threading.RLock()
         self._maps: dict[object, tuple[float, CacheMap]] = {}  # until when they are good
         self._changes = 0  # what was made before one is not to be shown again
 
@@ -74,7 +79,7 @@ class Looking:
         nodes = whole("nodes", nodes, 1, _MOST_NODES)
         space = None if namespace is None else as_namespace(namespace)
         asked = space, root, nodes, blocks
-        with self._making:
+        with self._turn(self._making):
             kept = self._maps.get(asked)
             if kept is not None and time.monotonic() < kept[0]:
                 return kept[1]
@@ -82,12 +87,30 @@ class Looking:
             busy = time.thread_time()
             made = self._make(space, root, nodes, blocks)
             good = max(_FRESH_S, (time.thread_time() - busy) / _MOST_SHARE)
-            now = time.monotonic()
-            maps = {key: one for key, one in self._maps.items() if now < one[0]}
-            if len(maps) < _KEPT_MAPS and changes == self._changes:
-                maps[asked] = now + good, made
-            self._maps = maps if changes == self._changes else {}
+            with self._core:
+                self._keep(asked, now=time.monotonic(), good=good, made=made, changes=changes)
             return made
+
+    @contextmanager
+    def _turn(self, lock: threading.RLock) -> Iterator[None]:
+        """Wait for ``lock``; a hook, which must not wait, goes on without it if it is taken."""
+        taken = lock.acquire(blocking=not self._core.in_hook)
+        try:
+            yield
+        finally:
+            if taken:
+                lock.release()
+
+    def _keep(
+        self, asked: object, *, now: float, good: float, made: CacheMap, changes: int
+    ) -> None:
+        """Keep a map for ``good`` seconds, unless something changed since it was begun."""
+        if changes != self._changes:
+            return
+        maps = {key: one for key, one in self._maps.items() if now < one[0]}
+        if len(maps) < _KEPT_MAPS:
+            maps[asked] = now + good, made
+        self._maps = maps
 
     def _changed(self) -> None:
         self._changes += 1
@@ -195,8 +218,10 @@ class Looking:
             core.pins.expire()
             self._check(top, number)
             hold, _ = core.index.hold(core.index.at(top), Namespace(), used=False)
-            pin = core.pins.add(hold, ttl, hard=False)
-            core.index.release(hold, used=False)
+            try:
+                pin = core.pins.add(hold, ttl, hard=False)
+            finally:
+                core.index.release(hold, used=False)
             self._changed()
             return pin
 
@@ -207,7 +232,7 @@ class Looking:
         with core:
             core.pins.expire()
             self._check(top, number)
-            ended = core.pins.soft_at(number)
+            ended = core.pins.soft_at(top)
             for pin in ended:
                 core.pins.end(pin)
             self._changed()
@@ -250,7 +275,7 @@ class Looking:
                 "can be sought in it; make the cache with prefix='radix'"
             )
         space = None if namespace is None else as_namespace(namespace)
-        with self._searching:
+        with self._turn(self._searching):
             return self._found(sought, space, most)
 
     def _found(self, sought: list[TokenArray], space: Namespace | None, most: int) -> list[Found]:
@@ -284,10 +309,15 @@ class Looking:
             walk = core.index.walk(columns, top)
             walk.step(_STEP)
         while not walk.done:
-            time.sleep(_PAUSE_S)
+            self._pause()
             with core:
                 walk.step(_STEP)
         return walk
+
+    def _pause(self) -> None:
+        """Let others have the lock; a hook keeps it anyway."""
+        if not self._core.in_hook:
+            time.sleep(_PAUSE_S)
 
     def _find(self, number: int) -> Any:
         """The node of that number, which may be gone a moment later; `NotCached`."""
@@ -300,7 +330,7 @@ class Looking:
                 node = walk.find(number, _STEP)
             if node is not None:
                 return node
-            time.sleep(_PAUSE_S)
+            self._pause()
         raise _unknown(number)
 
 

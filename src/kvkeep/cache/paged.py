@@ -259,8 +259,11 @@ class PagedCache:
         """Keep what is cached of this prefix (full pages), for ``ttl`` seconds or until `unpin`.
 
         A soft pin keeps it until nothing else is left to evict; it never stands in the way of a
-        request. A hard pin always keeps it, within the cache's budget for hard pins.
-        Raises `NotCached` when not one full page is cached, `InvalidValue` beyond the budget.
+        request. A hard pin always keeps it, within the cache's budget for hard pins. Each call
+        makes a pin of its own, also of the same prefix; there are as many at a time as the cache
+        has pages, or 1,024 if it has fewer.
+        Raises `NotCached` when not one full page is cached, `InvalidValue` beyond the budget or
+        with so many pins set. Cost: that of `match`, and O(runs on the path).
         """
         prompt = as_tokens(tokens)
         space = as_namespace(namespace)
@@ -388,8 +391,8 @@ class PagedCache:
                 namespaces=index.num_namespaces,
                 sessions=len(core.sessions.lines),
                 pins=len(board.pins),
-                pinned_pages=board.covered(),
-                hard_pinned_pages=board.covered(hard_only=True),
+                pinned_pages=board.num_pages,
+                hard_pinned_pages=board.num_hard_pages,
                 pins_broken=index.pins_broken,
                 pins_expired=board.expired,
                 opened=did.opened,
@@ -463,7 +466,9 @@ class PagedCache:
         """Call ``hook(event)`` for everything that happens from now on; call the result to end it.
 
         Hooks run in order, under the cache's lock, when the operation they tell of is complete: be
-        quick. A hook may use the cache. One that raises is logged and counted, and stays.
+        quick. A hook may call every method of the cache and of its sequences; what that emits is
+        told to the hooks in turn. It must not wait for another thread that uses the cache. One that
+        raises is logged and counted, and stays.
         """
         if not callable(hook):
             raise InvalidValue(f"a hook is called with each event, got {hook!r}")
@@ -494,6 +499,7 @@ class PagedCache:
                 expected[sequence.pages] += 1
             for claim in core.claims():
                 expected[claim.copy.src] += 1
+            core.forks.check(core.sequences.values())
             wrong = np.flatnonzero(expected != core.pool.references)
             assert not len(wrong), f"reference counts of pages {wrong[:8]} are wrong"
             core.pool.check()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvkeep.errors import InvalidValue
+from kvkeep.prefix.pinned import Pinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,21 +16,19 @@ if TYPE_CHECKING:
 __all__ = ["Pin", "PinBoard"]
 
 
-class Pin:
+class Pin(Pinned):
     """A prefix that is kept; made by `PagedCache.pin`, ended by `PagedCache.unpin`.
 
     A soft pin gives way, tail first, when nothing else is left to evict: ``num_tokens`` then falls.
     A hard pin does not, and counts against the cache's budget for them.
     """
 
-    __slots__ = ("_board", "_hold", "_pages", "active", "expires", "hard")
+    __slots__ = ("_board", "active", "expires", "hard", "hold")
 
-    def __init__(
-        self, board: PinBoard, hold: Any, pages: int, *, hard: bool, expires: float | None
-    ) -> None:
+    def __init__(self, board: PinBoard, hold: Any, *, hard: bool, expires: float | None) -> None:
+        super().__init__()
         self._board = board
-        self._hold = hold
-        self._pages = pages
+        self.hold = hold if hard else None  # for the index alone
         self.hard = hard
         self.expires = expires
         self.active = True
@@ -45,34 +44,40 @@ class Pin:
 
 
 class PinBoard:
-    """All pins of a cache. Thread safety: none; under the cache's lock."""
+    """All pins of a cache: ``most`` at a time, in memory of about 350 bytes each.
+
+    Thread safety: none; under the cache's lock. Cost: O(log pins) a pin with a time to live, else
+    what the index asks for; nothing here walks over all pins.
+    """
 
     def __init__(
-        self, index: PrefixIndex[Any], hard_budget: int, clock: Callable[[], float]
+        self, index: PrefixIndex[Any], hard_budget: int, most: int, clock: Callable[[], float]
     ) -> None:
         self._index = index
         self.page_size = index.page_size
         self.hard_budget = hard_budget
+        self.most = most
         self._clock = clock
         self.pins: dict[Pin, None] = {}
         self._expiry: list[tuple[float, int, Pin]] = []
         self._serial = 0
         self.expired = 0
-        self._broken = 0  # what the index had counted when gone pins were last looked for
 
     def add(self, hold: Any, ttl: float | None, *, hard: bool) -> Pin:
         """Pin the path of ``hold``, which passes to a hard pin and is released by a soft one."""
-        if hard:
-            needed = self._index.covered([*self.hard_holds(), hold])
-            if needed > self.hard_budget:
-                raise InvalidValue(
-                    f"hard pins would hold {needed} pages, their budget is {self.hard_budget}; "
-                    "unpin something, pin softly, or give the cache a larger hard_pin_pages"
-                )
-        else:
-            self._index.pin(hold)
+        if len(self.pins) >= self.most:
+            raise InvalidValue(
+                f"{self.most} pins are set, as many as this cache keeps; unpin some, or give "
+                "them a ttl after which they end by themselves"
+            )
+        if hard and (needed := self._index.would_keep(hold)) > self.hard_budget:
+            raise InvalidValue(
+                f"hard pins would hold {needed} pages, their budget is {self.hard_budget}; "
+                "unpin something, pin softly, or give the cache a larger hard_pin_pages"
+            )
         expires = None if ttl is None else self._clock() + ttl
-        pin = Pin(self, hold, self._index.length(hold), hard=hard, expires=expires)
+        pin = Pin(self, hold, hard=hard, expires=expires)
+        self._index.pin(hold, pin, hard=hard)
         self.pins[pin] = None
         if expires is not None:
             self._serial += 1
@@ -86,17 +91,14 @@ class PinBoard:
         if len(self._expiry) > 2 * len(self.pins) + 64:  # mostly pins that ended before their time
             self._expiry = [item for item in self._expiry if item[2].active]
             heapq.heapify(self._expiry)
-        if pin.hard:
-            self._index.release(pin._hold)
-        else:
-            self._index.unpin(pin._hold)
+        self._index.unpin(pin)
+        pin.hold = None
 
     def expire(self) -> None:
         """End the pins whose time is over, and those whose prefix had to give way entirely."""
-        if self._broken != self._index.pins_broken:
-            self._broken = self._index.pins_broken
-            for pin in [pin for pin in self.pins if not self._index.length(pin._hold)]:
-                self.end(pin)
+        broken = self._index.broken
+        while broken:
+            self.end(cast("Pin", broken.pop()))
         while self._expiry and (not self._expiry[0][2].active or self._over(self._expiry[0][0])):
             pin = heapq.heappop(self._expiry)[2]
             if pin.active:
@@ -110,23 +112,26 @@ class PinBoard:
         """Pages that a pin still keeps."""
         if not pin.active or (pin.expires is not None and self._over(pin.expires)):
             return 0
-        return min(pin._pages, self._index.length(pin._hold))
+        return self._index.pinned(pin)
 
     def hard_holds(self) -> list[Any]:
         """The holds of hard pins."""
-        return [pin._hold for pin in self.pins if pin.hard]
+        return [pin.hold for pin in self.pins if pin.hard]
 
-    def soft_at(self, number: int) -> list[Pin]:
-        """The soft pins that end with the run of this id."""
-        index = self._index
-        return [pin for pin in self.pins if not pin.hard and index.pinned(pin._hold) == number]
+    def soft_at(self, place: Any) -> list[Pin]:
+        """The soft pins that stand at the end of the run ``place``."""
+        return cast("list[Pin]", self._index.pins_at(place))
 
     def soft_below(self, place: Any) -> list[Pin]:
         """The soft pins whose last run goes when ``place`` and all behind it is evicted."""
-        index = self._index
-        return [pin for pin in self.pins if not pin.hard and index.would_go(pin._hold, place)]
+        return cast("list[Pin]", self._index.pins_below(place))
 
-    def covered(self, *, hard_only: bool = False) -> int:
-        """Pages that pins keep, each counted once."""
-        holds = [pin._hold for pin in self.pins if self.pages(pin) and (pin.hard or not hard_only)]
-        return self._index.covered(holds)
+    @property
+    def num_pages(self) -> int:
+        """Pages that pins keep, each counted once; `expire` first."""
+        return self._index.num_pinned
+
+    @property
+    def num_hard_pages(self) -> int:
+        """Pages that hard pins keep, each counted once; `expire` first."""
+        return self._index.num_hard_pinned

@@ -45,7 +45,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "_claims", "_core", "_encoder", "_family", "_hold", "_line", "_made", "_opened_pages",
+        "_claims", "_core", "_encoder", "_hold", "_line", "_made", "_opened_pages",
         "_shared", "_state", "_table", "_tokens", "id", "known_pages", "namespace", "num_cached",
         "priority", "told_pages", "turn",
     )  # fmt: skip
@@ -86,7 +86,6 @@ class Sequence:
         self._opened_pages = 0  # up to here the shared ones are not of its own making
         self._claims: list[Claim] = []  # copies the engine has not taken yet
         self._made: list[Claim] = []  # copies it took, and may be making
-        self._family: list[Sequence] | None = None  # the forks that may share unpublished pages
         self._state = State.READY
         core.sequences[self.id] = self
 
@@ -96,7 +95,7 @@ class Sequence:
         self.num_cached = shared * self._core.page_size
         if copy is not None:
             self.num_cached += copy.tokens
-            self._claims.append(self._core.claim(copy, source))
+            self._claims.append(self._core.claim(copy, source, self))
             self._state = State.COPYING
 
     def belong(self, line: Line, turn: int | None) -> None:
@@ -139,6 +138,18 @@ class Sequence:
         """Pages it keeps besides its table, to be copied from."""
         return self._claims + self._made
 
+    @property
+    def first_unpublished(self) -> int | None:
+        """The first page of its table that the index does not store, if there is one."""
+        table = self._table
+        return int(table.values[self._shared]) if len(table) > self._shared else None
+
+    @property
+    def unpublished(self) -> list[int]:
+        """The pages of its table that the index does not store."""
+        pages: list[int] = self._table.values[self._shared :].tolist()
+        return pages
+
     # --- steps -------------------------------------------------------------------------------
 
     def copies(self) -> list[PageCopy]:
@@ -154,7 +165,7 @@ class Sequence:
             self._copies_made()
             self._made, self._claims = self._claims, []
             self._state = State.READY
-            if any(claim.sharers > 1 for claim in self._made):
+            if any(len(claim.sharers) > 1 for claim in self._made):
                 self._taken_for_all()
             return [claim.copy for claim in self._made]
 
@@ -164,11 +175,12 @@ class Sequence:
         Making a copy twice could undo what was computed on the page in between.
         """
         for claim in self._made:
-            claim.sharers = 1
-        for other in self._family or ():
-            other._claims = [claim for claim in other._claims if claim not in self._made]
-            if not other._claims:
-                other._state = State.READY
+            for other in claim.sharers:
+                if other is not self:
+                    other._claims.remove(claim)
+                    if not other._claims:
+                        other._state = State.READY
+            claim.sharers = {self: None}
 
     def append(self, tokens: TokensLike | int) -> None:
         """Add tokens at the end, with the pages they need; all or nothing.
@@ -208,8 +220,10 @@ class Sequence:
             self._hold = core.index.shorten(core.index.again(hold), at)
             self._shared = at
             self._opened_pages = min(self._opened_pages, at)
+        elif at == self._shared:
+            self._leave_forks()
         copy = PageCopy(int(self._table.values[at]), dst, tokens)
-        self._claims.append(core.claim(copy, hold))
+        self._claims.append(core.claim(copy, hold, self))
         self._table.values[at] = dst
         self._state = State.COPYING
 
@@ -224,6 +238,8 @@ class Sequence:
             length = whole("the length to keep, in tokens,", length, 0, len(self._tokens))
             size = core.page_size
             pages = -(-length // size)
+            if pages <= self._shared:
+                self._leave_forks()
             if pages < self._shared:
                 self._hold = core.index.shorten(self._hold, pages)
                 self._shared = pages
@@ -247,7 +263,7 @@ class Sequence:
                 wanted.add(claim.copy.src)
                 kept.append(claim)
             else:
-                self._core.unclaim([claim])
+                self._core.unclaim([claim], self)
         self._claims = kept[::-1]
         if not self._claims:
             self._state = State.READY
@@ -275,12 +291,11 @@ class Sequence:
             other._shared = other._opened_pages = self._shared
             other._claims = self._claims.copy()
             for claim in self._claims:
-                claim.sharers += 1
+                claim.sharers[other] = None
             other._state = self._state
-            if self._family is None:
-                self._family = [self]
-            other._family = self._family
-            self._family.append(other)
+            page = self.first_unpublished
+            if page is not None:
+                core.forks.join(page, self, other)
             core.counters.forked += 1
             if core.hooks:
                 core.emit(
@@ -293,7 +308,8 @@ class Sequence:
 
         Where another sequence published the same tokens before, its pages take the place of
         these, which are freed: the page table changes, its length does not. Forks that share the
-        pages share this too. Returns the tokens published so far. Cost: O(new tokens).
+        pages share this too. Returns the tokens published so far. Cost: O(new tokens), and as much
+        for each fork that shares one of the pages.
         """
         core = self._core
         with core:
@@ -317,7 +333,7 @@ class Sequence:
             self._hold, symbols, own, self.priority, known=known, owner=self._line
         )
         existing = inserted.existing
-        family = [(other, other._sharing(start, own)) for other in self._family or ()]
+        forks = core.forks.take(int(own[0]))
         self._hold = inserted.hold
         self._shared = stop
         new = own[len(existing) :]
@@ -329,12 +345,14 @@ class Sequence:
             self._opened_pages = start + len(existing)  # another's work: not ours to forget
             core.counters.duplicate_pages += len(existing)
             self._exchange(start, own, existing)
-        for other, sharing in family:
-            if other is not self and sharing:
+        for other in forks:
+            if other is not self:
+                sharing = other._sharing(start, own)
                 other._hold = core.index.move(other._hold, self._hold, start + sharing)
                 other._shared = other._opened_pages = start + sharing
                 other._exchange(start, own[:sharing], existing[:sharing])
                 other._drop_needless_claims()
+        core.forks.regroup(forks)
         if core.hooks and len(new):
             at = stop - len(new)
             parent = int(self._table.values[at - 1]) if at else -1
@@ -343,12 +361,18 @@ class Sequence:
             core.emit(Stored(self.id, self.namespace, parent, frozen(new), tokens))
 
     def _sharing(self, start: int, own: PageArray) -> int:
-        """How many of the pages ``own`` this fork has too, at the same place, unpublished."""
-        if self._shared != start:
-            return 0
+        """How many of the pages ``own`` this fork has too, at the same place; one at least."""
+        assert self._shared == start
         mine = self._table.values[start : start + len(own)]
         same = mine == own[: len(mine)]
+        assert same[0]
         return int(same.argmin()) if not same.all() else len(same)
+
+    def _leave_forks(self) -> None:
+        """Its first unpublished page, if it has one, is about to go from its table."""
+        page = self.first_unpublished
+        if page is not None:
+            self._core.forks.leave(page, self)
 
     def _exchange(self, start: int, own: PageArray, existing: PageArray) -> None:
         """Use ``existing`` pages in the place of ``own`` ones with the same content."""
@@ -369,8 +393,7 @@ class Sequence:
             permit(self._state, "close")
             self._state = State.CLOSED
             del core.sequences[self.id]
-            if self._family is not None:
-                self._family.remove(self)
+            self._leave_forks()
             stored = self._shared
             pages = self._table.values
             core.pool.release(pages)
@@ -385,7 +408,7 @@ class Sequence:
                 dropped = core.index.drop(self._hold, self._opened_pages)
                 core.forget(dropped, "dropped")
                 stored -= len(dropped)
-            core.unclaim(self._claims + self._made)
+            core.unclaim(self._claims + self._made, self)
             self._claims = self._made = []
             core.counters.closed += 1
             if core.hooks:
@@ -394,7 +417,7 @@ class Sequence:
 
     def _copies_made(self) -> None:
         if self._made:
-            self._core.unclaim(self._made)
+            self._core.unclaim(self._made, self)
             self._made = []
 
     def check(self, stored: PageArray) -> None:

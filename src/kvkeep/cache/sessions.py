@@ -250,7 +250,7 @@ class SessionBoard:
         """Assert that who is away is known to be so, and keeps no more than may be kept."""
         lines = set(self.lines.values())
         assert lines.issuperset(self._away)
-        assert {line for line in lines if line.due} == set(self._away)
+        assert {line for line in lines if line.due is not None} == set(self._away)
         assert set(self._away) <= {line for due, _, line in self._returns if due == line.due}
         assert not any(line.left for line in lines)
         assert len(lines) <= self.most

@@ -18,7 +18,8 @@ class Entry:
     count the policy's events (larger is later), ``hits`` the requests that reused it, ``priority``
     what its caller asked for, ``size`` its pages, ``depth`` the pages before it. A policy that
     needs to remember more keeps it in ``state``. ``died`` and ``due`` are hints, which
-    `kvkeep.eviction.hints` orders by: 0 where there is none.
+    `kvkeep.eviction.hints` orders by: the number of its death, from 1 on, or 0 while it lives; a
+    time by any clock, or None.
     """
 
     __slots__ = (
@@ -29,7 +30,7 @@ class Entry:
         self.size = 0
         self.depth = 0
         self.died = 0
-        self.due = 0.0
+        self.due: float | None = None
         self.last_used = 0
         self.stored = 0
         self.hits = 0

@@ -83,7 +83,7 @@ class Hinted(EvictionPolicy):
         """``entry`` may be evicted from now on."""
         if entry.died:
             self._dead.push(entry, entry.died)
-        elif entry.due:
+        elif entry.due is not None:
             # No two are equal, so that a victim which is put back is the oldest again.
             self._added += 1
             self._awaited.push(entry, (-int(entry.due * 1e6) << 64) + self._added)
@@ -94,7 +94,7 @@ class Hinted(EvictionPolicy):
         """``entry`` may not be evicted any more."""
         if entry.died:
             self._dead.remove(entry)
-        elif entry.due:
+        elif entry.due is not None:
             self._awaited.remove(entry)
         else:
             self.inner.discard(entry)
@@ -111,13 +111,13 @@ class Hinted(EvictionPolicy):
 
     def portion(self, entry: Entry) -> int:
         """All of what has a hint; else what the inner policy wants."""
-        return entry.size if entry.died or entry.due else self.inner.portion(entry)
+        return entry.size if entry.died or entry.due is not None else self.inner.portion(entry)
 
     def put_back(self, entry: Entry) -> None:
         """The entry just popped lost only its tail."""
         if entry.died:
             self._dead.push(entry, entry.died)
-        elif entry.due:
+        elif entry.due is not None:
             self._awaited.push(entry, self._turn)
         else:
             self.inner.put_back(entry)
@@ -130,4 +130,4 @@ class Hinted(EvictionPolicy):
         if entry.died:
             return f"dead, {self._deaths - entry.died} died since"
         said = self.inner.describe(entry)
-        return f"awaited, {said}" if entry.due else said
+        return f"awaited, {said}" if entry.due is not None else said

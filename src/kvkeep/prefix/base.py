@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
     from kvkeep.prefix.owners import Owner, Owners
+    from kvkeep.prefix.pinned import Pinned
     from kvkeep.prefix.walk import Walk
     from kvkeep.tokens import TokenArray
 
@@ -138,7 +139,9 @@ class PrefixIndex(ABC, Generic[Hold]):
     num_evictable: int
     """Pages that nobody holds; soft pins count as evictable."""
     pins_broken: int
-    """Soft pins that gave way to memory pressure, or to `clear`."""
+    """Soft pins that gave way to memory pressure, or to `clear`; all that there ever were."""
+    broken: list[Pinned]
+    """Those of them that their owner has not taken from here yet."""
     owners: Owners | None = None
     """Who uses what, once `keep_owners` was called."""
 
@@ -215,23 +218,38 @@ class PrefixIndex(ABC, Generic[Hold]):
         """Forget all that nobody holds, in one namespace or in all, and return the page ids."""
 
     @abstractmethod
-    def pin(self, hold: Hold) -> None:
-        """Keep this path until nothing else is left to evict, its beginning longest; one pin more.
+    def pin(self, hold: Hold, pin: Pinned, *, hard: bool = False) -> None:
+        """Set ``pin`` on this path: it stays until nothing else is left, its beginning longest.
 
-        The pin is named by ``hold`` as it is now, wherever the hold is moved later.
+        The pin stays where ``hold`` is now, wherever the hold is moved later. A ``hard`` pin
+        takes over the hold itself, so that nothing of the path goes.
         """
 
     @abstractmethod
-    def unpin(self, hold: Hold) -> None:
-        """One pin less; nothing happens when all of its path was evicted."""
+    def unpin(self, pin: Pinned) -> None:
+        """Take a pin away, and end the hold of a hard one; a broken one was taken away already."""
+
+    @abstractmethod
+    def pinned(self, pin: Pinned) -> int:
+        """Pages on the path of ``pin`` that are still there; 0 when it is broken or was ended."""
+
+    @property
+    @abstractmethod
+    def num_pinned(self) -> int:
+        """Pages on the paths of pins, each counted once."""
+
+    @property
+    @abstractmethod
+    def num_hard_pinned(self) -> int:
+        """Pages on the paths of hard pins, each counted once."""
+
+    @abstractmethod
+    def would_keep(self, hold: Hold) -> int:
+        """What ``num_hard_pinned`` would be with a hard pin of this path."""
 
     @abstractmethod
     def length(self, hold: Hold) -> int:
-        """Pages on the path of ``hold``; 0 when it was evicted (pins only)."""
-
-    @abstractmethod
-    def covered(self, holds: list[Hold]) -> int:
-        """Pages on the paths of ``holds``, each counted once."""
+        """Pages on the path of ``hold``."""
 
     # --- the map: an index may do without ----------------------------------------------------
 
@@ -263,12 +281,12 @@ class PrefixIndex(ABC, Generic[Hold]):
         """As if a prompt had matched up to the end of what a walk has found."""
         raise InvalidValue(f"the {self.name} index has no map")
 
-    def pinned(self, hold: Hold) -> int:
-        """The id of the run that a pin of ``hold`` ends with now; 0 when all of it is gone."""
+    def pins_at(self, place: Hold) -> list[Pinned]:
+        """The soft pins that stand at the end of what a walk has found."""
         raise InvalidValue(f"the {self.name} index has no map")
 
-    def would_go(self, hold: Hold, place: Hold) -> bool:
-        """Whether `evict_below` of ``place`` takes away where a pin of ``hold`` ends."""
+    def pins_below(self, place: Hold) -> list[Pinned]:
+        """The soft pins at the end of runs that `evict_below` of ``place`` takes away."""
         raise InvalidValue(f"the {self.name} index has no map")
 
     def evict_below(self, place: Hold) -> PageArray:

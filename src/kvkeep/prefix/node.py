@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from kvkeep.pages.table import PageArray
     from kvkeep.prefix.heads import Heads
     from kvkeep.prefix.owners import Owner
+    from kvkeep.prefix.pinned import Spot
 
-__all__ = ["Node", "Root", "descend", "living"]
+__all__ = ["Node", "Root", "descend"]
 
 
 class Node(Entry):
@@ -29,8 +30,8 @@ class Node(Entry):
     """
 
     __slots__ = (
-        "children", "end", "heads", "heir", "holders", "key", "owner", "pages", "parent", "pins",
-        "run", "serial", "sleepers", "uses",
+        "children", "covered", "end", "heads", "holders", "kept", "key", "owner", "pages", "parent",
+        "pins", "run", "serial", "sleepers", "spot", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -52,8 +53,10 @@ class Node(Entry):
         self.children: dict[bytes, Node] = {}
         self.heads: Heads | None = None
         self.holders = 0  # holds on this very node, and children that are held
-        self.pins = 0
-        self.heir: Node | None = None  # when it is gone: the node that has its pins now
+        self.pins = 0  # soft ones at its end
+        self.spot: Spot | None = None  # all of them, if there are any
+        self.covered = 0  # 1 if a pin stands at its end, and children that are covered
+        self.kept = 0  # the same, of hard pins alone
         self.owner: Owner | None = None  # who alone has used it, if that is known
         self.serial = serial
         self.uses = 0
@@ -76,13 +79,6 @@ class Root(Node):
     def __init__(self, namespace: Namespace, serial: int) -> None:
         super().__init__(None, b"", EMPTY_PAGES, 0, serial)
         self.namespace = namespace
-
-
-def living(hold: Node) -> Node:
-    """Where the pins of ``hold`` are now: on itself, while it is there."""
-    while hold.heir is not None:
-        hold = hold.heir
-    return hold
 
 
 def descend(root: Node) -> Iterator[tuple[Node, int]]:

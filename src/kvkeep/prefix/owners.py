@@ -29,7 +29,7 @@ __all__ = ["Owner", "Owners"]
 class Owner:
     """Somebody who uses runs, and the living ones that nobody else has used.
 
-    ``due`` is when an owner who is away will be back (0: not away). What an owner who has ``left``
+    ``due`` is when an owner who is away will be back (None: not away). What an owner who has ``left``
     stores from then on is dead from the beginning.
     """
 
@@ -37,7 +37,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.nodes: dict[Node, None] = {}
-        self.due = 0.0
+        self.due: float | None = None
         self.left = False
 
 
@@ -87,12 +87,11 @@ class Owners:
             return 0
         before = self.num_dead
         for node in [node for node in owner.nodes if node not in kept]:
-            self._change(node, self._policy.death(), 0.0)
+            self._change(node, self._policy.death(), None)
         return self.num_dead - before
 
     def suspend(self, owner: Owner, due: float) -> int:
         """The owner is away until ``due``; returns the pages of its own that are kept for that."""
-        assert due > 0
         owner.due = due
         for node in owner.nodes:
             self._change(node, 0, due)
@@ -100,9 +99,9 @@ class Owners:
 
     def wake(self, owner: Owner) -> None:
         """The owner is away no more."""
-        owner.due = 0.0
+        owner.due = None
         for node in owner.nodes:
-            self._change(node, 0, 0.0)
+            self._change(node, 0, None)
 
     # --- what happens in the tree ------------------------------------------------------------
 
@@ -111,7 +110,7 @@ class Owners:
         leaf.owner = owner
         owner.nodes[leaf] = None
         dead = owner.left or (leaf.parent is not None and bool(leaf.parent.died))
-        self._set(leaf, self._policy.death() if dead else 0, 0.0 if dead else owner.due)
+        self._set(leaf, self._policy.death() if dead else 0, None if dead else owner.due)
 
     def split(self, upper: Node, lower: Node) -> None:
         """``lower`` was cut in two, its front is now ``upper``."""
@@ -119,7 +118,7 @@ class Owners:
         upper.owner, upper.died = lower.owner, lower.died
         if upper.owner is not None and not upper.died:
             upper.owner.nodes[upper] = None
-            if lower.due:
+            if lower.due is not None:
                 upper.due = lower.due
                 upper.sleepers += 1
 
@@ -135,7 +134,7 @@ class Owners:
         if leaf.died:
             self.num_dead -= leaf.size
         elif leaf.owner is not None:
-            if leaf.due:
+            if leaf.due is not None:
                 self._count_off(leaf)
             del leaf.owner.nodes[leaf]
         leaf.owner = None
@@ -144,11 +143,11 @@ class Owners:
         """Others use ``node`` too."""
         owner = node.owner
         assert owner is not None
-        self._change(node, 0, 0.0)
+        self._change(node, 0, None)
         del owner.nodes[node]
         node.owner = None
 
-    def _change(self, node: Node, died: int, due: float) -> None:
+    def _change(self, node: Node, died: int, due: float | None) -> None:
         """Give ``node`` other hints, and its place by them if it is in a queue."""
         queued = not (node.children or node.holders or node.pins)
         if queued:
@@ -157,7 +156,7 @@ class Owners:
         if queued:
             self._policy.add(node)
 
-    def _set(self, node: Node, died: int, due: float) -> None:
+    def _set(self, node: Node, died: int, due: float | None) -> None:
         assert node.owner is not None
         if node.died:
             self.num_dead -= node.size
@@ -165,9 +164,9 @@ class Owners:
         if died:
             self.num_dead += node.size
             del node.owner.nodes[node]
-        if due and not node.due:
+        if due is not None and node.due is None:
             self._count_on(node)
-        elif node.due and not due:
+        elif node.due is not None and due is None:
             self._count_off(node)
         node.died, node.due = died, due
 
@@ -200,14 +199,16 @@ class Owners:
                     assert node.owner is None
                     continue
                 assert parent.owner in {None, node.owner}, "an owner's path has another's node"
-                assert node.owner is not None or not (node.died or node.due), "a hint of nobody's"
+                hinted = node.died or node.due is not None
+                assert node.owner is not None or not hinted, "a hint of nobody's"
                 assert node.died or not parent.died, "something lives on what is dead"
-                assert not (node.died and node.due)
+                assert not (node.died and node.due is not None)
                 if node.owner is not None:
                     assert (node in node.owner.nodes) == (not node.died)
-                    assert node.due == (0.0 if node.died else node.owner.due)
+                    assert node.due == (None if node.died else node.owner.due)
                 sleepers = sum(1 for child in node.children.values() if child.sleepers)
-                assert node.sleepers == sleepers + bool(node.due), f"wrong sleepers: {node}"
+                waits = node.due is not None
+                assert node.sleepers == sleepers + waits, f"wrong sleepers: {node}"
                 dead += node.size if node.died else 0
                 awaited += node.size if node.sleepers else 0
         assert dead == self.num_dead, (dead, self.num_dead)

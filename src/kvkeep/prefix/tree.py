@@ -28,8 +28,9 @@ from kvkeep.eviction.hints import Hinted
 from kvkeep.eviction.queues import AgeQueue
 from kvkeep.prefix.base import EMPTY_PAGES, Inserted, Look, PrefixIndex, PrefixMatch, Run
 from kvkeep.prefix.heads import Heads, common_bytes
-from kvkeep.prefix.node import Node, Root, descend, living
+from kvkeep.prefix.node import Node, Root, descend
 from kvkeep.prefix.owners import Owners
+from kvkeep.prefix.pinned import Pins
 from kvkeep.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
     from kvkeep.prefix.owners import Owner
+    from kvkeep.prefix.pinned import Pinned
     from kvkeep.prefix.walk import Walk
 
 __all__ = ["RunTree"]
@@ -66,6 +68,8 @@ class RunTree(PrefixIndex[Node]):
         self.num_evictable = 0
         self.pins_broken = 0
         self.owners: Owners | None = None
+        self._pins = Pins()
+        self.broken = self._pins.broken
         self._roots: dict[Namespace, Root] = {}
         self._pinned = AgeQueue()  # leaves that could go, but for their pins
         self._serial = 0  # of the node made last
@@ -346,6 +350,8 @@ class RunTree(PrefixIndex[Node]):
         self._serial += 1
         upper = Node(parent, bytes(node.run[:cut]), front, self.unit, self._serial)
         self.policy.split(upper, node)
+        if node.covered:
+            self._pins.split(upper, node)
         upper.holders = 1 if node.holders else 0
         parent.children[upper.key] = upper  # in the place of node
         node.run = bytes(node.run[cut:])
@@ -402,6 +408,8 @@ class RunTree(PrefixIndex[Node]):
         keep = leaf.size - count
         if self.owners is not None:
             self.owners.resized(leaf, -count)
+        if leaf.covered:
+            self._pins.trimmed(leaf, count)
         gone = leaf.pages[keep:]
         leaf.pages = leaf.pages[:keep]
         leaf.size = keep
@@ -421,7 +429,9 @@ class RunTree(PrefixIndex[Node]):
             self.owners.gone(leaf)
         leaf.parent = None
         if leaf.pins:
-            self._pass_on_pins(leaf, parent)
+            if parent.parent is None:
+                self.pins_broken += leaf.pins
+            self._pins.pass_on(leaf, parent)  # the parent is in no queue yet
         del parent.children[leaf.key]
         self.policy.inherit(parent, leaf)
         uses = leaf.uses
@@ -434,14 +444,6 @@ class RunTree(PrefixIndex[Node]):
             self._forget_if_empty(parent)
         elif not parent.holders:
             self._enter(parent)
-
-    def _pass_on_pins(self, leaf: Node, parent: Node) -> None:
-        """A pinned path lost its last run: the pins stay on what is left of it."""
-        if parent.parent is None:
-            self.pins_broken += leaf.pins
-        else:
-            parent.pins += leaf.pins  # it still has this child, so it is in no queue yet
-            leaf.heir = parent
 
     def _forget_if_empty(self, root: Node) -> None:
         assert isinstance(root, Root)
@@ -491,38 +493,50 @@ class RunTree(PrefixIndex[Node]):
 
     # --- pins --------------------------------------------------------------------------------
 
-    def pin(self, hold: Node) -> None:
-        """Keep the end of this path until nothing else is left to evict; one pin more."""
+    def pin(self, hold: Node, pin: Pinned, *, hard: bool = False) -> None:
+        """Keep the end of this path until nothing else is left to evict, or for good."""
         assert hold.holders, "a pin is set while its path is held"
-        hold.pins += 1
+        self._pins.add(hold, pin, hard=hard)
 
-    def unpin(self, hold: Node) -> None:
-        """One pin less; nothing happens when the path is gone."""
-        hold = living(hold)
-        if hold.parent is None:
+    def unpin(self, pin: Pinned) -> None:
+        """Take a pin away; nothing happens when it is broken."""
+        spot = pin.spot
+        if spot is None:
             return
-        assert hold.pins > 0
-        queued = not hold.children and not hold.holders
+        node = spot.node
+        if pin in spot.hard:
+            self._pins.remove(pin)
+            self.release(node)
+            return
+        queued = not node.children and not node.holders
         if queued:
-            self._leave(hold)
-        hold.pins -= 1
+            self._leave(node)
+        self._pins.remove(pin)
         if queued:
-            self._enter(hold)
+            self._enter(node)
+
+    def pinned(self, pin: Pinned) -> int:
+        """Pages on the path of ``pin``."""
+        spot = pin.spot
+        return 0 if spot is None else spot.node.end
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages on the paths of pins, each counted once."""
+        return self._pins.num_pages
+
+    @property
+    def num_hard_pinned(self) -> int:
+        """Pages on the paths of hard pins, each counted once."""
+        return self._pins.num_hard
+
+    def would_keep(self, hold: Node) -> int:
+        """Pages of hard pins with one more. Cost: up to the first run that one covers already."""
+        return self._pins.would_keep(hold)
 
     def length(self, hold: Node) -> int:
-        """Pages on the path of ``hold``; 0 when it was evicted."""
-        hold = living(hold)
-        return hold.end if hold.parent is not None else 0
-
-    def covered(self, holds: list[Node]) -> int:
-        """Pages on the paths of ``holds``, each counted once."""
-        seen: set[Node] = set()
-        for hold in holds:
-            node: Node | None = living(hold)
-            while node is not None and node not in seen:
-                seen.add(node)
-                node = node.parent
-        return sum(node.size for node in seen)
+        """Pages on the path of ``hold``."""
+        return hold.end
 
     # --- looking -----------------------------------------------------------------------------
 
@@ -575,21 +589,18 @@ class RunTree(PrefixIndex[Node]):
         """As if a prompt had matched up to the end of a node; its pages are not looked up."""
         return PrefixMatch(place.pages, place, place.size)
 
-    def pinned(self, hold: Node) -> int:
-        """The id of the run that a pin of ``hold`` ends with now; 0 when all of it is gone."""
-        hold = living(hold)
-        return hold.id if hold.parent is not None else 0
+    def pins_at(self, place: Node) -> list[Pinned]:
+        """The soft pins that stand at the end of a node."""
+        return [] if place.spot is None else list(place.spot.soft)
 
-    def would_go(self, hold: Node, place: Node) -> bool:
-        """Whether `evict_below` of ``place`` takes away where a pin of ``hold`` ends.
-
-        Cost: the path of ``hold``.
-        """
-        hold = living(hold)
-        node: Node | None = hold
-        while node is not None and node is not place:
-            node = node.parent
-        return node is not None and not hold.holders
+    def pins_below(self, place: Node) -> list[Pinned]:
+        """The soft pins of what `evict_below` takes away. Cost: all nodes below."""
+        return [
+            pin
+            for node, _ in descend(place)
+            if node.spot is not None and not node.holders
+            for pin in node.spot.soft
+        ]
 
     @property
     def num_namespaces(self) -> int:
@@ -657,6 +668,8 @@ class RunTree(PrefixIndex[Node]):
                         pinned += bool(node.pins)
         if self.owners is not None:
             self.owners.check(list(self._roots.values()))
+        roots = self._roots.values()
+        self._pins.check(node for root in roots for node, _ in descend(root) if node.parent)
         assert not direct, f"holds on nodes that are not in the tree: {list(direct)}"
         pages = _joined(stored)
         assert len(pages) == self.num_pages, (len(pages), self.num_pages)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep.keys import as_namespace
+from kvkeep.prefix.pinned import Pinned
 from kvkeep.testing.naive import NaiveCache
 from kvkeep.tokens import as_tokens
 
@@ -39,6 +40,8 @@ class IndexDriver:
         self.index = index
         self.naive = NaiveCache(index.page_size, exact=exact)
         self.held: list[Held] = []
+        self.hard: dict[Pinned, Held] = {}
+        self.pins: dict[Pinned, list[int]] = {}  # the pages that were there when they were set
         self._pages = 0
 
     def match(self, tokens: list[int], namespace: str = "") -> PrefixMatch[Any] | None:
@@ -124,6 +127,24 @@ class IndexDriver:
         if held.source is not None:
             self.index.release(held.source, used=used)
 
+    def pin(self, held: Held, *, hard: bool = False) -> Pinned:
+        """Pin the path of ``held``, which stays the caller's: a hard pin gets a hold of its own."""
+        pin = Pinned()
+        if hard:
+            pages = held.pages.copy()
+            self.hard[pin] = Held(held.namespace, held.encoder, held.hold, pages)
+            self.index.again(held.hold)
+        self.index.pin(held.hold, pin, hard=hard)
+        self.pins[pin] = held.pages.copy()
+        return pin
+
+    def unpin(self, pin: Pinned) -> None:
+        """End a pin, broken or not."""
+        del self.pins[pin]
+        self.hard.pop(pin, None)
+        self.index.unpin(pin)
+        assert not self.index.pinned(pin)
+
     def drop(self, held: Held, keep: int) -> list[int]:
         """End a hold and forget what is behind ``keep`` pages, so far as nobody needs it."""
         self.held.remove(held)
@@ -150,7 +171,8 @@ class IndexDriver:
 
     def kept(self) -> set[int]:
         """All pages that are held."""
-        return {page for held in self.held for page in self.protected(held)}
+        holds = [*self.held, *self.hard.values()]
+        return {page for held in holds for page in self.protected(held)}
 
     def protected(self, held: Held) -> list[int]:
         """The pages that one hold keeps."""
@@ -158,7 +180,7 @@ class IndexDriver:
 
     def check(self) -> None:
         """Let the index recount everything, and compare its counts with the model's."""
-        holds = [held.hold for held in self.held]
+        holds = [held.hold for held in (*self.held, *self.hard.values())]
         holds += [held.source for held in self.held if held.source is not None]
         stored = self.index.check(holds)
         assert sorted(stored.tolist()) == sorted(self.naive.pages)
@@ -166,8 +188,12 @@ class IndexDriver:
         assert self.index.num_evictable == len(self.naive) - len(self.kept())
         spaces = {page.namespace for page in self.naive.pages.values()}
         assert {s for s, count in self.index.namespaces().items() if count} == spaces
-        assert self.index.num_namespaces == len(spaces | {held.namespace for held in self.held})
+        holders = {held.namespace for held in self.held}
+        assert self.index.num_namespaces == len(spaces | holders)
         for held in self.held:
             assert self.index.length(held.hold) == len(held.pages)
-        covered = {page for held in self.held for page in held.pages}
-        assert self.index.covered([held.hold for held in self.held]) == len(covered)
+        covered = {p for pin, path in self.pins.items() for p in path[: self.index.pinned(pin)]}
+        assert self.index.num_pinned == len(covered)
+        assert covered <= self.naive.pages.keys()
+        hard = {page for held in self.hard.values() for page in held.pages}
+        assert self.index.num_hard_pinned == len(hard)

@@ -127,7 +127,7 @@ class ForgettingTests(PrefixHooks):
             if needed == "followed":
                 driver.store(pages_of(driver, 1, 2, 9))
             if needed == "pinned":
-                driver.index.pin(other.hold)
+                driver.pin(other)
             if needed != "held":
                 driver.close(other)
             assert sorted(driver.drop(held, 0)) == sorted(held.pages[2:])

@@ -154,15 +154,12 @@ class HoldingTests(PrefixHooks):
         driver.close(driver.open(one, used=False), used=False)
         assert [driver.evict(1), driver.evict(1)] == [first, second]
 
-    def test_covered_counts_each_page_once(self, driver: IndexDriver) -> None:
-        """Paths that share pages cover them once; no hold covers nothing."""
+    def test_the_length_of_a_hold(self, driver: IndexDriver) -> None:
+        """Each is as long as its own path, whatever others share of it."""
         holds = [
             driver.keep(pages_of(driver, *path)).hold
             for path in ([1, 2, 3], [1, 2, 4, 5], [1], [8])
         ]
-        assert driver.index.covered([]) == 0
-        assert driver.index.covered(holds[:1]) == 3
-        assert driver.index.covered(holds) == 6
         assert [driver.index.length(hold) for hold in holds] == [3, 4, 1, 1]
 
     def test_check_finds_a_hold_too_many_or_too_few(self, driver: IndexDriver) -> None:

@@ -1,23 +1,24 @@
-"""Soft pins: last to go, never in the way."""
+"""Pins: soft ones go last and are never in the way, hard ones hold."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvkeep.testing.prefix_hooks import PrefixHooks, pages_of
 
 if TYPE_CHECKING:
+    from kvkeep.prefix.pinned import Pinned
     from kvkeep.testing.prefix_driver import IndexDriver
 
 __all__ = ["PinTests"]
 
 
-def pin(driver: IndexDriver, tokens: list[int]) -> Any:
+def pin(driver: IndexDriver, tokens: list[int], *, hard: bool = False) -> Pinned:
     """Pin a stored path as a cache does: while it is held; then the hold ends."""
     held = driver.open(tokens, used=False)
-    driver.index.pin(held.hold)
+    pinned = driver.pin(held, hard=hard)
     driver.close(held, used=False)
-    return held.hold
+    return pinned
 
 
 class PinTests(PrefixHooks):
@@ -40,16 +41,17 @@ class PinTests(PrefixHooks):
         """When nothing else is left it goes, page by page, and is counted once it is gone."""
         tokens = pages_of(driver, 1, 2, 3)
         pages = driver.store(tokens)
-        hold = pin(driver, tokens)
-        assert driver.index.length(hold) == 3
+        pinned = pin(driver, tokens)
+        assert driver.index.pinned(pinned) == 3
         assert driver.evict(1) == pages[2:]
-        assert driver.index.length(hold) == 2
+        assert driver.index.pinned(pinned) == 2
         assert driver.index.pins_broken == 0
         driver.check()
         assert sorted(driver.evict(9)) == sorted(pages[:2])
-        assert driver.index.length(hold) == 0
+        assert driver.index.pinned(pinned) == 0
         assert driver.index.pins_broken == 1
-        driver.index.unpin(hold)  # of what has gone: nothing happens
+        assert driver.index.broken == [pinned]
+        driver.unpin(pinned)  # of what has gone: nothing happens
         driver.check()
 
     def test_a_pin_that_lost_its_end_keeps_the_rest(self, driver: IndexDriver) -> None:
@@ -59,14 +61,14 @@ class PinTests(PrefixHooks):
         driver.store(tokens[: 2 * size])
         driver.store(pages_of(driver, 1, 2, 8))
         pages = driver.store(tokens)
-        hold = pin(driver, tokens)
+        pinned = pin(driver, tokens)
         assert len(driver.evict(3)) == 3  # the other branch, and the end of this one
-        assert driver.index.length(hold) == 2
+        assert driver.index.pinned(pinned) == 2
         others = driver.store(pages_of(driver, 9, 9))
         assert sorted(driver.evict(2)) == sorted(others)
         assert driver.found(tokens) == pages[:2]
         driver.check()
-        driver.index.unpin(hold)
+        driver.unpin(pinned)
         others = driver.store(pages_of(driver, 9, 9))
         driver.check()
         assert sorted(driver.evict(2)) == sorted(pages[:2])
@@ -75,10 +77,10 @@ class PinTests(PrefixHooks):
         """Least recently used goes first again."""
         one, two = pages_of(driver, 1), pages_of(driver, 2)
         pages = driver.store(one)
-        hold = pin(driver, one)
+        pinned = pin(driver, one)
         driver.store(two)
         driver.store(two)
-        driver.index.unpin(hold)
+        driver.unpin(pinned)
         driver.check()
         assert driver.evict(1) == pages
 
@@ -88,9 +90,9 @@ class PinTests(PrefixHooks):
         pages = driver.store(one)
         first, second = pin(driver, one), pin(driver, one)
         others = driver.store(two)
-        driver.index.unpin(first)
+        driver.unpin(first)
         assert driver.evict(1) == others
-        driver.index.unpin(second)
+        driver.unpin(second)
         driver.store(two)
         assert driver.evict(1) == pages
 
@@ -110,12 +112,12 @@ class PinTests(PrefixHooks):
         tokens = pages_of(driver, 1, 2, 3, 4)
         size = driver.index.page_size
         pages = driver.store(tokens)
-        hold = pin(driver, tokens)
+        pinned = pin(driver, tokens)
         driver.store(pages_of(driver, 1, 2, 8))
         driver.store([*tokens, *pages_of(driver, 5)])
         driver.close(driver.open(tokens[:size]))
         driver.close(driver.open(tokens))
-        assert driver.index.length(hold) == 4
+        assert driver.index.pinned(pinned) == 4
         assert not set(driver.evict(2)) & set(pages)
         assert driver.found(tokens) == pages
         driver.check()
@@ -125,7 +127,55 @@ class PinTests(PrefixHooks):
         tokens = pages_of(driver, 1, 2)
         for space in (None, ""):
             driver.store(tokens)
-            hold = pin(driver, tokens)
+            pinned = pin(driver, tokens)
             assert len(driver.clear(space)) == 2
-            assert driver.index.length(hold) == 0
+            assert driver.index.pinned(pinned) == 0
             driver.check()
+
+    def test_pins_that_come_together_are_all_known(self, driver: IndexDriver) -> None:
+        """Whichever of two places has more pins when the run between them goes."""
+        size = driver.index.page_size
+        for at_end, before in ((1, 3), (3, 1), (2, 0), (0, 2)):
+            tokens = pages_of(driver, 1, 2, 3)
+            driver.store(tokens[:size])
+            driver.store(tokens)
+            pins = [pin(driver, tokens) for _ in range(at_end)]
+            pins += [pin(driver, tokens[:size]) for _ in range(before)]
+            driver.check()
+            driver.evict(2)
+            assert [driver.index.pinned(each) for each in pins] == [1] * len(pins)
+            driver.check()
+            driver.unpin(pins.pop(0))
+            driver.check()
+            driver.index.broken.clear()
+            driver.evict(1)
+            assert set(driver.index.broken) == set(pins)
+            assert [driver.index.pinned(each) for each in pins] == [0] * len(pins)
+            driver.check()
+
+    def test_a_hard_pin_holds(self, driver: IndexDriver) -> None:
+        """Its path is not evicted, and counted once with those of others."""
+        size = driver.index.page_size
+        tokens = pages_of(driver, 1, 2, 3)
+        pages = driver.store(tokens)
+        driver.store(pages_of(driver, 1, 9))
+        hard = pin(driver, tokens[: 2 * size], hard=True)
+        again = pin(driver, tokens[:size], hard=True)
+        soft = pin(driver, tokens)
+        driver.check()
+        index = driver.index
+        assert (index.num_pinned, index.num_hard_pinned, index.num_evictable) == (3, 2, 2)
+        held = driver.open(pages_of(driver, 1, 9))
+        assert index.would_keep(held.hold) == 3
+        driver.close(held)
+        assert len(driver.evict(9)) == 2
+        assert driver.found(tokens) == pages[:2]
+        assert (index.pinned(soft), index.pinned(hard)) == (2, 2)
+        driver.unpin(hard)
+        driver.check()
+        assert (index.num_pinned, index.num_hard_pinned) == (2, 1)
+        assert len(driver.evict(9)) == 1
+        driver.unpin(again)
+        assert len(driver.evict(9)) == 1
+        assert index.broken == [soft]
+        driver.check()

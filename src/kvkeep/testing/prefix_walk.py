@@ -12,8 +12,7 @@ from kvkeep.testing.prefix_hooks import PrefixHooks
 from kvkeep.testing.strategies import Recipe, recipes
 
 if TYPE_CHECKING:
-    from typing import Any
-
+    from kvkeep.prefix.pinned import Pinned
     from kvkeep.testing.prefix_driver import Held, IndexDriver
 
 __all__ = ["WalkTests"]
@@ -53,7 +52,7 @@ class Walk:
     def __init__(self, driver: IndexDriver) -> None:
         self.driver = driver
         self.prompts: list[list[int]] = []
-        self.pins: list[Any] = []
+        self.pins: list[Pinned] = []
 
     def take(self, step: Step) -> None:
         """Do what can be done now, and look at everything."""
@@ -68,7 +67,7 @@ class Walk:
         elif step.name == "clear":
             driver.clear(step.space if step.number % 2 else None)
         elif step.name == "unpin" and self.pins:
-            index.unpin(self.pins.pop(step.which % len(self.pins)))
+            driver.unpin(self.pins.pop(step.which % len(self.pins)))
         elif driver.held:
             self.use(driver.held[step.which % len(driver.held)], step, tokens)
         driver.check()
@@ -90,8 +89,7 @@ class Walk:
         elif step.name == "drop":
             driver.drop(held, step.number % (pages + 1))
         elif step.name == "pin" and pages:
-            driver.index.pin(held.hold)
-            self.pins.append(held.hold)
+            self.pins.append(driver.pin(held, hard=step.number % 4 == 0))
         elif step.name == "close":
             driver.close(held, used=bool(step.number % 2))
 
@@ -111,6 +109,8 @@ class WalkTests(PrefixHooks):
                 walk.take(step)
             for held in driver.held.copy():
                 driver.close(held)
+            for pin in walk.pins:
+                driver.unpin(pin)
             driver.check()
             stored = driver.index.num_pages
             assert len(driver.evict(stored + 1)) == stored

@@ -1,0 +1,190 @@
+"""What an operation costs does not depend on how many forks are running, or pins are set.
+
+Costs are counted in lines of Python that run, which any loop adds to, and not in seconds. The
+figures in seconds come from `benchmarks/growth.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvkeep import PagedCache, Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SIZE = 4
+FEW, MANY = 20, 500
+SLACK = 1.2
+"""A line more here or there: what is taken off a list, or found at its other end."""
+
+
+def steps(do: Callable[[], object]) -> int:
+    """Lines of Python that run in ``do``."""
+    count = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        do()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def store(cache: PagedCache, first: int) -> list[int]:
+    tokens = [first, *range(1, 2 * SIZE)]
+    with cache.open(tokens) as sequence:
+        sequence.copies()
+        sequence.publish()
+    return tokens
+
+
+def flat(cost: Callable[[int], int]) -> None:
+    few, many = cost(FEW), cost(MANY)
+    assert many <= few * SLACK, f"{few} steps with {FEW}, {many} with {MANY}"
+
+
+def test_steps_are_counted() -> None:
+    assert steps(lambda: [i + 1 for i in range(1000)]) > steps(lambda: [i + 1 for i in range(10)])
+    with pytest.raises(AssertionError, match="with 500"):
+        flat(lambda count: steps(lambda: [store(PagedCache(4), 0) for _ in range(count)]))
+
+
+# --- forks -----------------------------------------------------------------------------------
+
+
+def forks(count: int, prompt: int) -> list[Sequence]:
+    """A branch for each of ``count`` beams, and what they come from."""
+    cache = PagedCache(4 * count + 64, SIZE)
+    first = cache.open(range(prompt))
+    first.publish()
+    return [first, *(first.fork() for _ in range(count))]
+
+
+def step(fork: Sequence, tokens: list[int]) -> int:
+    def run() -> None:
+        fork.append(tokens)
+        fork.copies()
+        fork.publish()
+
+    return steps(run)
+
+
+@pytest.mark.parametrize("prompt", [4 * SIZE, 4 * SIZE + 2], ids=["pages", "shared last page"])
+@pytest.mark.parametrize("which", [1, -1], ids=["first", "last"])
+def test_a_fork_goes_on_whatever_others_there_are(prompt: int, which: int) -> None:
+    def cost(count: int) -> int:
+        running = forks(count, prompt)
+        if which == -1:
+            for i, fork in enumerate(running[:-1]):  # all others have parted already
+                step(fork, [i] * SIZE)
+        return step(running[which], [9999] * SIZE)
+
+    flat(cost)
+
+
+def test_forking_and_closing_a_fork_looks_at_no_other() -> None:
+    def cost(count: int) -> int:
+        running = forks(count, 4 * SIZE + 2)
+        return steps(lambda: running[0].fork().close())
+
+    flat(cost)
+
+
+def test_copies_that_were_not_taken_do_not_add_up() -> None:
+    """Every fork but one has parted from the last page, and no copy was taken yet."""
+
+    def cost(count: int) -> int:
+        running = forks(count, 4 * SIZE + 2)
+        for fork in running[:-1]:
+            fork.append(1)
+
+        def run() -> None:
+            running[-1].append(1)
+            running[1].copies()
+            running[1].publish()
+            running[1].truncate(1)
+
+        return steps(run)
+
+    flat(cost)
+
+
+# --- pins ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_pin_looks_at_no_other_pin(hard: bool) -> None:
+    def cost(count: int) -> int:
+        cache = PagedCache(8 * count + 64, SIZE)
+        for i in range(count):
+            cache.pin(store(cache, 1000 + i), hard=hard)
+        tokens = store(cache, 0)
+
+        def run() -> None:
+            pin = cache.pin(tokens, hard=hard)
+            assert pin.num_tokens == len(tokens)
+            cache.unpin(pin)
+
+        return steps(run)
+
+    flat(cost)
+
+
+def test_pins_of_one_prefix_do_not_add_up() -> None:
+    def cost(count: int) -> int:
+        cache = PagedCache(64, SIZE)
+        tokens = store(cache, 0)
+        for _ in range(count):
+            cache.pin(tokens)
+        return steps(lambda: cache.unpin(cache.pin(tokens)))
+
+    flat(cost)
+
+
+@pytest.mark.parametrize("prefix", ["radix", "chain"])
+def test_a_request_that_breaks_a_pin_looks_at_no_other(prefix: str) -> None:
+    def cost(count: int) -> int:
+        cache = PagedCache(2 * count, SIZE, prefix=prefix)
+        for i in range(count):
+            cache.pin(store(cache, 1000 + i), ttl=None if i % 2 else 1e9)
+        before = cache.stats()
+        taken = steps(lambda: [store(cache, first) for first in (1, 2, 3)])
+        after = cache.stats()
+        assert after.pins_broken > before.pins_broken
+        assert after.pins < before.pins
+        return taken
+
+    flat(cost)
+
+
+@pytest.mark.parametrize("look", ["stats", "num_tokens", "unpin_node"])
+def test_looking_at_pins_looks_at_no_other(look: str) -> None:
+    def cost(count: int) -> int:
+        cache = PagedCache(8 * count, SIZE)
+        for i in range(count):
+            cache.pin(store(cache, 1000 + i), hard=i % 2 == 0)
+        cache.clear()  # but for the hard pins
+        for i in range(count):
+            cache.pin(store(cache, 1000 + i))
+        pin = cache.pin(store(cache, 0))
+        assert pin.spot is not None
+        top = pin.spot.node
+        if look == "stats":
+            return steps(cache.stats)
+        if look == "num_tokens":
+            return steps(lambda: pin.num_tokens)
+        looking = cache._looking
+        looking._find = lambda number: top  # type: ignore[method-assign]  # a walk over all runs
+        return steps(lambda: cache.unpin_node(top.id))
+
+    flat(cost)
