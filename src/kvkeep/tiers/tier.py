@@ -38,6 +38,7 @@ _ENVELOPE = 1 << 16  # bytes that any codec may need beyond those of another
 _TELL_COST = 1024  # bytes that a block's name counts while it waits to be told, roughly
 _REFUSED_KEPT = 1 << 16
 _READING = frozenset(("get", "sizes", "list"))
+_AS_LONG_AS_IT_TAKES = frozenset(("list", "flush"))  # their work grows with what is there
 _LONG = 0.05  # seconds that a read takes which is slow for any place
 _MOSTLY = 0.5  # of the time since a moment that one read has taken: it is what was waited for
 _TRIES = 8  # rounds of making room for one record; then something else takes what is freed
@@ -695,7 +696,7 @@ class _Edge:
         tier = self._tier
         took = time.monotonic() - self._started
         if error is None:
-            if took > tier.timeout and self._what != "list":
+            if took > tier.timeout and self._what not in _AS_LONG_AS_IT_TAKES:
                 tier.breaker.failed(f"{self._what} took {took:.1f} s")
             elif self._what != "close":  # which works without anybody there
                 tier.breaker.succeeded()
