@@ -88,7 +88,7 @@ def test_the_next_put_completes_it(
     if not small:
         monkeypatch.setattr("kvkeep.backends.disk.SMALL", 0)
     root = tmp_path / "store"
-    backend = DiskBackend(root, 1 << 20)
+    backend = DiskBackend(root, 16 << 20)
     for block in (A, B):
         put(backend, block, content(block, 1, 5000))
     list(backend.list())

@@ -60,6 +60,8 @@ class Backend(ABC):
         unit: a record counts against the capacity in whole units of so many bytes.
         doubts: how often it noticed that what it listed last is not what it holds, as when others
             emptied or replaced the place. The tier lists it again.
+        moved: when a call that takes as long as there is work (`flush`) last got on, in seconds of
+            the monotonic clock. A call that gets on does not hang, however long it takes.
     """
 
     scheme: ClassVar[str]
@@ -67,6 +69,7 @@ class Backend(ABC):
     capacity: int | None = None
     unit: int = 1
     doubts: int = 0
+    moved: float = float("-inf")
     timeout: float = 5.0
 
     @classmethod

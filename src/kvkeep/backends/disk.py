@@ -165,6 +165,11 @@ class DiskBackend(Backend):
         """Puts that waited because the disk syncs more slowly than is put."""
         return self._syncing.slowed
 
+    @property
+    def moved(self) -> float:  # type: ignore[override] # the contract only reads it
+        """When a file was synced last (seconds of the monotonic clock)."""
+        return self._syncing.moved
+
     # -- records --------------------------------------------------------------------------------
 
     def put(self, block: bytes, record: memoryview) -> None:
@@ -407,7 +412,8 @@ class DiskBackend(Backend):
         with self._ledger.held(self.timeout) as count:
             if not self._home.has_space(block):
                 if block[:SPACE_BYTES] in self._spaces:
-                    self._recheck(count)
+                    self._ledger.recount(count)  # what was there may be counted
+                    self._doubt()
                 os.mkdir(self._home.space(block), 0o700)
             count.rename(tmp, path, block)
         self._spaces.add(block[:SPACE_BYTES])
@@ -458,13 +464,6 @@ class DiskBackend(Backend):
         if gone or not self._ledger.is_there():
             self._ledger.forget()
             self._spaces -= gone
-            self._doubt()
-
-    def _recheck(self, count: Count) -> None:
-        """A namespace is gone that was there: with records in it, or empty and tidied away?"""
-        before = count.used
-        self._ledger.recount(count)
-        if self._ledger.wants_count or count.used != before:
             self._doubt()
 
     def _doubt(self) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Home"]
 
 QUARANTINED_AT_MOST: Final = 16
+LEDGER_MAGIC: Final = b"kvledger"
 _FORMAT: Final = b"kvkeep blocks 1\n"
 _OURS: Final = {"FORMAT", "ledger", "tmp", "quarantine"}
 _REFUSALS: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -274,7 +275,7 @@ class Home:
             )
         # Without a format: empty, or its first opener was killed in between.
         others = there - _OURS
-        if known:
+        if known or self._has_ledger():
             others = {name for name in others if not _from_hex(name, _SPACE_NAME)}
         if found or others:
             other = "FORMAT" if found else min(others)
@@ -282,6 +283,17 @@ class Home:
                 f"{self.root} holds what is not kvkeep's ({other!r}); give an empty directory, "
                 "or one that does not exist, such as a directory beneath it"
             )
+
+    def _has_ledger(self) -> bool:
+        """Whether a ledger of ours lies here: then records may do so, too."""
+        try:
+            fd = open_plain(self.ledger, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            return os.pread(fd, len(LEDGER_MAGIC), 0) == LEDGER_MAGIC
+        finally:
+            os.close(fd)
 
     def _complete(self, there: set[str]) -> None:
         if stat.S_IMODE(os.stat(self.root).st_mode) & 0o077:

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvkeep.backends.disk_files import open_plain, padded, pin, size_of
+from kvkeep.backends.disk_home import LEDGER_MAGIC as _MAGIC
 from kvkeep.errors import BackendFailed
 from kvkeep.keys import BLOCK_ID_BYTES
 
@@ -45,7 +46,6 @@ __all__ = ["Count", "DiskLedger", "Recount"]
 
 _LAYOUT: Final = struct.Struct("<8sQQ")  # magic, 1 when unmarked, bytes used
 _MORE: Final = struct.Struct("<16sQ")  # which ledger this is, which recount keeps a journal
-_MAGIC: Final = b"kvledger"
 _NOT_YET: Final = bytes(16)
 _HEAD: Final = 64  # bytes; the journal, a row of block ids, follows
 JOURNAL_AT_MOST: Final = 1 << 24

@@ -36,6 +36,7 @@ class Syncing:
 
     Attributes:
         slowed: calls of `slow_down` that had to wait.
+        moved: when something was synced last, in seconds of the monotonic clock.
         failed: background batches that could not be synced; they are tried again.
 
     Thread safety: all methods. A fork begins with a thread and a lock of its own, and with what
@@ -46,6 +47,7 @@ class Syncing:
         self.mode = mode
         self.slowed = 0
         self.failed = 0
+        self.moved = float("-inf")
         self._root = root
         self._waiting: dict[int, str] = {}  # serial number of the change → path
         self._serial = itertools.count()
@@ -144,6 +146,7 @@ class Syncing:
     def _sync(self, paths: set[str]) -> None:
         for path in sorted(paths):
             sync_path(path)
+            self.moved = time.monotonic()
         # Names after contents: a name that lasts must not name what does not.
         for directory in sorted({os.path.dirname(path) for path in paths} - {self._root}):
             sync_path(directory)

@@ -207,7 +207,7 @@ class Tier:
 
     def is_away(self) -> bool:
         """Whether writing here is of no use now: it hangs, or is left alone."""
-        if self.writing.longest > self.timeout:
+        if self._stuck() > self.timeout:
             self.breaker.failed(f"a write takes longer than {self.timeout:g} s")
         return self.breaker.blocks
 
@@ -596,12 +596,16 @@ class Tier:
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
-            hangs = self.timeout - self.writing.longest
+            hangs = self.timeout - self._stuck()
             left = min(hangs, until - time.monotonic())
             if self.writing.wait(max(0.0, left)):
                 return True
             if hangs <= 0 or time.monotonic() >= until:
                 return False
+
+    def _stuck(self) -> float:
+        """Seconds for which the longest call that writes has not got on."""
+        return min(self.writing.longest, time.monotonic() - self.backend.moved)
 
     def flush(self) -> bool:
         """Make what was written durable, and recency known; whether the place could."""
