@@ -70,7 +70,7 @@ def break_in_the_middle(count: Count) -> None:
 def test_a_mark_stays_when_a_change_fails_in_the_middle(tmp_path: Path) -> None:
     path, counted = tmp_path / "ledger", [100, 300, 500]
     path.touch()
-    ledger = DiskLedger(str(path), lambda: counted.pop(0))
+    ledger = DiskLedger(str(path), lambda _count: counted.pop(0))
     with ledger.held(1.0) as count:
         assert count.used == 100
         count.mark()
@@ -106,7 +106,7 @@ def test_a_stopped_process_with_the_lock_is_not_waited_for(tmp_path: Path) -> No
 def test_threads_exclude_each_other(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     path.touch()
-    ledger = DiskLedger(str(path), lambda: 0)
+    ledger = DiskLedger(str(path), lambda _count: 0)
 
     def add() -> None:
         for _ in range(100):
@@ -119,16 +119,3 @@ def test_threads_exclude_each_other(tmp_path: Path) -> None:
     together(*[add] * 4)
     with ledger.held(1.0) as count:
         assert count.used == 400
-
-
-def test_a_store_that_was_emptied_by_hand_fails_and_says_so(tmp_path: Path) -> None:
-    """It is not made anew: it might be a mount point without its disk."""
-    backend = DiskBackend(tmp_path / "store")
-    put(backend, A, b"record")
-    (tmp_path / "store").rename(tmp_path / "elsewhere")
-    (tmp_path / "store").mkdir()
-    with pytest.raises(BackendFailed, match="ledger"):
-        put(backend, A, b"again")
-    assert get(backend, A) is None
-    assert list(backend.list()) == []
-    assert os.listdir(tmp_path / "store") == []

@@ -57,11 +57,19 @@ class Backend(ABC):
             asked for, and a budget is counted by the backend itself.
         capacity: bytes it may hold, or None where it has no limit of its own. `put` raises
             `OutOfRoom` rather than hold more.
+        unit: a record counts against the capacity in whole units of so many bytes.
+        doubts: how often it noticed that what it listed last is not what it holds, as when others
+            emptied or replaced the place. The tier lists it again.
+        moved: when a call that takes as long as there is work (`flush`) last got on, in seconds of
+            the monotonic clock. A call that gets on does not hang, however long it takes.
     """
 
     scheme: ClassVar[str]
     shared: bool = False
     capacity: int | None = None
+    unit: int = 1
+    doubts: int = 0
+    moved: float = float("-inf")
     timeout: float = 5.0
 
     @classmethod
@@ -100,6 +108,14 @@ class Backend(ABC):
         """The record under ``block`` did not verify: it must not be found again."""
         del reason  # a place that keeps bad records for inspection writes it down
         self.delete([block])
+
+    def peek(self, block: bytes, size: int) -> bytes | None:
+        """The first ``size`` bytes of a record; None: not there, or not to be had without the rest.
+
+        Called for records that are so large that they must be real before others go for them.
+        """
+        del block, size
+        return None
 
     def used(self) -> int | None:
         """Bytes held by all who write here, where the backend counts them; else None."""

@@ -10,6 +10,7 @@ disk_files.py    whole records to and from files, with direct I/O
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import sys
@@ -29,21 +30,23 @@ from kvkeep.backends.disk_files import (
     translated,
     write_whole,
 )
-from kvkeep.backends.disk_home import Home
-from kvkeep.backends.disk_ledger import DiskLedger
+from kvkeep.backends.disk_home import SMALL, Home
+from kvkeep.backends.disk_ledger import DiskLedger, Recount
 from kvkeep.backends.disk_sync import Sync, Syncing
 from kvkeep.errors import BackendFailed, InvalidValue, OutOfRoom, whole
+from kvkeep.keys import SPACE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from kvkeep.backends.base import Room
-    from kvkeep.backends.disk_home import Entry
     from kvkeep.backends.disk_ledger import Count
     from kvkeep.backends.urls import TierURL
 
 __all__ = ["DiskBackend", "Io", "Sync"]
+
+_LOG = logging.getLogger("kvkeep.tiers")
 
 Io = Literal["auto", "direct", "buffered"]
 
@@ -53,6 +56,7 @@ for the device costs more than copying does."""
 RECOUNT_AFTER: Final = 300.0
 """Seconds after which a full store is counted anew: somebody may have deleted files by hand."""
 _PER_LOCK: Final = 32  # files that are unlinked while others wait
+_AHEAD: Final = 1.0  # seconds that a file's time may be ahead of the clock
 
 _READ_ONLY: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
 
@@ -65,8 +69,8 @@ class DiskBackend(Backend):
             be empty or hold records already; nothing that is not ours is ever deleted.
         capacity: bytes that all records may have, files counted in whole units of 4096 bytes,
             those being written and those in quarantine included. All processes that share the
-            directory are counted together, at any instant; each keeps to its own capacity. None:
-            as much as the filesystem has.
+            directory are counted together, at any instant; each keeps to its own capacity. Files
+            that are no records are not counted. None: as much as the filesystem has.
         sync: what survives a loss of power, see below.
         io: ``direct`` goes around the page cache, ``buffered`` through it; ``auto`` is direct from
             64 KiB on where the filesystem can, else buffered.
@@ -85,21 +89,31 @@ class DiskBackend(Backend):
     loss tore is found by its checksum, in the tier above. A `delete` is as lasting as a put. A disk
     that lies about its write cache can break the promises of the last column.
 
+    With ``flush``, a thread syncs in the background what was put, from 64 files on, so a `flush`
+    has little left to do. Where the disk syncs more slowly than is put, 32,768 files may wait; then
+    each put is slowed down by a second at most, and from 65,536 on it fails.
+
     The space of what was deleted or replaced is given back within milliseconds of the call; the
     count is ahead by that.
+
+    A directory that is emptied, removed, replaced or moved while it is open is made anew by the
+    next put or delete, on the same filesystem only: `doubts` tells.
 
     Attributes:
         quarantined: records taken out by this object because they did not verify.
         odd: what the last full `list` found that is no record: foreign names, no files, empty.
+        odd_bytes: what the foreign files among them have; they are not counted.
 
     Thread safety: every method, from any thread and process; a fork may go on using it. The
     directory must be on a filesystem whose ``flock`` reaches all that write there: one machine's.
-    Cost: a put or delete takes the ledger's lock for some ten microseconds; the first use of an
-    object scans the directory (0.3 s for 100,000 records).
+    Cost: a put or delete takes the ledger's lock for some ten microseconds. The first use of an
+    object counts the directory, with the lock held if it has 8,192 files at most; a larger one is
+    counted by the first `list`, while others go on writing.
     """
 
     scheme: ClassVar[str] = "file"
     shared = True
+    unit = ALIGNMENT
 
     def __init__(
         self,
@@ -120,8 +134,12 @@ class DiskBackend(Backend):
         self.capacity = None if capacity is None else whole("capacity", capacity, ALIGNMENT)
         self.quarantined = 0
         self.odd = 0
+        self.odd_bytes = 0
         self._home = Home(path)
-        self._ledger = DiskLedger(self._home.ledger, self._recount)
+        self._ledger = DiskLedger(
+            self._home.ledger, self._recount, self._home.restore, self._doubt
+        )
+        self._spaces: set[bytes] = set()  # namespaces whose directory was there when last used
         with self._translated("opened"):
             can = io != "buffered" and supports_direct(self._home.format)
         if io == "direct" and not can:
@@ -142,6 +160,16 @@ class DiskBackend(Backend):
         io = url.choice("io", ("auto", "direct", "buffered"), "auto")
         return cls(url.path, capacity, sync, io)  # type: ignore[arg-type] # choice checked both
 
+    @property
+    def slowed(self) -> int:
+        """Puts that waited because the disk syncs more slowly than is put."""
+        return self._syncing.slowed
+
+    @property
+    def moved(self) -> float:  # type: ignore[override] # the contract only reads it
+        """When a file was synced last (seconds of the monotonic clock)."""
+        return self._syncing.moved
+
     # -- records --------------------------------------------------------------------------------
 
     def put(self, block: bytes, record: memoryview) -> None:
@@ -153,12 +181,13 @@ class DiskBackend(Backend):
             BackendFailed: the filesystem refuses, or the lock could not be had.
         """
         assert len(record), "a record of no bytes"
+        self._syncing.slow_down(self.timeout)
         with self._translated("written", len(record)):
             path = self._home.path(block)
             fd, tmp = self._reserve(len(record))
             try:
                 self._fill(fd, record)
-                self._name(tmp, path)
+                self._name(tmp, path, block)
             except BaseException:
                 self._forget(tmp)
                 raise
@@ -167,7 +196,7 @@ class DiskBackend(Backend):
             self._syncing.changed([path])
 
     def get(self, block: bytes, room: Room) -> memoryview | None:
-        """Read the record. An empty file goes to quarantine.
+        """Read the record. An empty file, or one that may not be read, goes to quarantine.
 
         A symlink, a pipe or a directory in its place is no record, and is left alone.
 
@@ -175,8 +204,19 @@ class DiskBackend(Backend):
             BackendFailed: the file could not be read, or was cut short while it was read.
         """
         with self._translated("read"):
-            held = open_record(self._home.path(block))
+            try:
+                held = open_record(self._home.path(block))
+            except PermissionError:
+                if size_of(self._home.path(block)) is None:
+                    raise
+                held, reason = None, "unreadable"
+            else:
+                reason = None
+        if reason is not None:
+            self.quarantine(block, reason)
+            return None
         if held is None:
+            self._look([block])
             return None
         fd, size = held
         try:
@@ -194,30 +234,69 @@ class DiskBackend(Backend):
     def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
         """Bytes of each record, one look at the directory each (2 µs)."""
         with self._translated("looked up"):
-            return [size_of(self._home.path(block)) for block in blocks]
+            found = [size_of(self._home.path(block)) for block in blocks]
+        if None in found:
+            self._look(blocks)
+        return found
+
+    def peek(self, block: bytes, size: int) -> bytes | None:
+        """The first ``size`` bytes of a record; None when it is not there."""
+        with self._translated("read"):
+            held = open_record(self._home.path(block))
+            if held is None:
+                return None
+            try:
+                return os.pread(held[0], size, 0)
+            finally:
+                os.close(held[0])
 
     def delete(self, blocks: Sequence[bytes]) -> int:
         """Unlink records; how many bytes they had. The room they leave is that or more."""
-        paths = [self._home.path(block) for block in blocks]
         freed = 0
         with self._translated("deleted"):
-            for start in range(0, len(paths), _PER_LOCK):
+            for start in range(0, len(blocks), _PER_LOCK):
+                some = blocks[start : start + _PER_LOCK]
+                # A directory that is none of ours is looked into by nobody.
+                some = [block for block in some if self._home.has_space(block)]
                 with self._ledger.held(self.timeout) as count:
-                    freed += sum(map(count.remove, paths[start : start + _PER_LOCK]))
+                    freed += sum(count.remove(self._home.path(block), block) for block in some)
             if freed:
-                self._syncing.changed({os.path.dirname(path) for path in paths})
+                self._syncing.changed({self._home.space(block) for block in blocks})
         return freed
 
     def list(self) -> Iterator[Listed]:
-        """Every record, by names and file attributes alone."""
-        now, odd = time.time(), 0
+        """Every record, by names and file attributes alone.
+
+        The first time, a large directory is counted as well. Memory: 32 bytes a record of the
+        namespace that is being listed, 48 while it is counted.
+        """
+        now, odd, odd_bytes = time.time(), 0, 0
+        spaces: set[bytes] = set()
         with self._translated("listed"):
-            for block, size, used in self._entries():
+            recount = self._recount_along()
+            for block, size, used in self._home.scan():
                 if block is None:
                     odd += 1
-                else:  # a clock that was ahead must not make a record the newest for ever
-                    yield Listed(block, size, min(used, now))
-        self.odd = odd
+                    odd_bytes += size
+                    continue
+                if recount is not None:
+                    recount.saw(block, size)
+                spaces.add(block[:SPACE_BYTES])
+                if used > now + _AHEAD:
+                    # The clock was ahead. Used now at the latest, it must age from now on.
+                    self.touch([block])
+                yield Listed(block, size, min(used, now))
+            if recount is not None:
+                recount.finish(self.timeout, self._home.path, self._home.beside)
+        self._spaces = spaces
+        if odd_bytes and not self.odd_bytes:
+            _LOG.warning(
+                "%s holds %d bytes in files that are no records; they are left alone and not "
+                "counted",
+                self.describe(),
+                odd_bytes,
+            )
+        self.odd, self.odd_bytes = odd, odd_bytes
 
     def touch(self, blocks: Sequence[bytes]) -> None:
         """Set the modification time; where that is not allowed, recency is not remembered."""
@@ -240,8 +319,11 @@ class DiskBackend(Backend):
         name = f"{time.time_ns():020}.{block.hex()}.{slug}"
         with self._translated("quarantined"), self._ledger.held(self.timeout) as count:
             try:
-                os.rename(self._home.path(block), f"{self._home.quarantine}/{name}")
+                count.put_aside(self._home.path(block), f"{self._home.quarantine}/{name}", block)
             except FileNotFoundError:
+                if size_of(self._home.path(block)) is not None:
+                    self._home.restore()  # its own directory is missing
+                    raise
                 return
             self.quarantined += 1
             for path in self._home.surplus(self.capacity):
@@ -250,7 +332,11 @@ class DiskBackend(Backend):
     # -- the whole ------------------------------------------------------------------------------
 
     def used(self) -> int:
-        """Bytes of all records, in whole units, with those being written and in quarantine."""
+        """Bytes of all records, in whole units, with those being written and in quarantine.
+
+        Of a large directory that was never counted, as `list` does, it is what the last process
+        wrote down.
+        """
         with self._translated("counted"):
             try:
                 with self._ledger.held(self.timeout) as count:
@@ -258,15 +344,19 @@ class DiskBackend(Backend):
             except OSError as error:
                 if error.errno not in _READ_ONLY:
                     raise
-            return self._home.used(self._home.scan())
+            return self._home.used()
 
     def flush(self) -> None:
         """With ``sync="flush"``, all that was put or deleted before this survives a loss of power.
 
-        Cost: one ``fsync`` a record written since the last one, and one a directory.
+        Cost: one ``fsync`` a record that was not synced in the background, and one a directory.
         """
         with self._translated("flushed"):
             self._syncing.flush()
+
+    def close(self) -> None:
+        """Sync what is left, for as long as a call may take; the rest is synced behind it."""
+        self._syncing.drain(self.timeout)
 
     def describe(self) -> str:
         """The directory as a URL."""
@@ -281,19 +371,25 @@ class DiskBackend(Backend):
             self._make_room(count, padded(size))
             count.mark()
             try:
-                fd = create_locked(tmp, padded(size))
+                fd = self._create(tmp, padded(size))
             except OSError:
                 count.settle()  # nothing changed
                 raise
             count.used += padded(size)
         return fd, tmp
 
+    def _create(self, tmp: str, size: int) -> int:
+        try:
+            return create_locked(tmp, size)
+        except FileNotFoundError:
+            self._home.restore()  # the directory of what is being written was taken away
+            return create_locked(tmp, size)
+
     def _make_room(self, count: Count, need: int) -> None:
         """Have ``need`` bytes below the capacity, without a record that is any good going."""
         if self.capacity is None or count.used + need <= self.capacity:
             return
-        for path in self._home.left_behind():
-            count.remove(path)
+        self._collect(count)
         counted_at = self._ledger.counted_at
         if counted_at is not None and time.monotonic() - counted_at > RECOUNT_AFTER:
             self._ledger.recount(count)
@@ -311,14 +407,16 @@ class DiskBackend(Backend):
         if self._syncing.mode == "always":
             os.fsync(fd)
 
-    def _name(self, tmp: str, path: str) -> None:
+    def _name(self, tmp: str, path: str, block: bytes) -> None:
         """Give a record that is whole its name."""
         with self._ledger.held(self.timeout) as count:
-            try:
-                count.rename(tmp, path)
-            except FileNotFoundError:
-                os.mkdir(os.path.dirname(path), 0o700)
-                count.rename(tmp, path)
+            if not self._home.has_space(block):
+                if block[:SPACE_BYTES] in self._spaces:
+                    self._ledger.recount(count)  # what was there may be counted
+                    self._doubt()
+                os.mkdir(self._home.space(block), 0o700)
+            count.rename(tmp, path, block)
+        self._spaces.add(block[:SPACE_BYTES])
 
     def _forget(self, tmp: str) -> None:
         """Take a record away that got no name."""
@@ -335,30 +433,44 @@ class DiskBackend(Backend):
     def _is_direct(self, size: int) -> bool:
         return self._direct_from is not None and size >= self._direct_from
 
-    def _recount(self) -> int:
-        self._home.tidy()
-        return self._home.used(self._home.scan())
+    def _recount(self, count: Count) -> int | None:
+        self._collect(count)
+        self._home.drop_empty_spaces()
+        return self._home.used(SMALL)
 
-    def _entries(self) -> Iterator[Entry]:
-        """All that is there. The first time it is counted as well: one scan for both."""
-        if self._ledger.counted_at is None:
-            found: tuple[Entry, ...] = ()
+    def _collect(self, count: Count) -> None:
+        """Take away what killed writers left."""
+        for path in self._home.left_behind():
+            count.remove(path)
 
-            def recount() -> int:
-                nonlocal found
-                self._home.tidy()
-                found = tuple(self._home.scan())
-                return self._home.used(found)
+    def _recount_along(self) -> Recount | None:
+        """What counts the directory while it is listed, if that must be."""
+        try:
+            if self._ledger.counted_at is None:
+                with self._ledger.held(self.timeout):
+                    pass  # the first use of an object counts
+            if self._ledger.wants_count:
+                return Recount(self._ledger, self.timeout)
+        except OSError as error:
+            # What can only be read need not be counted. One that is gone is listed as empty.
+            if error.errno not in _READ_ONLY | {errno.ENOENT}:
+                raise
+        return None
 
-            try:
-                with self._ledger.held(self.timeout, recount):
-                    pass
-            except OSError as error:
-                if error.errno not in _READ_ONLY:
-                    raise
-            if found:
-                return iter(found)
-        return self._home.scan()
+    def _look(self, blocks: Sequence[bytes]) -> None:
+        """Some of ``blocks`` are missing: see whether they are gone together with all others."""
+        spaces = {block[:SPACE_BYTES] for block in blocks} & self._spaces
+        gone = {space for space in spaces if not os.path.isdir(self._home.space(space))}
+        if gone or not self._ledger.is_there():
+            self._ledger.forget()
+            self._spaces -= gone
+            self._doubt()
+
+    def _doubt(self) -> None:
+        _LOG.warning(
+            "%s was emptied or replaced by somebody else; it is listed again", self.describe()
+        )
+        self.doubts += 1
 
     def _translated(self, done: str, size: int = 0) -> AbstractContextManager[None]:
         return translated(self.describe(), done, size)

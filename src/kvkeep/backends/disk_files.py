@@ -27,6 +27,8 @@ if sys.platform != "win32":
 __all__ = [
     "ABSENT",
     "create_locked",
+    "kind_of",
+    "open_plain",
     "open_record",
     "padded",
     "pin",
@@ -43,6 +45,15 @@ _O_DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)  # 0 where there is none, as 
 _O_PATH: Final[int] = getattr(os, "O_PATH", os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
 ABSENT: Final = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
 """What opening says where there is no regular file: nothing, a symlink, a socket."""
+_KINDS: Final = {
+    stat.S_IFREG: "regular file",
+    stat.S_IFDIR: "directory",
+    stat.S_IFLNK: "symbolic link",
+    stat.S_IFIFO: "named pipe",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFBLK: "device",
+    stat.S_IFCHR: "device",
+}
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _UNSUPPORTED: Final = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -100,6 +111,33 @@ def open_record(path: str) -> tuple[int, int] | None:
     return _opened(path, os.O_RDONLY | os.O_NONBLOCK)
 
 
+def open_plain(path: str, flags: int) -> int:
+    """Open a file that must be regular and ours; never waits for a writer, follows no symlink.
+
+    Raises:
+        OSError: EINVAL when it is something else or belongs to another user; and what opening a
+            file raises. The message names the file.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            kind = kind_of(found.st_mode)
+            raise OSError(errno.EINVAL, f"it is a {kind} and must be a regular file", path)
+        if found.st_uid != os.geteuid():
+            owner = f"it belongs to user {found.st_uid} and this process is {os.geteuid()}"
+            raise OSError(errno.EINVAL, owner, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def kind_of(mode: int) -> str:
+    """What ``st_mode`` says a file is, in words."""
+    return _KINDS.get(stat.S_IFMT(mode), "special file")
+
+
 def _opened(path: str, flags: int) -> tuple[int, int] | None:
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -140,16 +178,22 @@ def size_of(path: str) -> int | None:
 
 
 def sync_path(path: str) -> None:
-    """Make a file or directory last through a loss of power; nothing when it is not there."""
-    held = None
+    """Make a file or directory last through a loss of power; nothing when it is not there.
+
+    What is neither (somebody put a pipe or a link in its place) is not there.
+    """
     try:
         held = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        os.fsync(held)
-    except FileNotFoundError:
-        pass  # deleted since
+    except OSError as error:
+        if error.errno in ABSENT:
+            return  # deleted since
+        raise
+    try:
+        mode = os.fstat(held).st_mode
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            os.fsync(held)
     finally:
-        if held is not None:
-            os.close(held)
+        os.close(held)
 
 
 def preallocate(fd: int, size: int) -> None:

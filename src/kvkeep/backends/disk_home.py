@@ -7,18 +7,20 @@
     <space, 32 hex>/       the records of one namespace
         <key, 64 hex>      one record; its modification time is when it was last used
 
-The names are the index: opening a store reads no data.
+The names are the index: opening a store reads no data. Other files may lie beside the records; they
+are never read, moved, deleted or counted.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 import sys
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.backends.disk_files import padded, sync_path
+from kvkeep.backends.disk_files import kind_of, open_plain, padded, sync_path
 from kvkeep.errors import BackendFailed, InvalidValue
 from kvkeep.keys import BLOCK_ID_BYTES, SPACE_BYTES
 
@@ -31,9 +33,13 @@ if TYPE_CHECKING:
 __all__ = ["Home"]
 
 QUARANTINED_AT_MOST: Final = 16
+LEDGER_MAGIC: Final = b"kvledger"
 _FORMAT: Final = b"kvkeep blocks 1\n"
 _OURS: Final = {"FORMAT", "ledger", "tmp", "quarantine"}
 _REFUSALS: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
+_WRONG: Final = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.EINVAL, errno.ENXIO}
+SMALL: Final = 8192
+"""Files that are counted while others wait for the lock; more are counted by a listing."""
 _SPACE_NAME: Final = 2 * SPACE_BYTES
 _KEY_NAME: Final = 2 * (BLOCK_ID_BYTES - SPACE_BYTES)
 
@@ -42,7 +48,10 @@ Entry = tuple[bytes | None, int, float]
 
 
 class Home:
-    """The paths of one directory of records. It holds nothing open and has no state.
+    """The paths of one directory of records. It holds nothing open.
+
+    Attributes:
+        device: the filesystem that the directory was on when it was opened.
 
     Raises:
         InvalidValue: the directory cannot be made or is not ours: it belongs to another user,
@@ -57,8 +66,9 @@ class Home:
         self.quarantine = os.path.join(self.root, "quarantine")
         try:
             self._open()
+            self.device = os.stat(self.root).st_dev
         except OSError as error:
-            if error.errno in _REFUSALS | {errno.ENOTDIR, errno.EEXIST, errno.ELOOP}:
+            if error.errno in _REFUSALS | _WRONG:
                 raise InvalidValue(f"{self.root} cannot hold records: {error}") from error
             raise BackendFailed(error.errno, f"{self.root} cannot be opened: {error}") from error
 
@@ -71,49 +81,96 @@ class Home:
         """The directory of the namespace that ``block`` is of."""
         return f"{self.root}/{block[:SPACE_BYTES].hex()}"
 
+    def has_space(self, block: bytes) -> bool:
+        """Whether the directory of the namespace of ``block`` is there.
+
+        Raises:
+            OSError: ENOTDIR, something else is in its place: nothing is read or written behind it.
+        """
+        path = self.space(block)
+        try:
+            mode = os.stat(path, follow_symlinks=False).st_mode
+        except FileNotFoundError:
+            return False
+        if not stat.S_ISDIR(mode):
+            raise OSError(errno.ENOTDIR, f"it is a {kind_of(mode)} and must be a directory", path)
+        return True
+
     def spaces(self) -> list[str]:
         """Names of the directories of all namespaces."""
-        with os.scandir(self.root) as entries:
-            return [
-                entry.name
-                for entry in entries
-                if _from_hex(entry.name, _SPACE_NAME) and entry.is_dir(follow_symlinks=False)
-            ]
+        try:
+            with os.scandir(self.root) as entries:
+                return [
+                    entry.name
+                    for entry in entries
+                    if _from_hex(entry.name, _SPACE_NAME) and entry.is_dir(follow_symlinks=False)
+                ]
+        except FileNotFoundError:
+            return []  # the whole directory was taken away
 
     def entries(self, space: str) -> Iterator[Entry]:
-        """All that lies in the directory ``space``; what is no file counts 0 bytes."""
+        """All that lies in the directory ``space``; what is no file counts 0 bytes.
+
+        Memory: 32 bytes a record while it runs. Nothing stays open between two of them.
+        """
         directory = os.path.join(self.root, space)
+        keys, others = bytearray(), []
         try:
-            # Each name once: what is replaced meanwhile could be there twice.
-            names = dict.fromkeys(os.listdir(directory))
+            with os.scandir(directory) as listing:
+                for entry in listing:
+                    key = _from_hex(entry.name, _KEY_NAME)
+                    if key is None:
+                        others.append(entry.name)
+                    else:
+                        keys += key
         except FileNotFoundError:
             return  # it was empty, and somebody took it away
         prefix = bytes.fromhex(space)
-        for name in names:
-            try:
-                found = os.stat(f"{directory}/{name}", follow_symlinks=False)
-            except FileNotFoundError:
+        for at in range(0, len(keys), _KEY_NAME // 2):
+            key = bytes(keys[at : at + _KEY_NAME // 2])
+            found = _stat(f"{directory}/{key.hex()}")
+            if found is None:
                 continue
-            if not stat.S_ISREG(found.st_mode):
-                yield None, 0, 0.0
-                continue
-            size, key = found.st_size, _from_hex(name, _KEY_NAME)
-            if key and size:
-                yield prefix + key, size, found.st_mtime
+            if stat.S_ISREG(found.st_mode) and found.st_size:
+                yield prefix + key, found.st_size, found.st_mtime
             else:
-                yield None, size, 0.0
+                yield None, 0, 0.0
+        for name in others:
+            found = _stat(f"{directory}/{name}")
+            if found is not None:
+                yield None, found.st_size if stat.S_ISREG(found.st_mode) else 0, 0.0
 
     def scan(self) -> Iterator[Entry]:
         """All that lies in the directories of all namespaces."""
         for space in self.spaces():
             yield from self.entries(space)
 
-    def used(self, entries: Iterable[Entry]) -> int:
-        """Bytes, in whole units, of ``entries`` and of what is being written or in quarantine."""
-        beside = sum(
-            padded(size) for path in (self.tmp, self.quarantine) for _, size in _files(path)
-        )
-        return beside + sum(padded(size) for _, size, _ in entries)
+    def used(self, limit: int | None = None) -> int | None:
+        """Bytes of all records, in whole units, with those being written and in quarantine.
+
+        None when there are more than ``limit`` files among them: nothing but names was looked at.
+        """
+        spaces = self.spaces()
+        if limit is not None and self._has_more(spaces, limit):
+            return None
+        records = (entry for space in spaces for entry in self.entries(space))
+        return self.beside() + sum(padded(size) for block, size, _ in records if block)
+
+    def beside(self) -> int:
+        """Bytes, in whole units, of what is being written or in quarantine."""
+        return sum(padded(size) for path in (self.tmp, self.quarantine) for _, size in _files(path))
+
+    def _has_more(self, spaces: Iterable[str], limit: int) -> bool:
+        seen = 0
+        for space in spaces:
+            try:
+                with os.scandir(f"{self.root}/{space}") as listing:
+                    seen += sum(1 for _ in itertools.islice(listing, limit + 1))
+            except FileNotFoundError:
+                continue
+            if seen > limit:
+                return True
+        return False
 
     def surplus(self, capacity: int | None) -> list[str]:
         """What must leave quarantine, oldest first: 16 stay, in a sixteenth of the capacity."""
@@ -131,7 +188,12 @@ class Home:
         """Paths of records whose writers are gone. Only while the ledger's lock is held: then
         every writer that lives has its file locked."""
         for path, _ in _files(self.tmp):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fd = open_plain(path, os.O_RDWR)
+            except OSError as error:
+                if error.errno not in _REFUSALS | _WRONG | {errno.ENOENT}:
+                    raise
+                continue  # none of ours
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 yield path
@@ -140,13 +202,8 @@ class Home:
             finally:
                 os.close(fd)
 
-    def tidy(self) -> None:
-        """Take away what killed writers left, and the directories of namespaces without records.
-
-        Only while the ledger's lock is held, and a recount follows.
-        """
-        for path in self.left_behind():
-            os.unlink(path)
+    def drop_empty_spaces(self) -> None:
+        """Take away the directories of namespaces without records; the ledger's lock is held."""
         for space in self.spaces():
             try:
                 os.rmdir(f"{self.root}/{space}")
@@ -154,14 +211,36 @@ class Home:
                 if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
                     raise
 
+    def restore(self) -> None:
+        """Make what is missing of a home that was emptied, removed or replaced while it was open.
+
+        On another filesystem nothing is made: a disk that is not mounted leaves such a place.
+
+        Raises:
+            BackendFailed: it can be no home now, and why.
+        """
+        above = self.root
+        while not os.path.isdir(above):
+            above = os.path.dirname(above)
+        if os.stat(above).st_dev != self.device:
+            raise BackendFailed(
+                errno.ENOENT,
+                f"{self.root} is gone and {above} is on another filesystem; mount its disk again",
+            )
+        try:
+            self._open(known=True)
+        except InvalidValue as error:
+            raise BackendFailed(errno.EINVAL, str(error)) from error
+
     # -- opening --------------------------------------------------------------------------------
 
-    def _open(self) -> None:
+    def _open(self, *, known: bool = False) -> None:
+        """``known``: it was ours a moment ago, so records may lie there without a format."""
         os.makedirs(self.root, mode=0o700, exist_ok=True)
         self._check_owner()
         with os.scandir(self.root) as entries:
             there = {entry.name for entry in entries}
-        self._check_format(there)
+        self._check_format(there, known=known)
         try:
             self._complete(there)
         except OSError as error:
@@ -177,12 +256,16 @@ class Home:
                 "records hold prompts: give a directory of its own, or one beneath that"
             )
 
-    def _check_format(self, there: set[str]) -> None:
+    def _check_format(self, there: set[str], *, known: bool) -> None:
         try:
-            with open(self.format, "rb") as file:
-                found = file.read(64)
+            fd = open_plain(self.format, os.O_RDONLY)
         except FileNotFoundError:
             found = b""
+        else:
+            try:
+                found = os.pread(fd, 64, 0)
+            finally:
+                os.close(fd)
         if found == _FORMAT:
             return
         if found.startswith(b"kvkeep blocks "):
@@ -191,22 +274,36 @@ class Home:
                 f"writes {_FORMAT.decode().strip()!r}; give another directory, or delete that one"
             )
         # Without a format: empty, or its first opener was killed in between.
-        if found or not there <= _OURS:
-            other = "FORMAT" if found else min(there - _OURS)
+        others = there - _OURS
+        if known or self._has_ledger():
+            others = {name for name in others if not _from_hex(name, _SPACE_NAME)}
+        if found or others:
+            other = "FORMAT" if found else min(others)
             raise InvalidValue(
                 f"{self.root} holds what is not kvkeep's ({other!r}); give an empty directory, "
                 "or one that does not exist, such as a directory beneath it"
             )
 
+    def _has_ledger(self) -> bool:
+        """Whether a ledger of ours lies here: then records may do so, too."""
+        try:
+            fd = open_plain(self.ledger, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            return os.pread(fd, len(LEDGER_MAGIC), 0) == LEDGER_MAGIC
+        finally:
+            os.close(fd)
+
     def _complete(self, there: set[str]) -> None:
         if stat.S_IMODE(os.stat(self.root).st_mode) & 0o077:
             os.chmod(self.root, 0o700)
-        for directory in {"tmp", "quarantine"} - there:
+        for directory in (self.tmp, self.quarantine):
             try:
-                os.mkdir(os.path.join(self.root, directory), 0o700)
+                os.mkdir(directory, 0o700)
             except FileExistsError:
-                continue  # somebody opens it at the same time
-        fd = _create(self.ledger)
+                _check_directory(directory)
+        fd = open_plain(self.ledger, os.O_RDWR | os.O_CREAT)
         try:
             if not os.fstat(fd).st_size:
                 # A block of its own, which says "not counted": else a full disk, on which it could
@@ -214,10 +311,10 @@ class Home:
                 os.pwrite(fd, bytes(64), 0)
         finally:
             os.close(fd)
-        if "FORMAT" in there and os.path.getsize(self.format):
-            return
-        fd = _create(self.format)
+        fd = open_plain(self.format, os.O_RDWR | os.O_CREAT)
         try:
+            if os.fstat(fd).st_size:
+                return
             os.pwrite(fd, _FORMAT, 0)
             # Without this, power loss could leave records in a directory that is not known as ours.
             os.fsync(fd)
@@ -238,8 +335,22 @@ def _files(directory: str) -> Iterator[tuple[str, int]]:
                 yield entry.path, found.st_size
 
 
-def _create(path: str) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _stat(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def _check_directory(path: str) -> None:
+    """Raise OSError unless ``path`` is a directory of ours, and no link to one."""
+    found = os.stat(path, follow_symlinks=False)
+    if not stat.S_ISDIR(found.st_mode):
+        kind = kind_of(found.st_mode)
+        raise OSError(errno.ENOTDIR, f"it is a {kind} and must be a directory", path)
+    if found.st_uid != os.geteuid():
+        owner = f"it belongs to user {found.st_uid} and this process is {os.geteuid()}"
+        raise OSError(errno.EINVAL, owner, path)
 
 
 def _from_hex(name: str, length: int) -> bytes | None:

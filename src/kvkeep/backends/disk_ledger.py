@@ -1,14 +1,23 @@
 """The bytes used in a directory, counted by all the processes that write there.
 
-    lock ─▶ counted, and unmarked? ──no──▶ recount: a scan of the directory
+    lock ─▶ counted, and unmarked? ──no──▶ recount: a scan of the directory, if it is small
                 │ yes                        │
                 ▼                            ▼
               is there room? ─▶ mark ─▶ create, rename or unlink ─▶ new count, unmark ─▶ unlock
 
-Who is killed while the mark is set leaves it there, and the next to come recounts. Who is killed
-elsewhere leaves a right count. What power loss leaves is not trusted: everybody recounts once,
-before the first use. The lock is flock's, so it ends with its holder; it is held for accounting,
-never while data is written.
+A process that is killed while the mark is set leaves it there, and the next one recounts. A process
+that is killed elsewhere leaves a right count. The count that power loss leaves is not trusted: each
+process recounts once, before its first use. The lock is flock's, so it ends with its holder; it is
+held for accounting, never while data is written, and never while a large directory is scanned.
+
+A large directory is counted while others write there, in three steps (`Recount`):
+
+1. Under the lock: switch the journal on. From now on every change of a record is noted in it.
+2. Without the lock: add up the sizes of all records. What changes meanwhile is seen or missed.
+3. Under the lock: look again at each record in the journal; write the count; switch it off.
+
+Until then the count that was there goes on being used: it differs from the truth by the one change
+that a killed process was making, or by what a loss of power took back.
 """
 
 from __future__ import annotations
@@ -20,8 +29,12 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.backends.disk_files import padded, pin
+import numpy as np
+
+from kvkeep.backends.disk_files import open_plain, padded, pin, size_of
+from kvkeep.backends.disk_home import LEDGER_MAGIC as _MAGIC
 from kvkeep.errors import BackendFailed
+from kvkeep.keys import BLOCK_ID_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,10 +42,14 @@ if TYPE_CHECKING:
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Count", "DiskLedger"]
+__all__ = ["Count", "DiskLedger", "Recount"]
 
 _LAYOUT: Final = struct.Struct("<8sQQ")  # magic, 1 when unmarked, bytes used
-_MAGIC: Final = b"kvledger"
+_MORE: Final = struct.Struct("<16sQ")  # which ledger this is, which recount keeps a journal
+_NOT_YET: Final = bytes(16)
+_HEAD: Final = 64  # bytes; the journal, a row of block ids, follows
+JOURNAL_AT_MOST: Final = 1 << 24
+"""Bytes: a journal that becomes longer is given up. The recount is repeated later."""
 
 
 class Count:
@@ -41,11 +58,12 @@ class Count:
     ``used`` is set after `mark`. It is in bytes, each file counted in whole units of `ALIGNMENT`.
     """
 
-    __slots__ = ("_fd", "_marked", "pins", "used")
+    __slots__ = ("_fd", "_journal", "_marked", "pins", "used")
 
-    def __init__(self, fd: int, used: int) -> None:
+    def __init__(self, fd: int, used: int, journal: int = 0) -> None:
         self._fd = fd
         self._marked = False
+        self._journal = journal
         self.pins: list[int] = []  # what is unlinked already, and freed when the lock is
         self.used = used
 
@@ -62,21 +80,26 @@ class Count:
             self._marked = False
             self._write()
 
-    def remove(self, path: str) -> int:
-        """Unlink a file; how long it was, in bytes, 0 when it is not there or no regular file."""
+    def remove(self, path: str, block: bytes | None = None) -> int:
+        """Unlink a file; how long it was, in bytes, 0 when it is not there or no regular file.
+
+        ``block``: the record that it is, if it is one.
+        """
         held = pin(path)
         if held is None:
             return 0
         self.pins.append(held[0])
         self.mark()
+        self._note(block)
         os.unlink(path)
         self.used -= padded(held[1])
         return held[1]
 
-    def rename(self, source: str, target: str) -> None:
-        """Move a file to ``target``, in place of what is there."""
+    def rename(self, source: str, target: str, block: bytes) -> None:
+        """Move a file to ``target``, the record of ``block``, in place of what is there."""
         held = pin(target)
         self.mark()
+        self._note(block)
         if held is not None:
             self.pins.append(held[0])
         try:
@@ -87,6 +110,54 @@ class Count:
         if held is not None:
             self.used -= padded(held[1])
 
+    def put_aside(self, source: str, target: str, block: bytes) -> None:
+        """Move the record of ``block`` to quarantine, where it counts as much as before."""
+        if self._journal:
+            self.mark()
+            self._note(block)
+        try:
+            os.rename(source, target)
+        except FileNotFoundError:
+            self.settle()
+            raise
+
+    def keep_journal(self, token: int) -> int:
+        """Have changes noted for the recount ``token``; where in the file its notes begin.
+
+        The notes of another recount that is going on are kept, but that one has to give up.
+        """
+        self._set_journal(token)
+        return self._end()
+
+    def journal(self, token: int, start: int) -> set[bytes] | None:
+        """The records that changed since `keep_journal`; None when another recount took over."""
+        if self._journal != token:
+            return None
+        notes = os.pread(self._fd, max(self._end() - start, 0), start)
+        return {notes[at : at + BLOCK_ID_BYTES] for at in range(0, len(notes), BLOCK_ID_BYTES)}
+
+    def end_journal(self) -> None:
+        """Note no more changes, and forget those that were noted."""
+        self._set_journal(0)
+        os.ftruncate(self._fd, _HEAD)
+
+    def _note(self, block: bytes | None) -> None:
+        """Tell who recounts that this record may change. Before it does: we may be killed."""
+        if not self._journal or block is None:
+            return
+        if self._end() > JOURNAL_AT_MOST:
+            self.end_journal()
+        else:
+            os.pwrite(self._fd, block, self._end())
+
+    def _set_journal(self, token: int) -> None:
+        self._journal = token
+        own = os.pread(self._fd, 16, _LAYOUT.size).ljust(16, b"\0")
+        os.pwrite(self._fd, _MORE.pack(own, token), _LAYOUT.size)
+
+    def _end(self) -> int:
+        return max(os.fstat(self._fd).st_size, _HEAD)
+
     def _write(self) -> None:
         # One call within one page: whoever is killed has written all of it or nothing.
         data = _LAYOUT.pack(_MAGIC, not self._marked, max(self.used, 0))
@@ -96,30 +167,45 @@ class Count:
 class DiskLedger:
     """The file that holds the count, and its lock.
 
-    ``recount`` scans the directory for the bytes used; it is called with the lock held, before
-    the first use and whenever the count cannot be trusted.
+    Arguments:
+        path: the file.
+        recount: scans the directory for the bytes used, or says None when it is too large for
+            that. It is called with the lock held, before the first use and whenever the count
+            cannot be trusted. After a None `wants_count` is set, until a `Recount` is finished.
+        restore: makes the file when it is gone.
+        replaced: is called when the file is another one than at the last use: somebody emptied or
+            exchanged the directory.
 
     Thread safety: every use opens the file anew, so the lock is between threads as well as
     processes, and a fork inherits nothing that it could hold for ever.
     """
 
-    def __init__(self, path: str, recount: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        path: str,
+        recount: Callable[[Count], int | None],
+        restore: Callable[[], None] | None = None,
+        replaced: Callable[[], None] | None = None,
+    ) -> None:
         self.path = path
         self.counted_at: float | None = None  # seconds of the monotonic clock
+        self.wants_count = False
         self._recount = recount
+        self._restore = restore
+        self._replaced = replaced
+        self._id = _NOT_YET
+        self._file: tuple[int, int] | None = None  # device and inode at the last use
 
     @contextmanager
-    def held(self, timeout: float, recount: Callable[[], int] | None = None) -> Iterator[Count]:
+    def held(self, timeout: float) -> Iterator[Count]:
         """Hold the lock around accounting; what is raised while the mark is set leaves it set.
 
-        ``recount`` stands in for the ledger's own, this time. Raises `BackendFailed` when the lock
-        could not be had in ``timeout`` seconds.
+        Raises `BackendFailed` when the lock could not be had in ``timeout`` seconds.
         """
-        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = self._open_locked(timeout)
         pins: list[int] = []
         try:
-            self._lock(fd, timeout)
-            count = self._counted(fd, recount or self._recount)
+            count = self._counted(fd)
             pins = count.pins
             yield count
             count.settle()
@@ -130,20 +216,58 @@ class DiskLedger:
                 os.close(held)
 
     def recount(self, count: Count) -> None:
-        """Count anew while the lock is held."""
+        """Count anew while the lock is held; a large directory is counted by the next listing."""
         count.mark()
-        count.used = self._recount()
+        used = self._recount(count)
+        if used is None:
+            self.wants_count = True
+        else:
+            count.used = used
         count.settle()
         self.counted_at = time.monotonic()
 
-    def _counted(self, fd: int, recount: Callable[[], int]) -> Count:
-        used = self._read(fd) if self.counted_at is not None else None
-        count = Count(fd, used or 0)
-        if used is None:
-            count.mark()
-            count.used = recount()
-            count.settle()
-            self.counted_at = time.monotonic()
+    def is_there(self) -> bool:
+        """Whether the file is the one that was used last. Cost: one look at the directory."""
+        return self._file is None or self._file == _file_at(self.path)
+
+    def forget(self) -> None:
+        """It was seen that the file is not the one of the last use: ask `is_there` no more."""
+        self._file = None
+
+    def _open_locked(self, timeout: float) -> int:
+        while True:
+            try:
+                fd = open_plain(self.path, os.O_RDWR)
+            except FileNotFoundError:
+                if self._restore is None:
+                    raise
+                self._restore()
+                fd = open_plain(self.path, os.O_RDWR)
+            try:
+                self._lock(fd, timeout)
+                found = os.fstat(fd)
+                self._file = found.st_dev, found.st_ino
+                if _file_at(self.path) == self._file:
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # it was taken away while we waited: that lock excludes nobody
+
+    def _counted(self, fd: int) -> Count:
+        used, own, journal = self._read(fd)
+        replaced = self.counted_at is not None and own != self._id
+        if used is not None and self.counted_at is not None and not replaced:
+            return Count(fd, used, journal)
+        estimate = used if used is not None else self._estimate(fd)
+        count = Count(fd, estimate, journal)
+        if own == _NOT_YET:
+            own = os.urandom(16)
+            os.pwrite(fd, _MORE.pack(own, journal), _LAYOUT.size)
+        self._id = own
+        self.recount(count)
+        if replaced and self._replaced is not None:
+            self._replaced()
         return count
 
     def _lock(self, fd: int, timeout: float) -> None:
@@ -163,10 +287,83 @@ class DiskLedger:
             time.sleep(pause)
             pause = min(pause * 1.5, 0.005)
 
-    def _read(self, fd: int) -> int | None:
-        """The count; None when it cannot be trusted."""
+    def _read(self, fd: int) -> tuple[int | None, bytes, int]:
+        """The count, None when it cannot be trusted; which ledger it is; whose journal is kept."""
+        data = os.pread(fd, _HEAD, 0).ljust(_HEAD, b"\0")
+        magic, unmarked, used = _LAYOUT.unpack_from(data)
+        own, journal = _MORE.unpack_from(data, _LAYOUT.size)
+        trusted = magic == _MAGIC and unmarked == 1
+        return (int(used) if trusted else None), own, journal
+
+    def _estimate(self, fd: int) -> int:
+        """The count that stands in a ledger with a mark: right but for one change."""
         data = os.pread(fd, _LAYOUT.size, 0)
-        if len(data) < _LAYOUT.size:
-            return None
-        magic, unmarked, used = _LAYOUT.unpack(data)
-        return int(used) if magic == _MAGIC and unmarked == 1 else None
+        if len(data) < _LAYOUT.size or not data.startswith(_MAGIC):
+            return 0
+        return int(_LAYOUT.unpack(data)[2])
+
+
+class Recount:
+    """Counts a directory while others write there; see the module's docstring.
+
+    Memory: 16 bytes a record, until `finish`.
+    """
+
+    def __init__(self, ledger: DiskLedger, timeout: float) -> None:
+        self._ledger = ledger
+        self._names: list[np.ndarray] = []
+        self._sizes: list[np.ndarray] = []
+        self._name_buffer: list[int] = []
+        self._size_buffer: list[int] = []
+        # Not zero, and not likely to be that of another one.
+        self._token = int.from_bytes(os.urandom(8), "little") | 1
+        with ledger.held(timeout) as count:
+            self._start = count.keep_journal(self._token)
+
+    def saw(self, block: bytes, size: int) -> None:
+        """The scan found the record of ``block``, ``size`` bytes long."""
+        self._name_buffer.append(hash(block))
+        self._size_buffer.append(padded(size))
+        if len(self._name_buffer) >= 1 << 14:
+            self._pack()
+
+    def finish(self, timeout: float, path: Callable[[bytes], str], beside: Callable[[], int]) -> bool:
+        """Write the count; False, and nothing written, when the journal was given up.
+
+        ``path`` says where the record of a block lies, ``beside`` counts what is no record.
+        """
+        self._pack()
+        names = np.concatenate(self._names) if self._names else np.zeros(0, np.int64)
+        sizes = np.concatenate(self._sizes) if self._sizes else np.zeros(0, np.int64)
+        # What was replaced meanwhile may have been seen twice; it is in the journal.
+        names, first = np.unique(names, return_index=True)
+        sizes = sizes[first]
+        total = int(sizes.sum())
+        with self._ledger.held(timeout) as count:
+            changed = count.journal(self._token, self._start)
+            if changed is None:
+                return False
+            for block in changed:
+                at = int(np.searchsorted(names, hash(block)))
+                if at < len(names) and names[at] == hash(block):
+                    total -= int(sizes[at])
+                total += padded(size_of(path(block)) or 0)
+            count.mark()
+            count.used = total + beside()
+            count.end_journal()
+        self._ledger.wants_count = False
+        self._ledger.counted_at = time.monotonic()
+        return True
+
+    def _pack(self) -> None:
+        self._names.append(np.array(self._name_buffer, np.int64))
+        self._sizes.append(np.array(self._size_buffer, np.int64))
+        self._name_buffer, self._size_buffer = [], []
+
+
+def _file_at(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

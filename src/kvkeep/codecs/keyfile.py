@@ -25,7 +25,8 @@ def load_key(path: str | os.PathLike[str]) -> bytes:
     """
     place = Path(path)
     try:
-        with place.open("rb") as file:
+        # A pipe in its place must not be waited for.
+        with open(place, "rb", opener=_at_once) as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(_LONGEST + 1) if stat.S_ISREG(mode) else b""
     except OSError as error:
@@ -42,6 +43,10 @@ def load_key(path: str | os.PathLike[str]) -> bytes:
     raise InvalidValue(
         f"{place} is no key file: such is 32 bytes, or 64 hexadecimal digits, as generate_key makes"
     )
+
+
+def _at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def generate_key(path: str | os.PathLike[str]) -> None:

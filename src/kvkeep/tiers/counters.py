@@ -23,6 +23,7 @@ class Counters:
         writes: written.
         already: not written because the place had them.
         drops: not written: the queue was full, there was no room, or the write failed.
+        relists: times that the place was listed again because it had lost what it held.
         evictions: taken away to make room.
         demotions: moved one tier down when they were evicted.
         demotions_dropped: should have been, but there was no time.
@@ -40,6 +41,7 @@ class Counters:
     writes: int = 0
     already: int = 0
     drops: int = 0
+    relists: int = 0
     evictions: int = 0
     demotions: int = 0
     demotions_dropped: int = 0

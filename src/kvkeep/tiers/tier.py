@@ -18,13 +18,21 @@ from kvkeep.tiers.breaker import Breaker
 from kvkeep.tiers.catalogue import Catalogue
 from kvkeep.tiers.counters import Counters, TierStats
 from kvkeep.tiers.fates import Fates, Happened
-from kvkeep.tiers.record import HEADER_BYTES, BadRecord, OtherVersion, naming, seal, verify
+from kvkeep.tiers.record import (
+    HEADER_BYTES,
+    BadRecord,
+    OtherVersion,
+    naming,
+    read_header,
+    seal,
+    verify,
+)
 from kvkeep.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
-    from kvkeep.backends import Backend
+    from kvkeep.backends import Backend, Listed
     from kvkeep.codecs import Codec
     from kvkeep.tiers.fates import What
     from kvkeep.tiers.record import Header
@@ -36,8 +44,12 @@ _RAW = 0  # the number of the codec that changes nothing
 _EXPIRE_EVERY = 60.0  # seconds
 _ENVELOPE = 1 << 16  # bytes that any codec may need beyond those of another
 _TELL_COST = 1024  # bytes that a block's name counts while it waits to be told, roughly
+ORDERED = 1 << 16
+"""Blocks of a tier that its policy orders; of more, those that would go first take less memory."""
+_SUSPICIOUS = 16  # records as large as this part of the budget must be real
 _REFUSED_KEPT = 1 << 16
 _READING = frozenset(("get", "sizes", "list"))
+_AS_LONG_AS_IT_TAKES = frozenset(("list", "flush"))  # their work grows with what is there
 _LONG = 0.05  # seconds that a read takes which is slow for any place
 _MOSTLY = 0.5  # of the time since a moment that one read has taken: it is what was waited for
 _TRIES = 8  # rounds of making room for one record; then something else takes what is freed
@@ -111,6 +123,7 @@ class Tier:
     _quota_lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _coming: dict[bytes, int] = field(init=False, default_factory=dict)
     """Bytes that are being written, by namespace."""
+    _doubts: int = field(init=False, default=0)  # of the backend, when it was listed last
     _excess: int = field(init=False, default=0)  # bytes above the budget when it was listed last
     _trouble: Happened | None = field(init=False, default=None)
     _heard: bool = field(init=False, default=False)  # it said once what it holds
@@ -120,7 +133,13 @@ class Tier:
     def __post_init__(self) -> None:
         options = self.options
         self.indexed = self.backend.capacity is not None
-        self.catalogue = Catalogue(options.policy, ttl=options.ttl, budget=self.backend.capacity)
+        self.catalogue = Catalogue(
+            options.policy,
+            ttl=options.ttl,
+            budget=self.backend.capacity,
+            ordered=ORDERED,
+            unit=self.backend.unit,
+        )
         self.breaker = Breaker(self.name, limit=options.breaker_limit)
         self.reading = Workers(f"{self.name} reader", options.readers, 4096)
         self.writing = Workers(
@@ -162,15 +181,52 @@ class Tier:
             return  # it hangs; who waits here has other things to do
         try:
             if self.breaker.allows():
+                doubts = self.backend.doubts
                 with _Edge(self, "list"):
-                    found = list(self.backend.list())
-                    self.catalogue.fill(found)
+                    gone = self.catalogue.fill(self._real())
+                    self.fates.note(gone, self.name, "removed", "gone")
                     self._heard = True
-                    budget = self.backend.capacity or 0
-                    self._excess = sum(one.size for one in found if one.size <= budget) - budget
+                    self._excess = self.catalogue.total_bytes - (self.backend.capacity or 0)
+                self._doubts = doubts
             self._listed = time.monotonic()
         finally:
             self._listing.release()
+
+    def _real(self) -> Iterator[Listed]:
+        """What the backend lists, but for what is no record: that is put aside.
+
+        Only what is so large that much would have to go for it is looked at.
+        """
+        budget = self.backend.capacity or 0
+        for one in self.backend.list():
+            if one.size * _SUSPICIOUS > budget and (reason := self._unreal(one)):
+                self._quarantine(one.block, reason)
+            elif one.size > budget:  # of a larger budget: all others could not make room for it
+                self._take_away([one.block])
+            else:
+                yield one
+
+    def _unreal(self, listed: Listed) -> str | None:
+        """Why what was listed is no record of that block and length, if the backend can tell."""
+        head = self.backend.peek(listed.block, HEADER_BYTES)
+        if head is None:
+            return None
+        try:
+            header = read_header(head)
+        except OtherVersion:
+            return None
+        except BadRecord as bad:
+            return str(bad)
+        if (header.block, header.record_bytes) != (listed.block, listed.size):
+            return f"it has {listed.size} bytes and should have {header.record_bytes}"
+        return None
+
+    def check_doubts(self) -> None:
+        """List the place again, soon, if it noticed that it does not hold what it listed."""
+        if self.indexed and self._doubts != self.backend.doubts:
+            self._doubts = self.backend.doubts
+            self.counters.count(relists=1)
+            self.reading.submit(self.relist)
 
     def knows(self, block: bytes) -> bool:
         """Whether ``block`` is known to be here, without asking."""
@@ -206,7 +262,7 @@ class Tier:
 
     def is_away(self) -> bool:
         """Whether writing here is of no use now: it hangs, or is left alone."""
-        if self.writing.longest > self.timeout:
+        if self._stuck() > self.timeout:
             self.breaker.failed(f"a write takes longer than {self.timeout:g} s")
         return self.breaker.blocks
 
@@ -480,17 +536,29 @@ class Tier:
     def make_room(self, needed: int) -> bool:
         """Evict ``needed`` bytes; whether anything could go.
 
-        What others took away before frees nothing.
+        What others took away before frees nothing. Where all that may go would not suffice, nothing
+        goes.
         """
+        if not self.indexed:
+            return False
+        if not self.catalogue.may_free(needed):
+            if not self.backend.shared or time.monotonic() - self._listed <= 1.0:
+                return False
+            self.relist()
+            if not self.catalogue.may_free(needed):
+                return False
         freed = 0
-        while self.indexed and freed < needed:
+        unit = self.backend.unit
+        while freed < needed:
             victims = self.catalogue.victims(needed - freed)
             if not victims and self.backend.shared and time.monotonic() - self._listed > 1.0:
                 self.relist()  # others fill the place: theirs go, too
                 victims = self.catalogue.victims(needed - freed)
             if not victims:
                 break
-            freed += self._take_away(victims)
+            # Records take whole units; what the backend says it freed is without those.
+            deleted = self._take_away(victims)
+            freed += deleted + (unit - 1) * len(victims) if deleted else 0
         return freed > 0
 
     def _take_away(self, victims: Sequence[bytes]) -> int:
@@ -595,12 +663,16 @@ class Tier:
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
-            hangs = self.timeout - self.writing.longest
+            hangs = self.timeout - self._stuck()
             left = min(hangs, until - time.monotonic())
             if self.writing.wait(max(0.0, left)):
                 return True
             if hangs <= 0 or time.monotonic() >= until:
                 return False
+
+    def _stuck(self) -> float:
+        """Seconds for which the longest call that writes has not got on."""
+        return min(self.writing.longest, time.monotonic() - self.backend.moved)
 
     def flush(self) -> bool:
         """Make what was written durable, and recency known; whether the place could."""
@@ -695,10 +767,11 @@ class _Edge:
         tier = self._tier
         took = time.monotonic() - self._started
         if error is None:
-            if took > tier.timeout and self._what != "list":
+            if took > tier.timeout and self._what not in _AS_LONG_AS_IT_TAKES:
                 tier.breaker.failed(f"{self._what} took {took:.1f} s")
             elif self._what != "close":  # which works without anybody there
                 tier.breaker.succeeded()
+            tier.check_doubts()
             return False
         self.failed = True
         tier.counters.count(errors=1)

@@ -1,0 +1,223 @@
+"""What is put is synced in the background: never inside a put, and all of it before `flush` ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvkeep.backends import disk_sync
+from kvkeep.backends.disk import DiskBackend
+from kvkeep.backends.disk_sync import Syncing
+from kvkeep.errors import BackendFailed
+from kvkeep.store import BlockStore
+from kvkeep.testing.backend_hooks import block_id, content, get, put
+from kvkeep.testing.backend_threads import together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+
+
+class Power:
+    """Stands in for ``os.fsync``: knows what a loss of power would leave, file by file.
+
+    A record is left when its file was synced, and then the directory that names it.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.delay = 0.0
+        self.fails = False
+        self.threads: set[str] = set()
+        self.most = 0  # files synced between two syncs of the root
+        self._files: set[str] = set()
+        self.lasting: set[str] = set()
+        monkeypatch.setattr(os, "fsync", self)
+
+    def __call__(self, fd: int) -> None:
+        if self.fails:
+            raise OSError(5, "Input/output error")
+        time.sleep(self.delay)
+        self.threads.add(threading.current_thread().name)
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if os.path.isdir(path):
+            named = {file for file in self._files.copy() if os.path.dirname(file) == path}
+            self.lasting |= named
+            self.most = max(self.most, len(self._files))
+            self._files -= named
+        else:
+            self._files.add(path)
+
+    def keeps(self, block: bytes) -> bool:
+        return any(path.endswith(block[16:].hex()) for path in self.lasting.copy())
+
+
+@pytest.fixture
+def power(monkeypatch: pytest.MonkeyPatch) -> Iterator[Power]:
+    yield Power(monkeypatch)
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_put_never_syncs(tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_sync, "SYNC_FROM", 4)
+    monkeypatch.setattr(disk_sync, "_BATCH", 8)
+    backend = DiskBackend(tmp_path / "store")
+    power.threads.clear()
+    for number in range(60):
+        put(backend, block_id(number), b"record")
+    until(lambda: len(backend._syncing) == 0)
+    assert power.threads == {"kvkeep sync"}
+    assert all(power.keeps(block_id(number)) for number in range(60))
+    assert power.most <= 8, "in batches"
+
+
+def test_a_slow_disk_drops_nothing(
+    tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 4,096 files unsynced, the next put synced all: longer than a call may take."""
+    monkeypatch.setattr(disk_sync, "UNSYNCED_AT_MOST", 100)
+    url = f"file://{tmp_path}/store?size=1GiB&timeout=300ms"
+    with BlockStore("m", tiers=["memory://16MiB", url]) as store:
+        power.delay = 0.002
+        keys = [block_id(number)[16:] for number in range(300)]
+        for key in keys:
+            store.put([key], [b"z" * 100], wait=20)
+        tier = store.stats()[1]
+        assert (tier.counters["drops"], tier.counters["errors"], tier.breaker_opened) == (0, 0, 0)
+        assert tier.counters["writes"] == 300
+        assert store.flush(60)
+        assert all(power.keeps(bytes(16) + key) for key in keys)
+        assert store.stats()[1].breaker_opened == 0
+
+
+def test_backpressure_is_counted_and_bounded(
+    tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_sync, "SYNC_FROM", 1 << 30)
+    monkeypatch.setattr(disk_sync, "UNSYNCED_AT_MOST", 4)
+    monkeypatch.setattr(disk_sync, "_SLOWED", 0.01)
+    backend = DiskBackend(tmp_path / "store")
+    for number in range(8):
+        put(backend, block_id(number), b"record")
+    assert backend.slowed == 4
+    with pytest.raises(BackendFailed, match="8 files wait for fsync"):
+        put(backend, block_id(9), b"record")
+    backend.flush()
+    put(backend, block_id(9), b"record")
+    assert backend.slowed == 5
+
+
+def test_close_drains(tmp_path: Path, power: Power) -> None:
+    backend = DiskBackend(tmp_path / "store")
+    for number in range(5):
+        put(backend, block_id(number), b"record")
+    backend.close()
+    backend.close()
+    assert all(power.keeps(block_id(number)) for number in range(5))
+
+
+def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, power: Power) -> None:
+    backend = DiskBackend(tmp_path / "store")
+    backend.timeout = 0.05
+    put(backend, block_id(1), b"record")
+    power.delay = 1.0
+    started = time.monotonic()
+    backend.close()
+    assert time.monotonic() - started < 0.9
+    until(lambda: len(backend._syncing) == 0)
+
+
+def test_what_failed_in_the_background_is_tried_again(
+    tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_sync, "SYNC_FROM", 2)
+    monkeypatch.setattr(disk_sync, "_RETRY", 0.01)
+    backend = DiskBackend(tmp_path / "store")
+    power.fails = True
+    for number in range(3):
+        put(backend, block_id(number), b"record")
+    until(lambda: backend._syncing.failed > 1)
+    with pytest.raises(BackendFailed):
+        backend.flush()
+    power.fails = False
+    backend.flush()
+    assert all(power.keeps(block_id(number)) for number in range(3))
+
+
+def test_a_pipe_in_place_of_a_record_does_not_stop_flush(tmp_path: Path) -> None:
+    backend = DiskBackend(tmp_path / "store")
+    for number, kind in enumerate((os.mkfifo, os.mkdir, lambda path: os.symlink("x", path))):
+        put(backend, block_id(number), b"record")
+        path = backend._home.path(block_id(number))
+        os.unlink(path)
+        kind(path)
+    backend.flush()
+    assert len(backend._syncing) == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_power_lost_at_any_instant_keeps_what_was_flushed(
+    tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Four threads put, two flush; the background syncs all the time."""
+    chance = random.Random(seed)
+    monkeypatch.setattr(disk_sync, "SYNC_FROM", chance.choice([1, 3, 20]))
+    monkeypatch.setattr(disk_sync, "_BATCH", chance.choice([1, 5, 256]))
+    power.delay = chance.choice([0.0, 0.0005])
+    backend = DiskBackend(tmp_path / "store")
+    done: list[bytes] = []
+
+    def writer(who: int) -> None:
+        for number in range(40):
+            block = block_id(100 * who + number, space=who % 2)
+            put(backend, block, b"record")
+            done.append(block)
+
+    def flusher() -> None:
+        for _ in range(8):
+            before = done.copy()
+            backend.flush()
+            lost = [block for block in before if not power.keeps(block)]
+            assert not lost
+
+    together(*[lambda who=who: writer(who) for who in range(4)], flusher, flusher)
+    backend.flush()
+    assert all(map(power.keeps, done))
+    assert len(backend._syncing) == 0
+
+
+def test_a_fork_syncs_what_its_parent_had_not(tmp_path: Path) -> None:
+    backend = DiskBackend(tmp_path / "store")
+    put(backend, block_id(1), b"record")
+    backend._syncing._lock.acquire()  # as if another thread were in the middle
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            put(backend, block_id(2), content(block_id(2), 1, 5000))
+            backend.flush()
+            status = len(backend._syncing)
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    backend._syncing._lock.release()
+    assert get(backend, block_id(2)) == content(block_id(2), 1, 5000)
+
+
+def test_never_remembers_nothing(tmp_path: Path) -> None:
+    syncing = Syncing("never", str(tmp_path))
+    syncing.changed([str(tmp_path / "x")])
+    assert len(syncing) == 0
+    assert syncing.drain(0.0)
