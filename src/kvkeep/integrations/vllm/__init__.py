@@ -14,6 +14,7 @@
     naming.py      the namespace · keys.py: the keys of blocks
     adapters.py    which LoRA weights a request is computed with
     options.py     what can be chosen at start, and for each request
+    outer.py       what vLLM reads elsewhere when the connector is inside another one
     stats.py       what vLLM's log and its Prometheus page show
 
 Import it where vLLM is installed; opening a store is left to the worker.
@@ -21,6 +22,13 @@ Import it where vLLM is installed; opening a store is left to the worker.
 
 from __future__ import annotations
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
 from kvkeep.integrations.vllm.connector import KVKeepConnector
 
 __all__ = ["KVKeepConnector"]
+
+# MultiConnector finds the class of counts that crossed a process by name, and in vLLM's registry
+# alone: without an entry there the first ones end the server's output handler.
+if KVKeepConnector.__name__ not in KVConnectorFactory._registry:
+    KVConnectorFactory.register_connector(KVKeepConnector.__name__, __name__, "KVKeepConnector")

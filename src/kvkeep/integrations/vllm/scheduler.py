@@ -273,6 +273,8 @@ class SchedulerSide:
                 # Full after this step, and of tokens that are final: those have hashes.
                 end = (request.num_computed_tokens + scheduled) // size
                 end = min(end, len(request.block_hashes))
+                if not (self._options.answers and followed.wishes.answers):
+                    end = min(end, request.num_prompt_tokens // size)
                 if end > followed.saved:
                     state = output.kv_connector_block_state
                     tables = None if state is None else state.get_block_ids(request_id)
