@@ -12,6 +12,7 @@
     groups.py      what of a model's KV can be kept: its groups of layers
     pages.py       the memory of the engine, page by page
     naming.py      the namespace · keys.py: the keys of blocks
+    weights.py     which weights were loaded · numbers.py: what of the configuration decides numbers
     adapters.py    which LoRA weights a request is computed with
     options.py     what can be chosen at start, and for each request
     outer.py       what vLLM reads elsewhere when the connector is inside another one
