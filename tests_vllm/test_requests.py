@@ -81,7 +81,16 @@ def test_prompts_alone_are_stored(running: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"answers": "no"}, {"stores": True}, {"store": "no"}, {"ttl": -1}, {"pin": 3}, [1], {"ttl": "1h"}]
+    "wrong",
+    [
+        {"answers": "no"},
+        {"stores": True},
+        {"store": "no"},
+        {"ttl": -1},
+        {"pin": 3},
+        [1],
+        {"ttl": "1h"},
+    ],
 )
 def test_wrong_wishes_are_not_followed_and_told(
     running: Engine, caplog: pytest.LogCaptureFixture, wrong: object

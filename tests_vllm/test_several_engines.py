@@ -84,7 +84,10 @@ def test_a_second_engine_in_the_process_is_not_taken_for_the_first(
     with engine(llama, tiers) as one:
         first = one.ask(mine)
         other = make_llama(tmp_path / "other", seed=1)
-        with pytest.raises(Exception, match="a second engine in this process"), engine(other, tiers):
+        with (
+            pytest.raises(Exception, match="a second engine in this process"),
+            engine(other, tiers),
+        ):
             pass
     with engine(llama, tiers) as one:
         same(first, one.ask(mine))
