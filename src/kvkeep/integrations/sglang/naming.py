@@ -3,8 +3,8 @@
 SGLang hands over bare hashes of tokens: SHA-256, chained from the first token of the prompt, with
 salts and adapters in them. All else that makes a page's bytes other bytes is in what stands here.
 
-    namespace   weights, adapters and the model's configuration; settings; tenant; of the pool of KV:
-                dtype, layout and page size, geometry; the rank
+    namespace   weights, adapters, the model's configuration, settings (settings.py); tenant; of the
+                pool of KV: dtype, layout and page size, geometry; the rank
     key         SHA-256( the pool's digest + the hash )
     digest      the pool's name, dtype, layout, page size, geometry; its rank; a draft's weights
 """

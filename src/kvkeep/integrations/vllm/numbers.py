@@ -66,8 +66,10 @@ _KERNELS: Final = {"enable_flashinfer_autotune", "enable_rocm_segmented_attn_aut
                    "enable_cutedsl_warmup", "enable_jit_warmup"}  # fmt: skip
 _LORA: Final = {"max_lora_rank", "max_loras", "max_cpu_loras", "max_lora_cls_labels",
                 "default_mm_loras"}  # fmt: skip
-_LOADING: Final = {"download_dir", "use_tqdm_on_load", "device", "pt_load_map_location",
-                   "safetensors_prefetch_num_threads", "safetensors_prefetch_block_size"}  # fmt: skip
+_LOADING: Final = {
+    "download_dir", "use_tqdm_on_load", "device", "pt_load_map_location",
+    "safetensors_prefetch_num_threads", "safetensors_prefetch_block_size",
+}  # fmt: skip
 # Set in the environment, not on vLLM's own list of neutral ones, and neutral all the same.
 _ENVIRONMENT: Final = {
     "CUDA_HOME", "VLLM_NCCL_SO_PATH", "VLLM_CONFIGURE_LOGGING", "VLLM_PLUGINS",
