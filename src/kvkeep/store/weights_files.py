@@ -63,6 +63,8 @@ def find_files(path: Path) -> list[Path]:
         if path.is_dir():
             return _in_folder(path)
         there = path.is_file()
+    except InvalidValue:
+        raise
     except (OSError, ValueError) as error:  # a ValueError is a NUL in the path
         why = getattr(error, "strerror", None) or error
         raise InvalidValue(f"cannot read {path}: {why}") from error

@@ -166,14 +166,14 @@ class _Tensor(NamedTuple):
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> _Tensor:
         version = None if tensor.is_inference() else tensor._version
-        return cls(name, tensor, _pointer(tensor), version, tensor.stride())
+        return cls(name, tensor, _pointer(tensor), version, _stride(tensor))
 
     def differs(self) -> bool:
         tensor = self.tensor
         return (
-            _pointer(tensor) != self.pointer
-            or (self.version is not None and tensor._version != self.version)
-            or tensor.stride() != self.stride
+            (self.version is not None and tensor._version != self.version)
+            or _pointer(tensor) != self.pointer
+            or _stride(tensor) != self.stride
         )
 
 
@@ -203,8 +203,8 @@ def _samples(tensors: list[_Tensor]) -> list[_Sample]:
     with torch.inference_mode():
         for kept in tensors:
             tensor = kept.tensor
-            if hasattr(tensor, "__tensor_flatten__") or not tensor.numel():
-                continue  # made of others; those are seen by their objects alone
+            if not _has_memory(tensor) or not tensor.numel():
+                continue  # seen as an object alone
             storage = tensor.untyped_storage()
             begin = tensor.storage_offset() * tensor.element_size()
             room = min(tensor.nbytes, storage.nbytes() - begin)
@@ -260,5 +260,13 @@ def _all_are(kept: list[Any], now: list[Any]) -> bool:
 
 
 def _pointer(tensor: Tensor) -> int:
-    # A subclass made of others has no memory of its own.
-    return 0 if hasattr(tensor, "__tensor_flatten__") else tensor.data_ptr()
+    return tensor.data_ptr() if _has_memory(tensor) else 0
+
+
+def _stride(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else ()
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether it has bytes of its own: none has one that is made of others, or is packed."""
+    return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
