@@ -266,7 +266,8 @@ def test_an_adapter_trained_anew_at_the_same_path(tmp_path: Path) -> None:
 # Of each group one that decides and, where there is one, one that does not.
 DECIDING = {
     "model": ("kv_cache_dtype", "quantization", "dtype", "context_length",
-              "json_model_override_args", "load_format", "model_loader_extra_config", "rl_quant_profile", "model_impl"),
+              "json_model_override_args", "load_format", "model_loader_extra_config",
+              "rl_quant_profile", "model_impl"),
     "exec.features": ("enable_tf32_matmul",),
     "exec.kernel": ("attention_backend", "prefill_attention_backend", "bf16_gemm_backend"),
     "exec.moe": ("moe_runner_backend", "enable_eplb"),

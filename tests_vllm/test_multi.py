@@ -73,6 +73,22 @@ def test_a_flipped_bit_costs_time_and_no_answer(
         assert 0 < one["loaded_tokens"] < ALL
 
 
+def test_pages_that_another_connector_failed_to_fill_are_not_stored(
+    llama: str, cold: list[Answer], tmp_path: Path
+) -> None:
+    tiers = ["memory://64MiB", f"file://{tmp_path}/kv?size=256MiB"]
+    failing = {"kv_connector": "Failing", "kv_connector_module_path": "failing",
+               "kv_role": "kv_both"}  # fmt: skip
+    with engine(
+        llama, **multi(failing, kvkeep_in(*tiers), kv_load_failure_policy="recompute")
+    ) as one:
+        same(cold, one.ask(PROMPTS))
+        assert one["saved_tokens"] > 0
+    with engine(llama, tiers) as one:
+        same(cold, one.ask(PROMPTS))
+        assert one["loaded_tokens"] > 0
+
+
 @pytest.mark.parametrize(
     ("inside", "outer", "said"),
     [

@@ -11,11 +11,12 @@ model's that is renamed, and a file server whose clock is behind this machine's 
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.errors import InvalidValue, require
+from kvkeep.errors import InvalidValue
 from kvkeep.store.identity import model_identity
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ SLACK_S: Final = 2.0
 
 def process_began() -> float:
     """When this process began, as `time.time` counts, `SLACK_S` early."""
-    began: float = require("psutil", "store").Process().create_time()
+    psutil = importlib.import_module("psutil")  # vLLM and SGLang bring it
+    began: float = psutil.Process().create_time()
     return began - SLACK_S
 
 

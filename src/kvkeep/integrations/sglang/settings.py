@@ -20,7 +20,8 @@ _GROUPS: Final = {
         "model_path", "revision",
         # how weights come into memory
         "trust_remote_code", "download_dir", "startup_weight_load_mode",
-        "weight_loader_disable_mmap", "weight_loader_prefetch_checkpoints", "weight_loader_prefetch_num_threads",
+        "weight_loader_disable_mmap", "weight_loader_prefetch_checkpoints",
+        "weight_loader_prefetch_num_threads",
         "weight_loader_drop_cache_after_load", "is_startup_weight_load_overlap", "model_checksum",
         "delete_ckpt_after_loading", "modelopt_checkpoint_save_path", "modelopt_export_path",
         "engine_info_bootstrap_port", "remote_instance_weight_loader_seed_instance_ip",
