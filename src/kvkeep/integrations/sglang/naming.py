@@ -41,7 +41,8 @@ _SHAPE = ("start_layer", "end_layer", "layer_num", "target_layer_num", "head_num
           "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "head_group_num",
           "storage_format_tag")  # fmt: skip
 # Formats that read safetensors files of the model's directory; all of those are in its identity.
-_SAFETENSORS = {"auto", "safetensors", "mistral", "layered", "fastsafetensors", "runai_streamer"}
+_SAFETENSORS = {"auto", "safetensors", "mistral", "layered", "fastsafetensors", "runai_streamer",
+                "bitsandbytes"}  # fmt: skip
 
 
 def namespace_of(
@@ -142,11 +143,12 @@ def _loaded(path: str, revision: str) -> str:
     began = loaded.process_began()
     if Path(path).is_dir():
         return loaded.identity_since(path, began)
+    cache = server_setting("download_dir")
     try:
         snapshot = snapshot_download(
             path,
             revision=revision or None,
-            cache_dir=server_setting("download_dir"),
+            cache_dir=None if cache is None else str(cache),
             local_files_only=True,
         )
     except (OSError, ValueError) as error:  # no such name, or nothing of it is here
