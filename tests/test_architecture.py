@@ -95,7 +95,8 @@ EXTERNAL: dict[str, set[str]] = {
     "vllm": {"integrations.vllm"},
     "sglang": {"integrations.sglang"},
     # where the models of engines lie
-    "huggingface_hub": {"integrations.vllm.naming", "integrations.sglang.naming"},
+    "huggingface_hub": {"integrations.vllm.weights", "integrations.sglang.naming"},
+    "psutil": {"integrations.loaded"},  # when the process of an engine began; engines bring it
     "transformers": {
         "engine", "integrations",
         "cli.model",  # to quieten its progress bars

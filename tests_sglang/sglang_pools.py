@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 import threading
+import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,6 +24,8 @@ from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.runtime_context import get_parallel
+
+from kvkeep.integrations import loaded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,9 +102,20 @@ def states(slots: int = 64) -> Any:
 
 
 def storage_of(
-    host: Any, tiers: list[str], *, model: str | None = "m", **more: Any
+    host: Any,
+    tiers: list[str],
+    *,
+    model: str | None = "m",
+    began: float | None = None,
+    **more: Any,
 ) -> KVKeepStorage:
-    """A storage as SGLang makes one: by its factory, then told of its pool."""
+    """A storage as SGLang makes one: by its factory, then told of its pool.
+
+    The process is said to have begun at ``began``, or now: that of a test is older than the files
+    that the test makes.
+    """
+    since = time.time() if began is None else began
+    loaded.process_began = lambda: since
     ranks = {name: more.pop(name) for name in [*more] if name.endswith(("_rank", "_size"))}
     config = config_of(model=model, mla=more.pop("mla", False), metrics=more.pop("metrics", False),
                        **ranks)  # fmt: skip

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
@@ -16,6 +19,7 @@ from sglang_pools import config_of, hashes, pools, spans, states, storage_of
 from transformers import LlamaConfig
 
 from kvkeep.integrations.sglang.naming import pool_digest
+from kvkeep.integrations.sglang.settings import settings_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -196,6 +200,111 @@ def test_ranks_of_one_start_share_latent_kv_even_then(tmp_path: Path) -> None:
         rank.close()
 
 
+def test_another_file_beside_the_weights_is_another_model(tmp_path: Path) -> None:
+    """Which of them the server loads is not known here."""
+    model = tmp_path / "model"
+    weights(model, 1)
+    tiers = ["memory://16MiB", f"file://{tmp_path}/kv?size=64MiB"]
+    found = []
+    for change in ("none", "none", "extra.safetensors", "adapter_model.safetensors", "code.py"):
+        if change.endswith(".safetensors"):
+            shutil.copy(model / "model.safetensors", model / change)
+        elif change.endswith(".py"):
+            (model / change).write_text("x = 1")
+        kept = storage_of(pools(*PLAIN).host, tiers, model=str(model), revision="")
+        found.append(kept.batch_exists(hashes(2)))
+        kept.batch_set_v1(hashes(2), spans(kept.mem_pool_host, 0, 2))
+        kept.close()
+    assert found == [0, 2, 0, 0, 0]
+    # Pickled weights, which are not read: nothing that another start would find.
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    for _ in range(2):
+        kept = storage_of(pools(*PLAIN).host, tiers, model=str(model), revision="")
+        assert kept.batch_exists(hashes(2)) == 0
+        kept.batch_set_v1(hashes(2), spans(kept.mem_pool_host, 0, 2))
+        kept.close()
+
+
+def test_weights_replaced_after_they_were_loaded(tmp_path: Path) -> None:
+    tiers = ["memory://16MiB", f"file://{tmp_path}/kv?size=64MiB"]
+    model = tmp_path / "model"
+    weights(model, 1)
+    began = time.time()
+    weights(model, 2)  # the server loaded the first ones before
+    kept = storage_of(pools(*PLAIN).host, tiers, model=str(model), revision="", began=began)
+    assert kept.batch_set_v1(hashes(2), spans(kept.mem_pool_host, 0, 2)) == [True, True]
+    kept.close()
+    kept = storage_of(pools(*PLAIN).host, tiers, model=str(model), revision="")
+    assert kept.batch_exists(hashes(2)) == 0
+    kept.close()
+
+
+def test_an_adapter_trained_anew_at_the_same_path(tmp_path: Path) -> None:
+    """SGLang names it by its name and path alone."""
+    tiers = ["memory://16MiB", f"file://{tmp_path}/kv?size=64MiB"]
+    adapter = tmp_path / "adapter"
+
+    def found(alpha: int, seed: int) -> int:
+        weights(adapter, seed)
+        (adapter / "model.safetensors").rename(adapter / "adapter_model.safetensors")
+        (adapter / "config.json").unlink()
+        (adapter / "adapter_config.json").write_text(f'{{"r": 4, "lora_alpha": {alpha}}}')
+        reference = SimpleNamespace(lora_name="a", lora_path=str(adapter))
+        with (
+            server(tmp_path / "model"),
+            runtime_context.get_lora().override(lora_paths=[reference]),
+        ):
+            kept = storage_of(pools(*PLAIN).host, tiers)
+            count = kept.batch_exists(hashes(2))
+            kept.batch_set_v1(hashes(2), spans(kept.mem_pool_host, 0, 2))
+            kept.close()
+        return count
+
+    assert [found(8, 1), found(8, 1), found(8, 2), found(16, 1), found(8, 1)] == [0, 2, 0, 0, 2]
+
+
+# Of each group one that decides and, where there is one, one that does not.
+DECIDING = {
+    "model": ("kv_cache_dtype", "quantization", "dtype", "context_length",
+              "json_model_override_args", "load_format", "model_loader_extra_config",
+              "rl_quant_profile", "model_impl"),
+    "exec.features": ("enable_tf32_matmul",),
+    "exec.kernel": ("attention_backend", "prefill_attention_backend", "bf16_gemm_backend"),
+    "exec.moe": ("moe_runner_backend", "enable_eplb"),
+    "exec.deterministic": ("enable_deterministic_inference",),
+    "exec.graph": ("enable_torch_compile",),
+    "lora": ("enable_lora", "lora_backend"),
+    "mm": ("mm_process_config",),
+}  # fmt: skip
+NEUTRAL = {
+    "model": ("download_dir", "weight_loader_disable_mmap"),
+    "exec.features": ("watermark_key",),
+    "exec.kernel": ("sampling_backend",),
+    "exec.graph": ("cuda_graph_max_bs_decode",),
+    "mm": ("media_url_max_file_size_mb",),
+}
+
+
+def test_settings_of_the_server_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with server(tmp_path):
+        before = settings_digest()
+        assert before == settings_digest()
+        for table, decides in ((DECIDING, True), (NEUTRAL, False)):
+            for path, names in table.items():
+                first, *rest = path.split(".")
+                bag = getattr(runtime_context, f"get_{first}")()
+                for name in rest:
+                    bag = getattr(bag, name)
+                for name in names:
+                    with bag.override(**{name: "something else"}):
+                        assert (settings_digest() != before) == decides, f"{path}.{name}"
+        monkeypatch.setenv("SGLANG_DSA_FUSE_TOPK", "false")
+        assert settings_digest() != before
+        monkeypatch.delenv("SGLANG_DSA_FUSE_TOPK")
+        monkeypatch.setenv("SGLANG_IS_IN_CI", "true")
+        assert settings_digest() == before
+
+
 def test_both_kinds_of_fp8_are_bytes_to_a_pool_and_two_things_to_us(tmp_path: Path) -> None:
     digests = set()
     for dtype in ("fp8_e4m3", "fp8_e5m2"):
@@ -210,7 +319,10 @@ def test_the_server_says_which_commit(tmp_path: Path) -> None:
     tiers = ["memory://16MiB", f"file://{tmp_path}/kv?size=64MiB"]
     found = {}
     for commit in ("a" * 40, "b" * 40, "a" * 40):
-        with server(tmp_path, revision=commit):
+        with (
+            server(tmp_path, revision=commit),
+            runtime_context.get_model().override(model_path="org/model"),
+        ):
             kept = storage_of(pools(*PLAIN).host, tiers, revision="")
             found[commit] = kept.batch_exists(hashes(2))
             kept.batch_set_v1(hashes(2), spans(kept.mem_pool_host, 0, 2))

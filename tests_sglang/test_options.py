@@ -24,6 +24,7 @@ def test_what_sglang_reads_itself_is_not_ours() -> None:
     ("given", "said"),
     [
         ({"tier": ["memory://1GiB"]}, "has 'tier'; kvkeep's options are tiers, revision, tenant"),
+        ({"load_timout": 1}, "did you mean 'load_timeout'"),
         ({"tiers": "memory://1GiB"}, "a list of URLs, fastest first"),
         ({"tiers": []}, "a list of URLs, fastest first"),
         ({"tiers": [1]}, "a list of URLs, fastest first"),

@@ -6,6 +6,7 @@ import gc
 import random
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from models import VOCABULARY
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
+from kvkeep.integrations import loaded
 from kvkeep.integrations.vllm.stats import Counts
 
 if TYPE_CHECKING:
@@ -109,6 +111,16 @@ class Engine:
         assert self.core.scheduler.reset_prefix_cache()
 
 
+def process_begins() -> None:
+    """From now on files are as old as this process.
+
+    Engines of tests share a process, which is older than the models that a test makes; where
+    engines have processes of their own, it is the other way round.
+    """
+    now = time.time()
+    loaded.process_began = lambda: now
+
+
 @contextmanager
 def engine(model: str, tiers: Sequence[str] | None = None, **more: Any) -> Iterator[Engine]:
     """An engine that keeps its KV in ``tiers``; without: vLLM as it is."""
@@ -125,6 +137,7 @@ def engine(model: str, tiers: Sequence[str] | None = None, **more: Any) -> Itera
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"tiers": list(tiers), **extra},
         }
+    process_begins()
     try:
         running = Engine(LLM(model, **(settings | more)))
     except BaseException:

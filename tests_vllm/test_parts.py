@@ -40,9 +40,19 @@ def test_options() -> None:
     assert (options.tiers, options.load_timeout, options.min_tokens) == (("memory://1MiB",), 2.0, 7)
     for wrong in ({"tiers": []}, {"tiers": [1]}, {"min_tokens": 0}, {"revision": 3},
                   {"flush_timeout": -1}, {"lookup_timeout": True}, {"nothing": 1},
-                  {"flush_timeout": 1e300}, {"load_timeout": 10**400}):  # fmt: skip
+                  {"flush_timeout": 1e300}, {"load_timeout": 10**400},
+                  {"answers": "false"}, {"answers": 0}, {"answers": None}):  # fmt: skip
         with pytest.raises(InvalidValue, match=next(iter(wrong))):
             Options.parse(wrong)
+
+
+def test_near_misses_are_named() -> None:
+    with pytest.raises(InvalidValue, match=r"did you mean 'answers', 'load_timeout'\?$"):
+        Options.parse({"answer": True, "load_timout": 1, 7: 8})
+    with pytest.raises(InvalidValue, match=r"capture$"):
+        Options.parse({"colour": "blue"})
+    with pytest.raises(InvalidValue, match=r"there are store, .*; did you mean 'answers'\?$"):
+        Wishes.parse({"kvkeep": {"answer": False}})
 
 
 def test_a_password_is_not_repeated() -> None:
@@ -73,6 +83,7 @@ def test_no_ttl_that_a_client_sends_is_more_than_wrong(ttl: object) -> None:
         ({"do_remote_prefill": True}, Wishes()),
         ({"kvkeep": {}}, Wishes()),
         ({"kvkeep": {"store": False}}, Wishes(store=False)),
+        ({"kvkeep": {"answers": False}}, Wishes(answers=False)),
         ({"kvkeep": {"load": False, "ttl": 5}}, Wishes(load=False, ttl=5.0)),
         ({"kvkeep": {"pin": True}}, Wishes(pin=3600.0)),
         ({"kvkeep": {"pin": True, "ttl": 9}}, Wishes(pin=9.0)),

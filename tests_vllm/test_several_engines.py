@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engines import LENGTHS, PROMPTS, Answer, engine, found, same
+import pytest
+from engines import LENGTHS, PROMPTS, Answer, engine, found, prompt, same
+from models import make_llama
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,3 +61,33 @@ def test_a_prompt_longer_than_the_tiers(llama: str, cold: list[Answer]) -> None:
         assert one["dropped_tokens"] + one.store.stats()[0].counters["evictions"] > 0
         one.forget()
         same(cold, one.ask(PROMPTS))
+
+
+def test_answers_that_the_engine_does_not_store_no_request_has_stored(llama: str) -> None:
+    with engine(llama, ["memory://16MiB"], extra={"answers": False}) as one:
+        for seed, wish in enumerate((None, {"answers": True}, {"pin": True})):
+            first = prompt(100, seed=22 + seed)
+            saved = one["saved_tokens"]
+            answer = one.ask([first], max_tokens=70, kvkeep=wish)[0]
+            assert one["saved_tokens"] - saved == 96
+            one.forget()
+            turn = first + list(answer.tokens)
+            assert one.ask([turn], kvkeep={"store": False})[0].cached == 96
+
+
+def test_a_second_engine_in_the_process_is_not_taken_for_the_first(
+    llama: str, tmp_path: Path
+) -> None:
+    """vLLM has one worker's connector in a process: it would name one model's KV as another's."""
+    tiers = [f"file://{tmp_path}/kv?size=64MiB"]
+    mine = [prompt(200, seed=30)]
+    with engine(llama, tiers) as one:
+        first = one.ask(mine)
+        other = make_llama(tmp_path / "other", seed=1)
+        with (
+            pytest.raises(Exception, match="a second engine in this process"),
+            engine(other, tiers),
+        ):
+            pass
+    with engine(llama, tiers) as one:
+        same(first, one.ask(mine))

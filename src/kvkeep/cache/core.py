@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from kvkeep.cache.forks import Forks
 from kvkeep.cache.pins import PinBoard
 from kvkeep.cache.sessions import SessionBoard
 from kvkeep.cache.stats import Counters
-from kvkeep.errors import OutOfPages
+from kvkeep.errors import InvalidValue, OutOfPages
 from kvkeep.events import Evicted, PagesShort, frozen
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class Core:
         """Who tells what more memory would do, if somebody asked for that."""
         self.sequences: dict[int, Sequence] = {}
         self.opened = 0  # names sequences: 1, 2, 3 …
+        self._memory: weakref.ref[object] | None = None  # where the pages lie, once somebody said
         self._claimed: dict[int, _Readers] = {}  # by the page to be copied from
         self.forks = Forks()
         self.hooks: tuple[Hook, ...] = ()
@@ -120,6 +122,32 @@ class Core:
         finally:
             self._depth -= 1
             self._lock.release()
+
+    # --- memory ------------------------------------------------------------------------------
+
+    def bind(self, memory: object) -> None:
+        """Take ``memory`` as the one in which the pages lie; see `PagedCache.bind`."""
+        bound = None if self._memory is None else self._memory()
+        if bound is memory:
+            return
+        if bound is not None:
+            raise InvalidValue(
+                f"this cache's pages lie in another memory ({type(bound).__name__} at "
+                f"{id(bound):#x}), and their ids say nothing in this one; give each runner a "
+                "PagedCache of its own"
+            )
+        if self._memory is not None and self.pool.num_used:
+            raise InvalidValue(
+                f"this cache holds {self.pool.num_used} pages of a memory that is gone; make "
+                "another PagedCache, or close its sequences and clear() it first"
+            )
+        try:
+            self._memory = weakref.ref(memory)
+        except TypeError as error:
+            raise InvalidValue(
+                f"the memory is {memory!r}; the object that owns it is needed, one that can be "
+                "referred to weakly"
+            ) from error
 
     # --- events ------------------------------------------------------------------------------
 

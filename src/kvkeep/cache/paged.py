@@ -106,6 +106,22 @@ class PagedCache:
                 what_if, self.page_size, pool.num_pages, self._block_tokens
             )
 
+    def bind(self, memory: object) -> None:
+        """Say in which memory the KV of these pages lies, once it is known.
+
+        ``memory`` is the object that owns it, such as a `PagedTensors`; engines call this before
+        they open a sequence. The same memory may be bound again at any time, by whichever engine
+        works on it then. Another one would be read for pages that were written elsewhere: it is
+        refused while the first is in use, and afterwards until `clear` has emptied the cache. The
+        cache keeps no memory alive: it holds a weak reference.
+
+        Raises:
+            InvalidValue: the cache is bound to another memory, holds pages of one that is gone, or
+                ``memory`` cannot be referred to weakly.
+        """
+        with self._core:
+            self._core.bind(memory)
+
     # --- requests ----------------------------------------------------------------------------
 
     def open(

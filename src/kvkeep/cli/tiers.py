@@ -58,8 +58,7 @@ def open_store(
     args: argparse.Namespace, runner: Runner, *, name: str, tiers: Sequence[str]
 ) -> KVStore:
     """The store of ``args``' model over ``tiers``. Raises `InvalidValue`: a URL is wrong."""
-    from kvkeep.models import bundled_model  # noqa: PLC0415
-    from kvkeep.store import KVStore, weights_digest  # noqa: PLC0415 - torch
+    from kvkeep.store import KVStore  # noqa: PLC0415 - torch
     from kvkeep.tiers import tiering  # noqa: PLC0415
 
     block = args.block_tokens
@@ -72,7 +71,7 @@ def open_store(
     return KVStore(
         runner.geometry,
         model=name,
-        revision=weights_digest(bundled_model() if args.model is None else args.model),
+        revision=runner.identity,
         tiers=list(tiers),
         policy=tiering(args.tiering),
         block_tokens=block,

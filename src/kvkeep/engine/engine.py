@@ -7,6 +7,7 @@ story; a server calls it in a loop, `generate` and `stream` are such loops.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ __all__ = ["Engine"]
 
 _GREEDY = SamplingParams()
 _LIMITS = Limits()
+_CHECK_S = 1.0  # between two looks at whether the model changed, while there is work
 # Nobody publishes here, so nothing is found here.
 _NOTHING_PUBLISHED = Namespace(tenant="kvkeep engine without reuse")
 
@@ -54,7 +56,17 @@ class Engine:
     seconds at most; what is computed is written to it behind the steps. Whoever made the store
     closes it, after this engine's `close`. An ``observer`` is told what happens to each request.
 
-    Thread safety: none; one thread calls it. Several engines may share a cache, not a runner.
+    The cache is bound to the runner's memory for as long as that lives (`PagedCache.bind`): another
+    engine may use the same cache with the same runner after this one, and no other runner may. A
+    store is bound to the runner's model (`KVStore.bind`). A model that is changed while it is
+    served is noticed when the next request is added (`Runner.check_model`); in a busy engine the
+    model is looked at once a second.
+
+    Thread safety: none; one thread calls it.
+
+    Raises:
+        InvalidValue: the cache has other measures or is another runner's; the store is of another
+            model or geometry.
     """
 
     def __init__(
@@ -75,12 +87,14 @@ class Engine:
                 f"the cache has {theirs[0]} pages of {theirs[1]} tokens and the runner {ours[0]} "
                 f"of {ours[1]}; give both the same"
             )
+        cache.bind(runner.tensors)
         self.runner = runner
         self.cache = cache
         self.store = store
         self.tokenizer = tokenizer
         self.limits = limits
         self._reuse = reuse
+        self._checked_at = -_CHECK_S
         self._did = EngineStats()
         self._watch = Watch(self._did, observer)
         self._keeper: Keeper | None = None
@@ -111,8 +125,10 @@ class Engine:
         ``store=False`` reuses what there is of the prompt and leaves nothing behind. Raises
         `QueueFull`, and `InvalidValue` for what can never be done: a prompt that is empty, has
         tokens the model does not know, or is longer than the pool or the model allows; more
-        answers than run at once; stop texts without a tokenizer.
+        answers than run at once; stop texts without a tokenizer. Raises `IllegalStep` when the
+        model was changed since the runner took it over.
         """
+        self._check_model()
         space = as_namespace(namespace)
         tokens = self._checked(prompt)
         self._check(params)
@@ -327,6 +343,13 @@ class Engine:
             return any(one in text for one in stop)
 
         return ends
+
+    def _check_model(self) -> None:
+        """Refuse to go on with a changed model. Cost: nothing, but once a second in a busy engine."""
+        now = time.monotonic()
+        if not self.has_work or now - self._checked_at >= _CHECK_S:
+            self.runner.check_model()
+            self._checked_at = now
 
     def _check(self, params: SamplingParams) -> None:
         if self.tokenizer is None and params.stop:

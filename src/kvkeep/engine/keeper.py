@@ -52,7 +52,7 @@ class Keeper:
     are read and written by the engine's thread alone, in step with its computing.
 
     Thread safety: none; it belongs to the engine's thread. Raises `InvalidValue` for a store of
-    another geometry, or whose blocks are not made of whole pages.
+    another geometry or model, or whose blocks are not made of whole pages.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Keeper:
                 f"the store has {store.geometry} and the model {runner.geometry}; make the store "
                 "with the runner's geometry"
             )
+        store.bind(runner.identity)
         if store.block_tokens % runner.page_size:
             raise InvalidValue(
                 f"blocks of {store.block_tokens} tokens are not made of pages of "

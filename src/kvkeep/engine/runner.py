@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from kvkeep.engine import flash, linear, loading, probe
 from kvkeep.engine.batch import PagedBatch
-from kvkeep.errors import InvalidValue
+from kvkeep.errors import IllegalStep, InvalidValue
 from kvkeep.geometry import KVGeometry
 from kvkeep.pages.tensors import PagedTensors
+from kvkeep.store.identity import ModelWatch, model_identity
 
 if TYPE_CHECKING:
     import os
@@ -27,7 +28,8 @@ __all__ = ["Runner"]
 class Runner:
     """Runs a Transformers causal model over pages.
 
-    ``geometry`` is the model's KV, ``tensors`` the memory, ``num_pages`` and ``page_size`` its
+    ``identity`` names the model as it was given (`kvkeep.store.model_identity`), ``geometry`` is
+    its KV, ``tensors`` the memory, ``num_pages`` and ``page_size`` its
     measures (give a `PagedCache` the same), ``vocabulary`` the number of token ids it knows,
     ``end_tokens`` those that end a text, ``context_tokens`` the longest sequence the model is made
     for (None: any). Which pages belong to whom is not its business.
@@ -46,9 +48,10 @@ class Runner:
     ) -> None:
         """Take over ``model``: its attention is replaced, and proved equal to its own first.
 
-        On a CPU in float32 its linear layers keep their weights twice, up to 1 GiB more in all:
+        Its identity is taken before anything else: about 0.1 s a GiB on a CPU. On a CPU in float32 its linear layers keep their weights twice, up to 1 GiB more in all:
         `kvkeep.engine.linear` says what for.
         """
+        self.identity = model_identity(model)
         self.model = model
         self.geometry = geometry
         self.device = model.device
@@ -70,6 +73,7 @@ class Runner:
         )
         self._scratch = self.tensors.scratch()
         self._kernel = flash.find(self.tensors)
+        self._watch = ModelWatch(model)
 
     @classmethod
     def load(
@@ -109,6 +113,18 @@ class Runner:
         """The longest sequence that can be run, in tokens: what the pages and the model allow."""
         pool = self.num_pages * self.page_size
         return pool if self.context_tokens is None else min(pool, self.context_tokens)
+
+    def check_model(self) -> None:
+        """Raise `IllegalStep` if the model was changed since it was taken over.
+
+        What it computes then is not what its cached KV says. `ModelWatch` says what is noticed.
+        Cost: about 0.1 ms for a model of 4 layers, 1 ms for 32; on a GPU it waits for what runs.
+        """
+        if (what := self._watch.changed()) is not None:
+            raise IllegalStep(
+                f"the model that this runner serves was changed: {what}. Cached KV is of the model "
+                "as it was; make another Runner, cache and store for it"
+            )
 
     def copy(self, copies: Iterable[PageCopy]) -> None:
         """Make page copies, in order."""

@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from threading import TIMEOUT_MAX  # seconds that can be waited for: some hundred years
+from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidValue
 
-__all__ = ["seconds_of", "tiers_of"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["refuse_unknown", "seconds_of", "tiers_of", "truth_of"]
+
+
+def refuse_unknown(given: Iterable[object], known: Sequence[str], has: str, there_are: str) -> None:
+    """Raise `InvalidValue` if ``given`` has a name that is not in ``known``, with the nearest ones.
+
+    The message is "``has`` 'nme'; ``there_are`` name, size; did you mean 'name'?". Names are
+    written as `repr` writes them: a client cannot begin a line of the log.
+    """
+    unknown = sorted(set(given) - set(known), key=repr)
+    if not unknown:
+        return
+    near = [close for name in unknown for close in get_close_matches(str(name)[:99], known, 1)]
+    raise InvalidValue(
+        f"{has} {', '.join(map(repr, unknown))}; {there_are} {', '.join(known)}"
+        + (f"; did you mean {', '.join(map(repr, dict.fromkeys(near)))}?" if near else "")
+    )
+
+
+def truth_of(name: str, value: object) -> bool:
+    """``value``, which is true or false; else `InvalidValue`."""
+    if not isinstance(value, bool):
+        raise InvalidValue(f"{name} is {value!r}; true or false is needed")
+    return value
 
 
 def tiers_of(given: object) -> tuple[str, ...]:

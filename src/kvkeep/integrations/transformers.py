@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from kvkeep.errors import IllegalStep, InvalidValue
 from kvkeep.integrations.transformers_caches import check_cache, fill, grown, held, length_of
 from kvkeep.integrations.transformers_model import (
-    active_adapters,
     geometry_of,
-    revision_of,
     rope_limit,
-    weights_state,
 )
 from kvkeep.integrations.transformers_prefill import Prefill
 from kvkeep.integrations.transformers_rows import rows_of
 from kvkeep.integrations.transformers_settings import Settings
 from kvkeep.store import KVStore
+from kvkeep.store.identity import ModelWatch, model_identity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +37,9 @@ if TYPE_CHECKING:
     from kvkeep.tokens import TokenArray
 
 __all__ = ["KeptModel", "LoadedPrefix", "Reuse", "revision_of"]
+
+revision_of = model_identity
+"""The ``revision`` of a model's KV, for a store of one's own."""
 
 _BLOCK_TOKENS: Final = 64
 
@@ -94,7 +95,7 @@ class KeptModel:
     Raises:
         UnsupportedModel: the model keeps something else than K and V of each token, or lies on
             several devices.
-        InvalidValue: the store is one for another geometry or layout.
+        InvalidValue: the store is one for another model, geometry or layout.
     """
 
     def __init__(
@@ -109,7 +110,8 @@ class KeptModel:
         self.model = model
         self.last: Reuse | None = None
         geometry = geometry_of(model)
-        self._weights = weights_state(model)
+        self._identity = model_identity(model)
+        self._watch = ModelWatch(model)
         self._longest = rope_limit(model)
         self._tenant = tenant
         self._owned = store is None
@@ -117,18 +119,19 @@ class KeptModel:
             store = KVStore(
                 geometry,
                 model=model.config.model_type,
-                revision=revision_of(model),
+                revision=self._identity,
                 tiers=tiers,
                 layout="HND",
                 block_tokens=block_tokens,
                 tenant=tenant or "",
-                lora=active_adapters(model),
             )
         elif store.geometry != geometry or store.layout != "HND":
             raise InvalidValue(
                 f"the store is for {store.geometry} in layout {store.layout}; this model needs "
                 f"{geometry} in layout HND"
             )
+        else:
+            store.bind(self._identity)
         self.store = store
 
     def generate(
@@ -142,7 +145,8 @@ class KeptModel:
 
         Raises:
             InvalidValue: padding on the right, or a setting that uses the cache in its own way.
-            IllegalStep: the model's weights or adapters were changed since this object was made.
+            IllegalStep: the model's weights, configuration or adapters were changed since this
+                object was made, so far as `kvkeep.store.identity.ModelWatch` notices.
         """
         self._check_model()
         asked = Settings(self.model, inputs, settings)
@@ -325,11 +329,14 @@ class KeptModel:
 
     def _check_model(self) -> None:
         """It is the one that this object was made for, and computes KV that holds."""
-        if self._weights != weights_state(self.model):
-            raise IllegalStep(
-                "the model's weights or adapters were changed since this KeptModel was made, and "
-                "the KV in its store is not theirs; make another one"
-            )
+        if (what := self._watch.changed()) is not None:
+            # Moved to another device, or written to with what was there: then it is the same.
+            if model_identity(self.model) != self._identity:
+                raise IllegalStep(
+                    f"the model was changed since this KeptModel was made: {what}. The KV in its "
+                    "store is of the model as it was; make another KeptModel"
+                )
+            self._watch = ModelWatch(self.model)
         if self.model.training:
             raise IllegalStep("the model is in training mode; call model.eval() first")
 

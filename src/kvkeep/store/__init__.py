@@ -7,17 +7,20 @@ names.py    from tokens to block ids
 stats.py    what is answered and reported
 why.py      why tokens are not there
 pinning.py  memory that a GPU copies fast
-weights.py  a digest of a model's weights, for the namespace
+identity/   `model_identity`: what decides the numbers of a model's KV, for the namespace
+weights.py  a digest of the weights in files, a part of it
 """
 
 from __future__ import annotations
 
 from kvkeep.store.blocks import BlockStore
+from kvkeep.store.identity import model_identity
 from kvkeep.store.stats import Lookup, Put, StoreStats
 from kvkeep.store.store import KVStore, Prefetch
 from kvkeep.store.weights import weights_digest
 from kvkeep.tiers import Fate
 
 __all__ = [
-    "BlockStore", "Fate", "KVStore", "Lookup", "Prefetch", "Put", "StoreStats", "weights_digest",
+    "BlockStore", "Fate", "KVStore", "Lookup", "Prefetch", "Put", "StoreStats", "model_identity",
+    "weights_digest",
 ]  # fmt: skip

@@ -6,8 +6,11 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvkeep.errors import InvalidValue
 from kvkeep.keys import Namespace, chain_keys, root_key, space_of
+from kvkeep.store.identity import model_identity
 from kvkeep.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -23,7 +26,7 @@ def store_namespace(
     layout: Layout,
     block_tokens: int,
     *,
-    model: str,
+    model: str | torch.nn.Module,
     revision: str,
     tenant: str,
     lora: str,
@@ -31,27 +34,18 @@ def store_namespace(
 ) -> Namespace:
     """The namespace of a store: everything that makes KV another KV.
 
-    ``model`` is ``name@revision``, a name with ``revision`` given, or a model directory, whose
-    weights are then digested.
+    ``model`` is a loaded module or a model directory, whose identity is then taken,
+    ``name@revision``, or a name with ``revision`` given.
 
     Raises:
-        InvalidValue: it is not said which weights, or which rank of several.
+        InvalidValue: it is not said which model, or which rank of several.
     """
-    if not isinstance(model, str):
-        raise InvalidValue(f"model is {model!r}; it is text: 'name@revision', or a directory")
-    # A directory first: its path may have an "@" that parts no revision from a name.
-    if model and not revision and Path(model).is_dir():
-        from kvkeep.store.weights import weights_digest  # noqa: PLC0415 - reads files: when asked
-
-        revision = weights_digest(model)
-        model = Path(model).resolve().name
-    elif not revision and "@" in model:
-        model, _, revision = model.rpartition("@")
+    model, revision = _named(model, revision)
     if not model or not revision:
         raise InvalidValue(
             f"model is {model!r} without a revision; KV of other weights under the same name would "
-            "be taken for its own: write 'name@revision', give revision=, or name the directory "
-            "of the model, whose weights are then digested"
+            "be taken for its own: write 'name@revision', give revision=, the loaded model "
+            "itself, or its directory"
         )
     if geometry.tp > 1 and not rank:
         raise InvalidValue(
@@ -73,6 +67,34 @@ def store_namespace(
         lora=lora,
         rank=rank,
     )
+
+
+def _named(model: str | torch.nn.Module, revision: str) -> tuple[str, str]:
+    """The name and the revision that ``model`` and ``revision`` say."""
+    if isinstance(model, torch.nn.Module):
+        if revision:
+            raise InvalidValue(
+                f"revision is {revision!r} beside a loaded model, which has an identity of its "
+                "own; leave revision out, or give the model's name"
+            )
+        name = getattr(getattr(model, "config", None), "model_type", "") or type(model).__name__
+        return str(name), model_identity(model)
+    if not isinstance(model, str):
+        raise InvalidValue(
+            f"model is {model!r}; it is a torch.nn.Module, 'name@revision', or a directory"
+        )
+    # A directory first: its path may have an "@" that parts no revision from a name.
+    if model and not revision and Path(model).is_dir():
+        folder = Path(model).resolve()
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+            raise InvalidValue(
+                f"{folder} holds an adapter without the model that it changes; give the loaded "
+                "model, or a name and a revision for both"
+            )
+        return folder.name, model_identity(folder)
+    if not revision and "@" in model:
+        model, _, revision = model.rpartition("@")
+    return model, revision
 
 
 class Names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from kvkeep.errors import InvalidValue, whole
 from kvkeep.geometry import KVGeometry, parse_bytes
 from kvkeep.store.forms import Form
+from kvkeep.store.identity import is_loaded
 from kvkeep.store.names import Names, store_namespace
 from kvkeep.store.pinning import pin_memory
 from kvkeep.store.stats import Asked, Lookup, Put, closed_is_illegal, runs_of, seconds_of
@@ -21,6 +23,8 @@ from kvkeep.tokens import as_tokens
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
+
+    import torch
 
     from kvkeep.backends import Backend
     from kvkeep.store.forms import KV, Layout
@@ -86,8 +90,9 @@ class KVStore:
 
     Args:
         geometry: of the model, or of one rank.
-        model: ``"name@revision"``, or a model directory whose weights are then digested (see
-            `kvkeep.store.weights_digest`), or a name together with ``revision``.
+        model: a loaded ``torch.nn.Module``, or a model directory, whose identity is then taken
+            (`kvkeep.store.model_identity`), or ``"name@revision"``, or a name together with
+            ``revision``.
         tiers: URLs, fastest first, or backends; see docs/store.md. What is read and written passes
             through memory, so if the first is no ``memory://``, a buffer of 256 MiB is put there.
         layout: of the caller's tensors, "NHD" or "HND"; blocks are stored as they are.
@@ -112,7 +117,7 @@ class KVStore:
         self,
         geometry: KVGeometry,
         *,
-        model: str,
+        model: str | torch.nn.Module,
         revision: str = "",
         tiers: Sequence[str | Backend] = ("memory://1GiB",),
         layout: Layout = "NHD",
@@ -135,6 +140,9 @@ class KVStore:
             geometry, layout, block_tokens,
             model=model, revision=revision, tenant=tenant, lora=lora, rank=rank,
         )  # fmt: skip
+        revision = self.namespace.revision
+        self._model = revision if is_loaded(revision) else None  # whose KV this is, once known
+        self._binding = threading.Lock()
         self._names: dict[str, Names] = {}
         self._asked = Asked()
         limits = {
@@ -151,6 +159,32 @@ class KVStore:
     def tiers(self) -> tuple[str, ...]:
         """The names of its tiers, fastest first: what is read and written passes the first."""
         return (self._tiered.front.name, *(tier.name for tier in self._tiered.tiers))
+
+    def bind(self, identity: str) -> None:
+        """Say that the KV to come is of the model with this `kvkeep.store.model_identity`.
+
+        Engines call it before their first `put` and `get`. A store whose revision is the identity
+        of a loaded model takes no other. One that was named in another way belongs to the first
+        model that it is given to, for as long as it is open: its name alone says which model's KV
+        was stored before.
+
+        Raises:
+            InvalidValue: the store is another model's.
+        """
+        if not isinstance(identity, str) or not is_loaded(identity):
+            raise InvalidValue(
+                f"the identity is {identity!r}; what kvkeep.store.model_identity says of a loaded "
+                "model is needed"
+            )
+        with self._binding:
+            if self._model is None:
+                self._model = identity
+        if self._model != identity:
+            raise InvalidValue(
+                f"the store {self.namespace.model!r} holds KV of the model {self._model}, and this "
+                f"model is {identity}: its weights, configuration or adapters are others; open a "
+                "store for it with KVStore(geometry, model=…)"
+            )
 
     # --- the three that matter -------------------------------------------------------------------
 

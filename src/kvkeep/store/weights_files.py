@@ -35,6 +35,8 @@ _BITS: Final = {
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 _OTHERS: Final = {".bin", ".pt", ".pth", ".gguf"}
+# What a trainer leaves beside a model, and no loader takes for weights.
+_OF_TRAINING: Final = ("optimizer", "rng_state", "scaler", "scheduler", "training_args")
 
 Spans = list[tuple[int, int]]
 """(offset, bytes) in a tensor's bytes, in order."""
@@ -61,6 +63,8 @@ def find_files(path: Path) -> list[Path]:
         if path.is_dir():
             return _in_folder(path)
         there = path.is_file()
+    except InvalidValue:
+        raise
     except (OSError, ValueError) as error:  # a ValueError is a NUL in the path
         why = getattr(error, "strerror", None) or error
         raise InvalidValue(f"cannot read {path}: {why}") from error
@@ -78,22 +82,39 @@ def find_files(path: Path) -> list[Path]:
 
 
 def _in_folder(path: Path) -> list[Path]:
-    """As Transformers looks: one file, an index, an adapter; else every file there is."""
+    """As Transformers looks: one file, an index, an adapter; else every file there is.
+
+    An adapter or other files beside a model are not its own weights, and left out here.
+    """
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     adapter = path / "adapter_model.safetensors"
+    pickled = sorted(
+        file.name
+        for file in path.iterdir()
+        if file.suffix in _OTHERS and not file.name.startswith(_OF_TRAINING)
+    )
+    for name in pickled:
+        if name.startswith("adapter_model") and not adapter.is_file():
+            raise InvalidValue(
+                f"{path} holds the adapter {name}, which is loaded with the model; pickled weights "
+                "are not read: load the adapter and save it again with save_pretrained"
+            )
     if single.is_file():
         return [single]
     if index.is_file():
         return [path / name for name in sorted(_shards(index))]
+    if pickled:
+        raise InvalidValue(
+            f"{path} holds {pickled[0]} and no model.safetensors: these pickled weights may be "
+            "loaded, and are not read here; load the model and save it again with save_pretrained"
+        )
     if adapter.is_file():
         return [adapter]
     files = sorted(file for file in path.glob("*.safetensors") if file.is_file())
     if not files:
-        others = sorted(file.name for file in path.iterdir() if file.suffix in _OTHERS)
         raise InvalidValue(
-            f"{path} holds no .safetensors file"
-            + "".join(f" (there is {name}, which is not read)" for name in others[:1])
-            + "; a model or adapter directory with its weights as safetensors is needed"
+            f"{path} holds no .safetensors file; a model or adapter directory with its weights as "
+            "safetensors is needed"
         )
     return files
 

@@ -3,7 +3,8 @@
 SGLang hands over bare hashes of tokens: SHA-256, chained from the first token of the prompt, with
 salts and adapters in them. All else that makes a page's bytes other bytes is in what stands here.
 
-    namespace   weights, tenant; of the pool of KV: dtype, layout and page size, geometry; the rank
+    namespace   weights, adapters, the model's configuration, settings (settings.py); tenant; of the
+                pool of KV: dtype, layout and page size, geometry; the rank
     key         SHA-256( the pool's digest + the hash )
     digest      the pool's name, dtype, layout, page size, geometry; its rank; a draft's weights
 """
@@ -22,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import snapshot_download
 
 from kvkeep.errors import InvalidValue
+from kvkeep.integrations import loaded
+from kvkeep.integrations.sglang.settings import server_setting, settings_digest
 from kvkeep.keys import Namespace
-from kvkeep.store.weights import weights_digest
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -38,25 +40,24 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHAPE = ("start_layer", "end_layer", "layer_num", "target_layer_num", "head_num", "head_dim",
           "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "head_group_num",
           "storage_format_tag")  # fmt: skip
-# What of the server's settings is in the bytes of KV, besides the weights.
-_SETTINGS = ("dtype", "kv_cache_dtype", "quantization", "quantization_param_path",
-             "json_model_override_args")  # fmt: skip
+# Formats that read safetensors files of the model's directory; all of those are in its identity.
+_SAFETENSORS = {"auto", "safetensors", "mistral", "layered", "fastsafetensors", "runai_streamer",
+                "bitsandbytes"}  # fmt: skip
 
 
 def namespace_of(
     config: HiCacheStorageConfig, options: Options, pool: Any, page_bytes: int
 ) -> Namespace:
     """What must never be mixed with what this rank keeps; ``pool`` is that of its KV."""
-    path = str(_server("model_path") or config.model_name or "model")
-    commit = str(_server("revision") or "")
-    directory = _directory(path, commit)
+    path = str(server_setting("model_path") or config.model_name or "model")
     return Namespace(
         tenant=options.tenant,
         model=Path(path).name,
-        revision=options.revision or _revision(config, path, commit, directory),
+        revision=options.revision or _revision(config, path),
+        lora=_adapters(config),
         dtype=_dtype(pool),
         layout=_layout(pool),
-        geometry=f"{_geometry(pool, page_bytes)}/{_settings(directory)}",
+        geometry=f"{_geometry(pool, page_bytes)}/{settings_digest()}/{_configuration(path)}",
         rank=_rank(config, replicated=is_replicated(config, "kv", pool)),
     )
 
@@ -96,7 +97,7 @@ def _rank(config: HiCacheStorageConfig, *, replicated: bool) -> str:
 def _dtype(pool: Any) -> str:
     name = str(getattr(pool, "dtype", "")).removeprefix("torch.")
     # SGLang stores every fp8 as uint8; which one it is, only the server knows.
-    return f"{name}:{_server('kv_cache_dtype')}" if name == "uint8" else name
+    return f"{name}:{server_setting('kv_cache_dtype')}" if name == "uint8" else name
 
 
 def _layout(pool: Any) -> str:
@@ -108,28 +109,21 @@ def _geometry(pool: Any, page_bytes: int) -> str:
     return f"{type(pool).__name__}({','.join(shape)})/{page_bytes}"
 
 
-def _settings(directory: str | None) -> str:
-    """A digest of what the server was told, and of the model's configuration."""
-    told = "\n".join(f"{name}={_server(name)}" for name in _SETTINGS)
-    digest = hashlib.blake2b(told.encode(), digest_size=8)
-    if directory is not None and (file := Path(directory, "config.json")).is_file():
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _revision(config: HiCacheStorageConfig, path: str, commit: str, directory: str | None) -> str:
+def _revision(config: HiCacheStorageConfig, path: str) -> str:
     """Which weights these are; what nobody else has where that cannot be known."""
-    if _server("load_format") == "dummy":
+    load_format = str(server_setting("load_format") or "auto")
+    commit = str(server_setting("revision") or "")
+    if load_format == "dummy":
         why = "its weights are dummies"
-    elif directory is None:
-        why = "its weights are in no directory of this machine"
+    elif load_format not in _SAFETENSORS or server_setting("custom_weight_loader"):
+        why = f"--load-format {load_format} may read files that are not looked at"
+    elif not Path(path).is_dir() and _COMMIT.fullmatch(commit):
+        return f"commit {commit}"
     else:
         try:
-            return weights_digest(directory)
+            return _loaded(path, commit)
         except InvalidValue as error:
             why = str(error)
-    if _COMMIT.fullmatch(commit):
-        return commit
     _LOG.warning(
         "What is kept of %s cannot be told from what another revision of it would leave (%s), so "
         "no other start of this server will find it. Name the revision: "
@@ -140,15 +134,60 @@ def _revision(config: HiCacheStorageConfig, path: str, commit: str, directory: s
     return _this_start(config)
 
 
-def _directory(path: str, revision: str) -> str | None:
-    """Where weights lie on this machine: a directory, or what the hub downloaded."""
+def _loaded(path: str, revision: str) -> str:
+    """The identity of the files that were loaded: a directory, or what the hub downloaded.
+
+    Raises:
+        InvalidValue: they are not on this machine, or changed since this process began.
+    """
+    began = loaded.process_began()
     if Path(path).is_dir():
-        return path
+        return loaded.identity_since(path, began)
+    cache = server_setting("download_dir")
     try:
-        snapshot: str = snapshot_download(path, revision=revision or None, local_files_only=True)
-    except (OSError, ValueError):  # no such name, or nothing of it is here
-        return None
-    return snapshot
+        snapshot = snapshot_download(
+            path,
+            revision=revision or None,
+            cache_dir=None if cache is None else str(cache),
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:  # no such name, or nothing of it is here
+        raise InvalidValue("its weights are in no directory of this machine") from error
+    branch = Path(snapshot).parents[1] / "refs" / (revision or "main")
+    if branch.is_file() and loaded.changed_since(branch, began):
+        raise InvalidValue(f"the branch {branch.name} moved after this process began")
+    return loaded.identity_since(snapshot, began)
+
+
+def _configuration(path: str) -> str:
+    """A digest of ``config.json``, which counts where the revision is given by hand, too."""
+    file = Path(path, "config.json")
+    if not file.is_file():
+        return ""
+    return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+
+
+def _adapters(config: HiCacheStorageConfig) -> str:
+    """A digest of the adapters that the server starts with; empty: none.
+
+    SGLang names such an adapter by its name and path, in every start alike, and hands only hashes
+    to a storage. An adapter that a request loads later has a name that no other start has.
+    """
+    given = server_setting("lora_paths", "lora")
+    if not isinstance(given, list | tuple) or not given:
+        return ""
+    digest = hashlib.sha256()
+    for name, path in sorted((str(one.lora_name), str(one.lora_path)) for one in given):
+        try:
+            identity = _loaded(path, "")
+        except InvalidValue as error:
+            _LOG.warning(
+                "The weights of LoRA %s cannot be told (%s), so no other start of this server will "
+                "find what is kept", name, error,
+            )  # fmt: skip
+            identity = _this_start(config)
+        digest.update(repr((name, path, identity)).encode())
+    return digest.hexdigest()[:32]
 
 
 def _this_start(config: HiCacheStorageConfig) -> str:
@@ -163,17 +202,12 @@ def _this_start(config: HiCacheStorageConfig) -> str:
 
 def _draft() -> str:
     """Which weights the draft model has, where there is one beside the target's own."""
-    path = str(_server("speculative_draft_model_path", "spec") or "")
-    revision = str(_server("speculative_draft_model_revision", "spec") or "")
-    directory = _directory(path, revision) if path else None
-    return f"{path} {revision}" if directory is None else weights_digest(directory)
-
-
-def _server(name: str, bag: str = "model") -> object:
-    """A setting of the server that this process is a part of; None where it is of none."""
-    from sglang.srt import runtime_context  # noqa: PLC0415 - imports much of SGLang
-
+    path = str(server_setting("speculative_draft_model_path", "spec") or "")
+    revision = str(server_setting("speculative_draft_model_revision", "spec") or "")
+    if not path or _COMMIT.fullmatch(revision):
+        return f"{path} {revision}"
     try:
-        return getattr(getattr(runtime_context, f"get_{bag}")(), name, None)
-    except ValueError:  # nothing was published: no server runs here
-        return None
+        return _loaded(path, revision)
+    except InvalidValue as error:
+        _LOG.warning("The weights of the draft model cannot be told: %s", error)
+        return f"start {secrets.token_hex(16)}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.errors import InvalidValue, whole
-from kvkeep.integrations.given import seconds_of, tiers_of
+from kvkeep.integrations.given import refuse_unknown, seconds_of, tiers_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,11 +64,9 @@ class Options:
         """
         options = {name: value for name, value in (given or {}).items() if name not in _OF_SGLANG}
         known = [field.name for field in fields(cls)]
-        if unknown := sorted(set(options) - set(known)):
-            raise InvalidValue(
-                f"--hicache-storage-backend-extra-config has {', '.join(map(repr, unknown))}; "
-                f"kvkeep's options are {', '.join(known)}"
-            )
+        refuse_unknown(
+            options, known, "--hicache-storage-backend-extra-config has", "kvkeep's options are"
+        )
         if "tiers" in options:
             options["tiers"] = tiers_of(options["tiers"])
         for name in ("revision", "tenant"):

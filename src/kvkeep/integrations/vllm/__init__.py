@@ -12,8 +12,10 @@
     groups.py      what of a model's KV can be kept: its groups of layers
     pages.py       the memory of the engine, page by page
     naming.py      the namespace · keys.py: the keys of blocks
+    weights.py     which weights were loaded · numbers.py: what of the configuration decides numbers
     adapters.py    which LoRA weights a request is computed with
     options.py     what can be chosen at start, and for each request
+    outer.py       what vLLM reads elsewhere when the connector is inside another one
     stats.py       what vLLM's log and its Prometheus page show
 
 Import it where vLLM is installed; opening a store is left to the worker.
@@ -21,6 +23,13 @@ Import it where vLLM is installed; opening a store is left to the worker.
 
 from __future__ import annotations
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
 from kvkeep.integrations.vllm.connector import KVKeepConnector
 
 __all__ = ["KVKeepConnector"]
+
+# MultiConnector finds the class of counts that crossed a process by name, and in vLLM's registry
+# alone: without an entry there the first ones end the server's output handler.
+if KVKeepConnector.__name__ not in KVConnectorFactory._registry:
+    KVConnectorFactory.register_connector(KVKeepConnector.__name__, __name__, "KVKeepConnector")

@@ -1,19 +1,24 @@
 """Which LoRA weights a request is computed with.
 
 vLLM's hashes hold an adapter's name and path. An adapter that is trained anew into the same files
-has the same ones, so a digest of its files goes into the keys as well. The digest is taken when an
-adapter is first seen, which is before vLLM loads it. If the files change later, nobody can tell
-which of the two is in use: nothing of that adapter is kept from then on, until a restart.
+has the same ones, so the identity of its files goes into the keys as well. It is taken with the
+first request for an adapter. vLLM may have loaded it long before (``--lora-modules``,
+``/v1/load_lora_adapter``), so files that were written after this process began may not be what was
+loaded: KV of such an adapter is found by this process alone. If the files change later, it is
+unknown which of the two are in use: nothing of that adapter is kept from then on, until a restart.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidValue
+from kvkeep.integrations import loaded
+from kvkeep.store.identity import model_identity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,15 +62,20 @@ class Adapters:
         return known[2]
 
     def _first(self, name: str, path: str, files: _Files) -> bytes | None:
-        from kvkeep.store.weights import weights_digest  # noqa: PLC0415 - reads files: when asked
-
         reason = "it is not a local directory"
         if files:
             try:
-                config = (Path(path) / "adapter_config.json").read_bytes()  # alpha, and where it is
-                return hashlib.sha256(weights_digest(path).encode() + config).digest()
-            except (InvalidValue, OSError) as error:
+                identity = model_identity(path)  # with alpha and rank in adapter_config.json
+            except InvalidValue as error:
                 reason = str(error)
+            else:
+                if changed := loaded.changed_since(Path(path), loaded.process_began()):
+                    _LOG.info(
+                        "%s was written after this process began: KV of LoRA %s will be found by "
+                        "this process alone", changed, name,
+                    )  # fmt: skip
+                    identity += secrets.token_hex(16)
+                return hashlib.sha256(identity.encode()).digest()
         _LOG.warning("kvkeep does not keep KV of LoRA %s (%s): %s", name, path, reason)
         return None
 

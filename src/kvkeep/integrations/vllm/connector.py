@@ -16,6 +16,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvkeep.integrations.vllm.groups import Groups
 from kvkeep.integrations.vllm.messages import Plan
 from kvkeep.integrations.vllm.options import Options
+from kvkeep.integrations.vllm.outer import require_outer
 from kvkeep.integrations.vllm.stats import KVKeepPromMetrics, KVKeepStats
 
 if TYPE_CHECKING:
@@ -61,8 +62,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        # Before the scheduler reads it: with vLLM's default a lost file is an error of a request.
-        transfer.kv_load_failure_policy = "recompute"
+        require_outer(transfer)  # before the scheduler reads it
         options = Options.parse(transfer.kv_connector_extra_config)
         groups = Groups.of(vllm_config, kv_cache_config)
         self._scheduler: SchedulerSide | None = None

@@ -1,8 +1,9 @@
 """The namespace of an engine's KV.
 
 A page is opaque: what wrote it must be what reads it. So the namespace names everything that makes
-bytes other bytes: the weights and the configuration, dtypes, the layout of pages, the attention
-backend and what it packs for, block size, groups of layers, ranks, and the version of vLLM.
+bytes other bytes: the weights that were loaded (weights.py), the configuration and the version of
+vLLM (numbers.py); and here dtypes, the layout of pages, the attention backend and what it packs
+for, block size, groups of layers, and ranks.
 """
 
 from __future__ import annotations
@@ -12,19 +13,17 @@ import json
 import logging
 import os
 import platform
-import re
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import vllm
 
-from kvkeep.errors import InvalidValue
+from kvkeep.integrations.vllm.numbers import numbers_of, plain
+from kvkeep.integrations.vllm.weights import revision_of
 from kvkeep.keys import Namespace
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
     from kvkeep.integrations.vllm.groups import Groups
     from kvkeep.integrations.vllm.options import Options
@@ -33,8 +32,6 @@ __all__ = ["machine_of", "namespace_of", "warn_of_seeds"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
 _FORMAT = 1  # of our records: the pages of a group's layers, one behind the other
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_NOT_KV = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
 
 
 def warn_of_seeds(vllm_config: VllmConfig) -> None:
@@ -55,7 +52,6 @@ def namespace_of(
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parts = {
         "format": _FORMAT,
-        "vllm": ".".join(vllm.__version__.split(".")[:2]),
         "hash": cache.prefix_caching_hash_algo,
         "block_tokens": groups.block_tokens,
         "groups": [[group.window, *group.layers] for group in groups.groups],
@@ -65,10 +61,10 @@ def namespace_of(
     return Namespace(
         tenant=options.tenant,
         model=Path(str(model.model)).name,
-        revision=_revision(vllm_config, options),
+        revision=revision_of(vllm_config, options.revision),
         dtype=f"{model.dtype}/{cache.cache_dtype}/{model.quantization}",
         layout=_digest(parts),
-        geometry=_digest(_configuration(model)),
+        geometry=_digest(numbers_of(vllm_config)),
         rank=_rank(vllm_config),
     )
 
@@ -100,58 +96,6 @@ def _rank(vllm_config: VllmConfig) -> str:
     return f"{parallel.rank} of {sharing} interleave{interleave}"
 
 
-def _revision(vllm_config: VllmConfig, options: Options) -> str:
-    """Which weights these are; one that nobody else has where that cannot be known."""
-    model = vllm_config.model_config
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        return _own("the scales of its KV are computed anew by every process", "")
-    if options.revision:
-        return options.revision
-    advice = 'kv_connector_extra_config: {"revision": "…"}'
-    if str(vllm_config.load_config.load_format) == "dummy":
-        return _own("its weights are dummies", advice)
-    found = _directory(model)
-    if found is not None:
-        from kvkeep.store.weights import weights_digest  # noqa: PLC0415 - reads files: when asked
-
-        try:
-            return weights_digest(found)
-        except InvalidValue as error:
-            return _own(f"its weights cannot be digested ({error})", advice)
-    if model.revision and _COMMIT.fullmatch(model.revision):
-        return str(model.revision)
-    return _own(f"{model.model} at revision {model.revision} may be other weights tomorrow", advice)
-
-
-def _own(reason: str, advice: str) -> str:
-    _LOG.warning(
-        "kvkeep cannot tell which weights the model has: %s. What it stores will be found by this "
-        "process alone%s",
-        reason,
-        f"; to keep it, say which weights they are: {advice}" if advice else "",
-    )
-    return f"process {secrets.token_hex(16)}"
-
-
-def _directory(model: ModelConfig) -> str | None:
-    """Where the weights lie on this machine: a directory, or what the hub downloaded."""
-    if Path(model.model).is_dir():
-        return str(model.model)
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - vLLM has it
-    from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
-
-    try:
-        return str(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-    except (LocalEntryNotFoundError, ValueError, OSError):
-        return None
-
-
-def _configuration(model: ModelConfig) -> dict[str, object]:
-    """The model's configuration, overrides of the command line included."""
-    config: dict[str, object] = model.hf_config.to_dict()
-    return {name: value for name, value in config.items() if name not in _NOT_KV}
-
-
 def _speculative(vllm_config: VllmConfig) -> list[object] | None:
     """Draft layers are layers of the cache; wrong drafts cost time, never a token."""
     config = vllm_config.speculative_config
@@ -162,14 +106,5 @@ def _speculative(vllm_config: VllmConfig) -> list[object] | None:
 
 
 def _digest(parts: object) -> str:
-    text = json.dumps(parts, sort_keys=True, default=_plain)
+    text = json.dumps(plain(parts), sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def _plain(value: object) -> str:
-    """For what JSON cannot write: the same in every process."""
-    if isinstance(value, torch.dtype):
-        return str(value)
-    if isinstance(value, set | frozenset):
-        return repr(sorted(map(str, value)))
-    return repr(value)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidValue, whole
-from kvkeep.integrations.given import seconds_of, tiers_of
+from kvkeep.integrations.given import refuse_unknown, seconds_of, tiers_of, truth_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +28,7 @@ class Options:
         revision: which weights these are, where no files say so.
         tenant: what keeps this engine's KV from being found by engines of other tenants.
         min_tokens: a hit that saves fewer is not loaded; None: one block.
+        answers: store the KV of generated tokens; False: of prompts alone.
         capture: a file that gets a line for each request, to be replayed; "": none.
     """
 
@@ -38,6 +39,7 @@ class Options:
     revision: str = ""
     tenant: str = ""
     min_tokens: int | None = None
+    answers: bool = True
     capture: str = ""
 
     @classmethod
@@ -48,11 +50,7 @@ class Options:
             InvalidValue: an option that there is not, or a value that it cannot have.
         """
         known = [field.name for field in fields(cls)]
-        if unknown := sorted(set(given) - set(known)):
-            raise InvalidValue(
-                f"kv_connector_extra_config has {', '.join(map(repr, unknown))}; kvkeep's options "
-                f"are {', '.join(known)}"
-            )
+        refuse_unknown(given, known, "kv_connector_extra_config has", "kvkeep's options are")
         options = dict(given)
         if "tiers" in options:
             options["tiers"] = tiers_of(options["tiers"])
@@ -64,6 +62,7 @@ class Options:
                 raise InvalidValue(f"{name} is {options[name]!r}; text is needed")
         if options.get("min_tokens") is not None:
             options["min_tokens"] = whole("min_tokens", options["min_tokens"], 1)
+        truth_of("answers", options.get("answers", True))
         return cls(**options)  # type: ignore[arg-type]
 
 
@@ -73,12 +72,14 @@ class Wishes:
 
     Attributes:
         store: keep what is computed.
+        answers: keep the KV of generated tokens, too, where the connector's option keeps it.
         load: use what is kept.
         ttl: seconds after which what it was the first to store is deleted; None: never.
         pin: seconds for which all its blocks are kept from eviction; None: not at all.
     """
 
     store: bool = True
+    answers: bool = True
     load: bool = True
     ttl: float | None = None
     pin: float | None = None
@@ -97,17 +98,16 @@ class Wishes:
             return _DEFAULT
         if not isinstance(given, dict):
             raise InvalidValue(f"kvkeep is {given!r}; an object is needed")
-        if unknown := sorted(map(repr, set(given) - {"store", "load", "ttl", "pin"})):
-            raise InvalidValue(f"it has {', '.join(unknown)}; there are store, load, ttl and pin")
-        for name in ("store", "load", "pin"):
-            if not isinstance(given.get(name, False), bool):
-                raise InvalidValue(f"{name} is {given[name]!r}; true or false is needed")
+        refuse_unknown(given, [field.name for field in fields(cls)], "kvkeep has", "there are")
+        for name in ("store", "answers", "load", "pin"):
+            truth_of(name, given.get(name, False))
         ttl = seconds_of("ttl", given["ttl"]) if given.get("ttl") is not None else None
         if ttl == 0:
             raise InvalidValue("ttl is 0; a time above zero is needed")
         pin = given.get("pin", False)
         return cls(
             store=given.get("store", True),
+            answers=given.get("answers", True),
             load=given.get("load", True),
             ttl=None if pin else ttl,
             pin=(ttl or _DEFAULT_PIN_S) if pin else None,

@@ -56,6 +56,9 @@ class _Followed:
     saved: int = 0  # blocks that were looked at for saving
     loaded: int = -1  # how often it had been preempted when it was last loaded
     hit: tuple[int, int] = (0, 0)  # what was promised last: blocks from … to
+    local: int = 0  # tokens that vLLM had when it asked last
+    placed: int = -1  # the step in which it got its pages
+    held: int = 0  # until that step nothing of it is saved
     asked: _Asked | None = None
     # For the capture: tokens that vLLM had, and that were loaded, when it first began, and when.
     had: int = 0
@@ -83,6 +86,8 @@ class SchedulerSide:
         self._loads_at_all = loads
         self._saves_at_all = saves
         self._ranks = vllm_config.parallel_config.world_size
+        self._steps_in_flight = vllm_config.max_concurrent_batches
+        self._step = 0
         self._shared = None
         if self._ranks == 1:
             self._shared = Shared.find(vllm_config.kv_transfer_config.engine_id)
@@ -127,8 +132,10 @@ class SchedulerSide:
     def matched(self, request: Request, computed: int) -> int | None:
         """How many tokens beyond ``computed`` can be loaded; None: ask again with the next step."""
         followed = self._followed.get(request.request_id)
-        if followed is not None and followed.began is None:
-            followed.had = computed
+        if followed is not None:
+            followed.local = computed
+            if followed.began is None:
+                followed.had = computed
         if (
             followed is None
             or not self._loads_at_all
@@ -235,8 +242,10 @@ class SchedulerSide:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """The request has pages, ``external`` tokens of which are to be loaded."""
         followed = self._followed.get(request.request_id)
-        if followed is not None and followed.began is None:
-            followed.began, followed.promised = time.time(), external
+        if followed is not None:
+            followed.placed = self._step
+            if followed.began is None:
+                followed.began, followed.promised = time.time(), external
         if followed is None or external == 0:
             return
         size = self._groups.block_tokens
@@ -258,6 +267,7 @@ class SchedulerSide:
     def plan(self, output: SchedulerOutput) -> Plan:
         """What the workers are to do with this step."""
         plan, self._plan = self._plan, Plan()
+        step, self._step = self._step, self._step + 1
         plan.idle = output.total_num_scheduled_tokens == 0
         plan.asking = plan.idle and any(
             one.asked is not None and one.asked.answer is None for one in self._followed.values()
@@ -270,15 +280,31 @@ class SchedulerSide:
                 if followed is None or not followed.wishes.store:
                     continue
                 request = followed.request
+                if followed.placed == step and self._is_foreign(followed):
+                    followed.held = step + self._steps_in_flight + 1
+                if step < followed.held:
+                    continue
                 # Full after this step, and of tokens that are final: those have hashes.
                 end = (request.num_computed_tokens + scheduled) // size
                 end = min(end, len(request.block_hashes))
+                if not (self._options.answers and followed.wishes.answers):
+                    end = min(end, request.num_prompt_tokens // size)
                 if end > followed.saved:
                     state = output.kv_connector_block_state
                     tables = None if state is None else state.get_block_ids(request_id)
                     if tables is not None:
                         self._save(followed, end, tables, plan)
         return plan
+
+    @staticmethod
+    def _is_foreign(followed: _Followed) -> bool:
+        """Whether another connector (in `MultiConnector`) fills pages of it in this very step.
+
+        If that fails, vLLM hears of it with the step's results, and computes them again.
+        """
+        request = followed.request
+        ours = followed.loaded == request.num_preemptions
+        return not ours and bool(request.num_computed_tokens > followed.local)
 
     def _save(
         self, followed: _Followed, end: int, tables: tuple[list[int], ...], plan: Plan

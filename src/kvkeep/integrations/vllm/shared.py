@@ -10,6 +10,8 @@ import time
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from kvkeep.errors import InvalidValue
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
@@ -34,6 +36,9 @@ class Shared:
 
     Attributes:
         news: set when something that a request waits for is done.
+
+    Raises:
+        InvalidValue: the engine has one already.
     """
 
     def __init__(
@@ -50,6 +55,13 @@ class Shared:
         self._counting = threading.Lock()
         self._hits: dict[str, float] = {}
         self._closed = False
+        other = _ENGINES.get(engine)
+        if other is not None and not other._closed:
+            store.close(0)
+            raise InvalidValue(
+                "there are two KVKeepConnectors in one engine, which would find each other's "
+                "blocks; leave one of them, with the tiers of both"
+            )
         _ENGINES[engine] = self
         # Where vLLM runs in a script's own process, nobody may tell us that it ends.
         atexit.register(self.close)

@@ -15,6 +15,7 @@ from kvkeep.errors import KVKeepError
 from kvkeep.integrations.vllm.device import DeviceCopies
 from kvkeep.integrations.vllm.messages import Answers, Save, Span
 from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
+from kvkeep.integrations.vllm.outer import require_own_engine
 from kvkeep.integrations.vllm.pages import pages_of
 from kvkeep.integrations.vllm.shared import Shared, log_fault
 from kvkeep.integrations.vllm.stats import Counts
@@ -85,24 +86,33 @@ class WorkerSide:
 
         Raises:
             UnsupportedModel: they do not lie in memory as they should.
-            InvalidValue: a tier's URL is wrong.
+            InvalidValue: a tier's URL is wrong, or the pages are another engine's.
         """
-        config = self._vllm_config
+        require_own_engine(self._vllm_config.kv_transfer_config)
         self._pages, described = pages_of(self._groups, self._kv_cache_config, kv_caches)
+        if self.shared is None:  # else vLLM allocated its caches anew, and the store stays
+            self.shared = self._share(described)
+        if self._device is not None:
+            self._device.close()
+        if self._pages[0].device.type != "cpu":
+            self.shared.store.pin_memory()
+            self._device = DeviceCopies(self._pages, self._write, self._drop)
+
+    def _share(self, described: str) -> Shared:
+        """Open the store for pages that lie in memory as ``described``."""
+        config = self._vllm_config
         warn_of_seeds(config)
         where = f"{machine_of(config, self._groups, self._pages[0].device)} {described}"
         namespace = namespace_of(config, self._options, self._groups, where)
         store = BlockStore(namespace, tiers=self._options.tiers)
         sizes = [pages.record_bytes for pages in self._pages]
         engine = config.kv_transfer_config.engine_id
-        self.shared = Shared(engine, store, self._groups, sizes, self._options)
-        if self._pages[0].device.type != "cpu":
-            store.pin_memory()
-            self._device = DeviceCopies(self._pages, self._write, self._drop)
+        shared = Shared(engine, store, self._groups, sizes, self._options)
         _LOG.info(
             "kvkeep keeps blocks of %d tokens, %d bytes, in %s",
             self._groups.block_tokens, sum(sizes), ", ".join(t.place for t in store.stats()),
         )  # fmt: skip
+        return shared
 
     # --- loads -----------------------------------------------------------------------------------
 

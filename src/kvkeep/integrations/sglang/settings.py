@@ -1,0 +1,110 @@
+"""What of SGLang's settings decides the numbers of KV, as its process resolved them.
+
+Whole groups of settings, but for what is named here as neutral: an option of a later SGLang in one
+of them is part of the namespace until somebody shows that it need not be. The model's own
+configuration is told by its files, which are part of the revision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from typing import Any, Final
+
+__all__ = ["server_setting", "settings_digest"]
+
+_GROUPS: Final = {
+    "model": {
+        # told in another way
+        "model_path", "revision",
+        # how weights come into memory
+        "trust_remote_code", "download_dir", "startup_weight_load_mode",
+        "weight_loader_disable_mmap", "weight_loader_prefetch_checkpoints",
+        "weight_loader_prefetch_num_threads",
+        "weight_loader_drop_cache_after_load", "is_startup_weight_load_overlap", "model_checksum",
+        "delete_ckpt_after_loading", "modelopt_checkpoint_save_path", "modelopt_export_path",
+        "engine_info_bootstrap_port", "remote_instance_weight_loader_seed_instance_ip",
+        "remote_instance_weight_loader_seed_instance_service_port",
+        "remote_instance_weight_loader_send_weights_group_ports",
+        "remote_instance_weight_loader_backend", "weight_cache_mode", "weight_cache_socket",
+        "remote_instance_weight_loader_start_seed_via_transfer_engine", "weight_cache_timeout",
+        "checkpoint_engine_wait_weights_before_ready",
+    },
+    "exec.features": {
+        "enable_memory_saver", "enable_weights_cpu_backup", "enable_draft_weights_cpu_backup",
+        "enable_custom_logit_processor", "enable_return_hidden_states", "sampling_mask_max_tokens",
+        "return_hidden_states_mode", "enable_return_routed_experts", "enable_return_indexer_topk",
+        "disable_outlines_disk_cache", "enable_watermark", "watermark_config", "watermark_key",
+        "watermark_key_b", "watermark_context_window", "watermark_mixing_probability",
+        "watermark_max_probability", "watermark_default_enabled", "watermark_enforce_all",
+        "enable_return_aux_hidden_states", "aux_hidden_state_capture",
+        "return_aux_hidden_state_layer_ids", "enable_fp32_lm_head",
+    },
+    "exec.kernel": {"sampling_backend", "grammar_backend", "disable_flashinfer_autotune",
+                    "flashinfer_autotune_skip_ops"},
+    "exec.moe": {"expert_distribution_recorder_mode", "expert_distribution_recorder_buffer_size",
+                 "expert_balancedness_report_mode", "mooncake_ib_device", "is_ep_joiner",
+                 "is_ep_scale_joiner", "ep_join_mode", "elastic_ep_scale_timeout", "kt_cpuinfer",
+                 "kt_threadpool_count"},
+    "exec.mamba": {"mamba_max_states_per_path", "int8_mamba_ckpt_size"},
+    "exec.comm": {"enable_layerwise_nvtx_marker", "pre_warm_nccl"},
+    "exec.deterministic": set(),
+    "exec.dllm": set(),
+}  # fmt: skip
+_SINGLE: Final = {
+    "exec.graph": ("enable_torch_compile",),
+    "lora": ("enable_lora", "lora_backend", "lora_target_modules", "lora_use_virtual_experts"),
+    "mm": ("mm_attention_backend", "mm_process_config", "image_processor_backend",
+           "disable_fast_image_processor", "mm_enable_dp_encoder"),
+}  # fmt: skip
+# Switches in the environment that are about something else, or differ between ranks.
+_OTHER_SWITCHES: Final = re.compile(
+    "RANK|LOG|DEBUG|METRIC|_CI|TEST|HEALTH|TRACE|PROFIL|NVTX|CHECK|DISAGG|CRASH|COREDUMP|MOONCAKE"
+)
+
+
+def settings_digest() -> str:
+    """16 hexadecimal digits of every setting that may decide a number."""
+    told: list[str] = []
+    for path, neutral in _GROUPS.items():
+        group = _group(path)
+        told += [f"{path}.{name}={group[name]}" for name in sorted(set(group) - neutral)]
+    for path, names in _SINGLE.items():
+        group = _group(path)
+        told += [f"{path}.{name}={group.get(name)}" for name in names]
+    told += _switches()
+    return hashlib.blake2b("\n".join(told).encode(), digest_size=8).hexdigest()
+
+
+def server_setting(name: str, group: str = "model") -> object:
+    """A setting of the server that this process is a part of; None where it is of none."""
+    return _group(group).get(name)
+
+
+def _group(path: str) -> dict[str, object]:
+    """The settings of a group; none where nothing was published: no server runs here."""
+    from sglang.srt import runtime_context  # noqa: PLC0415 - imports much of SGLang
+
+    first, *rest = path.split(".")
+    try:
+        bag: Any = getattr(runtime_context, f"get_{first}")()
+    except ValueError:
+        return {}
+    for name in rest:
+        bag = getattr(bag, name, None)
+    return {} if bag is None else dict(bag._fields)
+
+
+def _switches() -> list[str]:
+    """Variables of the environment that SGLang reads as true or false, where they are set."""
+    from sglang.srt import environ  # noqa: PLC0415 - as above
+
+    switches = vars(type(environ.envs))
+    return [
+        f"{name}={field.get()}"
+        for name, field in sorted(switches.items())
+        if isinstance(field, environ.EnvBool)
+        and name in os.environ
+        and not _OTHER_SWITCHES.search(name)
+    ]

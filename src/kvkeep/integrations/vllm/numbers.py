@@ -1,0 +1,182 @@
+"""What of vLLM's configuration decides the numbers of KV.
+
+Everything, but for what is named here as neutral: an option of a later vLLM is part of the
+namespace until somebody shows that it need not be. Values are those that vLLM resolved, so that
+``--hf-overrides`` and a default that is given by hand are told apart by what they do.
+
+Neutral is what serves, logs, samples, sizes and schedules. How a batch is made up is neutral too:
+it changes the last bits of sums, and vLLM's own prefix cache does not part by it either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import vllm
+from vllm import envs
+
+from kvkeep.store.identity.modules import NEUTRAL_CONFIG
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+__all__ = ["numbers_of", "plain"]
+
+_MODEL: Final = {
+    # described in another way: what was loaded, and the configuration that it has
+    "model", "model_weights", "revision", "hf_config", "hf_text_config", "hf_config_path",
+    "hf_overrides", "config_format", "max_model_len", "spec_target_max_model_len", "dtype",
+    "multimodal_config",
+    # tokens and requests
+    "tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "max_logprobs",
+    "logprobs_mode", "return_sampling_mask", "generation_config", "override_generation_config",
+    "logits_processors", "pooler_config", "seed", "use_fp64_gumbel", "enable_prompt_embeds",
+    "io_processor_plugin", "renderer_num_workers", "served_model_name", "enable_trace_replay",
+    # access
+    "allowed_local_media_path", "allowed_media_domains", "hf_token", "trust_remote_code",
+    "allow_deprecated_quantization",
+    # memory; what is compiled is told by the compilation's mode
+    "enforce_eager", "enable_sleep_mode", "sleep_preserve_parameter_names", "sleep_mode_backend",
+    "sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend", "enable_cumem_allocator",
+}  # fmt: skip
+_IMAGES: Final = {
+    "language_model_only", "limit_per_prompt", "enable_mm_embeds", "mm_processor_cache_gb",
+    "mm_processor_cache_type", "mm_hasher_algorithm", "mm_shm_cache_max_object_size_mb",
+    "mm_encoder_only", "interleave_mm_strings", "skip_mm_profiling", "mm_tensor_ipc",
+    "allow_missing_mm_embeddings", "mm_ipc_gpu_memory_gb",
+}  # fmt: skip
+_CACHE: Final = {
+    # described in another way
+    "block_size", "user_specified_block_size", "kv_cache_layout", "hash_block_size", "cache_dtype",
+    "prefix_caching_hash_algo", "_block_size_resolved", "effective_attention_block_size",
+    # sizes, and what is cached
+    "gpu_memory_utilization", "num_gpu_blocks", "num_cpu_blocks", "num_gpu_blocks_override",
+    "kv_cache_memory_bytes", "kv_cache_size_tokens", "kv_cache_max_concurrency",
+    "kv_offloading_size", "kv_offloading_backend", "enable_prefix_caching", "prefix_match_unit",
+    "prefix_cache_retention_interval", "cache_hit_alignment_tokens",
+}  # fmt: skip
+_ATTENTION: Final = {"backend", "backend_per_kind"}  # those that were chosen are in the namespace
+_KERNELS: Final = {"enable_flashinfer_autotune", "enable_rocm_segmented_attn_autotune",
+                   "enable_cutedsl_warmup", "enable_jit_warmup"}  # fmt: skip
+_LORA: Final = {"max_lora_rank", "max_loras", "max_cpu_loras", "max_lora_cls_labels",
+                "default_mm_loras"}  # fmt: skip
+_LOADING: Final = {
+    "download_dir", "use_tqdm_on_load", "device", "pt_load_map_location",
+    "safetensors_prefetch_num_threads", "safetensors_prefetch_block_size",
+}  # fmt: skip
+# Set in the environment, not on vLLM's own list of neutral ones, and neutral all the same.
+_ENVIRONMENT: Final = {
+    "CUDA_HOME", "VLLM_NCCL_SO_PATH", "VLLM_CONFIGURE_LOGGING", "VLLM_PLUGINS",
+    "VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_KV_CACHE_LAYOUT",
+    "VLLM_LORA_RESOLVER_CACHE_DIR", "VLLM_DISABLE_COMPILE_CACHE", "VLLM_DP_RANK", "VLLM_DP_SIZE",
+    "VLLM_DP_RANK_LOCAL", "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "VLLM_MSGPACK_ZERO_COPY_THRESHOLD",
+    "VLLM_PROCESS_NAME_PREFIX", "VLLM_LOG_BATCHSIZE_INTERVAL", "VLLM_LOG_MODEL_INSPECTION",
+}  # fmt: skip
+# With other kinds of rotary embedding, and with Llama 4, the longest text decides how all are
+# embedded: vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py, llama4.py.
+_ANY_LENGTH: Final = {"default", "linear", "llama3", "yarn", "mrope", "proportional"}
+
+
+def numbers_of(vllm_config: VllmConfig) -> dict[str, object]:
+    """Every setting that may decide a number, as JSON can write it."""
+    model, compilation = vllm_config.model_config, vllm_config.compilation_config
+    images, lora = model.multimodal_config, vllm_config.lora_config
+    described: dict[str, object] = {
+        "vllm": vllm.__version__,
+        "torch": [torch.__version__, torch.get_float32_matmul_precision()],
+        "hf": _configuration(model.hf_config),
+        "hf_text": _configuration(model.hf_text_config),
+        "model": _fields(model, _MODEL),
+        "longest": model.max_model_len if _length_decides(model) else None,
+        "images": None if images is None else _fields(images, _IMAGES),
+        "cache": _fields(vllm_config.cache_config, _CACHE),
+        "attention": _fields(vllm_config.attention_config, _ATTENTION),
+        "kernels": _fields(vllm_config.kernel_config, _KERNELS),
+        "compilation": [
+            compilation.mode, compilation.backend, compilation.custom_ops, compilation.pass_config,
+            compilation.inductor_compile_config, compilation.inductor_passes,
+        ],
+        "lora": None if lora is None else _fields(lora, _LORA),
+        "loading": _fields(vllm_config.load_config, _LOADING),
+        "experts": vllm_config.parallel_config.enable_expert_parallel,
+        "additional": vllm_config.additional_config,
+        "environment": _environment(),
+    }  # fmt: skip
+    if model.using_transformers_backend():
+        described["transformers"] = version("transformers")
+    plainly = plain(described)
+    assert isinstance(plainly, dict)
+    return plainly
+
+
+def plain(value: object) -> object:
+    """``value`` in JSON's types, the same in every process."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [type(value).__name__, _fields(value, frozenset())]
+    if callable(value):
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        return f"{getattr(value, '__module__', '')}.{name}"
+    if hasattr(value, "to_dict"):
+        return plain(value.to_dict())
+    text = repr(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}" if " at 0x" in text else text
+
+
+def _fields(config: Any, neutral: set[str] | frozenset[str]) -> dict[str, object]:
+    """The fields of a dataclass without those that are ``neutral``."""
+    return {
+        field.name: plain(getattr(config, field.name, None))
+        for field in dataclasses.fields(config)
+        if field.name not in neutral
+    }
+
+
+def _configuration(config: Any) -> dict[str, object]:
+    """A model's configuration with all overrides, and the class that vLLM computes it with."""
+    named: dict[str, object] = config.to_dict()
+    kept = {name: value for name, value in named.items() if name not in NEUTRAL_CONFIG}
+    return kept | {"architectures": named.get("architectures")}
+
+
+def _length_decides(model: ModelConfig) -> bool:
+    """Whether the numbers of a short text depend on ``--max-model-len``."""
+    text = model.hf_text_config
+    if "llama4" in str(getattr(text, "model_type", "")):
+        return True
+    return not set(_kinds(getattr(text, "rope_parameters", None))) <= _ANY_LENGTH
+
+
+def _kinds(rope: object) -> list[str]:
+    """The kinds of rotary embedding in ``rope_parameters``, which may have one set a layer type."""
+    if not isinstance(rope, Mapping):
+        return []
+    kinds = [str(rope[name]) for name in ("rope_type", "type") if rope.get(name) is not None]
+    return kinds + [kind for value in rope.values() for kind in _kinds(value)]
+
+
+def _environment() -> dict[str, object]:
+    """Variables of vLLM's that are set, without those that change no number."""
+    return {
+        name: value
+        for name, value in envs.compile_factors().items()
+        if name in os.environ and name not in _ENVIRONMENT
+    }

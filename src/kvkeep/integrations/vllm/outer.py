@@ -1,0 +1,77 @@
+"""What vLLM reads from the outer configuration when the connector is a part of another one.
+
+`MultiConnector` gives each of its connectors a copy of the configuration with a
+``kv_transfer_config`` of its own. A connector may set an option there, but vLLM's scheduler reads
+the outer one. Of these the connector depends on two:
+
+    kv_load_failure_policy   "fail" ends a request whose load fails with an empty answer
+    kv_role                  without "consumer" vLLM reuses pages that a load may still write to
+
+The outer configuration belongs to all connectors in it, so it is not changed here: a start with
+options that would break a promise is refused. Only a worker can see the outer configuration; vLLM
+makes workers first, so the scheduler's side never starts. At that time the weights are loaded:
+vLLM gives a connector nothing earlier.
+
+A process of vLLM has one worker's side, even if a script makes two engines in it: the second engine
+gets the first one's, which would name its KV as the first one's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.config import get_current_vllm_config_or_none
+
+from kvkeep.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
+__all__ = ["require_outer", "require_own_engine"]
+
+_POLICY = "recompute"
+
+
+def require_outer(own: KVTransferConfig) -> None:
+    """Set what the connector needs in ``own``, and check that vLLM will follow it.
+
+    Raises:
+        InvalidValue: the outer configuration says something else; with the option to set there.
+    """
+    own.kv_load_failure_policy = _POLICY  # vLLM's default makes a lost file an error of a request
+    current = get_current_vllm_config_or_none()
+    outer = None if current is None else current.kv_transfer_config
+    if outer is None or outer is own:
+        return
+    if outer.kv_load_failure_policy != _POLICY:
+        raise InvalidValue(
+            f'kv_load_failure_policy is "{outer.kv_load_failure_policy}" for {outer.kv_connector}, '
+            "and vLLM does not read it from the connectors inside: one damaged or missing block "
+            f'would end a request with an error. Set "kv_load_failure_policy": "{_POLICY}" beside '
+            f'"kv_connector": "{outer.kv_connector}" in --kv-transfer-config'
+        )
+    if own.is_kv_consumer and not outer.is_kv_consumer:
+        raise InvalidValue(
+            f'kv_role is "{outer.kv_role}" for {outer.kv_connector} and "{own.kv_role}" for '
+            "kvkeep inside it: vLLM would reuse pages while they are loaded. Set "
+            f'"kv_role": "kv_both" beside "kv_connector": "{outer.kv_connector}" in '
+            '--kv-transfer-config, or "kv_role": "kv_producer" for kvkeep'
+        )
+
+
+def require_own_engine(own: KVTransferConfig) -> None:
+    """Check that the engine that starts is the one that the connector was made for.
+
+    Raises:
+        InvalidValue: it is another one.
+    """
+    current = get_current_vllm_config_or_none()
+    if current is None:
+        return
+    outer = current.kv_transfer_config
+    if outer is None or outer.engine_id != own.engine_id:
+        raise InvalidValue(
+            "vLLM gave a second engine in this process the connector of the first, whose KV is "
+            "another; end the first engine before, or let engines have processes of their own "
+            "(VLLM_ENABLE_V1_MULTIPROCESSING=1, the default)"
+        )

@@ -1,0 +1,16 @@
+"""Identity of a model: one text that names everything which decides the numbers in its KV.
+
+base.py      `model_identity`, of a loaded module or of a directory
+modules.py   what a module computes, as lines of text
+values.py    attributes, functions and classes as text
+tensors.py   marks of tensors: every byte is read
+files.py     the same idea for a directory whose model is loaded elsewhere
+watch.py     `ModelWatch`: notices that a loaded model changed
+"""
+
+from __future__ import annotations
+
+from kvkeep.store.identity.base import is_loaded, model_identity
+from kvkeep.store.identity.watch import ModelWatch
+
+__all__ = ["ModelWatch", "is_loaded", "model_identity"]

@@ -1,0 +1,219 @@
+"""What a loaded module computes, as lines of text: the tree of its modules, and what each holds.
+
+For each module, in the order in which its parent holds it:
+
+    path, class     of classes outside of the known libraries the byte code, too; the function that
+                    is called as ``forward``, if it is not the class's own
+    attributes      numbers, texts and containers of them (norm epsilon, scaling, window, scaling
+                    and state of adapters), tensors that are no buffers
+    tensors         parameters and buffers, also those that are not saved, by name, dtype, shape
+                    and every byte
+    hooks           those of ``forward``, by their code; not the ones that Transformers registers
+                    itself to collect outputs
+    configuration   every attribute, defaults included, of each configuration object once
+
+and once: the versions of Transformers and PEFT where classes of theirs are part of the tree, and
+the precision of float32 products. `NEUTRAL` and `NEUTRAL_CONFIG` name what is left out.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from kvkeep.store.identity.tensors import Marks
+from kvkeep.store.identity.values import LIBRARIES, Writer, package_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor, nn
+
+__all__ = ["Node", "attributes_of", "config_of", "hooks_of", "lines_of", "nodes_of", "settings"]
+
+NEUTRAL: Final = frozenset(torch.nn.Module().__dict__) | {
+    # names and notes
+    "config", "name_or_path", "generation_config", "model_tags", "warnings_issued",
+    # how it was loaded, saved and divided among devices
+    "_is_hf_initialized", "_weight_conversions", "all_tied_weights_keys", "hf_device_map",
+    "_hf_hook", "_old_forward", "_keys_to_ignore_on_load_missing",
+    "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_no_split_modules",
+    "_skip_keys_device_placement", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan",
+    # of training, and of what is returned besides
+    "gradient_checkpointing", "loss_type", "_loss_function", "_output_capturing_hooks_installed",
+    # the same operations, compiled
+    "_compiled_call", "_compiled_call_impl",
+}  # fmt: skip
+"""Attributes of modules that decide no number of KV, or are described in another way."""
+
+NEUTRAL_CONFIG: Final = frozenset({
+    # names and notes
+    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures",
+    "_post_init_done",
+    # what is made of logits, and what is returned besides
+    "bos_token_id", "eos_token_id", "id2label", "label2id", "output_hidden_states",
+    "pad_token_id", "problem_type", "return_dict", "use_cache",
+})  # fmt: skip
+"""Attributes of configurations that decide no number of KV; a test changes each of them."""
+
+# Rotary embeddings that compute their table anew when the length of a text passes a limit. KV is
+# kept on one side of it alone, where the table is the original one, which is described.
+_RECOMPUTED_ROPE: Final = ("dynamic", "longrope")
+_RECOMPUTED: Final = ("max_seq_len_cached", "long_inv_freq", "inv_freq")
+_VERSIONED: Final = ("transformers", "peft")
+
+
+class Node(NamedTuple):
+    """A module and where it stands; one that stands at several places is several nodes."""
+
+    path: str
+    module: nn.Module
+
+
+def nodes_of(root: nn.Module) -> Iterator[Node]:
+    """The modules below and including ``root``, parents first, in order.
+
+    Also those that a module holds in a plain list, tuple or dictionary, once.
+    """
+    seen = {id(module) for module in root.modules()}
+    stack: list[tuple[str, nn.Module, frozenset[int]]] = [("", root, frozenset())]
+    while stack:
+        path, module, above = stack.pop()
+        yield Node(path, module)
+        below = above | {id(module)}
+        children = [
+            (name, child)
+            for name, child in module._modules.items()
+            if child is not None and id(child) not in below  # a module may contain itself
+        ]
+        for name, child in _hidden(module):
+            if id(child) not in seen:
+                seen.add(id(child))
+                children.append((name, child))
+        stack += [(_join(path, name), child, below) for name, child in reversed(children)]
+
+
+def _hidden(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules in plain containers, where they are not registered."""
+    for name, value in module.__dict__.items():
+        if name not in NEUTRAL and isinstance(value, list | tuple | dict):
+            held = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, each in held:
+                if isinstance(each, torch.nn.Module):
+                    yield f"{name}[{key}]", each
+
+
+def lines_of(root: nn.Module) -> Iterator[str]:
+    """Everything that is part of the identity of ``root``, line by line."""
+    root = getattr(root, "_orig_mod", root)  # what torch.compile wraps
+    nodes = list(nodes_of(root))
+    marks = Marks()
+    tensors = [(node, name, value) for node in nodes for name, value in tensors_of(node.module)]
+    marks.read([(_join(node.path, name), value) for node, name, value in tensors])
+    writer = Writer(marks)
+    packages: set[str] = set()
+    configs: dict[int, int] = {}  # the number of each configuration object
+    kinds: dict[type, str] = {}
+    yield f"settings {settings()!r}"
+    for node in nodes:
+        module, path = node.module, node.path
+        kind = type(module)
+        if kind not in kinds:
+            kinds[kind] = f"{writer.write(kind)} {writer.write(kind.forward)}"
+            packages.update(package_of(base) for base in kind.__mro__)
+        yield f"module {path!r} {kinds[kind]}"
+        for name, value in sorted(attributes_of(module).items()):
+            yield f"  {name}={writer.write(value)}"
+        for name, value in tensors_of(module):
+            yield f"  tensor {name!r} {marks.of(_join(path, name), value)}"
+        for hook in hooks_of(module):
+            yield f"  hook {writer.write(hook)}"
+        config = getattr(module, "config", None)
+        if hasattr(config, "to_dict"):
+            first = id(config) not in configs
+            yield f"  config {configs.setdefault(id(config), len(configs))}"
+            if first:
+                yield from _config_lines(config, writer)
+    for hook in _global_hooks():
+        yield f"hook of every module {writer.write(hook)}"
+    for package in _VERSIONED:
+        if package in packages:
+            yield f"{package} {_version_of(package)}"
+
+
+def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Its own parameters and buffers."""
+    recomputed = _recomputes(module)
+    return [
+        (name, value)
+        for held in (module._parameters, module._buffers)
+        for name, value in held.items()
+        if value is not None and not (recomputed and _is_recomputed(name))
+    ]
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Its own attributes that may decide a number."""
+    recomputed = _recomputes(module)
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if name not in NEUTRAL and not (recomputed and _is_recomputed(name))
+    }
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Hooks of its ``forward`` that do not come from a library."""
+    every = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return [hook for hook in every if package_of(hook) not in LIBRARIES]
+
+
+def config_of(config: Any) -> Mapping[str, Any]:
+    """The attributes of a configuration that may decide a number."""
+    return {name: value for name, value in vars(config).items() if name not in NEUTRAL_CONFIG}
+
+
+def settings() -> tuple[str, ...]:
+    """What changes numbers and belongs to the process."""
+    return (torch.get_float32_matmul_precision(),)
+
+
+def _config_lines(config: Any, writer: Writer) -> Iterator[str]:
+    yield f"    class {writer.write(type(config))}"
+    for name, value in sorted(config_of(config).items()):
+        if hasattr(value, "to_dict"):  # a configuration in it
+            yield f"    {name}:"
+            yield from _config_lines(value, writer)
+        else:
+            yield f"    {name}={writer.write(value)}"
+
+
+def _recomputes(module: nn.Module) -> bool:
+    kinds = module.__dict__.get("rope_type", "")
+    every = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(name in str(kind) for kind in every for name in _RECOMPUTED_ROPE)
+
+
+def _is_recomputed(name: str) -> bool:
+    return name.endswith(_RECOMPUTED) and not name.endswith("original_inv_freq")
+
+
+def _global_hooks() -> list[Any]:
+    return [
+        *torch_module._global_forward_pre_hooks.values(),
+        *torch_module._global_forward_hooks.values(),
+    ]
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # used from its sources
+        return ""
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

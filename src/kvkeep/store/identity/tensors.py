@@ -1,0 +1,131 @@
+"""Marks of tensors: 16 bytes that stand for dtype, shape and every byte of one.
+
+A tensor is read in pieces of `PIECE` bytes. A piece's mark is its XXH3 of 128 bits, which runs at
+the bandwidth of memory and releases the interpreter, so pieces are hashed in several threads. The
+mark of a tensor is the XXH3 of its description and the marks of its pieces. XXH3 finds every
+change that happens; it does not resist a person who constructs weights to collide (docs/keys.md).
+
+Nothing of a model is copied as a whole: tensors of other devices come over in pieces, and a tensor
+that is not contiguous is made so by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final
+
+import torch
+import xxhash
+
+from kvkeep.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+__all__ = ["PIECE", "Marks"]
+
+PIECE: Final = 16 << 20
+"""Bytes of a piece; part of the format of marks."""
+
+_THREADS: Final = min(8, os.cpu_count() or 1)
+
+
+class Marks:
+    """Marks of the tensors of one model; memory that several of them share is read once.
+
+    Thread safety: none. The marks of one object hold as long as its tensors do not change.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], str] = {}
+
+    def read(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Read ``(name, tensor)`` pairs, so that `of` answers for each without reading."""
+        found: dict[tuple[object, ...], tuple[str, Tensor]] = {}
+        for name, tensor in tensors:
+            for part_name, part in _parts(name, tensor):
+                found.setdefault(_key(part), (part_name, part))
+        new = {key: part for key, part in found.items() if key not in self._known}
+        with ThreadPoolExecutor(_THREADS) as threads:
+            small = {key: part for key, part in new.items() if part[1].nbytes <= PIECE}
+            marks = threads.map(lambda part: _mark(*part, map), small.values())
+            self._known.update(zip(small, marks, strict=True))
+            for key in new.keys() - small.keys():
+                # One after another: their pieces share the threads, and one copy exists at a time.
+                self._known[key] = _mark(*new[key], threads.map)
+
+    def of(self, name: str, tensor: Tensor) -> str:
+        """The mark of ``tensor`` as hexadecimal text; ``name`` is for messages.
+
+        Raises:
+            InvalidValue: its bytes are not in memory, or not where its strides say.
+        """
+        parts = list(_parts(name, tensor))
+        if any(_key(part) not in self._known for _, part in parts):
+            self.read([(name, tensor)])
+        marks = [self._known[_key(part)] for _, part in parts]
+        if len(parts) == 1 and parts[0][1] is tensor:
+            return marks[0]
+        return f"{type(tensor).__name__}({','.join(marks)})"
+
+
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """``tensor`` itself, or what a subclass that wraps others is made of, such as a quantised one.
+
+    Raises `InvalidValue` for a tensor that cannot be read.
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for inner in flatten()[0]:
+            yield from _parts(f"{name}.{inner}", getattr(tensor, inner))
+    elif tensor.is_meta:
+        raise InvalidValue(
+            f"the weights {name!r} are on no device (meta): load them, or take offloading off, "
+            "before KV of this model is kept"
+        )
+    elif tensor.layout is not torch.strided:
+        raise InvalidValue(
+            f"the weights {name!r} are {tensor.layout}; only strided tensors can be identified"
+        )
+    else:
+        yield name, tensor
+
+
+def _key(tensor: Tensor) -> tuple[object, ...]:
+    return (
+        tensor.data_ptr(), str(tensor.device), tensor.dtype, tuple(tensor.shape), tensor.stride(),
+        tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
+
+
+def _mark(name: str, tensor: Tensor, each: Callable[..., Iterator[bytes]]) -> str:
+    """The mark of ``tensor``, whose pieces are hashed by ``each``, a kind of `map`."""
+    shape = ",".join(map(str, tensor.shape))
+    whole = xxhash.xxh3_128(f"{tensor.dtype}[{shape}]\n".encode())
+    # Inference mode: views of weights are wanted, whatever autograd thinks of them.
+    with torch.inference_mode():
+        try:
+            flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            raw = flat.view(torch.uint8)
+            for mark in each(_piece, _pieces(raw)):
+                whole.update(mark)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise InvalidValue(
+                f"the weights {name!r} ({tensor.dtype} on {tensor.device}) cannot be read: {error}"
+            ) from error
+    return whole.hexdigest()
+
+
+def _pieces(raw: Tensor) -> Iterator[Tensor]:
+    """``raw`` (uint8, one dimension) in pieces."""
+    for at in range(0, len(raw), PIECE):
+        yield raw[at : at + PIECE]
+
+
+def _piece(raw: Tensor) -> bytes:
+    """The mark of a piece. Of another device's, at most one piece a thread lies in host memory."""
+    digest: bytes = xxhash.xxh3_128_digest(raw.cpu().numpy().data)
+    return digest
