@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import InvalidValue, require, whole
+from kvkeep.geometry import parse_bytes
 
 if TYPE_CHECKING:
     import argparse
@@ -66,6 +67,23 @@ def add_parser(commands: Commands) -> None:
         "--allow-host", metavar="NAME", action="append", default=[],
         help="a Host name to answer to, besides localhost (default beyond --host 127.0.0.1: any)",
     )  # fmt: skip
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-connections",
+        metavar="N",
+        type=int,
+        help="open at once (default: 1,024, or half of what the limit on open files leaves)",
+    )
+    limits.add_argument(
+        "--head-timeout", metavar="S", type=float, default=10.0,
+        help="seconds in which the head of a request has to come (default: 10)",
+    )  # fmt: skip
+    limits.add_argument(
+        "--body-budget",
+        metavar="SIZE",
+        default="256MiB",
+        help="for the bodies of all requests together (default: 256MiB)",
+    )
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
     )
@@ -80,11 +98,16 @@ def run(args: argparse.Namespace) -> int:
     require("uvicorn", "router")
     require("prometheus_client", "router")
     from kvkeep.feed import EventReader  # noqa: PLC0415
+    from kvkeep.http import ConnectionLimits, bind, connections_for, raise_file_limit  # noqa: PLC0415
     from kvkeep.router import PrefixRouter  # noqa: PLC0415
-    from kvkeep.router.listening import bind, serve  # noqa: PLC0415
+    from kvkeep.router.listening import serve  # noqa: PLC0415
     from kvkeep.router.proxy import create_proxy  # noqa: PLC0415
     from kvkeep.router.upstreams import Upstreams  # noqa: PLC0415
 
+    raise_file_limit()
+    limits = ConnectionLimits(
+        most=connections_for(args.max_connections, files_each=2), head_s=args.head_timeout
+    )
     names = _listed(args.instances)
     sources = _sources(args, names)
     upstreams = Upstreams(names)
@@ -104,8 +127,9 @@ def run(args: argparse.Namespace) -> int:
                 reader,
                 tokenize=tokenize,
                 hosts=_hosts(args.host, args.allow_host),
+                body_budget_bytes=parse_bytes(args.body_budget),
             )
-            serve(proxy, bound, ready=lambda url: _announce(url, names, sources))
+            serve(proxy, bound, limits=limits, ready=lambda url: _announce(url, names, sources))
         finally:
             if reader is not None:
                 reader.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,21 @@ class Tokenizer:
         if byte := _BYTE_NAME.fullmatch(name):
             return bytes([int(byte[1], 16)])
         return name.replace(_SPACE_NAME, " ").encode()
+
+    @cached_property
+    def longest_token(self) -> int:
+        """How many bytes of text one token stands for at most. Cost: a pass over the vocabulary.
+
+        So a text has at least its bytes by this many tokens, unless the tokenizer itself shortens
+        it before (strips it, folds its blanks) or takes many unknown characters for one token.
+        """
+        added = [name.encode() for name in self._tokenizer.get_added_vocab()]
+        names: list[str] = list(self._tokenizer.get_vocab())
+        if self._is_byte_level:  # a sign is a byte
+            signs = map(len, names)
+        else:
+            signs = (len(name.replace(_SPACE_NAME, " ").encode()) for name in names)
+        return max(chain(signs, map(len, added)), default=1)
 
     @cached_property
     def _added(self) -> frozenset[int]:

@@ -6,9 +6,17 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from kvkeep.http import metrics as http_metrics
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client.core import Metric
+
     from kvkeep.feed import EventReader
+    from kvkeep.http import Bodies, Connections
     from kvkeep.router.router import PrefixRouter, Score
     from kvkeep.router.upstreams import Upstreams
     from kvkeep.tokens import TokenArray
@@ -19,12 +27,18 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
 
 
 class Metrics:
-    """A registry of its own; nothing of it names a prompt, a key or a client."""
+    """A registry of its own; nothing of it names a prompt, a key or a client.
+
+    ``connections`` are set by the server that listens.
+    """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self) -> None:
+    def __init__(self, bodies: Bodies) -> None:
+        self.connections: Connections | None = None
+        self.bodies = bodies
         own = self._registry = CollectorRegistry()
+        own.register(_OfHTTP(self))
         self.requests = Counter(
             "kvkeep_router_requests", "Requests sent on", ["instance", "outcome"], registry=own
         )
@@ -82,3 +96,14 @@ class Metrics:
             for what, number in stats.as_dict().items():
                 self._feed.labels(source.instance, source.endpoint, what).set(number)
         return generate_latest(self._registry)
+
+
+class _OfHTTP(Collector):
+    """The connections and bodies of the proxy's own server."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        """As they are now."""
+        return http_metrics.families(self._metrics.connections, self._metrics.bodies)

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from kvkeep.http import Bodies, BodyGuard, BodyRefused, body_of
 from kvkeep.router.metrics import Metrics
 from kvkeep.router.prompts import Prompt, Prompts
 from kvkeep.router.upstreams import UpstreamFailed, passed_on
@@ -70,14 +71,18 @@ def create_proxy(
     tokenize: Tokenize | None = None,
     hosts: Sequence[str] | None = ("localhost", "127.0.0.1", "[::1]"),
     max_body_bytes: int = 8 << 20,
+    body_budget_bytes: int = 256 << 20,
 ) -> Starlette:
     """An ASGI application in front of ``upstreams``, whose names are the router's instances.
 
     ``reader`` is only looked at, for /metrics. ``hosts`` are the names in a Host header that are
-    served (None: all); see `Prompts` for ``tokenize``. Keys and bodies are passed on as they are;
-    neither is logged.
+    served (None: all); see `Prompts` for ``tokenize``. A body has ``max_body_bytes`` at most, and
+    those of all requests have ``body_budget_bytes`` together, the first 64 KiB of each not counted.
+    Keys and bodies are passed on as they are; neither is logged.
     """
-    proxy = _Proxy(router, upstreams, reader, tokenize, max_body_bytes)
+    bodies = Bodies(largest=max_body_bytes, budget=body_budget_bytes, seconds=_BODY_S)
+    metrics = Metrics(bodies)
+    proxy = _Proxy(router, upstreams, reader, tokenize, metrics)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -88,17 +93,20 @@ def create_proxy(
 
     for name in upstreams.names:
         router.add(name)
-    allowed = [] if hosts is None else [Middleware(TrustedHostMiddleware, list(hosts))]
-    return Starlette(
+    guards = [] if hosts is None else [Middleware(TrustedHostMiddleware, list(hosts))]
+    guards.append(Middleware(BodyGuard, bodies))
+    app = Starlette(
         routes=[
             Route("/health", proxy.health, methods=["GET"]),
             Route("/metrics", proxy.metrics, methods=["GET"]),
             *(Route(path, _Passing(proxy, placed=True), methods=["POST"]) for path in _PLACED),
             *(Route(path, _Passing(proxy, placed=False)) for path in _OTHERS),
         ],
-        middleware=allowed,
+        middleware=guards,
         lifespan=lifespan,
     )
+    app.state.metrics = metrics
+    return app
 
 
 class _Passing:
@@ -141,14 +149,13 @@ class _Proxy:
         upstreams: Upstreams,
         reader: EventReader | None,
         tokenize: Tokenize | None,
-        max_body_bytes: int,
+        metrics: Metrics,
     ) -> None:
         self._router = router
         self._upstreams = upstreams
         self._reader = reader
         self._prompts = Prompts(upstreams, tokenize)
-        self._max_body = max_body_bytes
-        self._metrics = Metrics()
+        self._metrics = metrics
 
     async def health(self, request: Request) -> Response:
         """200 unless all instances failed a moment ago; and how many are thought to be well."""
@@ -165,16 +172,15 @@ class _Proxy:
 
     async def body(self, request: Request) -> bytes | Response:
         """All of it, or what to answer where there is too much, or it takes too long."""
-        read = bytearray()
+        body = body_of(request.scope)
         try:
-            async with asyncio.timeout(_BODY_S):
-                async for piece in request.stream():
-                    read += piece
-                    if len(read) > self._max_body:
-                        return _error(413, "the request's body is too large")
-        except TimeoutError:
-            return _error(408, "the request's body did not arrive in time")
-        return bytes(read)
+            await body.read()
+        except BodyRefused as refused:
+            kind = "server_error" if refused.status >= 500 else "invalid_request_error"
+            answer = _error(refused.status, str(refused), kind)
+            answer.headers.update(refused.headers)
+            return answer
+        return body.take()
 
     async def pass_on(self, request: Request, body: bytes, send: Send, *, placed: bool) -> None:
         """Ask the best instance; while nothing has been sent to the client, the next best."""

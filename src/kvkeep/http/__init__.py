@@ -1,0 +1,28 @@
+"""HTTP servers that hold against clients that send slowly, never end, or come in thousands.
+
+`GuardedServer` is uvicorn with an accept loop and a protocol of its own: a cap on connections,
+deadlines for heads and for clients that do not read. `BodyGuard` bounds what the bodies of all
+requests together take. `kvkeep serve` and `kvkeep route` both stand on it.
+"""
+
+from __future__ import annotations
+
+from kvkeep.http.bodies import Bodies, Body, BodyGuard, BodyRefused, body_of
+from kvkeep.http.connections import ConnectionLimits, Connections
+from kvkeep.http.files import connections_for, raise_file_limit
+from kvkeep.http.listening import GuardedServer, bind, url_of
+
+__all__ = [
+    "Bodies",
+    "Body",
+    "BodyGuard",
+    "BodyRefused",
+    "ConnectionLimits",
+    "Connections",
+    "GuardedServer",
+    "bind",
+    "body_of",
+    "connections_for",
+    "raise_file_limit",
+    "url_of",
+]
