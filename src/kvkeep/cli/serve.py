@@ -58,6 +58,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--no-store", action="store_true", help="keep nothing but what is in the pool"
     )
+    parser.add_argument(
+        "--no-answers",
+        action="store_true",
+        help="write the KV of prompts alone to the tiers, not that of answers",
+    )
     parser.add_argument("--name", help="what clients call the model (default: its directory's)")
     address = parser.add_argument_group("address and access")
     address.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine")
@@ -372,6 +377,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         hosts=hosts,
         text=not args.no_text,
         explain=not args.no_explain,
+        answers=not args.no_answers,
     )
 
 

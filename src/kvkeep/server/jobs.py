@@ -50,7 +50,7 @@ def chat_jobs(service: Service, asked: ChatQuestion) -> list[Job]:
     )
     _runs_at_once(service, params)
     space = service.namespace(asked.cache_salt)
-    return [_job(asked, prompt, params, space)]
+    return [_job(service, asked, prompt, params, space)]
 
 
 def completion_jobs(service: Service, asked: CompletionQuestion) -> list[Job]:
@@ -69,12 +69,16 @@ def completion_jobs(service: Service, asked: CompletionQuestion) -> list[Job]:
             best_of=asked.best_of,
         )
         _runs_at_once(service, params)
-        jobs.append(_job(asked, tokens, params, space))
+        jobs.append(_job(service, asked, tokens, params, space))
     return jobs
 
 
 def _job(
-    asked: SamplingQuestion, prompt: TokenArray, params: SamplingParams, space: Namespace
+    service: Service,
+    asked: SamplingQuestion,
+    prompt: TokenArray,
+    params: SamplingParams,
+    space: Namespace,
 ) -> Job:
     extras = asked.extras
     return Job(
@@ -82,6 +86,7 @@ def _job(
         params=params,
         namespace=space,
         store=extras.store,
+        answers=extras.answers and service.settings.answers,
         session=extras.session,
         turn=extras.turn,
     )

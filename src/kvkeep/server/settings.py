@@ -27,7 +27,8 @@ class Settings:
     header that are served (None: all): on a loopback address, only its own names, or a page in a
     browser could reach the server under a name of its own (DNS rebinding).
     Without ``text`` no answer under /kv has any of a prompt's text or tokens; without ``explain``
-    nobody remembers prompts to explain what was reused of them.
+    nobody remembers prompts to explain what was reused of them; without ``answers`` the engine's
+    store is given the KV of prompts alone, whatever a request says.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Settings:
     hosts: frozenset[str] | None = LOOPBACK_HOSTS
     text: bool = True
     explain: bool = True
+    answers: bool = True
 
     def __post_init__(self) -> None:
         if not self.name:
