@@ -122,7 +122,7 @@ def reuse(server, salt, row):
 
 
 def test_answers_that_are_kept_out_of_the_tiers(tmp_path):
-    """By the request, or by the server: the prompt is found there, the answer is not; why is said."""
+    """By the request, or by the server: the prompt is there, the answer is not; why is said."""
     with serving(tmp_path) as server:
         run = stored_rows(server)
         private, public = run("a", answers=False), run("b")

@@ -7,10 +7,15 @@ requests together take. `kvkeep serve` and `kvkeep route` both stand on it.
 
 from __future__ import annotations
 
-from kvkeep.http.bodies import Bodies, Body, BodyGuard, BodyRefused, body_of
-from kvkeep.http.connections import ConnectionLimits, Connections
-from kvkeep.http.files import connections_for, raise_file_limit
-from kvkeep.http.listening import GuardedServer, bind, url_of
+from kvkeep.errors import require
+
+require("uvicorn", "server")  # all of this room needs them: say which extra brings them
+require("starlette", "server")
+
+from kvkeep.http.bodies import Bodies, Body, BodyGuard, BodyRefused, body_of  # noqa: E402
+from kvkeep.http.connections import ConnectionLimits, Connections  # noqa: E402
+from kvkeep.http.files import connections_for, raise_file_limit  # noqa: E402
+from kvkeep.http.listening import GuardedServer, bind, url_of  # noqa: E402
 
 __all__ = [
     "Bodies",

@@ -72,7 +72,8 @@ class Acceptor:
                 return
             except OSError as error:  # no file, no memory
                 self._connections.accept_failed(error)
-                self._connections.make_room()
+                for _ in range(_AT_ONCE):
+                    self._connections.make_room()
                 self._pause()
                 return
             self._take(accepted)
