@@ -51,10 +51,12 @@ ROOMS: dict[str, set[str]] = {
         "prefix",  # to draw it
         "explain",  # why prompts missed
         "telemetry",
+        "http",
     },
+    "http": set(),  # servers that hold against hostile clients: of requests it knows bytes alone
     "explain": set(),  # sees events, tokens and what stores say; neither cache nor engine
     "feed": set(),  # KV events on the wire; of a cache it knows the hook
-    "router": {"feed"},
+    "router": {"feed", "http"},
     "traces": set(),  # requests with their times; what replays them is another room
     "replay": {"cache", "eviction", "tiers", "traces"},
     "telemetry": set(),
@@ -67,6 +69,7 @@ ROOMS: dict[str, set[str]] = {
         "models",
         "server",
         "feed",
+        "http",
         "router",
         "replay",
         "traces",
@@ -112,10 +115,11 @@ EXTERNAL: dict[str, set[str]] = {
     "jinja2": {"engine"},
     "matplotlib": {"replay.report.picture"},
     "opentelemetry": {"telemetry"},
-    "fastapi": {"server"}, "starlette": {"server", "router", "cli.route"},
-    "uvicorn": {"server", "router", "cli.route"},
+    "fastapi": {"server"}, "starlette": {"server", "router", "http", "cli.route"},
+    "uvicorn": {"server", "http", "cli.route"},
+    "h11": {"http"},
     "pydantic": {"server"}, "pydantic_core": {"server"},
-    "prometheus_client": {"server", "router", "cli.route"},
+    "prometheus_client": {"server", "router", "http", "cli.route"},
     # The command says which extra is missing before anything is begun.
     "zmq": {"feed", "cli.route"}, "msgspec": {"feed"},
     "httpx": {"router", "cli.route"},

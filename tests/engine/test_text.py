@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from kvkeep.engine.text import GrowingText, Tokenizer
@@ -94,17 +96,7 @@ def test_stop_texts_of_many_bytes(tokenizer, stop):
     assert grown(tokenizer, tokenizer.encode(f"x{stop}y"), (stop,))[0] == "x"
 
 
-def test_a_long_text_costs_a_few_tokens_each(tokenizer, monkeypatch):
-    sizes = []
-    decode = Tokenizer.decode
-    monkeypatch.setattr(
-        Tokenizer, "decode", lambda self, tokens: sizes.append(len(tokens)) or decode(self, tokens)
-    )
-    grown(tokenizer, tokenizer.encode("naïve café " * 40))
-    assert max(sizes) <= 8
-
-
-# --- one token -------------------------------------------------------------------------------
+# --- any tokens ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +104,103 @@ def bundled():
     from kvkeep.models import bundled_model
 
     return Tokenizer.load(bundled_model())
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    """Tokens are pieces of text, and bytes by name where there is no piece: as Llama 2 has them."""
+    vocabulary = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256))]
+    vocabulary += [("▁", -1.0), ("▁the", -1.0), ("cat", -1.0), ("é", -1.0), ("a", -2.0)]
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
+    steps = tokenizers.decoders
+    made.decoder = steps.Sequence(
+        [steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>"))
+
+
+def hard_tokens(tokenizer: Tokenizer, size: int) -> st.SearchStrategy[list[int]]:
+    """Any tokens, those that are bytes or halves of characters as often as all others."""
+    known = range(size)
+    bytes_ = [one for one in known if any(sign >= 0x80 for sign in tokenizer.token_bytes(one))]
+    return st.lists(st.sampled_from(bytes_) | st.sampled_from([*known, size + 5]), max_size=40)
+
+
+@given(data=st.data())
+def test_any_tokens_grow_to_the_text_of_all_of_them(bundled, data):
+    tokens = data.draw(hard_tokens(bundled, 4096))
+    whole = bundled.decode(tokens)
+    assert grown(bundled, tokens)[0] == whole
+    places = st.integers(0, max(0, len(whole) - 1))
+    stop = [whole[at : at + data.draw(st.integers(1, 4))] for at in data.draw(st.lists(places))]
+    stop = [one for one in stop if one][:4]
+    text, _ = grown(bundled, tokens, stop)
+    assert whole.startswith(text)
+    assert not any(one in text for one in stop)
+    assert (text == whole) == (not stop)
+    if stop:
+        assert any(whole.startswith(one, len(text)) for one in stop)
+
+
+def test_each_token_of_the_vocabulary_is_its_text(bundled):
+    for token in range(4096):
+        assert grown(bundled, [token])[0] == bundled.decode([token]), token
+
+
+@given(tokens=st.lists(st.integers(0, 262), max_size=30))
+def test_pieces_and_bytes_lose_nothing(pieces, tokens):
+    """Where bytes are no character, each is one sign, however many of them come together."""
+    text = grown(pieces, tokens)[0]
+    whole = pieces.decode(tokens)
+    if "\N{REPLACEMENT CHARACTER}" not in whole:
+        assert text == whole
+
+
+def steps_of(tokenizer, tokens, monkeypatch) -> list[int]:
+    """How many tokens are decoded for each of ``tokens``."""
+    steps = [0]
+    for name in ("decode", "decoded_bytes"):
+        before = getattr(Tokenizer, name)
+
+        def counted(self, given, before=before):
+            steps[-1] += len(given) if isinstance(given, list) else 1
+            return before(self, given)
+
+        monkeypatch.setattr(Tokenizer, name, counted)
+    text = GrowingText(tokenizer, ("zzz",))
+    for token in tokens:
+        steps.append(0)
+        text.add(int(token))
+    monkeypatch.undo()
+    return steps[1:]
+
+
+@pytest.mark.parametrize("which", ["bundled", "tokenizer", "pieces"])
+def test_a_token_costs_a_few_tokens_whatever_came_before(which, request, monkeypatch):
+    """Bytes that never become a character, emoji that end in the next token, plain text."""
+    made = request.getfixturevalue(which)
+    alone = [one for one in range(300) if made.token_bytes(one) == b"\x80"][:1] * 2000
+    halves = [one for one in range(300) if made.token_bytes(one) in (b"\xf0", b"\x9f")] * 1000
+    for tokens in (alone, halves, [*halves, *alone]):
+        assert tokens
+        steps = steps_of(made, tokens, monkeypatch)
+        assert max(steps) <= 100
+        assert sum(steps[-100:]) <= 1.5 * sum(steps[100:200])
+
+
+def test_special_tokens_between_the_bytes_of_a_character_are_left_out(bundled):
+    start = next(one for one in range(300) if bundled.token_bytes(one) == b"\xc3")
+    end = next(one for one in range(300) if bundled.token_bytes(one) == b"\xa9")
+    assert grown(bundled, [start, *[0] * 500, end])[0] == "é" == bundled.decode([start, 0, end])
+
+
+def test_the_longest_token_is_the_longest(bundled, tokenizer, pieces):
+    for made, size in ((bundled, 4096), (tokenizer, 256), (pieces, 262)):
+        longest = max(len(made.token_bytes(token)) for token in range(size))
+        assert longest <= made.longest_token <= max(longest, len("<0xFF>"), len("<unk>"))
+
+
+# --- one token -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -9,9 +9,10 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.http import bind
 from kvkeep.router import CostModel, PrefixRouter
 from kvkeep.router.health import Patience
-from kvkeep.router.listening import Server, bind
+from kvkeep.router.listening import Server
 from kvkeep.router.proxy import create_proxy
 from kvkeep.router.upstreams import Upstreams
 

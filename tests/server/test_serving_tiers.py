@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from real_server import NAME, Running
 
 from kvkeep.cache import PagedCache
 from kvkeep.engine import Engine, Limits, Runner, Tokenizer
+from kvkeep.events import Stored
 from kvkeep.models import bundled_model
 from kvkeep.server import Settings
 from kvkeep.store import KVStore, weights_digest
@@ -95,3 +97,48 @@ def test_requests_that_are_not_to_be_stored(tmp_path):
         ask(server, kvkeep={"store": False})
     with serving(tmp_path) as server:
         assert loaded(ask(server)) == 0
+
+
+def stored_rows(server):
+    """Whatever `ask` stores from now on: its tokens, the answer's among them."""
+    events = []
+    server.engine.cache.subscribe(events.append)
+
+    def tell(salt, **extras):
+        events.clear()
+        ask(server, salt, max_tokens=100, ignore_eos=True, kvkeep=extras)
+        row = [token for one in events if isinstance(one, Stored) for token in one.tokens.tolist()]
+        assert row[: len(PROMPT)] == PROMPT
+        assert len(row) > len(PROMPT) + 80
+        return row
+
+    return tell
+
+
+def reuse(server, salt, row):
+    body = {"prompt": [*row, 5], "max_tokens": 1, "cache_salt": salt}
+    answer = server.http.post(COMPLETIONS, json=body).raise_for_status().json()
+    return answer["id"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_answers_that_are_kept_out_of_the_tiers(tmp_path):
+    """By the request, or by the server: the prompt is there, the answer is not; why is said."""
+    with serving(tmp_path) as server:
+        run = stored_rows(server)
+        private, public = run("a", answers=False), run("b")
+        assert reuse(server, "a", private)[1] == len(private)  # the pool has all of it
+        private = run("c", answers=False)
+        server.engine.cache.clear()
+        id, cached = reuse(server, "c", private)
+        assert cached == len(PROMPT)
+        assert reuse(server, "b", public)[1] >= len(PROMPT) + 64
+        told = server.http.get(f"/kv/explain/{id}").json()
+        (found,) = [one for one in told["spans"] if one["evidence"].get("why") == "answer"]
+        assert found["reason"] == "not_admitted"
+        assert found["start"] == len(PROMPT)
+        assert found["stop"] >= len(PROMPT) + 64
+        assert "they are an answer, and those were not to be stored" in told["sentence"]
+        server.service.settings = replace(server.settings, answers=False)
+        private = run("d", answers=True)
+    with serving(tmp_path) as server:
+        assert reuse(server, "d", private)[1] == len(PROMPT)

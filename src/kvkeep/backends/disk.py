@@ -136,9 +136,7 @@ class DiskBackend(Backend):
         self.odd = 0
         self.odd_bytes = 0
         self._home = Home(path)
-        self._ledger = DiskLedger(
-            self._home.ledger, self._recount, self._home.restore, self._doubt
-        )
+        self._ledger = DiskLedger(self._home.ledger, self._recount, self._home.restore, self._doubt)
         self._spaces: set[bytes] = set()  # namespaces whose directory was there when last used
         with self._translated("opened"):
             can = io != "buffered" and supports_direct(self._home.format)

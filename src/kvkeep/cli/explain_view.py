@@ -35,6 +35,7 @@ _WORDS: Final = {
 }
 _WHY: Final = {
     "store_false": "its request said store: false",
+    "answer": "an answer, and only prompts were to be stored",
     "admission": "the policy did not admit it",
     "queue_full": "the queue to the tier was full",
     "given_up": "its request was given up before it was kept",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import InvalidValue, require, whole
-from kvkeep.geometry.units import parse_bytes
+from kvkeep.geometry import parse_bytes
 
 if TYPE_CHECKING:
     import argparse
@@ -87,6 +87,15 @@ def add_parser(commands: Commands) -> None:
         "--tries", metavar="N", type=int, default=2,
         help="instances that may have a request without answering it (default: 2)",
     )  # fmt: skip
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-connections", metavar="N", type=int,
+        help="open at once (default: 1,024, or half of what the limit on open files leaves)",
+    )  # fmt: skip
+    limits.add_argument(
+        "--head-timeout", metavar="S", type=float, default=10.0,
+        help="seconds in which the head of a request has to come (default: 10)",
+    )  # fmt: skip
     memory = parser.add_argument_group("memory")
     memory.add_argument(
         "--most-blocks", metavar="N", type=int, default=1_000_000,
@@ -94,7 +103,7 @@ def add_parser(commands: Commands) -> None:
         "up longest ago are forgotten (default: 1,000,000, some 200 MB)",
     )  # fmt: skip
     memory.add_argument(
-        "--body-budget", metavar="BYTES", default="256MiB",
+        "--body-budget", metavar="SIZE", default="256MiB",
         help="bodies of all running requests together (default: 256MiB)",
     )  # fmt: skip
     address = parser.add_argument_group("address")
@@ -117,26 +126,30 @@ def run(args: argparse.Namespace) -> int:
     require("starlette", "router")
     require("uvicorn", "router")
     require("prometheus_client", "router")
+    from kvkeep import http  # noqa: PLC0415
     from kvkeep.feed import EventReader  # noqa: PLC0415
     from kvkeep.router import PrefixRouter  # noqa: PLC0415
-    from kvkeep.router.bodies import Bodies  # noqa: PLC0415
-    from kvkeep.router.listening import bind, serve  # noqa: PLC0415
+    from kvkeep.router.listening import serve  # noqa: PLC0415
     from kvkeep.router.proxy import create_proxy  # noqa: PLC0415
     from kvkeep.router.upstreams import Upstreams  # noqa: PLC0415
 
+    http.raise_file_limit()
+    limits = http.ConnectionLimits(
+        most=http.connections_for(args.max_connections, files_each=2), head_s=args.head_timeout
+    )
     names = _listed(args.instances)
     sources = _sources(args, names)
     upstreams = Upstreams(names)
     router = PrefixRouter(names, cost=_cost(args), ranks=args.ranks, most_blocks=args.most_blocks)
     patience = _patience(args)
-    bodies = Bodies(most_all=parse_bytes(args.body_budget))
+    bodies = http.Bodies(budget=parse_bytes(args.body_budget))
     tokenize = None if args.model is None else _tokenizer(args.model)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
     for noisy in ("uvicorn", "httpx", "httpcore"):  # httpx writes a line for each request
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    with bind(args.host, args.port) as bound:
+    with http.bind(args.host, args.port) as bound:
         reader = EventReader(sources, router) if sources else None
         try:
             proxy = create_proxy(
@@ -148,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
                 patience=patience,
                 bodies=bodies,
             )
-            serve(proxy, bound, ready=lambda url: _announce(url, names, sources))
+            serve(proxy, bound, limits=limits, ready=lambda url: _announce(url, names, sources))
         finally:
             if reader is not None:
                 reader.close()

@@ -18,7 +18,7 @@ from kvkeep.cli.tiers import add_store_arguments, open_default_store, open_store
 from kvkeep.cli.watch import KEY_VARIABLE, api_key
 from kvkeep.errors import InvalidValue
 from kvkeep.eviction import POLICIES
-from kvkeep.geometry.units import format_bytes
+from kvkeep.geometry.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import socket
@@ -57,6 +57,11 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--no-store", action="store_true", help="keep nothing but what is in the pool"
+    )
+    parser.add_argument(
+        "--no-answers",
+        action="store_true",
+        help="write the KV of prompts alone to the tiers, not that of answers",
     )
     parser.add_argument("--name", help="what clients call the model (default: its directory's)")
     address = parser.add_argument_group("address and access")
@@ -165,6 +170,32 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
     )
     limits.add_argument("--max-prompt-tokens", metavar="N", type=int, help="default: what fits")
     limits.add_argument(
+        "--max-connections",
+        metavar="N",
+        type=int,
+        help="open at once (default: 1,024, or what the limit on open files leaves)",
+    )
+    limits.add_argument(
+        "--head-timeout",
+        metavar="S",
+        type=float,
+        default=10.0,
+        help="seconds in which the head of a request has to come (default: 10)",
+    )
+    limits.add_argument(
+        "--body-timeout",
+        metavar="S",
+        type=float,
+        default=60.0,
+        help="seconds in which its body has to come (default: 60)",
+    )
+    limits.add_argument(
+        "--body-budget",
+        metavar="SIZE",
+        default="256MiB",
+        help="for the bodies of all requests together (default: 256MiB)",
+    )
+    limits.add_argument(
         "--request-timeout", metavar="S", type=float, default=600.0, help="seconds (default: 600)"
     )
     limits.add_argument(
@@ -195,8 +226,15 @@ def run(args: argparse.Namespace) -> int:
     choose_threads(args)  # before torch comes
     from kvkeep.cache import PagedCache  # noqa: PLC0415
     from kvkeep.engine import Engine, Limits  # noqa: PLC0415 - seconds, for torch
-    from kvkeep.server import Listener, bind, create_app, url_of  # noqa: PLC0415
+    from kvkeep.http import ConnectionLimits, bind, connections_for, raise_file_limit, url_of  # noqa: PLC0415
+    from kvkeep.server import Listener, create_app  # noqa: PLC0415
 
+    raise_file_limit()
+    connections = ConnectionLimits(
+        most=connections_for(args.max_connections),
+        head_s=args.head_timeout,
+        stall_s=max(1.0, args.request_timeout),
+    )
     settings = _settings(args)
     if args.events_replay is not None and args.events is None:
         raise InvalidValue("--events-replay has nothing to replay without --events")
@@ -234,7 +272,7 @@ def run(args: argparse.Namespace) -> int:
                 watches=[] if tracing is None else [tracing],
                 events=None if publisher is None else publisher.stats.as_dict,
             )
-            return _listen(Listener(app, ready=announce), bound)
+            return _listen(Listener(app, connections, ready=announce), bound)
 
 
 @contextmanager
@@ -298,7 +336,7 @@ def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | Non
 
 
 def _listen(listener: Listener, bound: socket.socket) -> int:
-    from kvkeep.server import url_of  # noqa: PLC0415
+    from kvkeep.http import url_of  # noqa: PLC0415
 
     try:
         asyncio.run(listener.serve([bound]))
@@ -330,6 +368,8 @@ def _settings(args: argparse.Namespace) -> Settings:
         name=name,
         api_key=_key(args),
         max_prompt_tokens=args.max_prompt_tokens,
+        body_budget_bytes=parse_bytes(args.body_budget),
+        body_timeout_s=args.body_timeout,
         request_timeout_s=args.request_timeout,
         drain_timeout_s=args.drain_timeout,
         flush_timeout_s=args.flush_timeout,
@@ -337,6 +377,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         hosts=hosts,
         text=not args.no_text,
         explain=not args.no_explain,
+        answers=not args.no_answers,
     )
 
 

@@ -116,13 +116,16 @@ class Engine:
         *,
         namespace: NamespaceLike = "",
         store: bool = True,
+        answers: bool = True,
         session: str | None = None,
         turn: int | None = None,
     ) -> Request:
         """Take on a request: it is computed by the steps to come.
 
         ``session`` and ``turn`` say what conversation it is part of (`PagedCache.session`).
-        ``store=False`` reuses what there is of the prompt and leaves nothing behind. Raises
+        ``store=False`` reuses what there is of the prompt and leaves nothing behind;
+        ``answers=False`` writes the KV of the prompt to the engine's store, and not that of
+        generated tokens: they are in the pool alone, until they are evicted. Raises
         `QueueFull`, and `InvalidValue` for what can never be done: a prompt that is empty, has
         tokens the model does not know, or is longer than the pool or the model allows; more
         answers than run at once; stop texts without a tokenizer. Raises `IllegalStep` when the
@@ -144,6 +147,7 @@ class Engine:
             params,
             namespace=space if self._reuse else _NOTHING_PUBLISHED,
             store=store and self._reuse,
+            answers=answers,
             tokenizer=self.tokenizer,
             search=search,
             session=session,

@@ -110,7 +110,8 @@ class Request:
     """A prompt, its parameters, and its answers. Made by `Engine.add`; belongs to its engine.
 
     ``id`` counts up in the order of arrival. ``store`` False reuses what is cached and publishes
-    nothing. ``cached_tokens`` is None until the request was first admitted; ``loaded_tokens`` of
+    nothing; ``answers`` False writes its prompt alone to a store, and what it generates stays in
+    the pool. ``cached_tokens`` is None until the request was first admitted; ``loaded_tokens`` of
     them came from the store. ``turn`` is None until then, unless it was given: the turn of its
     ``session`` that it is.
     """
@@ -123,6 +124,7 @@ class Request:
         *,
         namespace: Namespace,
         store: bool,
+        answers: bool = True,
         tokenizer: Tokenizer | None,
         search: BeamSearch | None,
         session: str | None = None,
@@ -133,6 +135,7 @@ class Request:
         self.params = params
         self.namespace = namespace
         self.store = store
+        self.answers = answers
         self.search = search
         self.session = session
         self.turn = turn
@@ -217,8 +220,9 @@ class Answer:
         # What was handed to the store; a search leaves its prompt there, not all that it tried.
         prompt_tokens = len(request.prompt)
         self.trail = Trail(prompt_tokens)
-        if request.search is not None:
+        if request.search is not None or not request.answers:
             self.trail.limit = prompt_tokens
+            self.trail.withheld = not request.answers
         tokenizer, params = request.tokenizer, request.params
         self._text = None if tokenizer is None else GrowingText(tokenizer, params.stop)
         self._lookup: PromptLookup | None = None

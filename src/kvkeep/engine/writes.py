@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,8 @@ class Trail:
     """Where its prompt ends: there a tail is offered, so that the same prompt is found whole."""
     limit: int = _NEVER
     """Tokens beyond this are not offered."""
+    withheld: bool = False
+    """These are an answer that is not to be stored: the store is told, for those who ask why."""
     offered: int = 0
     """Full blocks up to here were offered, or are stored anyway; in tokens."""
     next: int = 0
@@ -57,7 +59,7 @@ class Trail:
 
     def fork(self) -> Trail:
         """That of an answer that goes on from here."""
-        return Trail(self.end, self.limit, self.offered, self.next, self.keys.copy())
+        return replace(self, keys=self.keys.copy())
 
 
 class Known:
@@ -161,6 +163,9 @@ class Writes:
         With the ``last`` call the tail goes too; so it does where the prompt ends. Blocks for
         which there is no room now are tried again with the next call.
         """
+        if last and trail.withheld and computed > trail.limit:
+            begin = trail.limit // self._block * self._block
+            self._store.unkept(sequence.tokens[:computed], begin, tenant=tenant, answer=True)
         computed = min(computed, trail.limit)
         stop = computed // self._block * self._block
         self._extend(trail, sequence, stop)

@@ -191,10 +191,7 @@ class PrefixIndex:
             self.orphans += count
             return
         keys = None
-        if (
-            _sound(tokens, count, block_size, length_of(start))
-            and self._sized(stock, block_size)
-        ):
+        if _sound(tokens, count, block_size, length_of(start)) and self._sized(stock, block_size):
             keys = self._keys_of(start, tokens, block_size, marks)
         if keys is None:
             self.refused += count

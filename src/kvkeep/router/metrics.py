@@ -6,14 +6,18 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
+from kvkeep.http import metrics as http_metrics
 from kvkeep.router.health import State
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
+
+    from prometheus_client.core import Metric
 
     from kvkeep.feed import EventReader
-    from kvkeep.router.bodies import Bodies
+    from kvkeep.http import Bodies, Connections
     from kvkeep.router.health import Doubt
     from kvkeep.router.prompts import Asked
     from kvkeep.router.router import PrefixRouter, Score
@@ -28,14 +32,18 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
 class Metrics:
     """A registry of its own; nothing of it names a prompt, a key or a client.
 
-    ``tiers`` have a label of their own; whatever else instances call theirs is "other".
+    ``tiers`` have a label of their own; whatever else instances call theirs is "other". The server
+    that listens sets ``connections``.
     """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, tiers: Collection[str] = ()) -> None:
+    def __init__(self, bodies: Bodies, tiers: Collection[str] = ()) -> None:
+        self.connections: Connections | None = None
+        self.bodies = bodies
         self._tiers = frozenset(tiers)
         own = self._registry = CollectorRegistry()
+        own.register(_OfHTTP(self))
         self.requests = Counter(
             "kvkeep_router_requests", "Requests sent on", ["instance", "outcome"], registry=own
         )
@@ -82,14 +90,6 @@ class Metrics:
         self._tokenized = Counter(
             "kvkeep_router_tokenize", "Questions to /tokenize", ["outcome"], registry=own
         )
-        self._bodies_held = Gauge(
-            "kvkeep_router_bodies_bytes", "Bodies of running requests", registry=own
-        )
-        self._bodies_refused = Gauge(
-            "kvkeep_router_bodies_refused",
-            "Requests that found the budget of bodies used up, since the start",
-            registry=own,
-        )
         self._blocks = Gauge("kvkeep_router_blocks", "Blocks known", ["kind"], registry=own)
         self._held = Gauge(
             "kvkeep_router_instance_blocks",
@@ -122,11 +122,7 @@ class Metrics:
         self._tokenized.labels(came.value).inc()
 
     def exposition(
-        self,
-        router: PrefixRouter,
-        upstreams: Upstreams,
-        reader: EventReader | None,
-        bodies: Bodies,
+        self, router: PrefixRouter, upstreams: Upstreams, reader: EventReader | None
     ) -> bytes:
         """Prometheus' text format."""
         for name in upstreams.names:
@@ -139,8 +135,6 @@ class Metrics:
             state = upstreams.health.state(name)
             self._resting.labels(name).set(state is State.RESTING)
             self._suspect.labels(name).set(state is State.SUSPECT)
-        self._bodies_held.set(bodies.held)
-        self._bodies_refused.set(bodies.refused)
         known = router.stats()
         for kind in ("blocks", "prefixes", "orphans", "refused", "skipped", "evicted"):
             self._blocks.labels(kind).set(getattr(known, kind))
@@ -148,3 +142,14 @@ class Metrics:
             for what, number in stats.as_dict().items():
                 self._feed.labels(source.instance, source.endpoint, what).set(number)
         return generate_latest(self._registry)
+
+
+class _OfHTTP(Collector):
+    """The connections and bodies of the proxy's own server."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        """As they are now."""
+        return http_metrics.families(self._metrics.connections, self._metrics.bodies)

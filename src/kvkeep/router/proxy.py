@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvkeep.router.bodies import Bodies, BodyRefused
+from kvkeep.http import Bodies, BodyGuard, BodyRefused, body_of
 from kvkeep.router.health import Patience, State
 from kvkeep.router.metrics import Metrics
 from kvkeep.router.probes import Probes
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
     from kvkeep.feed import EventReader
-    from kvkeep.router.bodies import Body
     from kvkeep.router.prompts import Tokenize
     from kvkeep.router.router import PrefixRouter, Score, Ticket
     from kvkeep.router.upstreams import Upstreams
@@ -96,13 +95,10 @@ def create_proxy(
     waited for, and `Bodies` for the memory that requests take. Keys and bodies are passed on as
     they are; neither is logged.
     """
+    bodies = bodies or Bodies()
+    metrics = Metrics(bodies, router.cost.tiers)
     proxy = _Proxy(
-        router,
-        upstreams,
-        reader,
-        tokenize,
-        patience=patience or Patience(),
-        bodies=bodies or Bodies(),
+        router, upstreams, reader, tokenize, patience=patience or Patience(), metrics=metrics
     )
 
     @asynccontextmanager
@@ -118,17 +114,20 @@ def create_proxy(
 
     for name in upstreams.names:
         router.add(name)
-    allowed = [] if hosts is None else [Middleware(TrustedHostMiddleware, list(hosts))]
-    return Starlette(
+    guards = [] if hosts is None else [Middleware(TrustedHostMiddleware, list(hosts))]
+    guards.append(Middleware(BodyGuard, bodies))
+    app = Starlette(
         routes=[
             Route("/health", proxy.health, methods=["GET"]),
             Route("/metrics", proxy.metrics, methods=["GET"]),
             *(Route(path, _Passing(proxy, placed=True), methods=["POST"]) for path in _PLACED),
             *(Route(path, _Passing(proxy, placed=False)) for path in _OTHERS),
         ],
-        middleware=allowed,
+        middleware=guards,
         lifespan=lifespan,
     )
+    app.state.metrics = metrics
+    return app
 
 
 def _say_why(probing: asyncio.Task[None]) -> None:
@@ -152,26 +151,27 @@ class _Passing:
             await refused(scope, receive, send)
             return
         try:
-            body = await self._proxy.bodies.read(request)
+            await (body := body_of(scope)).read()
         except ClientDisconnect:
             return
         except BodyRefused as why:
             kind = "server_error" if why.status >= 500 else "invalid_request_error"
-            answer = _error(why.status, str(why), kind, retry_after_s=why.retry_after_s)
+            answer = _error(why.status, str(why), kind)
+            answer.headers.update(why.headers)
             await answer(scope, receive, send)
             return
-        passing = asyncio.create_task(self._proxy.pass_on(request, body, send, placed=self._placed))
+        # Kept, and counted, until the answer has ended: another instance may have to be asked.
+        passing = asyncio.create_task(
+            self._proxy.pass_on(request, body.take(), send, placed=self._placed)
+        )
         gone = asyncio.create_task(_gone(receive))
         try:
             await asyncio.wait({passing, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            try:
-                for task in (gone, passing):
-                    task.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await task  # raises what it failed with
-            finally:
-                body.release()
+            for task in (gone, passing):
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task  # raises what it failed with
 
 
 class _Proxy:
@@ -185,18 +185,17 @@ class _Proxy:
         tokenize: Tokenize | None,
         *,
         patience: Patience,
-        bodies: Bodies,
+        metrics: Metrics,
     ) -> None:
         self._router = router
         self._upstreams = upstreams
         self._health = upstreams.health
         self._reader = reader
         self._patience = patience
-        self._metrics = Metrics(router.cost.tiers)
+        self._metrics = metrics
         self._prompts = Prompts(upstreams, patience, tokenize, told=self._metrics.tokenized)
         self._health.subscribe(self._metrics.doubted)
         self.probes = Probes(upstreams, self._health, patience, self._metrics.probed)
-        self.bodies = bodies
 
     async def health(self, request: Request) -> Response:
         """200 while an instance is up; how many are, and what is thought of each."""
@@ -211,15 +210,15 @@ class _Proxy:
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text format."""
-        text = self._metrics.exposition(self._router, self._upstreams, self._reader, self.bodies)
+        text = self._metrics.exposition(self._router, self._upstreams, self._reader)
         return Response(text, headers={"content-type": self._metrics.content_type})
 
-    async def pass_on(self, request: Request, body: Body, send: Send, *, placed: bool) -> None:
+    async def pass_on(self, request: Request, body: bytes, send: Send, *, placed: bool) -> None:
         """Ask the best instance; while nothing has been sent to the client, the next best."""
         headers = passed_on(request.scope["headers"])
-        prompt = await self._prompts.read(body.data, headers) if placed else Prompt(None)
+        prompt = await self._prompts.read(body, headers) if placed else Prompt(None)
         lora = prompt.model if self._router.is_adapter(prompt.model) else ""
-        question = _Question(request, headers, body.data)
+        question = _Question(request, headers, body)
         names = self._upstreams.names
         tried: set[str] = set()
         came: list[_Outcome] = []

@@ -8,8 +8,16 @@ require("fastapi", "server")  # all of this room needs them: say which extra bri
 require("uvicorn", "server")
 require("prometheus_client", "server")
 
-from kvkeep.server.app import create_app  # noqa: E402 - what is missing was named first
-from kvkeep.server.listening import Listener, bind, url_of  # noqa: E402
+from kvkeep.http import bind, url_of  # noqa: E402 - what is missing was named first
+from kvkeep.server.app import create_app  # noqa: E402
+from kvkeep.server.listening import Listener  # noqa: E402
 from kvkeep.server.settings import LOOPBACK_HOSTS, Settings  # noqa: E402
 
-__all__ = ["LOOPBACK_HOSTS", "Listener", "Settings", "bind", "create_app", "url_of"]
+__all__ = [
+    "LOOPBACK_HOSTS",
+    "Listener",
+    "Settings",
+    "bind",
+    "create_app",
+    "url_of",
+]

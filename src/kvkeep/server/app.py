@@ -10,8 +10,9 @@ from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
 
 from kvkeep.errors import InvalidValue
+from kvkeep.http import BodyGuard
 from kvkeep.server import errors
-from kvkeep.server.guards import AccessLog, BodyLimit, HostGuard, KeyGuard
+from kvkeep.server.guards import AccessLog, HostGuard, KeyGuard
 from kvkeep.server.routes import ROUTERS
 from kvkeep.server.service import Service
 
@@ -76,7 +77,7 @@ def create_app(
     for router in ROUTERS:
         app.include_router(router)
     # The last one added is the first that a request meets.
-    app.add_middleware(BodyLimit, limit=settings.max_body_bytes, seconds=settings.request_timeout_s)
+    app.add_middleware(BodyGuard, bodies=service.bodies)
     if settings.api_key is not None:
         app.add_middleware(KeyGuard, key=settings.api_key)
     app.add_middleware(HostGuard, hosts=settings.hosts)

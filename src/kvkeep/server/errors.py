@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvkeep.errors import InvalidValue, OutOfPages, QueueFull
+from kvkeep.http import BodyRefused
 from kvkeep.server.worker import EngineStopped
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ def as_api_error(error: Exception, *, retry_after_s: int = 1) -> ApiError:
     if isinstance(error, QueueFull):
         headers = {"Retry-After": str(retry_after_s)}
         return ApiError(429, str(error), code="queue_full", headers=headers)
+    if isinstance(error, BodyRefused):
+        return ApiError(error.status, str(error), code=error.code, headers=error.headers)
     if isinstance(error, EngineStopped):
         return ApiError(503, "the engine has stopped; restart the server", code="engine_stopped")
     if isinstance(error, OutOfPages):
@@ -122,6 +125,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, known)
     app.add_exception_handler(InvalidValue, known)
     app.add_exception_handler(EngineStopped, known)
+    app.add_exception_handler(BodyRefused, known)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(Exception, unknown)
 

@@ -63,18 +63,21 @@ async def answer(
     jobs: Callable[[], Sequence[Job]],
     writer: Writer,
     *,
+    characters: int,
     stream: bool,
 ) -> Response:
-    """Make the jobs (in a tokenizer's thread), run them, and word what comes with ``writer``.
+    """Make the jobs, run them, and word what comes with ``writer``.
 
-    Raises `ApiError` for what goes wrong before the answer begins; a stream ends with an error as
-    its last event. A client that goes away ends its jobs; so does the time that a request has.
+    The jobs are made in a tokenizer's thread, chosen by how many ``characters`` there are to
+    tokenize. Raises `ApiError` for what goes wrong before the answer begins; a stream ends with an
+    error as its last event. A client that goes away ends its jobs; so does the time that a request
+    has.
     """
     call = Call(writer.id, endpoint, request.headers)
     try:
         async with AsyncExitStack() as stack:
             ticket = await stack.enter_async_context(service.admitted(call))
-            work = _submitted(service, ticket, jobs)
+            work = _submitted(service, ticket, jobs, characters)
             await _until_gone(request.receive, _in_time(ticket, work))
             if stream:
                 return EventStream(service, ticket, writer, stack.pop_all())
@@ -138,8 +141,10 @@ class EventStream(Response):
         await send(_body(*last, b"[DONE]", more=False))
 
 
-async def _submitted(service: Service, ticket: Ticket, jobs: Callable[[], Sequence[Job]]) -> None:
-    await ticket.submit(await service.tokenizing(jobs))
+async def _submitted(
+    service: Service, ticket: Ticket, jobs: Callable[[], Sequence[Job]], characters: int
+) -> None:
+    await ticket.submit(await service.tokenizing(jobs, characters))
 
 
 async def _completions(ticket: Ticket) -> list[Completion]:

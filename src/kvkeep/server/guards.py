@@ -1,4 +1,4 @@
-"""What stands before the application: Host names, the API key, the size of bodies, the log.
+"""What stands before the application: Host names, the API key, the log.
 
 Plain ASGI, so that nothing is read of a request that is refused, and a disconnect is seen by those
 who wait for it.
@@ -6,7 +6,6 @@ who wait for it.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import time
@@ -20,7 +19,7 @@ from kvkeep.server.errors import ApiError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["OPEN_PATHS", "PAGE_HEADERS", "AccessLog", "BodyLimit", "HostGuard", "KeyGuard"]
+__all__ = ["OPEN_PATHS", "PAGE_HEADERS", "AccessLog", "HostGuard", "KeyGuard"]
 
 access = logging.getLogger("kvkeep.access")
 
@@ -44,10 +43,6 @@ PAGE_HEADERS = {
 }
 # What the dashboard asks every few seconds; a line for each would bury the others.
 _QUIET_PATHS = frozenset({"/kv/live", "/kv/map", "/kv/requests", "/kv/summary"})
-# A body that is too large is read on for so long, or the client would never read why it is refused.
-_LINGER_S = 1.0
-# And what still comes after that is not read.
-_CLOSE = {"Connection": "close"}
 
 
 class HostGuard:
@@ -98,55 +93,6 @@ class KeyGuard:
         await self._app(scope, receive, send)
 
 
-class BodyLimit:
-    """Refuses bodies above ``limit`` bytes, said or not, and those slower than ``seconds``."""
-
-    def __init__(self, app: ASGIApp, limit: int, seconds: float) -> None:
-        self._app = app
-        self._limit = limit
-        self._seconds = seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on or refuse."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        said = headers.get("content-length", "")
-        if said.isdecimal() and int(said[:20]) > self._limit:
-            if "expect" not in headers:  # who asks first does not send it
-                await _linger(receive)
-            await self._too_large().response()(scope, receive, send)
-            return
-        deadline = asyncio.get_running_loop().time() + self._seconds
-        read = 0
-        more = True
-
-        async def limited() -> Message:
-            nonlocal read, more
-            if not more:  # what is waited for now is the disconnect
-                return await receive()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError as error:
-                late = "the request's body did not arrive in time"
-                raise ApiError(408, late, code="timeout", headers=_CLOSE) from error
-            read += len(message.get("body", b""))
-            more = message.get("more_body", False)
-            if read > self._limit:
-                if more:
-                    await _linger(receive)
-                raise self._too_large()
-            return message
-
-        await self._app(scope, limited, send)
-
-    def _too_large(self) -> ApiError:
-        message = f"a request's body has at most {self._limit:,} bytes"
-        return ApiError(413, message, code="body_too_large", headers=_CLOSE)
-
-
 class AccessLog:
     """One short line a request: method, path, status, seconds. No query, no body, no header."""
 
@@ -187,14 +133,3 @@ def _without_port(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
-
-
-async def _linger(receive: Receive) -> None:
-    """Read and forget what still comes, for a moment."""
-    try:
-        async with asyncio.timeout(_LINGER_S):
-            while (message := await receive())["type"] == "http.request":
-                if not message.get("more_body", False):
-                    return
-    except TimeoutError:
-        return

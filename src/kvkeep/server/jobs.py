@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "chat_jobs", "chat_tokens", "completion_jobs", "conversation_tokens", "echoes", "prompt_tokens",
+    "refuse_far_too_long",
 ]  # fmt: skip
 
 # As OpenAI's own.
 _COMPLETION_TOKENS = 16
 # Characters; texts of longer tokens on average are rare.
 _LONG_TOKEN = 16
+_PIECE = 1 << 16
 
 
 def chat_jobs(service: Service, asked: ChatQuestion) -> list[Job]:
@@ -48,7 +50,7 @@ def chat_jobs(service: Service, asked: ChatQuestion) -> list[Job]:
     )
     _runs_at_once(service, params)
     space = service.namespace(asked.cache_salt)
-    return [_job(asked, prompt, params, space)]
+    return [_job(service, asked, prompt, params, space)]
 
 
 def completion_jobs(service: Service, asked: CompletionQuestion) -> list[Job]:
@@ -67,12 +69,16 @@ def completion_jobs(service: Service, asked: CompletionQuestion) -> list[Job]:
             best_of=asked.best_of,
         )
         _runs_at_once(service, params)
-        jobs.append(_job(asked, tokens, params, space))
+        jobs.append(_job(service, asked, tokens, params, space))
     return jobs
 
 
 def _job(
-    asked: SamplingQuestion, prompt: TokenArray, params: SamplingParams, space: Namespace
+    service: Service,
+    asked: SamplingQuestion,
+    prompt: TokenArray,
+    params: SamplingParams,
+    space: Namespace,
 ) -> Job:
     extras = asked.extras
     return Job(
@@ -80,6 +86,7 @@ def _job(
         params=params,
         namespace=space,
         store=extras.store,
+        answers=extras.answers and service.settings.answers,
         session=extras.session,
         turn=extras.turn,
     )
@@ -109,10 +116,10 @@ def echoes(service: Service, asked: CompletionQuestion) -> list[str]:
     ]
 
 
-def prompt_tokens(service: Service, prompt: Prompt) -> TokenArray:
+def prompt_tokens(service: Service, prompt: Prompt | Sequence[int]) -> TokenArray:
     """The tokens of a text or a list of tokens; `ApiError` for one that this server refuses."""
     if isinstance(prompt, str):
-        _refuse_far_too_long(service, "prompt", prompt)
+        refuse_far_too_long(service, "prompt", prompt)
         tokens = service.tokenizer.encode(prompt)
         if not len(tokens):
             raise ApiError(400, "prompt has no tokens; give it at least one", param="prompt")
@@ -127,13 +134,13 @@ def prompt_tokens(service: Service, prompt: Prompt) -> TokenArray:
 
 def conversation_tokens(service: Service, messages: Sequence[Message]) -> TokenArray:
     """The tokens of a conversation; `ApiError` for one that this server refuses."""
-    _refuse_far_too_long(service, "messages", *(turn.text for turn in messages))
+    refuse_far_too_long(service, "messages", *(turn.text for turn in messages))
     return _that_fit(service, "messages", chat_tokens(service.tokenizer, messages))
 
 
 def _that_fit(service: Service, field: str, prompt: TokenArray) -> TokenArray:
     if len(prompt) > service.longest_prompt:
-        raise _too_long(service, field, str(len(prompt)))
+        raise _too_long(service, field, f"{len(prompt)} tokens")
     return prompt
 
 
@@ -142,21 +149,33 @@ def _room(service: Service, prompt: TokenArray) -> int:
     return service.engine.runner.max_tokens - len(prompt)
 
 
-def _refuse_far_too_long(service: Service, field: str, *texts: str) -> None:
-    """Refuse what is too long by its beginning: megabytes would keep a tokenizer for seconds.
+def refuse_far_too_long(service: Service, field: str, *texts: str) -> None:
+    """Refuse what is too long by its size or its beginning: megabytes keep a tokenizer for seconds.
 
-    Where the beginning alone has twice the tokens that fit, no merge further on can undo that.
+    A text of more bytes than so many of the longest token has more tokens than fit. Of others the
+    beginning is tokenized in pieces: where it has twice the tokens that fit, no merge across the
+    ends of pieces can undo that.
     """
-    longest = service.longest_prompt
+    longest, room = service.longest_prompt, service.longest_text
+    size = sum(map(len, texts))  # in characters, of a byte or more each
+    if size > room or sum(len(text.encode(errors="replace")) for text in texts) > room:
+        raise _too_long(
+            service, field, f"more than {room} bytes, as many as {longest} of the longest token"
+        )
     most = longest * _LONG_TOKEN
-    if sum(map(len, texts)) > most:
-        beginning = "".join(texts)[:most]
-        if len(service.tokenizer.encode(beginning)) > 2 * longest:
-            raise _too_long(service, field, f"more than {2 * longest}")
+    if size <= most:
+        return
+    beginning = "".join(texts)[:most]
+    found = 0
+    for start in range(0, most, _PIECE):
+        found += len(service.tokenizer.encode(beginning[start : start + _PIECE]))
+        if found > 2 * longest:
+            raise _too_long(service, field, f"more than {2 * longest} tokens")
 
 
-def _too_long(service: Service, field: str, tokens: str) -> ApiError:
-    message = f"{field} has {tokens} tokens, and this server takes {service.longest_prompt} at most"
+def _too_long(service: Service, field: str, size: str) -> ApiError:
+    most = service.longest_prompt
+    message = f"{field} has {size}, and this server takes {most} at most"
     return ApiError(400, message, param=field, code="context_length_exceeded")
 
 

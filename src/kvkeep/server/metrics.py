@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_1_0_0
 from prometheus_client.registry import Collector
 
+from kvkeep.http import metrics as http_metrics
 from kvkeep.server import families
 from kvkeep.telemetry import PageTimes, Reuse
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from kvkeep.cache import CacheStats, PagedCache
+    from kvkeep.http import Bodies, Connections
 
 __all__ = ["Metrics"]
 
@@ -31,7 +33,8 @@ class Metrics:
 
     ``reuse`` is a `kvkeep.telemetry.RequestWatch`: whoever watches the engine's requests tells it.
     ``events`` gives the figures of a publisher of KV events (`PublisherStats.as_dict`), ``reasons``
-    the tokens computed by reason since the start (an explainer's); each is set by who has one.
+    the tokens computed by reason since the start (an explainer's), ``connections`` and ``bodies``
+    are those of the HTTP server; each is set by who has one.
 
     Thread safety: all methods.
     """
@@ -47,6 +50,8 @@ class Metrics:
         self.reuse = Reuse()
         self.events: Callable[[], Mapping[str, int]] | None = None
         self.reasons: Callable[[], Mapping[str, int]] | None = None
+        self.connections: Connections | None = None
+        self.bodies: Bodies | None = None
         self.requests = Counter(
             "kvkeep_requests",
             "Requests for text by how they ended: stop, length, refused (400, 429, 503), timeout, "
@@ -140,6 +145,7 @@ class Metrics:
                 found += families.of_events(self.events())
             if store is not None:
                 found += families.of_store(engine, store)
+            found += http_metrics.families(self.connections, self.bodies)
             self._state.families = found
             return generate_latest(self._registry)
 

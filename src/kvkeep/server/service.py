@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvkeep.errors import QueueFull
+from kvkeep.http import Bodies
 from kvkeep.keys import Namespace
 from kvkeep.server.errors import ApiError, outcome_of
+from kvkeep.server.lanes import Lanes
 from kvkeep.server.live import Live
 from kvkeep.server.metrics import Metrics
 from kvkeep.server.record import Record
@@ -32,8 +33,6 @@ __all__ = ["Service", "Ticket"]
 
 Result = TypeVar("Result")
 
-# Two, so that one long prompt does not keep all others waiting.
-_TOKENIZER_THREADS = 2
 _LONGEST_WAIT_S = 60
 
 
@@ -54,7 +53,13 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.capture = capture
+        self.bodies = Bodies(
+            largest=settings.max_body_bytes,
+            budget=settings.body_budget_bytes,
+            seconds=min(settings.body_timeout_s, settings.request_timeout_s),
+        )
         self.metrics = Metrics()
+        self.metrics.bodies = self.bodies
         self.watching = Watching(
             engine.cache,
             explain=settings.explain,
@@ -69,8 +74,7 @@ class Service:
         self.draining = False
         self._tickets: set[Ticket] = set()
         self._all_gone = asyncio.Event()
-        self._tokenizing = ThreadPoolExecutor(_TOKENIZER_THREADS, "kvkeep tokenizer")
-        self._counting = ThreadPoolExecutor(1, "kvkeep counter")
+        self._lanes = Lanes()
         self._mean_seconds = 1.0  # of late requests, each new one weighing a tenth
 
     def start(self) -> None:
@@ -84,8 +88,7 @@ class Service:
         self.worker.stop()
         self.watching.close()
         self.live.close()
-        self._tokenizing.shutdown(cancel_futures=True)
-        self._counting.shutdown(cancel_futures=True)
+        self._lanes.close()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -108,15 +111,22 @@ class Service:
             dtype=self.engine.runner.geometry.dtype,
         )
 
-    async def tokenizing(self, function: Callable[[], Result]) -> Result:
-        """``function()`` in one of the threads that tokenize for requests for text."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, function)
+    async def tokenizing(self, function: Callable[[], Result], size: int) -> Result:
+        """``function()``, which tokenizes ``size`` characters for an answer, in a thread."""
+        return await self._lanes.tokenizing(function, size)
 
-    async def counting(self, function: Callable[[], Result]) -> Result:
-        """``function()`` in the thread that tokenizes for those who only want the tokens."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._counting, function)
+    async def counting(self, function: Callable[[], Result], size: int = 0) -> Result:
+        """The same for those who only want the tokens, or look at what there is."""
+        return await self._lanes.counting(function, size)
+
+    async def parsing(self, function: Callable[[], Result], size: int) -> Result:
+        """``function()``, which parses a body of ``size`` bytes: a large one in a thread."""
+        return await self._lanes.parsing(function, size)
+
+    @property
+    def longest_text(self) -> int:
+        """In bytes of UTF-8: a longer one cannot be so few tokens as a prompt has at most."""
+        return self.longest_prompt * self.tokenizer.longest_token
 
     async def stats(self) -> tuple[CacheStats, dict[str, int | float]]:
         """What cache and engine hold and have done; the engine's of the moment between steps."""

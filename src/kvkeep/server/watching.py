@@ -29,6 +29,7 @@ log = logging.getLogger("kvkeep.server")
 
 # What a store says of blocks, in the words of explanations.
 _REMOVED = {"cleared": "cleared", "removed": "asked"}
+_REFUSED = frozenset({"admission", "answer"})
 _DROPPED = {"queue full": "queue_full", "no time": "queue_full"}
 
 
@@ -216,7 +217,7 @@ def missing(fates: Iterable[Fate], *, waited_s: float | None = None) -> list[Mis
         if fate.what == "never":
             continue
         reason, evidence = _said(fate, fate.detail.partition(": ")[0], waited_s)
-        said.append(Missing(fate.start, fate.stop, reason, {"tier": fate.tier, **evidence}))
+        said.append(Missing(fate.start, fate.stop, reason, {"tier": fate.tier or None, **evidence}))
     return said
 
 
@@ -230,7 +231,7 @@ def _said(fate: Fate, word: str, waited_s: float | None) -> tuple[str, dict[str,
         case "dropped":
             return "not_admitted", {"why": _DROPPED.get(word, word.replace(" ", "_"))}
         case "refused":
-            return "not_admitted", {"why": "admission" if word == "admission" else "unknown"}
+            return "not_admitted", {"why": word if word in _REFUSED else "unknown"}
         case "damaged":
             return "damaged", {}
         case "late":

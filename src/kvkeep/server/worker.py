@@ -38,6 +38,7 @@ class Job:
     params: SamplingParams
     namespace: Namespace
     store: bool
+    answers: bool = True
     session: str | None = None
     turn: int | None = None
 
@@ -247,6 +248,7 @@ class Worker:
                         job.params,
                         namespace=job.namespace,
                         store=job.store,
+                        answers=job.answers,
                         session=job.session,
                         turn=job.turn,
                     )

@@ -356,15 +356,26 @@ class KVStore:
         fates_of = partial(self._tiered.fates_of, since=since)
         return fates_behind(self._names_of(tenant), fates_of, row, start)
 
-    def unkept(self, tokens: TokensLike, start: int = 0, *, tenant: str | None = None) -> None:
-        """Say that the full blocks of ``tokens[start:]`` were never put, for want of time or room.
+    def unkept(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        answer: bool = False,
+    ) -> None:
+        """Say that the full blocks of ``tokens[start:]`` were never put.
 
+        For want of time or room; or because they are an ``answer`` that is not to be stored.
         Nothing changes but what `why` tells of them.
         """
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
         blocks = self._names_of(tenant).full(row)[-(-start // self.block_tokens) :]
-        self._tiered.fates.note(blocks, self._tiered.front.name, "dropped", "queue full")
+        if answer:
+            self._tiered.fates.note(blocks, "", "refused", "answer")
+        else:
+            self._tiered.fates.note(blocks, self._tiered.front.name, "dropped", "queue full")
 
     def touch(self, tokens: TokensLike, *, tenant: str | None = None) -> None:
         """Say that a prompt used the KV of ``tokens``, found elsewhere; transfers nothing.

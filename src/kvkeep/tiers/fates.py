@@ -29,8 +29,9 @@ class Fate:
     - "evicted": it made room there. The name of the tier's eviction policy.
     - "dropped": not written there. "queue full", "no room", "write failed", "breaker" (the tier is
       left alone), "no time" (it had to leave the tier above at once).
-    - "refused": "admission" (the store's tiering admits it later, or never); else a record that is
-      not for this tier, and why.
+    - "refused": "admission" (the store's tiering admits it later, or never); "answer" (it was
+      generated, and only prompts were to be stored); else a record that is not for this tier, and
+      why.
     - "removed": "cleared" or "removed" by request, "ttl" (its time was over), "gone" (the place has
       lost it, or others took it away).
     - "damaged": what did not verify.

@@ -2,14 +2,18 @@
 
 from collections.abc import Callable, Coroutine
 from email.message import Message
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.routing import APIRoute
-from pydantic_core import from_json
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from kvkeep.http import body_of
 from kvkeep.server.errors import ApiError
+from kvkeep.server.parsing import question
 from kvkeep.server.schemas.answers import ErrorAnswer
 from kvkeep.server.service import Service
 
@@ -45,38 +49,44 @@ EVENTS = {
 }
 
 
-class _JSONRequest(Request):
-    """Bodies are JSON as RFC 8259 has it: UTF-8, no NaN, nested so far as sane people nest."""
+class _ParsedRequest(Request):
+    """A request whose body was read and checked already; FastAPI is given the result."""
 
-    async def json(self) -> Any:
-        """The value; `ApiError` 400 where there is none."""
-        if not hasattr(self, "_json"):
-            try:
-                self._json = from_json(await self.body(), allow_inf_nan=False)
-            except ValueError as error:
-                raise ApiError(400, f"the body is not valid JSON: {error}") from error
-        return self._json
+    def __init__(self, request: Request, asked: BaseModel) -> None:
+        super().__init__(request.scope, request.receive)
+        self._json = asked
+        self._body = b"read"  # only asked whether there is one: its bytes are not kept
 
 
 class JSONRoute(APIRoute):
     """An endpoint whose body, if it takes one, is JSON and says so.
 
     Asking for the content type also keeps web pages out: a browser asks before it sends JSON to
-    another's server, and here nobody answers that it may.
+    another's server, and here nobody answers that it may. Bodies are JSON as RFC 8259 has it:
+    UTF-8, no NaN, nested so far as sane people nest. Large ones are parsed in a thread.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's own, with our request."""
         handler = super().get_route_handler()
-        takes_body = self.body_field is not None
+        model = None if self.body_field is None else self.body_field.field_info.annotation
 
         async def handle(request: Request) -> Response:
-            if takes_body:
+            if model is not None:
                 _check_headers(request)
-                request = _JSONRequest(request.scope, request.receive)
+                try:
+                    request = _ParsedRequest(request, await _asked(request, model))
+                except ClientDisconnect:
+                    return Response(status_code=499)  # nobody reads it
             return await handler(request)
 
         return handle
+
+
+async def _asked(request: Request, model: type[BaseModel]) -> BaseModel:
+    body = body_of(request.scope)
+    await body.read()
+    return await _service(request).parsing(partial(question, body, model), body.size)
 
 
 def _check_headers(request: Request) -> None:

@@ -17,7 +17,7 @@ from kvkeep.server.routes.base import (
     check_model,
 )
 from kvkeep.server.schemas.answers import ChatAnswer, CompletionAnswer, Model, Models
-from kvkeep.server.schemas.chat import ChatQuestion
+from kvkeep.server.schemas.chat import ChatQuestion, characters
 from kvkeep.server.schemas.completions import CompletionQuestion
 from kvkeep.server.service import Service
 from kvkeep.server.worker import Job
@@ -44,7 +44,10 @@ async def chat(asked: ChatQuestion, request: Request, service: ServiceOf) -> Res
         usage=asked.wants_usage,
     )
     jobs = partial(chat_jobs, service, asked)
-    return await answer(request, service, "chat", jobs, writer, stream=bool(asked.stream))
+    return await answer(
+        request, service, "chat", jobs, writer,
+        characters=characters(asked.messages), stream=bool(asked.stream),
+    )  # fmt: skip
 
 
 @router.post(
@@ -70,7 +73,10 @@ async def complete(asked: CompletionQuestion, request: Request, service: Service
             writer.echoes = echoes(service, asked)
         return made
 
-    return await answer(request, service, "completions", jobs, writer, stream=bool(asked.stream))
+    return await answer(
+        request, service, "completions", jobs, writer,
+        characters=asked.characters, stream=bool(asked.stream),
+    )  # fmt: skip
 
 
 @router.get("/models", responses=READ_ERRORS, operation_id="models")

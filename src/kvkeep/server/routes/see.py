@@ -13,6 +13,7 @@ from kvkeep.server import explaining
 from kvkeep.server.errors import ApiError
 from kvkeep.server.jobs import conversation_tokens, prompt_tokens
 from kvkeep.server.routes.base import ERRORS, READ_ERRORS, JSONRoute, ServiceOf, errors
+from kvkeep.server.schemas.chat import characters
 from kvkeep.server.schemas.see import (
     ExplainQuestion,
     ExplanationAnswer,
@@ -59,7 +60,8 @@ async def explain(
 async def explain_prompt(asked: ExplainQuestion, service: ServiceOf) -> ExplanationAnswer:
     """The same for a prompt, as if it were asked now. Changes nothing."""
     explainer = _explainer(service)
-    tokens = await service.counting(partial(_tokens, service, asked))
+    size = characters(asked.messages or ()) + len(asked.prompt or ())
+    tokens = await service.counting(partial(_tokens, service, asked), size)
     space = service.namespace(asked.cache_salt)
     cached = await asyncio.to_thread(service.engine.cache.match, tokens[:-1], space)
     sources, missing = await stored(service.engine, tokens, space, cached.num_tokens)

@@ -81,6 +81,11 @@ class Extras(Question):
     store: bool = Field(
         default=True, description="False keeps this prompt and its answer out of the cache"
     )
+    answers: bool = Field(
+        default=True,
+        description="False keeps the KV of generated tokens out of the tiers; the prompt's goes "
+        "there. In the pool it stays until it is evicted.",
+    )
     draft_tokens: int | None = Field(
         default=None,
         ge=0,

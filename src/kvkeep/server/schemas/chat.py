@@ -1,16 +1,18 @@
 """``/v1/chat/completions``: what is asked."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from kvkeep.server.schemas.base import Question, SamplingQuestion, wrong
 
-__all__ = ["ChatQuestion", "Message", "Messages", "TextFormat", "TextPart"]
+__all__ = ["ChatQuestion", "Message", "Messages", "TextFormat", "TextPart", "characters"]
 
 _NO_TOOLS = "models here are not given tools"
 _TEXT_ONLY = "models here read and write text alone"
 _MOST_MESSAGES = 4096
+_MOST_PARTS = 8192
 
 
 class TextPart(Question):
@@ -50,7 +52,26 @@ class Message(Question):
         return turn if self.name is None else {**turn, "name": self.name}
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
+def _few_parts(messages: object) -> object:
+    """Refuse before each of them is looked at: a part takes forty times the memory of its bytes."""
+    if isinstance(messages, list):
+        contents = (turn.get("content") for turn in messages if isinstance(turn, dict))
+        parts = sum(len(content) for content in contents if isinstance(content, list))
+        if parts > _MOST_PARTS:
+            raise ValueError(f"have {parts:,} parts; {_MOST_PARTS:,} at most")
+    return messages
+
+
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True),
+    BeforeValidator(_few_parts),
+]
+
+
+def characters(messages: Sequence[Message]) -> int:
+    """How many there are to tokenize."""
+    return sum(len(turn.text) for turn in messages)
 
 
 class TextFormat(Question):

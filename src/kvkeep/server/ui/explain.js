@@ -35,6 +35,7 @@ const WORDS = {
   ],
   not_admitted: (said) => [{
     store_false: "It was asked for with store: false, so nobody kept it.",
+    answer: "It is an answer, and only prompts were to be stored.",
     admission: "The tier takes only what comes again, and this came for the first time.",
     queue_full: "The tier could not write as fast as it was told to, and let it go.",
     given_up: "Its request was given up before it was published.",

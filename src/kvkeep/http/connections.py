@@ -1,0 +1,241 @@
+"""Connections of one server: how many, what each of them waits for, and until when."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvkeep.errors import InvalidValue, whole
+from kvkeep.http.seldom import Seldom
+
+if TYPE_CHECKING:
+    import asyncio
+
+__all__ = ["ConnectionLimits", "Connections", "GuardedProtocol", "Phase"]
+
+log = logging.getLogger("kvkeep.http")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """What one server allows its clients, in connections and seconds.
+
+    ``most`` connections are open at once. The head of a request has ``head_s`` from the connection,
+    or from its first byte on one that was used before, which may be idle for ``keep_alive_s``. A
+    client that reads nothing of an answer for ``stall_s`` while more waits for it is cut off.
+    """
+
+    most: int = 1024
+    head_s: float = 10.0
+    keep_alive_s: float = 30.0
+    stall_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        whole("max_connections", self.most, 1)
+        for name in ("head_s", "keep_alive_s", "stall_s"):
+            seconds = getattr(self, name)
+            if not 0 < seconds < math.inf:
+                raise InvalidValue(f"{name} is a number of seconds above 0, got {seconds}")
+
+
+class Phase(Enum):
+    """What a connection waits for."""
+
+    HEAD = "head"
+    """The head of a request: there is none at hand."""
+    BODY = "body"
+    """The rest of a request's body."""
+    ANSWER = "answer"
+    """The server's own answer."""
+
+
+class Connections:
+    """The connections of one server, by what they wait for, the longest first.
+
+    When ``limits.most`` are open, each new one takes the place of the one that has waited longest
+    for a head; where there is none, of the one whose body is incomplete; requests that are whole
+    are never closed for another, and a connection beyond them is refused with 503.
+
+    Thread safety: none; it belongs to the event loop. Cost: O(1) for everything.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self.accepted = 0
+        self.accept_errors = 0
+        self.closed = dict.fromkeys(
+            ("head_timeout", "displaced", "refused", "unread", "stalled"), 0
+        )
+        """Connections that the server has closed, by why."""
+        self._phases: dict[Phase, dict[GuardedProtocol, None]] = {one: {} for one in Phase}
+        self._seldom = Seldom(log)
+        self._seldom_full = Seldom(log)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._phases.values()))
+
+    @property
+    def full(self) -> bool:
+        """Whether one more is too many."""
+        return len(self) >= self.limits.most
+
+    def waiting(self, phase: Phase) -> int:
+        """How many connections wait for that."""
+        return len(self._phases[phase])
+
+    def add(self, one: GuardedProtocol) -> None:
+        """A new connection, which waits for a head."""
+        self.accepted += 1
+        self._phases[Phase.HEAD][one] = None
+
+    def move(self, one: GuardedProtocol, before: Phase, after: Phase) -> None:
+        """It waits for something else from now on; not where it was forgotten already."""
+        if one in self._phases[before]:
+            del self._phases[before][one]
+            self._phases[after][one] = None
+
+    def forget(self, one: GuardedProtocol, phase: Phase) -> None:
+        """It is gone, or going."""
+        self._phases[phase].pop(one, None)
+
+    def make_room(self) -> bool:
+        """Close the one whose turn it is; False where all have whole requests at hand."""
+        for phase in (Phase.HEAD, Phase.BODY):
+            oldest = next(iter(self._phases[phase]), None)
+            if oldest is not None:
+                self.forget(oldest, phase)
+                self.count("displaced")
+                oldest.abort()
+                return True
+        return False
+
+    def count(self, why: str) -> None:
+        """One was closed, or refused."""
+        self.closed[why] += 1
+        if why in {"displaced", "refused"}:
+            self._seldom_full.warning(
+                "%d connections are open, which is all there may be: one was %s",
+                self.limits.most,
+                why,
+            )
+
+    def accept_failed(self, error: OSError) -> None:
+        """The system gives no connection, though one is there."""
+        self.accept_errors += 1
+        self._seldom.warning("no connection can be accepted: %s", error)
+
+
+class GuardedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol, each wait of which has an end.
+
+    Waits for a body have theirs in `kvkeep.http.Bodies`, those for an answer in the application.
+    """
+
+    def __init__(self, connections: Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self._connections = connections
+        self._phase = Phase.HEAD
+        self._begun = True  # the head: on a new connection, with the connection
+        self._aborted = False
+        self._unread = 0  # bytes of the last answer, when it was last looked
+        self._deadline: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """It is open."""
+        super().connection_made(transport)
+        if self._aborted:
+            transport.abort()
+        else:
+            self._wait(self._connections.limits.head_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is closed, by whomever."""
+        super().connection_lost(exc)
+        self._connections.forget(self, self._phase)
+        self._wait(None)
+        self._read_on()
+
+    def data_received(self, data: bytes) -> None:
+        """Some bytes came."""
+        if self._phase is Phase.HEAD and not self._begun and self.conn.their_state is h11.IDLE:
+            self._begun = True
+            self._wait(self._connections.limits.head_s)
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        """An answer is written, if not sent; the next request may be there already."""
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as there is to write."""
+        super().pause_writing()
+        if self._stalled is None:
+            self._stalled = self.loop.call_later(self._connections.limits.stall_s, self._stall)
+
+    def resume_writing(self) -> None:
+        """It has read most of it."""
+        super().resume_writing()
+        self._read_on()
+
+    def abort(self) -> None:
+        """Close it now, whatever is under way."""
+        self._aborted = True
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _look(self) -> None:
+        """See what it waits for now."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            phase = Phase.HEAD
+        else:
+            phase = Phase.BODY if cycle.more_body else Phase.ANSWER
+        if phase is self._phase:
+            return
+        self._connections.move(self, self._phase, phase)
+        self._phase = phase
+        if phase is Phase.HEAD:
+            self._begun = False
+            self._unread = self.transport.get_write_buffer_size()
+            self._wait(self._connections.limits.keep_alive_s)
+        else:
+            self._wait(None)
+
+    def _wait(self, seconds: float | None) -> None:
+        """For a head, or for the client to read the last answer: so long; None: no more."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if seconds is None else self.loop.call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        self._deadline = None
+        unread = self.transport.get_write_buffer_size()
+        if 0 < unread < self._unread:  # it reads, if slowly
+            self._unread = unread
+            self._wait(self._connections.limits.keep_alive_s)
+        elif unread or self.transport.is_closing():
+            self._connections.count("unread")
+            self.abort()
+        else:
+            if self._begun:
+                self._connections.count("head_timeout")
+            self.transport.close()
+
+    def _stall(self) -> None:
+        self._stalled = None
+        self._connections.count("stalled")
+        self.abort()
+
+    def _read_on(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None

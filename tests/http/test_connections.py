@@ -1,0 +1,168 @@
+"""Connections that never send a head, never read, or are too many; on real sockets."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+import time
+
+import pytest
+from guarded import HEALTH, LARGE, answer, eventually, everything, guarded, is_closed
+
+from kvkeep.errors import InvalidValue
+from kvkeep.http import ConnectionLimits, connections_for, raise_file_limit
+from kvkeep.http.connections import Phase
+from kvkeep.http.seldom import Seldom
+
+HALF = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "
+
+
+def test_half_open_connections_do_not_shut_others_out():
+    """Each takes the place of the one that has waited longest; whole requests are answered."""
+    with guarded(most=20, head_s=60) as server:
+        half = [server.connect(HALF) for _ in range(100)]
+        assert server.status() == 200
+        assert len(server.connections) <= 20
+        eventually(lambda: sum(map(is_closed, half)) >= 80)
+        assert not is_closed(half[-1])
+        assert server.connections.closed["displaced"] >= 81
+        assert server.connections.closed["refused"] == 0
+
+
+def test_requests_at_hand_are_not_closed_for_others():
+    with guarded(most=3, head_s=60) as server:
+        wait = [server.connect(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(3)]
+        eventually(lambda: server.connections.waiting(Phase.ANSWER) == 3)
+        told = everything(server.connect(HEALTH))
+        assert told.startswith(b"HTTP/1.1 503 ")
+        assert b'"code": "no_connection"' in told
+        assert b"Retry-After: 1" in told
+        assert server.connections.closed["refused"] == 1
+        server.release.set()
+        for one in wait:
+            assert answer(one) == b"200 ok"
+        assert server.status() == 200  # one that is idle now made room
+
+
+def test_a_body_that_is_not_whole_goes_before_a_request_is_refused():
+    with guarded(most=2) as server:
+        slow = server.connect(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf")
+        server.connect(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
+        eventually(lambda: server.connections.waiting(Phase.BODY) == 1)
+        eventually(lambda: server.connections.waiting(Phase.ANSWER) == 1)
+        assert server.status() == 200
+        assert everything(slow) == b""
+
+
+def test_a_head_has_a_deadline_however_it_trickles():
+    with guarded(head_s=0.3, keep_alive_s=60) as server:
+        silent, slow = server.connect(), server.connect(HALF)
+        used = server.connect(HEALTH)
+        assert answer(used) == b"200 ok"
+        used.sendall(HALF)
+        for one in (silent, slow, used):
+            assert everything(one) == b""
+        assert server.connections.closed["head_timeout"] == 3
+        idle = server.connect(HEALTH)
+        assert answer(idle) == b"200 ok"
+        time.sleep(0.6)  # that may be idle for longer
+        assert not is_closed(idle)
+        idle.sendall(HEALTH)
+        assert answer(idle) == b"200 ok"
+
+
+def test_an_idle_connection_ends_without_being_counted():
+    with guarded(head_s=60, keep_alive_s=0.2) as server:
+        one = server.connect(HEALTH)
+        assert everything(one).count(b"HTTP/1.1 200 ") == 1
+        assert sum(server.connections.closed.values()) == 0
+
+
+def test_the_rest_of_a_body_that_nobody_wants_keeps_no_connection():
+    """An answer is there before the body: what trickles then is no reason to stay."""
+    with guarded(keep_alive_s=0.3) as server:
+        one = server.connect(b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n")
+        assert answer(one) == b"200 ok"
+        one.sendall(b"more")
+        assert everything(one) == b""
+
+
+def test_a_client_that_does_not_read_is_cut_off():
+    with guarded(keep_alive_s=0.3) as server:
+        one = server.connect(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n", window=4096)
+        eventually(lambda: server.connections.closed["unread"] == 1)
+        assert len(everything(one)) < LARGE
+
+
+def test_a_client_that_reads_slowly_is_not():
+    with guarded(keep_alive_s=0.3, stall_s=0.3) as server:
+        one = server.connect(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n", window=1 << 16)
+        read = 0
+        while read < LARGE:
+            data = one.recv(1 << 16)
+            assert data
+            read += len(data)
+        assert server.connections.closed["unread"] == 0
+
+
+def test_files_that_run_out_are_counted_logged_once_and_made_room_for(caplog):
+    """Without a limit that holds: accepting fails, and goes on when there is a file again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with guarded(most=10_000, head_s=60) as server, caplog.at_level(logging.WARNING):
+        clients = [socket.socket() for _ in range(60)]
+        used = max(one.fileno() for one in clients)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, hard))
+        try:
+            for one in clients:
+                one.settimeout(20)
+                one.connect(server.address)
+                one.sendall(HALF)
+            eventually(lambda: server.connections.accept_errors > 3)
+            last = clients[-1]
+            last.sendall(b"x\r\n\r\n")
+            assert answer(last) == b"200 ok"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for one in clients:
+                one.close()
+        said = [one for one in caplog.records if "no connection can be accepted" in one.message]
+        assert len(said) == 1
+
+
+def test_lines_that_clients_cause_are_few(caplog):
+    now = [0.0]
+    seldom = Seldom(logging.getLogger("kvkeep.test"), seconds=10, clock=lambda: now[0])
+    for _ in range(1000):
+        seldom.warning("failed: %s", "x")
+    now[0] = 11.0
+    seldom.warning("failed: %s", "y")
+    assert [one.message for one in caplog.records] == [
+        "failed: x",
+        "failed: y (999 more like it since the last line)",
+    ]
+
+
+def test_connections_fit_the_limit_on_files():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        assert connections_for() == 768
+        assert connections_for(files_each=2) == 384
+        assert connections_for(768) == 768
+        with pytest.raises(InvalidValue, match="leaves room for 768"):
+            connections_for(769)
+        with pytest.raises(InvalidValue):
+            connections_for(0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
+        assert connections_for() == 300
+        assert raise_file_limit() == min(hard, 65_536)
+        assert connections_for() == min(1024, min(hard, 65_536) - 256)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("wrong", [{"most": 0}, {"head_s": 0.0}, {"stall_s": float("inf")}])
+def test_limits_that_are_none_are_refused(wrong):
+    with pytest.raises(InvalidValue):
+        ConnectionLimits(**wrong)
