@@ -56,6 +56,7 @@ class Core:
     ) -> None:
         self.pool = pool
         self.index = index
+        self.marks = index.marks
         self.page_size = index.page_size
         self.counters = Counters()
         self.pins = PinBoard(index, pins, clock)
@@ -149,6 +150,7 @@ class Core:
         if len(pages):
             freed = self.pool.release(pages)
             assert freed == len(pages), "the index evicted a page that a sequence uses"
+            self.marks.forget(pages)
             if self.watch is not None:
                 self.watch.forget(pages)
             self.counters.evictions += 1

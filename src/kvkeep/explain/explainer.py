@@ -16,6 +16,7 @@ from kvkeep.explain.inbox import Inbox
 from kvkeep.explain.mirror import Mirror
 from kvkeep.explain.record import Record
 from kvkeep.explain.summary import add_up, summarise
+from kvkeep.extras import as_extras
 from kvkeep.tokens import as_row, as_tokens
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvkeep.events import Event
     from kvkeep.explain.answer import Missing
+    from kvkeep.extras import ExtraLike, Extras
     from kvkeep.keys import Namespace
     from kvkeep.tokens import TokenArray, TokensLike
 
@@ -50,6 +52,7 @@ class _Asked:
     store: bool
     kind: str
     session: str | None
+    extras: Extras
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,18 +132,23 @@ class Explainer:
         store: bool = True,
         kind: str = "",
         session: str | None = None,
+        extra: ExtraLike | None = None,
     ) -> None:
         """Request ``id`` was just opened: ``cached`` leading tokens came from the pool.
 
         ``sequence`` is its sequence's id in the cache: with it, evictions are attributed for
-        certain. With ``store=False`` nothing of it is kept. The tokens are copied.
+        certain. With ``store=False`` nothing of it is kept. The tokens are copied. ``extra`` is
+        what was given to `PagedCache.open`.
         Raises `InvalidValue` for an empty prompt, or more cached tokens than it has.
         """
         row = as_row(tokens)
         self._check(len(row), cached)
+        extras = as_extras(extra, len(row))
         copy = row.copy()
         self._inbox.put(
-            _Asked(self._clock(), id, copy, namespace, cached, sequence, store, kind, session)
+            _Asked(
+                self._clock(), id, copy, namespace, cached, sequence, store, kind, session, extras
+            )
         )
 
     @staticmethod
@@ -204,7 +212,7 @@ class Explainer:
 
     def _was_asked(self, told: _Asked) -> None:
         asker = Asker(told.id, told.store)
-        prompt = self._mirror.prompt(told.tokens, told.namespace, asker)
+        prompt = self._mirror.prompt(told.tokens, told.namespace, asker, told.extras)
         judged = self._mirror.asked(
             prompt, cached=self._given(told.tokens, told.cached), sequence=told.sequence, at=told.at
         )
@@ -272,20 +280,23 @@ class Explainer:
         *,
         sources: Sequence[tuple[int, int, str]] = (),
         missing: Sequence[Missing] = (),
+        extra: ExtraLike | None = None,
     ) -> Explanation:
         """What would become of a prompt if it were asked now. Changes nothing.
 
         ``cached`` leading tokens are in the pool, says `PagedCache.match`; ``sources`` and
-        ``missing`` are what a store says, as in `loaded`. The id is "", as no request has it.
+        ``missing`` are what a store says, as in `loaded`, and ``extra`` what `PagedCache.open` would
+        be given. The id is "", as no request has it.
         Raises `InvalidValue` for what is no prompt.
         """
         row = as_tokens(tokens)
         self._check(len(row), cached)
+        extras = as_extras(extra, len(row))
         with self._inbox.lock:
             self._inbox.work_off()
             at = self._clock()
             asker = Asker("", store=False)
-            prompt = self._mirror.prompt(row, namespace, asker)
+            prompt = self._mirror.prompt(row, namespace, asker, extras)
             judged = self._mirror.judged(prompt, cached=self._given(row, cached), at=at)
             record = Record(asker, at, namespace, "", None, len(row), judged)
             record.settle(sources, missing)

@@ -99,9 +99,10 @@ def _because(reason: str, evidence: Mapping[str, Any]) -> str:
     match reason:
         case "diverged":
             other = evidence.get("nearest")
+            what = "in the bytes of" if evidence.get("extra") else "at"
             return (
                 f"they differ from {'a cached prompt' if other is None else _request(other)} "
-                f"at token {evidence['position']:,}, and go on the same behind it"
+                f"{what} token {evidence['position']:,}, and go on the same behind it"
             )
         case "evicted":
             return _evicted(evidence)
