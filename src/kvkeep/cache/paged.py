@@ -110,7 +110,7 @@ class PagedCache:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def open(
+    def open(  # noqa: PLR0913 - a request has that many sides
         self,
         tokens: TokensLike,
         namespace: NamespaceLike = "",
