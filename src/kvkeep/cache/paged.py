@@ -70,7 +70,9 @@ class PagedCache:
     ``clock`` gives seconds, for pins that end. ``block_pages`` pages are what eviction policies
     that remember tell apart (default: as many as hold 512 tokens). ``what_if`` is the share of
     prompts' blocks that is watched (0.1 is a good one), or a `MissRatioCurve`, to know what more or
-    less memory would do (`what_if`).
+    less memory would do (`what_if`). With ``reuse=False`` nothing is found and nothing is kept:
+    every prompt is computed, `Sequence.publish` is legal and changes nothing, and all pages of a
+    sequence are free when it and its forks, which share them, are closed.
 
     Thread safety: every method takes the cache's one lock. Hooks run under it.
     """
@@ -86,6 +88,7 @@ class PagedCache:
         block_pages: int | None = None,
         what_if: float | MissRatioCurve | None = None,
         clock: Callable[[], float] = time.monotonic,
+        reuse: bool = True,
     ) -> None:
         self.page_size = whole("page_size", page_size, 1, _MAX_PAGE_SIZE)
         pool = PagePool(num_pages)
@@ -99,7 +102,8 @@ class PagedCache:
         self._block_tokens = whole("block_pages", block, 1) * self.page_size
         orders.fit(pool.num_pages, block)
         index = make_index(prefix, self.page_size, orders)
-        self._core = Core(pool, index, hard_pin_pages, clock)
+        self.reuse = _switch("reuse", reuse)
+        self._core = Core(pool, index, hard_pin_pages, clock, reuse=self.reuse)
         self._looks: Looking | None = None
         if what_if is not None:
             from kvkeep.whatif import PromptWatch  # noqa: PLC0415 - only where it is asked for
@@ -110,7 +114,7 @@ class PagedCache:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def open(  # noqa: PLR0913 - a request has that many sides
+    def open(
         self,
         tokens: TokensLike,
         namespace: NamespaceLike = "",
@@ -149,7 +153,7 @@ class PagedCache:
             encoder = core.index.encoder(space)
             wanted = core.marks.known(prompt[:-1], extras) if extras else prompt[:-1]
             symbols = encoder.lookup(wanted)
-            match = core.index.match(symbols, space)
+            match = core.index.match(symbols, space) if self.reuse else None
             self._check_range(prompt, match)
             match, needed = self._affordable(match, -(-len(prompt) // self.page_size), reserve)
             hold, source = core.hold(match, space)
@@ -159,21 +163,16 @@ class PagedCache:
             elif core.index.owners is not None:
                 core.index.owners.used(hold, None)
             shared = EMPTY_PAGES if match is None else match.pages
-            fresh = core.take(needed)
+            table = core.take(needed)
             if len(shared):
                 core.pool.retain(shared)
-            table = np.concatenate((shared, fresh)) if len(shared) else fresh
-            row = core.marks.marked(prompt, extras) if extras else prompt
-            sequence = Sequence(core, space, encoder, row, table=table, hold=hold)
-            if extras:
-                sequence.marked = True
+                table = np.concatenate((shared, table))
+            sequence = Sequence(core, space, encoder, prompt, extras, table=table, hold=hold)
             sequence.priority = priority
             if line is not None:
                 sequence.belong(line, turn)
-            partial = 0
             if match is not None and source is not None:
-                partial = match.partial_tokens
-                copy = PageCopy(match.partial_page, int(fresh[0]), partial)
+                copy = PageCopy(match.partial_page, int(table[len(shared)]), match.partial_tokens)
                 core.pool.retain([copy.src])
                 core.counters.partial_hits += 1
                 sequence.adopt(len(shared), copy=copy, source=source)
@@ -181,10 +180,10 @@ class PagedCache:
                 sequence.adopt(len(shared))
             if core.watch is not None:
                 # Tokens are what the radix index looks for; the bytes are there already.
-                plain = core.index.name == "radix" and not extras
-                asked = symbols if plain else signed(prompt, extras)[:-1].tobytes()
-                sequence.told_pages = core.watch.opened(asked, shared, space)
-            if core.index.policy.remembers:
+                if extras or core.index.name != "radix":
+                    symbols = signed(prompt, extras)[:-1].tobytes()
+                sequence.told_pages = core.watch.opened(symbols, shared, space)
+            if core.index.policy.remembers and self.reuse:
                 sequence.known_pages = self._remembered(prompt, space, extras)
             core.counters.opened += 1
             core.counters.prompt_tokens += len(prompt)
@@ -248,7 +247,9 @@ class PagedCache:
     def _find(
         self, prompt: TokenArray, space: Namespace, extras: Extras
     ) -> PrefixMatch[Any] | None:
-        """What the index has of a prompt."""
+        """What the index has of a prompt; `open` does it itself, for speed."""
+        if not self.reuse:
+            return None
         index = self._core.index
         return index.match(index.encoder(space).lookup(index.marks.known(prompt, extras)), space)
 
@@ -546,3 +547,9 @@ class PagedCache:
             f"{core.index.policy.name}: {core.pool.num_free} free, "
             f"{core.index.num_evictable} evictable>"
         )
+
+
+def _switch(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidValue(f"{name} is {value!r}; True or False is needed")
+    return value

@@ -48,7 +48,7 @@ class Sequence:
 
     __slots__ = (
         "_claims", "_core", "_encoder", "_extras", "_family", "_hold", "_line", "_made",
-        "_opened_pages", "_shared", "_state", "_table", "_tokens", "id", "known_pages", "marked",
+        "_marked", "_opened_pages", "_shared", "_state", "_table", "_tokens", "id", "known_pages",
         "namespace", "num_cached", "priority", "told_pages", "turn",
     )  # fmt: skip
 
@@ -58,6 +58,7 @@ class Sequence:
         namespace: Namespace,
         encoder: Encoder,
         tokens: TokenArray,
+        extras: Extras,
         *,
         table: PageArray,
         hold: Any,
@@ -78,9 +79,8 @@ class Sequence:
         self._line: Line | None = None  # the session on whose behalf it publishes
         self._core = core
         self._encoder = encoder
-        self._tokens = GrowingArray(tokens)
-        self.marked = False
-        """Some of its tokens have extras, and it uses their marks."""
+        self._tokens = GrowingArray(core.marks.marked(tokens, extras) if extras else tokens)
+        self._marked = bool(extras)  # some of its tokens have extras: they are marks
         self._extras: Extras = ()  # once it is closed
         self._table = GrowingArray(table)
         self._hold = hold
@@ -128,14 +128,14 @@ class Sequence:
     @property
     def tokens(self) -> TokenArray:
         """The tokens: int32, read-only. Where some have extras, a copy."""
-        if self.marked:
+        if self._marked:
             return frozen(self._core.marks.plain(self._tokens.values)[0])
         return self._tokens.view()
 
     @property
     def extras(self) -> Extras:
         """The digests of the bytes that belong to its tokens, by position."""
-        if self.marked:
+        if self._marked:
             return self._core.marks.plain(self._tokens.values)[1]
         return self._extras
 
@@ -218,7 +218,7 @@ class Sequence:
             if extras:
                 row = np.array([one], TOKEN_DTYPE) if one is not None else array
                 self._tokens.extend(core.marks.marked(row, extras))
-                self.marked = True
+                self._marked = True
             elif one is None:
                 self._tokens.extend(array)
             else:
@@ -254,7 +254,7 @@ class Sequence:
                 self._shared = pages
             gone = self._table.values[pages:].copy()
             self._table.cut(pages)
-            if self.marked:
+            if self._marked:
                 core.marks.release(self._tokens.values[length:])
             self._tokens.cut(length)
             self._encoder.cut(length // size)
@@ -291,12 +291,11 @@ class Sequence:
             table = self._table.values
             core.pool.retain(table)
             encoder = self._encoder.fork()
-            other = Sequence(
-                core, self.namespace, encoder, self._tokens.values, table=table, hold=hold
-            )
-            if self.marked:
-                core.marks.again(self._tokens.values)
-                other.marked = True
+            row = self._tokens.values
+            other = Sequence(core, self.namespace, encoder, row, (), table=table, hold=hold)
+            if self._marked:
+                core.marks.again(row)
+                other._marked = True
             other.priority = self.priority
             other.known_pages = self.known_pages
             other.told_pages = self.told_pages
@@ -323,7 +322,8 @@ class Sequence:
 
         Where another sequence published the same tokens before, its pages take the place of
         these, which are freed: the page table changes, its length does not. Forks that share the
-        pages share this too. Returns the tokens published so far. Cost: O(new tokens).
+        pages share this too. Returns the tokens published so far: none in a cache that was made
+        with ``reuse=False``. Cost: O(new tokens).
         """
         core = self._core
         with core:
@@ -332,6 +332,8 @@ class Sequence:
                 computed = len(self._tokens)
             computed = whole("the number of computed tokens", computed, 0, len(self._tokens))
             self._copies_made()
+            if not core.reuse:
+                return 0
             stop = computed // core.page_size
             if self._shared < self.known_pages < stop:
                 self._publish(self._shared, self.known_pages, known=True)
@@ -371,7 +373,7 @@ class Sequence:
         if core.hooks and len(new):
             at = stop - len(new)
             parent = int(self._table.values[at - 1]) if at else -1
-            tokens, extras = core.marks.plain(row) if self.marked else (row, ())
+            tokens, extras = core.marks.plain(row) if self._marked else (row, ())
             stored = Stored(self.id, self.namespace, parent, frozen(new), frozen(tokens), extras)
             core.emit(stored)
 
@@ -410,7 +412,7 @@ class Sequence:
             if keep and core.watch is not None and self._shared > self.told_pages:
                 # It is there for later ones as if it had been asked for.
                 row = self._tokens.values[: self.num_published]
-                row = signed(*core.marks.plain(row)) if self.marked else row
+                row = signed(*core.marks.plain(row)) if self._marked else row
                 core.watch.stored(row.tobytes(), pages[: self._shared], self.namespace)
             if keep:
                 core.index.release(self._hold)
@@ -421,10 +423,10 @@ class Sequence:
                 stored -= len(dropped)
             core.unclaim(self._claims + self._made)
             self._claims = self._made = []
-            if self.marked:  # its tokens can be read when it is closed, too
+            if self._marked:  # its tokens can be read when it is closed, too
                 tokens, self._extras = core.marks.plain(self._tokens.values)
                 core.marks.release(self._tokens.values)
-                self._tokens, self.marked = GrowingArray(tokens), False
+                self._tokens, self._marked = GrowingArray(tokens), False
             core.counters.closed += 1
             if core.hooks:
                 core.emit(Closed(self.id, len(self._tokens), stored))

@@ -285,8 +285,8 @@ class Explainer:
         """What would become of a prompt if it were asked now. Changes nothing.
 
         ``cached`` leading tokens are in the pool, says `PagedCache.match`; ``sources`` and
-        ``missing`` are what a store says, as in `loaded`, and ``extra`` what `PagedCache.open` would
-        be given. The id is "", as no request has it.
+        ``missing`` are what a store says, as in `loaded`, and ``extra`` what `PagedCache.open`
+        would be given. The id is "", as no request has it.
         Raises `InvalidValue` for what is no prompt.
         """
         row = as_tokens(tokens)

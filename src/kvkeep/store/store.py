@@ -427,7 +427,10 @@ class KVStore:
         tenant: str | None = None,
         extra: ExtraLike | None = None,
     ) -> int:
-        """Let a prompt's blocks be evicted again; tokens that were pinned. ``extra`` as in `put`."""
+        """Let a prompt's blocks be evicted again; tokens that were pinned.
+
+        ``extra`` as in `put`.
+        """
         self._tiered.check_open()
         row = as_tokens(tokens)
         blocks, _, lengths = self._find(self._names_of(tenant, extra, len(row)), row, 0)
