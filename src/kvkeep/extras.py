@@ -11,7 +11,7 @@ import hashlib
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.errors import InvalidValue, whole
+from kvkeep.errors import InvalidValue, told, whole
 from kvkeep.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def as_extras(extra: ExtraLike | None, length: int) -> Extras:
 
 def _extra(pair: object, length: int) -> Extra:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise InvalidValue(f"an extra is a pair (position, bytes), got {_short(pair)}")
+        raise InvalidValue(f"an extra is a pair (position, bytes), got {told(pair)}")
     position, data = pair
     if not length:
         raise InvalidValue("there are no tokens, so there is no position for an extra")
@@ -95,11 +95,6 @@ def _extra(pair: object, length: int) -> Extra:
     if isinstance(data, memoryview) and not data.c_contiguous:
         data = data.tobytes()
     return Extra(position, hashlib.sha256(data).digest())
-
-
-def _short(value: object) -> str:
-    text = repr(value) if not isinstance(value, (bytes, bytearray)) else type(value).__name__
-    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def by_position(extras: Extras) -> Iterator[tuple[int, tuple[bytes, ...]]]:

@@ -139,9 +139,7 @@ class PagedCache:
         Raises `InvalidValue` for tokens that are none, `OutOfPages` with nothing changed.
         Cost: O(tokens) at memory speed; see `benchmarks/core.py`.
         """
-        prompt = as_row(tokens)
-        if not len(prompt):
-            raise InvalidValue("a prompt has at least one token, got none")
+        prompt = _prompt(tokens)
         space = as_namespace(namespace)
         priority = whole("priority", priority)
         reserve = whole("reserve", reserve, 0)
@@ -547,6 +545,13 @@ class PagedCache:
             f"{core.index.policy.name}: {core.pool.num_free} free, "
             f"{core.index.num_evictable} evictable>"
         )
+
+
+def _prompt(tokens: TokensLike) -> TokenArray:
+    prompt = as_row(tokens)
+    if not len(prompt):
+        raise InvalidValue("a prompt has at least one token, got none")
+    return prompt
 
 
 def _switch(name: str, value: object) -> bool:

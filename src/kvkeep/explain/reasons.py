@@ -169,7 +169,7 @@ class Reasons:
         elif isinstance(first, _Late):
             reason, evidence = "computing", {"by": first.by}
         elif isinstance(first, Asker):
-            if first.running and first.store:
+            if first.running and first.store and first.reuse:
                 reason, evidence = "computing", {"by": first.id}
             else:
                 reason, evidence = "not_admitted", {"why": first.why_not, "tier": None}
@@ -203,6 +203,8 @@ class Reasons:
         rows = [int(row) for row in self._ledger.find(space, [asked.prompt.tail]) if row >= 0]
         if not rows:
             return [Span(start, stop, None, reason)]
+        if not asked.prompt.asker.reuse:
+            return [self._span(asked, start, stop, [asked.prompt.asker])]
         gone = self._filled_and_gone(space, rows[0])
         if gone is not None and space is asked.space:
             return [self._span(asked, start, stop, [gone])]

@@ -27,6 +27,7 @@ _CAUSES = {
     "dropped": "when the request that published them gave them up",
 }
 _WHY_NOT = {
+    "reuse_off": "the server reuses nothing",
     "store_false": "the request that computed them before was not to be stored",
     "admission": "they were seen before, but not often enough to be admitted",
     "queue_full": "they were dropped on their way to be stored, because the queue was full",
