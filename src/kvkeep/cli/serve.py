@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep import telemetry
 from kvkeep.cli.model import add_model_arguments, choose_threads, load
+from kvkeep.cli.numbers import count
 from kvkeep.cli.tiers import add_store_arguments, open_default_store, open_store
 from kvkeep.cli.watch import KEY_VARIABLE, api_key
 from kvkeep.errors import InvalidValue
@@ -63,6 +64,11 @@ def add_parser(commands: Commands) -> None:
         action="store_true",
         help="write the KV of prompts alone to the tiers, not that of answers",
     )
+    parser.add_argument(
+        "--no-reuse",
+        action="store_true",
+        help="compute every prompt: nothing is found in the pool, and nothing is kept",
+    )
     parser.add_argument("--name", help="what clients call the model (default: its directory's)")
     address = parser.add_argument_group("address and access")
     address.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine")
@@ -87,7 +93,7 @@ def add_parser(commands: Commands) -> None:
     _add_capture(parser.add_argument_group("capture, to replay what was asked for"))
     _add_limits(parser.add_argument_group("limits"))
     parser.add_argument(
-        "--draft-tokens", metavar="N", type=int, default=0,
+        "--draft-tokens", metavar="N", type=count, default=0,
         help="guess so many tokens a step from what a prompt repeats (default: 0)",
     )  # fmt: skip
     parser.add_argument(
@@ -153,22 +159,22 @@ def _add_capture(capture: argparse._ArgumentGroup) -> None:
     capture.add_argument(
         "--capture-unit",
         metavar="TOKENS",
-        type=int,
+        type=count,
         help="that one hash stands for (default: the page size)",
     )
 
 
 def _add_limits(limits: argparse._ArgumentGroup) -> None:
     limits.add_argument(
-        "--max-running", metavar="N", type=int, default=32, help="answers at once (default: 32)"
+        "--max-running", metavar="N", type=count, default=32, help="answers at once (default: 32)"
     )
     limits.add_argument(
-        "--step-tokens", metavar="N", type=int, default=1024, help="tokens a step (default: 1024)"
+        "--step-tokens", metavar="N", type=count, default=1024, help="tokens a step (default: 1024)"
     )
     limits.add_argument(
-        "--max-waiting", metavar="N", type=int, default=256, help="then 429 (default: 256)"
+        "--max-waiting", metavar="N", type=count, default=256, help="then 429 (default: 256)"
     )
-    limits.add_argument("--max-prompt-tokens", metavar="N", type=int, help="default: what fits")
+    limits.add_argument("--max-prompt-tokens", metavar="N", type=count, help="default: what fits")
     limits.add_argument(
         "--max-connections",
         metavar="N",
@@ -248,7 +254,11 @@ def run(args: argparse.Namespace) -> int:
         runner, tokenizer = load(args, dtype=args.dtype)
         what_if = _WATCHED if args.what_if else None
         cache = PagedCache(
-            runner.num_pages, runner.page_size, eviction=args.eviction, what_if=what_if
+            runner.num_pages,
+            runner.page_size,
+            eviction=args.eviction,
+            what_if=what_if,
+            reuse=not args.no_reuse,
         )
         with (
             _publisher(args, cache) as publisher,
@@ -326,10 +336,12 @@ def _tracing(args: argparse.Namespace) -> Iterator[Tracing | None]:
 
 
 def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | None:
-    if args.no_store:
-        if args.tier:
-            raise InvalidValue("--no-store keeps nothing; leave out it, or --tier")
-        return None
+    for option in ("no_store", "no_reuse"):
+        if getattr(args, option):
+            if args.tier:
+                said = f"--{option.replace('_', '-')}"
+                raise InvalidValue(f"{said} keeps nothing; leave out it, or --tier")
+            return None
     if args.tier:
         return open_store(args, runner, name=name, tiers=args.tier)
     return open_default_store(args, runner, name=name)
@@ -403,6 +415,8 @@ def _announce(
         f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'",
         flush=True,
     )
+    if not engine.cache.reuse:
+        print("nothing is reused or kept: every prompt is computed (--no-reuse)", flush=True)
     if engine.store is not None:
         places = ", ".join(tier.place for tier in engine.store.stats().tiers)
         print(f"KV is kept in {places}", flush=True)

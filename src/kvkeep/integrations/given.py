@@ -6,12 +6,13 @@ from difflib import get_close_matches
 from threading import TIMEOUT_MAX  # seconds that can be waited for: some hundred years
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import InvalidValue
+from kvkeep.errors import InvalidValue, told, whole
+from kvkeep.geometry.units import parse_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["refuse_unknown", "seconds_of", "tiers_of", "truth_of"]
+__all__ = ["count_of", "refuse_unknown", "seconds_of", "tiers_of", "truth_of"]
 
 
 def refuse_unknown(given: Iterable[object], known: Sequence[str], has: str, there_are: str) -> None:
@@ -50,6 +51,16 @@ def tiers_of(given: object) -> tuple[str, ...]:
     return tuple(given)
 
 
+def count_of(name: str, value: object, low: int, high: int | None = None) -> int:
+    """A whole number in ``low`` … ``high``, or a text for it, as ``"4k"``; else `InvalidValue`."""
+    if isinstance(value, str):
+        try:
+            value = parse_count(value)
+        except InvalidValue as error:
+            raise InvalidValue(f"{name}: {error}") from error
+    return whole(name, value, low, high)
+
+
 def seconds_of(name: str, value: object) -> float:
     """A time that can be waited for, 0 as well; else `InvalidValue`."""
     if (
@@ -57,5 +68,5 @@ def seconds_of(name: str, value: object) -> float:
         or not isinstance(value, int | float)
         or not 0 <= value <= TIMEOUT_MAX
     ):
-        raise InvalidValue(f"{name} is {value!r}; a number of seconds is needed")
+        raise InvalidValue(f"{name} is {told(value)}; a number of seconds is needed")
     return float(value)
