@@ -121,7 +121,7 @@ EXTERNAL: dict[str, set[str]] = {
     "pydantic": {"server"}, "pydantic_core": {"server"},
     "prometheus_client": {"server", "router", "http", "cli.route"},
     # The command says which extra is missing before anything is begun.
-    "zmq": {"feed", "cli.route"}, "msgspec": {"feed"},
+    "zmq": {"feed", "cli.route"}, "msgspec": {"feed", "router"},
     "httpx": {"router", "cli.route"},
     "rich": {"cli", "prefix.render", "server.tree"},
     "pytest": {"testing"},

@@ -261,6 +261,7 @@ def test_no_event_and_no_batch_is_too_large_for_a_reader(page_size, pages):
         sequence.publish()
     told = journal.reconcile([(Namespace(), cache.runs(Namespace()))])
     for events in (told, list(journal.snapshot())):
+        assert all(event.extra_keys is None for event in events)
         assert sum(len(event.block_hashes) for event in events) == pages
         for event, before in zip(events[1:], events, strict=False):
             assert event.parent_block_hash == before.block_hashes[-1]
@@ -272,6 +273,16 @@ def test_no_event_and_no_batch_is_too_large_for_a_reader(page_size, pages):
     assert sum(len(event.block_hashes) for event in gone) == pages
     assert len(gone) == -(-pages // 2**16)
     assert len(journal) == 0
+
+
+def test_a_salt_is_told_once_at_the_beginning_of_a_prompt():
+    cache = PagedCache(64, 4)
+    journal = Journal(4)
+    told: list[BlockStored] = []
+    cache.subscribe(lambda event: told.extend(journal.take(event)))
+    fill(cache, list(range(9)), "pepper")
+    fill(cache, list(range(17)), "pepper")
+    assert [event.extra_keys for event in told] == [[[salt_digest("pepper")], None], None]
 
 
 def test_what_is_kept_for_replays_has_a_bound_in_bytes(cache, monkeypatch):

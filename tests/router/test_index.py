@@ -331,6 +331,34 @@ def test_what_many_prompts_share_is_kept():
     index.check()
 
 
+def test_what_is_noted_as_used_has_a_bound():
+    index = PrefixIndex(most_blocks=64)
+    for turn in range(300):
+        index.store(PLACES[0], [turn], turn - 1 if turn % 50 else None, [turn], 1)
+        index.lookup(row(*range(turn // 50 * 50, turn + 1)))
+        assert len(index._used) <= 64
+    for turn in range(300, 600):
+        index.store(PLACES[0], [turn], turn - 1, [turn], 1)  # and nobody looks anything up
+        assert len(index._used) <= 64
+    index.lookup(row(*[5] * 100))
+    index.check()
+
+
+def test_what_is_expected_of_a_place_counts_for_nothing_it_may_tell():
+    index = PrefixIndex(["GPU"], most_blocks=10)
+    keys = index.expect(PLACES[0], row(*[1] * 100), 5, tier="COMING", lora="", salt="")
+    assert len(keys) == len(index) == 20
+    for size in range(1, 6):
+        index.store(PLACES[0], [size], None, [size] * size, size)
+    assert (index.share_of("a"), index.refused) == ((4, 0), 1)
+    index.store(PLACES[0], list(range(10, 20)), None, [7] * 10, 1)
+    assert index.share_of("a") == (10, 4)
+    assert index.lookup(row(*[1] * 100))[PLACES[0]].tiers == {"COMING": 100}
+    index.remove(PLACES[0], keys, tier="COMING")
+    index.check()
+    assert len(index) == 10
+
+
 def test_forgetting_looks_at_no_more_than_it_forgets():
     """Counted: entries of the tables that are moved or dropped, for each block stored."""
     index = PrefixIndex(most_blocks=10_000)

@@ -213,6 +213,23 @@ def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
         (["--instances", "http://a", "--events", "x"], "an endpoint is tcp://HOST:PORT"),
         (["--instances", "http://a", "--prefill-speed", "0"], "--prefill-speed is above 0"),
         (["--instances", "http://a", "--ranks", "0"], "--ranks is 0"),
+        (["--instances", "http://a", "--tries", "0"], "--tries is 0"),
+        (["--instances", "http://a", "--most-blocks", "0"], "most_blocks is 0"),
+        (
+            ["--instances", "http://a", "--body-budget", "1MiB"],
+            "the budget of all bodies is 1048576",
+        ),
+        (["--instances", "http://a", "--body-budget", "much"], "'much' is no amount of memory"),
+        *(
+            (["--instances", "http://a", option, "nan"], f"{option} is a number of seconds above 0")
+            for option in (
+                "--first-byte-timeout",
+                "--idle-timeout",
+                "--probe-interval",
+                "--probe-timeout",
+                "--tokenize-timeout",
+            )
+        ),
         (["--instances", "http://a", "--host", "nowhere.invalid"], "there is no 'nowhere.invalid'"),
     ],
 )

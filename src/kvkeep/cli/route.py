@@ -101,7 +101,7 @@ def add_parser(commands: Commands) -> None:
     memory.add_argument(
         "--most-blocks", metavar="N", type=int, default=1_000_000,
         help="blocks that are remembered of an instance; beyond, those that were stored or looked "
-        "up longest ago are forgotten (default: 1,000,000, some 200 MB)",
+        "up longest ago are forgotten (default: 1,000,000, some 250 MB)",
     )  # fmt: skip
     memory.add_argument(
         "--body-budget", metavar="SIZE", default="256MiB",

@@ -196,8 +196,8 @@ class PrefixIndex:
         if keys is None:
             self.refused += count
             return
-        if self._notes_use:
-            self._used.add(start)
+        if self._notes_use and parent is not None:
+            self._note([start])
         blocks, holders, bit, share = stock.blocks, stock.holders, stock.bit, stock.share
         for block, key in zip(hashes, keys, strict=True):
             mask = holders.get(key, 0)
@@ -314,8 +314,14 @@ class PrefixIndex:
         """Whether a place may have blocks of this size; if so, it is known to have some."""
         bit = stock.bit
         if not stock.tier.sizes.get(block_size, 0) & bit:
-            mine = sum(bool(among & bit) for among in self._sizes.values())
-            if not self._sizes.get(block_size, 0) & bit and mine >= _MOST_SIZES:
+            mine = {
+                size
+                for other in stock.share.stocks
+                if other.bit == bit
+                for size, places in other.tier.sizes.items()
+                if places & bit
+            }
+            if block_size not in mine and len(mine) >= _MOST_SIZES:
                 return False
             self._use_size(stock, block_size)
         return True
@@ -323,6 +329,12 @@ class PrefixIndex:
     def _use_size(self, stock: _Stock, block_size: int) -> None:
         for sizes in (self._sizes, stock.tier.sizes):
             sizes[block_size] = sizes.get(block_size, 0) | stock.bit
+
+    def _note(self, keys: list[int]) -> None:
+        """These are in use. It is a hint: what is used is noted again soon after it was lost."""
+        if len(self._used) + len(keys) > self._most:
+            self._used.clear()
+        self._used.update(keys[: self._most])
 
     def _forget(self, share: _Share) -> None:
         """Bring an instance below its bound.
@@ -367,12 +379,10 @@ class PrefixIndex:
                 held = in_several_tiers(keys, among, tiers, size)
             if self._notes_use and held:
                 longest = max(one.tokens for one in held.values())
-                self._used.update(keys[: longest // size])
+                self._note(keys[: longest // size])
             for bit, one in held.items():
                 if bit not in found or found[bit].tokens < one.tokens:
                     found[bit] = one
-        if len(self._used) > self._most:  # it is a hint; what is used is soon noted again
-            self._used.clear()
         named: dict[Place, Held] = {}
         for bit, one in found.items():
             place = self._names[bit]
