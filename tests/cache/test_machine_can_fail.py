@@ -16,6 +16,7 @@ from paged_machine import ChainMachine, RadixMachine
 from kvkeep import PagedCache
 from kvkeep.cache import sequence as sequence_module
 from kvkeep.cache.core import Core
+from kvkeep.cache.forks import Forks
 from kvkeep.cache.sequence import Sequence
 from kvkeep.errors import IllegalStep
 from kvkeep.events import Stored
@@ -55,7 +56,9 @@ def copies_what_need_not_be_copied(patch: Patch) -> None:
 
 def writes_over_what_is_to_be_copied(patch: Patch) -> None:
     def may_write(self: Core, page: int, offset: int) -> bool:
-        return int(self.pool.references[page]) - len(self._claimed.get(page, ())) == 1
+        readers = self._claimed.get(page)
+        claims = 0 if readers is None else len(readers.claims)
+        return int(self.pool.references[page]) - claims == 1
 
     patch.setattr(Core, "may_write", may_write)
 
@@ -83,7 +86,15 @@ def publishes_the_page_that_is_not_full(patch: Patch) -> None:
 
 
 def forks_do_not_follow_a_publish(patch: Patch) -> None:
-    patch.setattr(Sequence, "_sharing", lambda *_: 0)
+    patch.setattr(Forks, "take", lambda *_: ())
+
+
+def forks_are_forgotten_after_a_publish(patch: Patch) -> None:
+    patch.setattr(Forks, "regroup", lambda *_: None)
+
+
+def forks_that_part_stay_together(patch: Patch) -> None:
+    patch.setattr(Sequence, "_leave_forks", lambda *_: None)
 
 
 def claims_on_published_pages_hold_nothing(patch: Patch) -> None:

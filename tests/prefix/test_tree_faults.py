@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvkeep import PagedCache
+from kvkeep.eviction.queues import LevelPolicy, QueuePolicy
 
 
 @pytest.mark.parametrize("prefix", ["radix", "chain"])
@@ -35,3 +36,25 @@ def test_a_pin_whose_last_run_went_keeps_what_is_left(prefix: str) -> None:
     assert cache.stats().pins == 1
     cache.evict(2)
     assert (pin.num_tokens, cache.stats().pins_broken, cache.stats().pins) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "priority"])
+def test_a_run_that_loses_its_front_keeps_its_place(policy: str) -> None:
+    """Prompts that begin alike in the middle of a page cut the runs they copy from.
+
+    The ends of those runs are as old as before: they need no place between others in the queue.
+    """
+    cache = PagedCache(1000, 4, eviction=policy)
+    for i in range(100):
+        with cache.open([7, *range(10 * i, 10 * i + 7)]) as sequence:
+            sequence.copies()
+            sequence.publish()
+    assert sum(1 for _ in cache.runs()) > 140
+    orders = cache._core.index.policy
+    assert isinstance(orders, QueuePolicy | LevelPolicy)
+    queues = [orders._queue] if isinstance(orders, QueuePolicy) else [*orders._queues.values()]
+    assert sum(len(queue._between) for queue in queues) == 0
+    cache.check()
+    before = cache.stats().pages_cached
+    assert cache.evict(before) == before
+    cache.check()

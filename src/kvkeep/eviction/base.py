@@ -64,6 +64,9 @@ class EvictionPolicy(ABC):
     """It is to be told what is asked for; the keys cost a hash of every prompt."""
     portions = False
     """A victim may be worth keeping but for its tail, and `portion` says how much that is."""
+    sized = True
+    """What it keeps of an added entry depends on the size or depth of that, so the entry is taken
+    out and added again when it loses its front (`split`). False saves that, and keeps its place."""
     taken = False
     """An index uses it: a policy orders the entries of one index, not of two."""
 

@@ -16,6 +16,7 @@ class FIFO(QueuePolicy):
     """What was stored longest ago goes first, however often it was used since."""
 
     name = "fifo"
+    sized = False
 
     def age(self, entry: Entry) -> int:
         """When it was stored."""

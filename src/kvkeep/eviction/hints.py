@@ -32,6 +32,7 @@ class Hinted(EvictionPolicy):
         self.name = inner.name
         self.remembers = inner.remembers
         self.portions = inner.portions
+        self.sized = inner.sized
         self._dead = AgeQueue()
         self._awaited = AgeQueue()
         self._deaths = 0

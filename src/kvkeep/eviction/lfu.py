@@ -16,6 +16,7 @@ class LFU(LevelPolicy):
     """What was reused least often goes first; among equals, what was used longest ago."""
 
     name = "lfu"
+    sized = False
 
     def level(self, entry: Entry) -> int:
         """How many requests reused it."""

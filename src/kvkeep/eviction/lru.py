@@ -16,6 +16,7 @@ class LRU(QueuePolicy):
     """What was used longest ago goes first; a use of a prompt is a use of all its prefixes."""
 
     name = "lru"
+    sized = False
 
     def age(self, entry: Entry) -> int:
         """When it was last used."""

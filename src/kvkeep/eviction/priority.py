@@ -19,6 +19,7 @@ class Priority(LevelPolicy):
     """
 
     name = "priority"
+    sized = False
 
     def level(self, entry: Entry) -> int:
         """The priority that the caller gave."""

@@ -29,8 +29,8 @@ __all__ = ["Owner", "Owners"]
 class Owner:
     """Somebody who uses runs, and the living ones that nobody else has used.
 
-    ``due`` is when an owner who is away will be back (None: not away). What an owner who has ``left``
-    stores from then on is dead from the beginning.
+    ``due`` is when an owner who is away will be back, None otherwise. What an owner who has
+    ``left`` stores from then on is dead from the beginning.
     """
 
     __slots__ = ("due", "left", "nodes")

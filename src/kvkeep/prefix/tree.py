@@ -344,8 +344,9 @@ class RunTree(PrefixIndex[Node]):
         assert 0 < at < node.size
         parent = node.parent
         assert parent is not None
-        queued = not node.children and not node.holders
-        if queued:
+        # The queue of pinned leaves goes by use alone, as some policies do.
+        requeued = self.policy.sized and not (node.children or node.holders or node.pins)
+        if requeued:
             self._leave(node)
         cut = at * self.unit
         front = node.pages[:at].copy()
@@ -365,7 +366,7 @@ class RunTree(PrefixIndex[Node]):
         upper.children[node.key] = node
         if self.owners is not None:
             self.owners.split(upper, node)
-        if queued:
+        if requeued:
             self._enter(node)
         return upper
 

@@ -1,0 +1,191 @@
+"""How costs grow: forks that are running, pins that are set, leaves that can be evicted.
+
+Each line is one operation at several sizes, with the ratio of the largest to the smallest: a cost
+that does not grow has a ratio near 1, but for what memory costs that no cache of the processor
+holds. Every figure is the median of many single operations. Seeded; garbage collection is off.
+
+    python benchmarks/growth.py            # up to 4,000 forks, 64,000 pins, 100,000 leaves
+    python benchmarks/growth.py --quick    # a tenth of that, in seconds
+    python benchmarks/growth.py --json     # for machines
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvkeep import PagedCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PAGE = 4
+FORKS = (250, 1000, 4000)
+PINS = (1000, 8000, 64_000)
+LEAVES = (10_000, 100_000)
+VOCABULARY = 128_000
+TIMED = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One operation: microseconds by size."""
+
+    name: str
+    sizes: tuple[int, ...]
+    micros: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """The cost at the largest size, in units of that at the smallest."""
+        return self.micros[-1] / self.micros[0]
+
+
+def timed(steps: Iterator[Callable[[], object]]) -> float:
+    """The median of single operations, in microseconds; what happens between them is not timed."""
+    took: list[float] = []
+    gc.collect()
+    gc.disable()
+    try:
+        for step in steps:
+            start = perf_counter()
+            step()
+            took.append(perf_counter() - start)
+    finally:
+        gc.enable()
+    return statistics.median(took) * 1e6
+
+
+def store(cache: PagedCache, tokens: object) -> None:
+    """A request that comes, is computed, and goes."""
+    with cache.open(tokens) as sequence:  # type: ignore[arg-type]
+        sequence.copies()
+        sequence.publish()
+
+
+def forking(count: int, *, tail: int) -> Iterator[Callable[[], object]]:
+    """Each of ``count`` forks of a prompt decodes a page and publishes it."""
+    cache = PagedCache(6 * count + 100, PAGE)
+    first = cache.open(range(16 * PAGE + tail))
+    first.publish()
+    forks = [first.fork() for _ in range(count)]
+
+    def go_on(i: int) -> None:
+        forks[i].append([i, 1, 2, 3])
+        forks[i].copies()
+        forks[i].publish()
+
+    for i in range(count):
+        if i < count - TIMED:
+            go_on(i)
+        else:
+            yield lambda i=i: go_on(i)  # type: ignore[misc]
+
+
+def pinning(count: int, *, hard: bool) -> Iterator[Callable[[], object]]:
+    """A pin more, with so many set."""
+    cache = PagedCache(3 * count + 1000, PAGE)
+    rng = np.random.default_rng(1)
+    for i in range(count + TIMED):
+        tokens = rng.integers(0, 2**30, PAGE + 1)
+        store(cache, tokens)
+        if i < count:
+            cache.pin(tokens, hard=hard)
+        else:
+            yield lambda tokens=tokens: cache.pin(tokens, hard=hard)  # type: ignore[misc]
+
+
+def breaking(count: int) -> Iterator[Callable[[], object]]:
+    """A request that evicts a pinned prompt where every prompt is pinned, and is pinned itself."""
+    cache = PagedCache(count, PAGE)
+    rng = np.random.default_rng(1)
+
+    def serve() -> None:
+        tokens = rng.integers(0, 2**30, PAGE + 1)
+        store(cache, tokens)
+        cache.pin(tokens)
+
+    for _ in range(count + 10):
+        serve()
+    for _ in range(TIMED):
+        yield serve
+
+
+def evicting(count: int, *, pages: int, alike: str) -> Iterator[Callable[[], object]]:
+    """Evict so many pages of ``count`` prompts of four pages each.
+
+    ``alike`` says how their first tokens are: all "different", "random" of 128,000 ids, or the
+    "same". A prompt that begins like another cuts that after its first page, so there are up to
+    twice as many runs to evict for as many pages.
+    """
+    cache = PagedCache(4 * count + 64, 16)
+    rng = np.random.default_rng(1)
+    prompts = rng.integers(0, VOCABULARY, (count, 64), dtype=np.int32)
+    if alike == "different":
+        prompts[:, 0] = rng.permutation(count)
+    elif alike == "same":
+        prompts[:, 0] = 5
+    for prompt in prompts:
+        store(cache, prompt)
+    for _ in range(min(TIMED, max(1, 2 * count // pages))):
+        yield lambda: cache.evict(pages)
+
+
+def lines(scale: float) -> Iterator[Line]:
+    """All that is measured, at ``scale`` times the sizes."""
+
+    def line(
+        name: str, sizes: tuple[int, ...], work: Callable[[int], Iterator[Callable[[], object]]]
+    ) -> Line:
+        scaled = tuple(max(1, int(size * scale)) for size in sizes)
+        return Line(name, scaled, tuple(timed(work(size)) for size in scaled))
+
+    yield line("append and publish a page, of forks", FORKS, lambda n: forking(n, tail=0))
+    yield line("the same, their last page was shared", FORKS, lambda n: forking(n, tail=2))
+    yield line("a soft pin more, of pins", PINS, lambda n: pinning(n, hard=False))
+    yield line("a hard pin more, of pins", PINS, lambda n: pinning(n, hard=True))
+    yield line("a request that breaks a pin, of pins", PINS, breaking)
+    for alike in ("different", "random", "same"):
+        yield line(
+            f"evict 2,048 pages, first tokens {alike}, of leaves",
+            LEAVES,
+            lambda n, alike=alike: evicting(n, pages=2048, alike=alike),  # type: ignore[misc]
+        )
+        yield line(
+            f"evict 4 pages, first tokens {alike}, of leaves",
+            LEAVES,
+            lambda n, alike=alike: evicting(n, pages=4, alike=alike),  # type: ignore[misc]
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run it all and print what was measured."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the sizes")
+    options = parser.parse_args(arguments)
+    done: list[Line] = []
+    for line in lines(0.1 if options.quick else 1.0):
+        done.append(line)
+        if not options.json:
+            figures = "  ".join(
+                f"{size:,}: {micros:,.1f}"
+                for size, micros in zip(line.sizes, line.micros, strict=True)
+            )
+            print(f"{line.name:55} µs  {figures:45}  × {line.ratio:.1f}", flush=True)
+    if options.json:
+        rows = [{**asdict(line), "ratio": line.ratio} for line in done]
+        print(json.dumps({"unit": "us", "lines": rows}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
