@@ -18,6 +18,7 @@ from kvkeep.eviction import LRU, POLICIES
 from kvkeep.keys import SPACE_BYTES
 from kvkeep.testing.backend_hooks import block_id
 from kvkeep.tiers.catalogue import Catalogue
+from kvkeep.tiers.packed import Packed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -56,6 +57,7 @@ class Machine(RuleBasedStateMachine):
         self.clock = Clock()
         self.ttl = ttl
         self.catalogue = Catalogue(POLICIES[self.name], ttl=ttl, clock=self.clock, budget=40, ordered=ordered)
+        self.catalogue._packed = Packed(self.catalogue._group_of, buckets=3)  # rows meet in one
         self.known: dict[bytes, Known] = {}
         self.quotas: dict[bytes, int] = {}
         self.order = 0

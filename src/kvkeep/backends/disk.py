@@ -137,7 +137,7 @@ class DiskBackend(Backend):
         self.odd_bytes = 0
         self._home = Home(path)
         self._ledger = DiskLedger(
-            self._home.ledger, self._recount, self._home.restore, self._doubt
+            self._home.ledger, self._recount, self._home.restore, self._replaced
         )
         self._spaces: set[bytes] = set()  # namespaces whose directory was there when last used
         with self._translated("opened"):
@@ -465,6 +465,10 @@ class DiskBackend(Backend):
             self._ledger.forget()
             self._spaces -= gone
             self._doubt()
+
+    def _replaced(self) -> None:
+        self._spaces = set()
+        self._doubt()
 
     def _doubt(self) -> None:
         _LOG.warning(

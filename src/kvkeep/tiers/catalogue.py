@@ -478,22 +478,22 @@ class Catalogue:
         """Have a policy order ``kept``, which is new to it."""
         if self.remembers and kept.size >= 2 * self._fitted:  # the first may be a short tail
             self._fit(kept.size)
+        policy = self._policy_of(kept.block)
+        if self._ordered is not None and len(self._kept) >= self._ordered:
+            self._pack(policy)
         self._kept[kept.block] = kept
         self._serial += 1
         kept.serial = self._serial
-        policy = self._policy_of(kept.block)
         policy.stored(kept, 0, known=hits > 0 or kept.block in self._again)
         if hits:  # what counts goes on counting
             kept.hits = hits
         if kept.may_go:
             policy.add(kept)
-        if self._ordered is not None and len(self._kept) > self._ordered:
-            self._pack(policy)
         return kept
 
     def _pack(self, policy: EvictionPolicy) -> None:
         """Keep what ``policy`` would have go first as rows."""
-        for _ in range(_PACKED_AT_ONCE):
+        for _ in range(min(_PACKED_AT_ONCE, 1 + (self._ordered or 0) // 16)):
             kept = _popped(policy)
             if kept is None:
                 return

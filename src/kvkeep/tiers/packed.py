@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Packed", "Row"]
 
-_BUCKETS: Final = 1 << 16
 _ROW: Final = struct.Struct(f"<{BLOCK_ID_BYTES}sQdIHQ")
 _USED_AT: Final = BLOCK_ID_BYTES + 8
 _ROUND_AT: Final = _USED_AT + 12
@@ -70,8 +69,9 @@ class Packed:
     Memory: 77 bytes for a row, 10 in its queue, some slack; and half a mebibyte with the first row.
     """
 
-    def __init__(self, group_of: Callable[[bytes], bytes | None]) -> None:
+    def __init__(self, group_of: Callable[[bytes], bytes | None], buckets: int = 1 << 16) -> None:
         self._group_of = group_of
+        self._number = buckets
         self._buckets: list[bytearray | None] = []
         self._queues: dict[bytes | None, _Queue] = {}
         self._regroup = False  # queues are to be made anew before the next use
@@ -101,8 +101,8 @@ class Packed:
         """``block``, which is not here, goes after all others of its group."""
         self._settle()
         if not self._buckets:
-            self._buckets = [None] * _BUCKETS
-        number = hash(block) % _BUCKETS
+            self._buckets = [None] * self._number
+        number = hash(block) % self._number
         bucket = self._buckets[number]
         if bucket is None:
             bucket = self._buckets[number] = bytearray()
@@ -133,7 +133,7 @@ class Packed:
         row = Row._make(_ROW.unpack_from(bucket, at))
         del bucket[at : at + _ROW.size]
         if not bucket:
-            self._buckets[hash(block) % _BUCKETS] = None
+            self._buckets[hash(block) % self._number] = None
         self._length -= 1
         queue = self._queues[self._group_of(block)]
         queue.live -= 1
@@ -229,7 +229,7 @@ class Packed:
     def _find(self, block: bytes) -> tuple[bytearray | None, int]:
         if not self._length:
             return None, -1
-        bucket = self._buckets[hash(block) % _BUCKETS]
+        bucket = self._buckets[hash(block) % self._number]
         if bucket is None:
             return None, -1
         at = bucket.find(block)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from kvkeep.backends.buffers import aligned
-from kvkeep.codecs import ENCRYPTED, Damaged
+from kvkeep.codecs import WITHOUT_KEY_ID, Damaged, OtherKey
 from kvkeep.errors import MissingExtra, OutOfRoom
 from kvkeep.eviction import LRU, EvictionPolicy
 from kvkeep.keys import SPACE_BYTES
@@ -380,7 +380,7 @@ class Tier:
                 return None
             if codec.number != _RAW or not room.placed:  # the next read takes a scratch buffer
                 record = self._decoded(codec, header, record, room)
-        except (OtherVersion, MissingExtra) as other:
+        except (OtherVersion, OtherKey, MissingExtra) as other:
             self._refuse(block, str(other))
             return None
         except (BadRecord, Damaged) as damage:
@@ -412,7 +412,7 @@ class Tier:
             raise BadRecord(f"{header.payload_bytes} raw bytes, and it says {header.raw_bytes}")
         if header.codec == self.codec.number:
             return self.codec
-        if header.codec < ENCRYPTED <= self.codec.number:
+        if header.codec < WITHOUT_KEY_ID <= self.codec.number:
             return None
         codec = self.codec_of(header.codec)
         return None if codec is None or (self.codec.exact and not codec.exact) else codec
@@ -616,6 +616,9 @@ class Tier:
                 named = naming(block, header.codec, header.raw_bytes)
                 codec.decode(record[HEADER_BYTES:], raw[HEADER_BYTES:], named)
                 record = raw
+        except (OtherVersion, OtherKey, MissingExtra) as other:
+            self._refuse(block, str(other))
+            return None
         except (BadRecord, Damaged) as damage:
             self._quarantine(block, str(damage))
             return None
