@@ -109,9 +109,9 @@ def test_one_codec_s_bytes_are_not_another_s():
 
 def test_nonces_and_salts_do_not_come_again():
     codec = make_codec("raw", SHAPES["opaque"], KEY)
-    nonces = {encode(codec, b"same")[16:28] for _ in range(2000)}
+    nonces = {encode(codec, b"same")[24:36] for _ in range(2000)}
     assert len(nonces) == 2000
-    salts = {encode(make_codec("raw", SHAPES["opaque"], KEY), b"")[:16] for _ in range(50)}
+    salts = {encode(make_codec("raw", SHAPES["opaque"], KEY), b"")[8:24] for _ in range(50)}
     assert len(salts) == 50
 
 
@@ -121,20 +121,20 @@ def test_a_forked_process_does_not_repeat_its_parent_s_nonces():
         import os, sys
         from kvkeep.codecs import BlockShape, make_codec
         codec = make_codec("raw", BlockShape(), bytes(32))
-        out = bytearray(48)
+        out = bytearray(56)
         reader, writer = os.pipe()
         if not os.fork():
             codec.encode(memoryview(b"same"), memoryview(out), b"")
             os.write(writer, out)
             os._exit(0)
         os.wait()
-        theirs = os.read(reader, 48)
+        theirs = os.read(reader, 56)
         codec.encode(memoryview(b"same"), memoryview(out), b"")
         back = bytearray(4)
         codec.decode(memoryview(theirs), memoryview(back), b"")
         assert back == b"same"
-        assert theirs[:16] == out[:16], "another salt: then nonces may be anything"
-        assert theirs[16:28] != out[16:28]
+        assert theirs[:24] == out[:24], "another salt: then nonces may be anything"
+        assert theirs[24:36] != out[24:36]
     """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -147,14 +147,16 @@ def test_the_format_as_it_is_written_down():
 
     raw = block(LLAMA, 3)
     encoded = encode(make_codec("lossless", LLAMA, KEY), raw)
-    hkdf = HKDF(algorithm=SHA256(), length=32, salt=encoded[:16], info=b"kvkeep record key 1")
-    plain = AESGCM(hkdf.derive(KEY)).decrypt(encoded[16:28], encoded[28:], b"\x41" + NAME)
+    hkdf = HKDF(algorithm=SHA256(), length=32, salt=encoded[8:24], info=b"kvkeep record key 1")
+    plain = AESGCM(hkdf.derive(KEY)).decrypt(encoded[24:36], encoded[36:], b"\x81" + NAME)
     assert decode(make_codec("lossless", LLAMA), plain, len(raw)) == raw
+    named = HKDF(algorithm=SHA256(), length=8, salt=None, info=b"kvkeep key id 1")
+    assert encoded[:8] == named.derive(KEY)
 
 
 def test_numbers_and_names():
     for plain, secret in zip(every_codec(LLAMA), every_codec(LLAMA, KEY), strict=True):
-        assert secret.number == 64 + plain.number
+        assert secret.number == 128 + plain.number
         assert secret.name == f"{plain.name}+aes-256-gcm"
         assert secret.exact == plain.exact
         assert KEY.hex() not in repr(secret) + str(vars(secret))

@@ -97,8 +97,11 @@ class EncryptedCodec(Codec):
             expanded: bytes = derived.derive(key)
             return expanded
 
-        def derive(key: bytes, salt: bytes) -> Any:
-            return aead.AESGCM(expand(key, 32, salt, b"kvkeep record key 1"))
+        # In no attribute of this object: a key must not be seen where objects are printed.
+        keys = {expand(one, _ID, None, b"kvkeep key id 1"): one for one in (key, *old_keys)}
+
+        def derive(named: bytes, salt: bytes) -> Any:
+            return aead.AESGCM(expand(keys[named], 32, salt, b"kvkeep record key 1"))
 
         self.inner = inner
         self.name = f"{inner.name}+aes-256-gcm"
@@ -106,10 +109,10 @@ class EncryptedCodec(Codec):
         self.exact = inner.exact
         self._cipher_of = lru_cache(maxsize=_KEYS_KEPT)(derive)
         self._salt = os.urandom(_SALT)
-        self._own = derive(key, self._salt)
         self._with_id = with_id
-        self._keys = {expand(one, _ID, None, b"kvkeep key id 1"): one for one in (key, *old_keys)}
-        self._id = next(iter(self._keys)) if with_id else b""
+        self._ids = tuple(keys)
+        self._own = derive(self._ids[0], self._salt)
+        self._id = self._ids[0] if with_id else b""
         self._head = len(self._id) + _SALT + _NONCE
 
     def bound(self, raw_bytes: int) -> int:
@@ -156,16 +159,16 @@ class EncryptedCodec(Codec):
 
     def _decrypt(self, encoded: memoryview, plain: memoryview, associated: bytes) -> None:
         head, at = self._head, len(self._id)
-        keys = list(self._keys.values())
+        ids = self._ids
         if self._with_id:
             named = bytes(encoded[:at])
-            if named not in self._keys:
+            if named not in ids:
                 raise OtherKey(f"it is encrypted with the key {named.hex()}")
-            keys = [self._keys[named]]
+            ids = (named,)
         salt, nonce = bytes(encoded[at : at + _SALT]), bytes(encoded[at + _SALT : head])
-        for key in keys:
+        for named in ids:
             try:
-                self._cipher_of(key, salt).decrypt_into(nonce, encoded[head:], associated, plain)
+                self._cipher_of(named, salt).decrypt_into(nonce, encoded[head:], associated, plain)
             except self._invalid_tag:
                 continue
             return
