@@ -327,7 +327,9 @@ class DiskBackend(Backend):
                 return
             self.quarantined += 1
             for path in self._home.surplus(self.capacity):
-                count.remove(path)
+                if count.remove(path) and path.endswith(name):
+                    # So large that somebody may have put it here by hand, where nobody counted it.
+                    self._ledger.recount(count)
 
     # -- the whole ------------------------------------------------------------------------------
 

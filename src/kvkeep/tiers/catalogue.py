@@ -95,6 +95,7 @@ class Catalogue:
         self._quotas: dict[bytes, int] = {}
         self._spaces: dict[bytes, int] = {}
         self._bytes = 0
+        self._taken = 0  # the same in whole units
         self._pinned_bytes = 0
         self._serial = 0
         self._pins: list[tuple[float, bytes]] = []  # a heap: when a pin may end
@@ -172,9 +173,7 @@ class Catalogue:
         """
         with self._lock:
             self._unpin_expired()
-            known = len(self._kept) + len(self._packed)
-            # A record takes less than a unit more than it has bytes.
-            return self._bytes - self._pinned_bytes + known * (self.unit - 1) >= needed
+            return self._taken - self._pinned_bytes >= needed
 
     # --- what changes it -------------------------------------------------------------------------
 
@@ -313,7 +312,7 @@ class Catalogue:
                 if victim is None:
                     break
                 self._drop(victim)
-                needed -= -(-victim.size // self.unit) * self.unit
+                needed -= self._takes(victim.size)
                 into = gone if outlived is None or not self._expired(victim) else outlived
                 into.append(victim.block)
         return gone
@@ -462,7 +461,7 @@ class Catalogue:
                 known.used = known.noted = used
         elif not self._packed.seen(block, used, self._round):
             self._packed.add(block, size, used, 0, self._round)
-            self._count(block, size)
+            self._count(block, 0, size)
 
     def _unpacked(self, block: bytes) -> _Kept | None:
         """``block`` as a policy orders it, from now on if need be."""
@@ -510,7 +509,7 @@ class Catalogue:
         row = self._packed.take(block)
         if row is None:
             return False
-        self._count(block, -row.size)
+        self._count(block, row.size, 0)
         return True
 
     def _policy_of(self, block: bytes) -> EvictionPolicy:
@@ -521,13 +520,13 @@ class Catalogue:
     def _add(self, block: bytes, size: int, used: float) -> None:
         kept = self._unpacked(block)
         if kept is None:
-            self._count(block, size)
+            self._count(block, 0, size)
             self._order(_Kept(block, size, used, self._round), 0)
             return
         # Replaced: the record may have another size.
         if kept.may_go:
             self._policy_of(block).discard(kept)
-        self._count(block, size - kept.size)
+        self._count(block, kept.size, size)
         if kept.pinned:
             self._pinned_bytes += size - kept.size
         kept.size = size
@@ -545,14 +544,18 @@ class Catalogue:
     def _drop(self, kept: _Kept) -> None:
         if self._kept.pop(kept.block, None) is None:
             self._packed.take(kept.block)
-        self._count(kept.block, -kept.size)
+        self._count(kept.block, kept.size, 0)
         if kept.pinned:
             self._pinned_bytes -= kept.size
 
-    def _count(self, block: bytes, change: int) -> None:
-        self._bytes += change
+    def _takes(self, size: int) -> int:
+        return -(-size // self.unit) * self.unit
+
+    def _count(self, block: bytes, before: int, after: int) -> None:
+        self._bytes += after - before
+        self._taken += self._takes(after) - self._takes(before)
         space = block[:SPACE_BYTES]
-        held = self._spaces.get(space, 0) + change
+        held = self._spaces.get(space, 0) + after - before
         if held:
             self._spaces[space] = held
         else:
@@ -627,6 +630,7 @@ class Catalogue:
             assert not self._kept.keys() & {row.block for row in rows}
             known = [*self._kept.values(), *rows]
             assert self._bytes == sum(one.size for one in known)
+            assert self._taken == sum(self._takes(one.size) for one in known)
             pinned = [kept for kept in self._kept.values() if kept.pinned]
             assert self._pinned_bytes == sum(kept.size for kept in pinned)
             spaces: dict[bytes, int] = {}

@@ -548,7 +548,6 @@ class Tier:
             if not self.catalogue.may_free(needed):
                 return False
         freed = 0
-        unit = self.backend.unit
         while freed < needed:
             victims = self.catalogue.victims(needed - freed)
             if not victims and self.backend.shared and time.monotonic() - self._listed > 1.0:
@@ -557,8 +556,8 @@ class Tier:
             if not victims:
                 break
             # Records take whole units; what the backend says it freed is without those.
-            deleted = self._take_away(victims)
-            freed += deleted + (unit - 1) * len(victims) if deleted else 0
+            if deleted := self._take_away(victims):
+                freed += deleted + (self.backend.unit - 1) * len(victims)
         return freed > 0
 
     def _take_away(self, victims: Sequence[bytes]) -> int:
