@@ -3,7 +3,7 @@
     python benchmarks/store_growth.py --sizes 10000,100000,1000000 --at /dev/shm
 
 Records are hard links to one file. For each size it prints the seconds until the store is open and
-until all blocks are known, the longest put and flush that another process made meanwhile, its drops,
+until all blocks are known, the longest put and flush of another process meanwhile, its drops,
 and the bytes of memory a block (tracemalloc, in a run of its own).
 """
 

@@ -460,7 +460,7 @@ def test_setting_bytes_aside_may_be_unsupported_but_not_impossible(
         disk_files.preallocate(fd, UNIT)
         for number in (errno.ENOSPC, errno.EFBIG, errno.EIO):
             monkeypatch.setattr(os, "posix_fallocate", refusing(number))
-            with pytest.raises(OSError) as caught:
+            with pytest.raises(OSError, match="Errno") as caught:
                 disk_files.preallocate(fd, UNIT)
             assert caught.value.errno == number
     finally:

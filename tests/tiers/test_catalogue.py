@@ -56,7 +56,9 @@ class Machine(RuleBasedStateMachine):
         self.ordered = ordered
         self.clock = Clock()
         self.ttl = ttl
-        self.catalogue = Catalogue(POLICIES[self.name], ttl=ttl, clock=self.clock, budget=40, ordered=ordered)
+        self.catalogue = Catalogue(
+            POLICIES[self.name], ttl=ttl, clock=self.clock, budget=40, ordered=ordered
+        )
         self.catalogue._packed = Packed(self.catalogue._group_of, buckets=3)  # rows meet in one
         self.known: dict[bytes, Known] = {}
         self.quotas: dict[bytes, int] = {}
@@ -630,7 +632,7 @@ def test_a_clock_that_was_ahead_does_not_keep_blocks_for_ever() -> None:
 
 
 def test_memory_of_a_block_is_small() -> None:
-    """Counted in rows of known length, not in seconds; benchmarks/store_growth.py has the figure."""
+    """benchmarks/store_growth.py has the figure for a million."""
     catalogue = Catalogue(LRU, ordered=1000)
     tracemalloc.start()
     try:

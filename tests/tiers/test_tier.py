@@ -293,9 +293,9 @@ def test_a_large_file_under_a_blocks_name_is_put_aside_before_others_go(
     for number in range(200, 210):
         assert tier.save(block_id(number), raw_record(block_id(number)))
     assert tier.counters.evictions == tier.counters.drops == 0
-    assert place.used() == sum(
-        -(-one.size // 4096) * 4096 for one in place.list()
-    ) + sum(-(-size // 4096) * 4096 for _ in os.listdir(tmp_path / "store" / "quarantine"))
+    assert place.used() == sum(-(-one.size // 4096) * 4096 for one in place.list()) + sum(
+        -(-size // 4096) * 4096 for _ in os.listdir(tmp_path / "store" / "quarantine")
+    )
 
 
 def test_nothing_goes_where_all_of_it_would_not_suffice(tmp_path: Path) -> None:

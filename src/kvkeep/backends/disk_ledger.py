@@ -327,7 +327,9 @@ class Recount:
         if len(self._name_buffer) >= 1 << 14:
             self._pack()
 
-    def finish(self, timeout: float, path: Callable[[bytes], str], beside: Callable[[], int]) -> bool:
+    def finish(
+        self, timeout: float, path: Callable[[bytes], str], beside: Callable[[], int]
+    ) -> bool:
         """Write the count; False, and nothing written, when the journal was given up.
 
         ``path`` says where the record of a block lies, ``beside`` counts what is no record.

@@ -37,7 +37,7 @@ ENCRYPTED = 128
 """The number of an encrypted codec is this more than its inner codec's."""
 
 WITHOUT_KEY_ID = 64
-"""The same, of records that were written before there were key ids. Below it nothing is encrypted."""
+"""The same, of records from before there were key ids. Below it nothing is encrypted."""
 
 _ID = 8
 _SALT = 16

@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 class _Queue:
-    """Rows by bucket and serial number, oldest first; rows that are gone stay until they surface."""
+    """Rows by bucket and serial number, oldest first. What is gone stays until it surfaces."""
 
     __slots__ = ("buckets", "head", "live", "serials")
 
