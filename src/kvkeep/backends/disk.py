@@ -203,6 +203,7 @@ class DiskBackend(Backend):
         Raises:
             BackendFailed: the file could not be read, or was cut short while it was read.
         """
+        reason: str | None = None
         with self._translated("read"):
             try:
                 held = open_record(self._home.path(block))
@@ -210,8 +211,6 @@ class DiskBackend(Backend):
                 if size_of(self._home.path(block)) is None:
                     raise
                 held, reason = None, "unreadable"
-            else:
-                reason = None
         if reason is not None:
             self.quarantine(block, reason)
             return None
@@ -346,7 +345,9 @@ class DiskBackend(Backend):
             except OSError as error:
                 if error.errno not in _READ_ONLY:
                     raise
-            return self._home.used()
+            used = self._home.used()
+            assert used is not None, "without a limit all is counted"
+            return used
 
     def flush(self) -> None:
         """With ``sync="flush"``, all that was put or deleted before this survives a loss of power.

@@ -326,14 +326,14 @@ class Catalogue:
             old = list(islice(late, limit))
             for block in old:
                 self._forget(block)
-        while len(old) < limit:
+        for part in self._packed.parts():
+            if len(old) >= limit:
+                break
             with self._lock:
-                rows, all_seen = self._packed.sweep(self._expired)
+                rows = self._packed.sweep(part, self._expired)[: limit - len(old)]
                 for row in rows:
                     self._forget(row.block)
             old += (row.block for row in rows)
-            if all_seen:
-                break
         return old
 
     # --- quotas and pins -------------------------------------------------------------------------
@@ -437,10 +437,9 @@ class Catalogue:
             gone = [kept.block for kept in self._kept.values() if kept.round != self._round]
             for block in gone:
                 self._forget(block)
-        all_seen = False
-        while not all_seen:
+        for part in self._packed.parts():
             with self._lock:
-                rows, all_seen = self._packed.sweep(lambda row: row.round != self._round)
+                rows = self._packed.sweep(part, lambda row: row.round != self._round)
                 for row in rows:
                     self._forget(row.block)
             gone += (row.block for row in rows)
@@ -628,7 +627,7 @@ class Catalogue:
             self._packed.check()
             rows = list(self._packed)
             assert not self._kept.keys() & {row.block for row in rows}
-            known = [*self._kept.values(), *rows]
+            known: list[_Kept | Row] = [*self._kept.values(), *rows]
             assert self._bytes == sum(one.size for one in known)
             assert self._taken == sum(self._takes(one.size) for one in known)
             pinned = [kept for kept in self._kept.values() if kept.pinned]

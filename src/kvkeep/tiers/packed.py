@@ -25,6 +25,7 @@ _USED_AT: Final = BLOCK_ID_BYTES + 8
 _ROUND_AT: Final = _USED_AT + 12
 _SERIAL_AT: Final = _ROUND_AT + 2
 _MOST_HITS: Final = 2**32 - 1
+_AT_ONCE: Final = 1024  # buckets
 _SLACK: Final = 4096  # entries of a queue whose rows are gone, besides as many as there are rows
 
 
@@ -77,7 +78,6 @@ class Packed:
         self._regroup = False  # queues are to be made anew before the next use
         self._length = 0
         self._serial = 0
-        self._cursor = 0  # the bucket at which `sweep` goes on
         self._uses: array[float] | None = None  # by serial number since `begin_listing`
         self._since = 0
 
@@ -155,24 +155,20 @@ class Packed:
         self._compact(queue)
         return None
 
-    def sweep(self, gone: Callable[[Row], bool], buckets: int = 1024) -> tuple[list[Row], bool]:
-        """The rows of the next ``buckets`` for which ``gone`` says so; whether it came round.
+    def parts(self) -> range:
+        """What `sweep` takes, one after another."""
+        return range(0, self._number, _AT_ONCE)
 
-        They stay.
-        """
-        some = self._buckets[self._cursor : self._cursor + buckets]
-        found = [
+    def sweep(self, part: int, gone: Callable[[Row], bool]) -> list[Row]:
+        """The rows in one of `parts` for which ``gone`` says so. They stay."""
+        some = self._buckets[part : part + _AT_ONCE]
+        return [
             row
             for bucket in some
             if bucket
             for row in map(Row._make, _ROW.iter_unpack(bytes(bucket)))
             if gone(row)
         ]
-        self._cursor += buckets
-        if self._cursor < len(self._buckets):
-            return found, False
-        self._cursor = 0
-        return found, True
 
     # --- listings --------------------------------------------------------------------------------
 
