@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvkeep import InvalidValue
-from kvkeep.backends import TierURL, disk
+from kvkeep.backends import TierURL, disk, disk_files
 from kvkeep.backends.buffers import aligned
 from kvkeep.backends.disk import DiskBackend
 from kvkeep.errors import BackendFailed, OutOfRoom
@@ -427,6 +427,68 @@ class Synced:
     def take(self) -> list[str]:
         paths, self.paths = self.paths, []
         return paths
+
+
+def refusing(number: int) -> Callable[..., int]:
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+def test_direct_io_is_off_only_where_the_filesystem_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    for number, answer in ((errno.EINVAL, False), (errno.EOPNOTSUPP, False), (errno.EIO, None)):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", refusing(number))
+            if answer is None:
+                with pytest.raises(OSError, match="Input/output"):
+                    disk_files.supports_direct(str(path))
+            else:
+                assert disk_files.supports_direct(str(path)) is answer
+
+
+def test_setting_bytes_aside_may_be_unsupported_but_not_impossible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    try:
+        monkeypatch.setattr(os, "posix_fallocate", refusing(errno.EOPNOTSUPP))
+        disk_files.preallocate(fd, UNIT)
+        for number in (errno.ENOSPC, errno.EFBIG, errno.EIO):
+            monkeypatch.setattr(os, "posix_fallocate", refusing(number))
+            with pytest.raises(OSError, match="Errno") as caught:
+                disk_files.preallocate(fd, UNIT)
+            assert caught.value.errno == number
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_direct_io_is_used_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"")
+    if not disk_files.supports_direct(str(path)):
+        pytest.skip("the filesystem of the tests has no direct I/O")
+    turned: list[bool] = []
+    real = disk_files._set_direct
+    monkeypatch.setattr(
+        disk_files, "_set_direct", lambda fd, *, on: turned.append(on) or real(fd, on=on)
+    )
+    fd = os.open(path, os.O_RDWR)
+    try:
+        buffer = aligned(100_001)
+        disk_files.write_whole(fd, buffer, direct=direct)
+        os.ftruncate(fd, 100_001)
+        assert disk_files.read_whole(fd, aligned(100_001), direct=direct)
+    finally:
+        os.close(fd)
+    assert turned == ([True, True] if direct else [])
 
 
 linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")

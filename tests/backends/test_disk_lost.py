@@ -223,7 +223,7 @@ assert backend.doubts == 0
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_permission_lost_and_given_back(tmp_path: Path) -> None:
-    import sys  # noqa: PLC0415
+    import sys
 
     root = tmp_path / "nobody"
     root.mkdir()

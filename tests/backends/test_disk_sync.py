@@ -1,4 +1,4 @@
-"""What is put is synced in the background: never inside a put, and all of it before `flush` ends."""
+"""What is put is synced in the background: never inside a put, all before `flush` ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvkeep.testing.backend_hooks import block_id, content, get, put
 from kvkeep.testing.backend_threads import together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 
@@ -59,8 +59,8 @@ class Power:
 
 
 @pytest.fixture
-def power(monkeypatch: pytest.MonkeyPatch) -> Iterator[Power]:
-    yield Power(monkeypatch)
+def power(monkeypatch: pytest.MonkeyPatch) -> Power:
+    return Power(monkeypatch)
 
 
 def until(true: Callable[[], bool]) -> None:

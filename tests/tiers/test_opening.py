@@ -74,16 +74,16 @@ def test_every_option_reaches_its_place(option: str, place: str) -> None:
 
 def test_every_option_is_tested() -> None:
     tested = {option.partition("=")[0] for option in OPTIONS}
-    assert tested | {"encrypt"} == {*TIER_OPTIONS}
+    assert tested | {"encrypt", "decrypt"} == {*TIER_OPTIONS}
 
 
 def test_encrypt_names_a_key_file(place: str, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("00" * 32)
     key.chmod(0o600)
-    assert one(f"{place}&encrypt={key}").codec.number == 64
-    assert one(f"{place}&codec=lossless&encrypt={key}").codec.number == 65
-    assert one(f"memory://64KiB?encrypt={key}").codec.number == 64
+    assert one(f"{place}&encrypt={key}").codec.number == 128
+    assert one(f"{place}&codec=lossless&encrypt={key}").codec.number == 129
+    assert one(f"memory://64KiB?encrypt={key}").codec.number == 128
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from typing import TYPE_CHECKING
@@ -11,12 +12,16 @@ import xxhash
 from tier_bench import PAGE, RAW, Bench, above, content, get, name, put, settle, there
 
 from kvkeep.backends.buffers import aligned
-from kvkeep.tiers import Inclusive
+from kvkeep.backends.disk import DiskBackend
+from kvkeep.codecs import BlockShape, make_codec
+from kvkeep.testing.backend_hooks import block_id
+from kvkeep.tiers import Inclusive, Tier
 from kvkeep.tiers.record import HEADER_BYTES, read_header, seal
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvkeep.testing import FaultyBackend
-    from kvkeep.tiers import Tier
 
 KEY = bytes(range(32))
 BLOCK = name(0)
@@ -250,12 +255,60 @@ def test_another_version_is_refused_and_written_anew(bench: Bench) -> None:
     assert get(store, [0]) == 1
 
 
-def test_the_wrong_key_is_damage(bench: Bench) -> None:
+def test_a_record_of_another_key_is_refused_and_left_alone(bench: Bench) -> None:
     place = bench.disk()
-    bench.tier(place, "raw", key=KEY).save(BLOCK, raw_record(BLOCK))
+    mine = bench.tier(place, "raw", key=KEY)
+    mine.save(BLOCK, raw_record(BLOCK))
     other = bench.tier(place, "raw", key=bytes(32))
     assert load(other, BLOCK) is None
-    assert (other.counters.damaged, other.counters.refused) == (1, 0)
+    assert other.fetch(BLOCK) is None
+    assert (other.counters.damaged, other.counters.refused) == (0, 2)
+    assert load(mine, BLOCK) is not None
+    assert other.save(BLOCK, raw_record(BLOCK)), "it is written anew"
+    assert load(other, BLOCK) is not None
+
+
+def foreign(place: DiskBackend, block: bytes, size: int) -> str:
+    """A file under the name of a block that is no record; it takes no room on the disk."""
+    path = place._home.path(block)
+    with open(path, "wb") as file:
+        file.truncate(size)
+    return path
+
+
+@pytest.mark.parametrize("size", [1 << 40, 11 << 20, 9 << 20, 1 << 20])
+def test_a_large_file_under_a_blocks_name_is_put_aside_before_others_go(
+    tmp_path: Path, size: int
+) -> None:
+    place = DiskBackend(tmp_path / "store", 10 << 20)
+    tier = Tier("file", place, make_codec("raw", BlockShape()), lambda _number: None)
+    for number in range(100):
+        place.put(block_id(number), memoryview(bytes(20_000)))
+    foreign(place, block_id(500), size)
+    with open(place._home.path(block_id(500)).removesuffix("f4") + "core", "wb") as file:
+        file.truncate(11 << 20)  # and one that is nobody's
+    tier.relist()
+    assert len(tier.catalogue) == 100
+    assert (tier.counters.damaged, tier.counters.evictions) == (1, 0)
+    for number in range(200, 210):
+        assert tier.save(block_id(number), raw_record(block_id(number)))
+    assert tier.counters.evictions == tier.counters.drops == 0
+    assert place.used() == sum(-(-one.size // 4096) * 4096 for one in place.list()) + sum(
+        -(-size // 4096) * 4096 for _ in os.listdir(tmp_path / "store" / "quarantine")
+    )
+
+
+def test_nothing_goes_where_all_of_it_would_not_suffice(tmp_path: Path) -> None:
+    place = DiskBackend(tmp_path / "store", 20 * 4096)
+    tier = Tier("file", place, make_codec("raw", BlockShape()), lambda _number: None)
+    for number in range(10):
+        place.put(block_id(number), memoryview(bytes(4000)))
+    tier.relist()
+    tier.catalogue.pin([block_id(number) for number in range(8)], 60.0, 1 << 20)
+    assert not tier.make_room(3 * 4096)
+    assert tier.counters.evictions == 0
+    assert tier.make_room(2 * 4096)
+    assert tier.counters.evictions == 2, "whole units are counted: no more than must go"
 
 
 def test_what_the_place_lost_is_a_miss_and_is_forgotten(bench: Bench) -> None:

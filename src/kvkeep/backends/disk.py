@@ -136,7 +136,9 @@ class DiskBackend(Backend):
         self.odd = 0
         self.odd_bytes = 0
         self._home = Home(path)
-        self._ledger = DiskLedger(self._home.ledger, self._recount, self._home.restore, self._doubt)
+        self._ledger = DiskLedger(
+            self._home.ledger, self._recount, self._home.restore, self._replaced
+        )
         self._spaces: set[bytes] = set()  # namespaces whose directory was there when last used
         with self._translated("opened"):
             can = io != "buffered" and supports_direct(self._home.format)
@@ -201,6 +203,7 @@ class DiskBackend(Backend):
         Raises:
             BackendFailed: the file could not be read, or was cut short while it was read.
         """
+        reason: str | None = None
         with self._translated("read"):
             try:
                 held = open_record(self._home.path(block))
@@ -208,8 +211,6 @@ class DiskBackend(Backend):
                 if size_of(self._home.path(block)) is None:
                     raise
                 held, reason = None, "unreadable"
-            else:
-                reason = None
         if reason is not None:
             self.quarantine(block, reason)
             return None
@@ -325,7 +326,9 @@ class DiskBackend(Backend):
                 return
             self.quarantined += 1
             for path in self._home.surplus(self.capacity):
-                count.remove(path)
+                if count.remove(path) and path.endswith(name):
+                    # So large that somebody may have put it here by hand, where nobody counted it.
+                    self._ledger.recount(count)
 
     # -- the whole ------------------------------------------------------------------------------
 
@@ -342,7 +345,9 @@ class DiskBackend(Backend):
             except OSError as error:
                 if error.errno not in _READ_ONLY:
                     raise
-            return self._home.used()
+            used = self._home.used()
+            assert used is not None, "without a limit all is counted"
+            return used
 
     def flush(self) -> None:
         """With ``sync="flush"``, all that was put or deleted before this survives a loss of power.
@@ -463,6 +468,10 @@ class DiskBackend(Backend):
             self._ledger.forget()
             self._spaces -= gone
             self._doubt()
+
+    def _replaced(self) -> None:
+        self._spaces = set()
+        self._doubt()
 
     def _doubt(self) -> None:
         _LOG.warning(

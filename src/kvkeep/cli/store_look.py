@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.backends.buffers import aligned
 from kvkeep.cli.store_place import Answer, age, bar, columns, spaces_of
-from kvkeep.codecs import CODECS, ENCRYPTED
+from kvkeep.codecs import CODECS, inner_number
 from kvkeep.errors import whole
 from kvkeep.geometry.units import format_bytes
 from kvkeep.keys import SPACE_BYTES
@@ -33,8 +33,9 @@ _BAR = 30
 
 def codec_name(number: int) -> str:
     """What the codec with this number is called in URLs."""
-    if number >= ENCRYPTED:
-        return f"encrypted {codec_name(number - ENCRYPTED)}"
+    inside = inner_number(number)
+    if inside is not None:
+        return f"encrypted {codec_name(inside)}"
     return CODECS[number] if number < len(CODECS) else f"codec {number}"
 
 

@@ -14,19 +14,22 @@ keyfile.py     the files that keys are in
 
 from __future__ import annotations
 
-from kvkeep.codecs.base import BlockShape, Codec, Damaged
-from kvkeep.codecs.encrypted import ENCRYPTED
+from kvkeep.codecs.base import BlockShape, Codec, Damaged, OtherKey
+from kvkeep.codecs.encrypted import ENCRYPTED, WITHOUT_KEY_ID, inner_number
 from kvkeep.codecs.keyfile import generate_key, load_key
 from kvkeep.codecs.named import CODECS, codec_of, make_codec
 
 __all__ = [
     "CODECS",
     "ENCRYPTED",
+    "WITHOUT_KEY_ID",
     "BlockShape",
     "Codec",
     "Damaged",
+    "OtherKey",
     "codec_of",
     "generate_key",
+    "inner_number",
     "load_key",
     "make_codec",
 ]

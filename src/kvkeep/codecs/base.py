@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-__all__ = ["BlockShape", "Codec", "Damaged"]
+__all__ = ["BlockShape", "Codec", "Damaged", "OtherKey"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,10 @@ class BlockShape:
 
 class Damaged(Exception):
     """Encoded bytes that this codec cannot have written, or not for this block."""
+
+
+class OtherKey(Exception):
+    """Encoded bytes that name a key which this codec does not have: not damaged, not readable."""
 
 
 class Codec(ABC):
@@ -61,4 +65,5 @@ class Codec(ABC):
             Damaged: ``encoded`` is not what `encode` writes for these lengths and names; what
                 ``out`` holds then means nothing. Never reads or writes outside of the two. Only
                 an encrypting codec notices every change: under the others a checksum must stand.
+            OtherKey: ``encoded`` was encrypted with another key.
         """

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.codecs.encrypted import ENCRYPTED, EncryptedCodec
+from kvkeep.codecs.encrypted import ENCRYPTED, EncryptedCodec, inner_number
 from kvkeep.codecs.lossless import LosslessCodec
 from kvkeep.codecs.raw import RawCodec
 from kvkeep.errors import InvalidValue, require
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvkeep.codecs.base import BlockShape, Codec
 
 __all__ = ["CODECS", "codec_of", "make_codec"]
@@ -18,8 +20,12 @@ CODECS = ("raw", "lossless", "int8", "fp8")
 """Names of codecs; a codec's number is its place here."""
 
 
-def make_codec(name: str, shape: BlockShape, key: bytes | None = None) -> Codec:
+def make_codec(
+    name: str, shape: BlockShape, key: bytes | None = None, old_keys: Sequence[bytes] = ()
+) -> Codec:
     """The codec called ``name`` for blocks of ``shape``; with a ``key``, encryption around it.
+
+    It reads what was encrypted with ``old_keys``, too.
 
     Raises:
         InvalidValue: there is none of that name, or it cannot work on such blocks.
@@ -28,10 +34,12 @@ def make_codec(name: str, shape: BlockShape, key: bytes | None = None) -> Codec:
     if name not in CODECS:
         raise InvalidValue(f"codec is {name!r}; it is one of {', '.join(CODECS)}")
     codec = _make(name, shape)
-    return codec if key is None else EncryptedCodec(codec, key)
+    return codec if key is None else EncryptedCodec(codec, key, old_keys)
 
 
-def codec_of(number: int, shape: BlockShape, key: bytes | None = None) -> Codec | None:
+def codec_of(
+    number: int, shape: BlockShape, key: bytes | None = None, old_keys: Sequence[bytes] = ()
+) -> Codec | None:
     """The codec that decodes records of ``number``; None: not known, or not with what is given.
 
     Without a ``key`` nothing that is encrypted can be read; a codec that needs to know the element
@@ -40,14 +48,17 @@ def codec_of(number: int, shape: BlockShape, key: bytes | None = None) -> Codec 
     Raises:
         MissingExtra: it needs a package that is not installed.
     """
-    inner = number - ENCRYPTED if number >= ENCRYPTED else number
-    if not 0 <= inner < len(CODECS) or (number >= ENCRYPTED and key is None):
+    inside = inner_number(number)
+    plain = number if inside is None else inside
+    if not 0 <= plain < len(CODECS) or (inside is not None and key is None):
         return None
     try:
-        codec = _make(CODECS[inner], shape)
+        codec = _make(CODECS[plain], shape)
     except InvalidValue:
         return None
-    return codec if number < ENCRYPTED or key is None else EncryptedCodec(codec, key)
+    if inside is None or key is None:
+        return codec
+    return EncryptedCodec(codec, key, old_keys, with_id=number >= ENCRYPTED)
 
 
 def _make(name: str, shape: BlockShape) -> Codec:

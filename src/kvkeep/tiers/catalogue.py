@@ -95,6 +95,7 @@ class Catalogue:
         self._quotas: dict[bytes, int] = {}
         self._spaces: dict[bytes, int] = {}
         self._bytes = 0
+        self._taken = 0  # the same in whole units
         self._pinned_bytes = 0
         self._serial = 0
         self._pins: list[tuple[float, bytes]] = []  # a heap: when a pin may end
@@ -172,9 +173,7 @@ class Catalogue:
         """
         with self._lock:
             self._unpin_expired()
-            known = len(self._kept) + len(self._packed)
-            # A record takes less than a unit more than it has bytes.
-            return self._bytes - self._pinned_bytes + known * (self.unit - 1) >= needed
+            return self._taken - self._pinned_bytes >= needed
 
     # --- what changes it -------------------------------------------------------------------------
 
@@ -313,7 +312,7 @@ class Catalogue:
                 if victim is None:
                     break
                 self._drop(victim)
-                needed -= -(-victim.size // self.unit) * self.unit
+                needed -= self._takes(victim.size)
                 into = gone if outlived is None or not self._expired(victim) else outlived
                 into.append(victim.block)
         return gone
@@ -327,14 +326,14 @@ class Catalogue:
             old = list(islice(late, limit))
             for block in old:
                 self._forget(block)
-        while len(old) < limit:
+        for part in self._packed.parts():
+            if len(old) >= limit:
+                break
             with self._lock:
-                rows, all_seen = self._packed.sweep(self._expired)
+                rows = self._packed.sweep(part, self._expired)[: limit - len(old)]
                 for row in rows:
                     self._forget(row.block)
             old += (row.block for row in rows)
-            if all_seen:
-                break
         return old
 
     # --- quotas and pins -------------------------------------------------------------------------
@@ -438,10 +437,9 @@ class Catalogue:
             gone = [kept.block for kept in self._kept.values() if kept.round != self._round]
             for block in gone:
                 self._forget(block)
-        all_seen = False
-        while not all_seen:
+        for part in self._packed.parts():
             with self._lock:
-                rows, all_seen = self._packed.sweep(lambda row: row.round != self._round)
+                rows = self._packed.sweep(part, lambda row: row.round != self._round)
                 for row in rows:
                     self._forget(row.block)
             gone += (row.block for row in rows)
@@ -462,7 +460,7 @@ class Catalogue:
                 known.used = known.noted = used
         elif not self._packed.seen(block, used, self._round):
             self._packed.add(block, size, used, 0, self._round)
-            self._count(block, size)
+            self._count(block, 0, size)
 
     def _unpacked(self, block: bytes) -> _Kept | None:
         """``block`` as a policy orders it, from now on if need be."""
@@ -478,22 +476,22 @@ class Catalogue:
         """Have a policy order ``kept``, which is new to it."""
         if self.remembers and kept.size >= 2 * self._fitted:  # the first may be a short tail
             self._fit(kept.size)
+        policy = self._policy_of(kept.block)
+        if self._ordered is not None and len(self._kept) >= self._ordered:
+            self._pack(policy)
         self._kept[kept.block] = kept
         self._serial += 1
         kept.serial = self._serial
-        policy = self._policy_of(kept.block)
         policy.stored(kept, 0, known=hits > 0 or kept.block in self._again)
         if hits:  # what counts goes on counting
             kept.hits = hits
         if kept.may_go:
             policy.add(kept)
-        if self._ordered is not None and len(self._kept) > self._ordered:
-            self._pack(policy)
         return kept
 
     def _pack(self, policy: EvictionPolicy) -> None:
         """Keep what ``policy`` would have go first as rows."""
-        for _ in range(_PACKED_AT_ONCE):
+        for _ in range(min(_PACKED_AT_ONCE, 1 + (self._ordered or 0) // 16)):
             kept = _popped(policy)
             if kept is None:
                 return
@@ -510,7 +508,7 @@ class Catalogue:
         row = self._packed.take(block)
         if row is None:
             return False
-        self._count(block, -row.size)
+        self._count(block, row.size, 0)
         return True
 
     def _policy_of(self, block: bytes) -> EvictionPolicy:
@@ -521,13 +519,13 @@ class Catalogue:
     def _add(self, block: bytes, size: int, used: float) -> None:
         kept = self._unpacked(block)
         if kept is None:
-            self._count(block, size)
+            self._count(block, 0, size)
             self._order(_Kept(block, size, used, self._round), 0)
             return
         # Replaced: the record may have another size.
         if kept.may_go:
             self._policy_of(block).discard(kept)
-        self._count(block, size - kept.size)
+        self._count(block, kept.size, size)
         if kept.pinned:
             self._pinned_bytes += size - kept.size
         kept.size = size
@@ -545,14 +543,18 @@ class Catalogue:
     def _drop(self, kept: _Kept) -> None:
         if self._kept.pop(kept.block, None) is None:
             self._packed.take(kept.block)
-        self._count(kept.block, -kept.size)
+        self._count(kept.block, kept.size, 0)
         if kept.pinned:
             self._pinned_bytes -= kept.size
 
-    def _count(self, block: bytes, change: int) -> None:
-        self._bytes += change
+    def _takes(self, size: int) -> int:
+        return -(-size // self.unit) * self.unit
+
+    def _count(self, block: bytes, before: int, after: int) -> None:
+        self._bytes += after - before
+        self._taken += self._takes(after) - self._takes(before)
         space = block[:SPACE_BYTES]
-        held = self._spaces.get(space, 0) + change
+        held = self._spaces.get(space, 0) + after - before
         if held:
             self._spaces[space] = held
         else:
@@ -625,8 +627,9 @@ class Catalogue:
             self._packed.check()
             rows = list(self._packed)
             assert not self._kept.keys() & {row.block for row in rows}
-            known = [*self._kept.values(), *rows]
+            known: list[_Kept | Row] = [*self._kept.values(), *rows]
             assert self._bytes == sum(one.size for one in known)
+            assert self._taken == sum(self._takes(one.size) for one in known)
             pinned = [kept for kept in self._kept.values() if kept.pinned]
             assert self._pinned_bytes == sum(kept.size for kept in pinned)
             spaces: dict[bytes, int] = {}

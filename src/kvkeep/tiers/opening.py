@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TIERINGS", "TIER_OPTIONS", "open_backend", "open_tiers", "tiering"]
 
-TIER_OPTIONS = ("codec", "encrypt", "policy", "ttl", "timeout", "queue", "readers", "writers")
+TIER_OPTIONS = (
+    "codec", "encrypt", "decrypt", "policy", "ttl", "timeout", "queue", "readers", "writers",
+)  # fmt: skip
 """Options that every tier has; the others are its backend's."""
 
 TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive")
@@ -136,9 +138,13 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> Front | Ti
     name = url.text("codec", "raw")
     key_file = url.text("encrypt")
     assert name is not None
+    old_files = url.text("decrypt")
+    if old_files is not None and key_file is None:
+        raise InvalidValue(f"{url.safe}: decrypt= names old keys to read with; encrypt= is missing")
     key = None if key_file is None else load_key(key_file)
-    codec = make_codec(name, shape, key)
-    others = lru_cache(maxsize=256)(partial(codec_of, shape=shape, key=key))
+    old_keys = [] if old_files is None else [load_key(file) for file in old_files.split(",")]
+    codec = make_codec(name, shape, key, old_keys)
+    others = lru_cache(maxsize=256)(partial(codec_of, shape=shape, key=key, old_keys=old_keys))
     if url.scheme == "memory" and first and codec.number == 0:
         backend = open_backend(url)
         url.finish()

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Packed", "Row"]
 
-_BUCKETS: Final = 1 << 16
 _ROW: Final = struct.Struct(f"<{BLOCK_ID_BYTES}sQdIHQ")
 _USED_AT: Final = BLOCK_ID_BYTES + 8
 _ROUND_AT: Final = _USED_AT + 12
 _SERIAL_AT: Final = _ROUND_AT + 2
 _MOST_HITS: Final = 2**32 - 1
+_AT_ONCE: Final = 1024  # buckets
 _SLACK: Final = 4096  # entries of a queue whose rows are gone, besides as many as there are rows
 
 
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class _Queue:
-    """Rows by bucket and serial number, oldest first; rows that are gone stay until they surface."""
+    """Rows by bucket and serial number, oldest first. What is gone stays until it surfaces."""
 
     __slots__ = ("buckets", "head", "live", "serials")
 
@@ -70,14 +70,14 @@ class Packed:
     Memory: 77 bytes for a row, 10 in its queue, some slack; and half a mebibyte with the first row.
     """
 
-    def __init__(self, group_of: Callable[[bytes], bytes | None]) -> None:
+    def __init__(self, group_of: Callable[[bytes], bytes | None], buckets: int = 1 << 16) -> None:
         self._group_of = group_of
+        self._number = buckets
         self._buckets: list[bytearray | None] = []
         self._queues: dict[bytes | None, _Queue] = {}
         self._regroup = False  # queues are to be made anew before the next use
         self._length = 0
         self._serial = 0
-        self._cursor = 0  # the bucket at which `sweep` goes on
         self._uses: array[float] | None = None  # by serial number since `begin_listing`
         self._since = 0
 
@@ -101,8 +101,8 @@ class Packed:
         """``block``, which is not here, goes after all others of its group."""
         self._settle()
         if not self._buckets:
-            self._buckets = [None] * _BUCKETS
-        number = hash(block) % _BUCKETS
+            self._buckets = [None] * self._number
+        number = hash(block) % self._number
         bucket = self._buckets[number]
         if bucket is None:
             bucket = self._buckets[number] = bytearray()
@@ -133,7 +133,7 @@ class Packed:
         row = Row._make(_ROW.unpack_from(bucket, at))
         del bucket[at : at + _ROW.size]
         if not bucket:
-            self._buckets[hash(block) % _BUCKETS] = None
+            self._buckets[hash(block) % self._number] = None
         self._length -= 1
         queue = self._queues[self._group_of(block)]
         queue.live -= 1
@@ -155,24 +155,20 @@ class Packed:
         self._compact(queue)
         return None
 
-    def sweep(self, gone: Callable[[Row], bool], buckets: int = 1024) -> tuple[list[Row], bool]:
-        """The rows of the next ``buckets`` for which ``gone`` says so; whether it came round.
+    def parts(self) -> range:
+        """What `sweep` takes, one after another."""
+        return range(0, self._number, _AT_ONCE)
 
-        They stay.
-        """
-        some = self._buckets[self._cursor : self._cursor + buckets]
-        found = [
+    def sweep(self, part: int, gone: Callable[[Row], bool]) -> list[Row]:
+        """The rows in one of `parts` for which ``gone`` says so. They stay."""
+        some = self._buckets[part : part + _AT_ONCE]
+        return [
             row
             for bucket in some
             if bucket
             for row in map(Row._make, _ROW.iter_unpack(bytes(bucket)))
             if gone(row)
         ]
-        self._cursor += buckets
-        if self._cursor < len(self._buckets):
-            return found, False
-        self._cursor = 0
-        return found, True
 
     # --- listings --------------------------------------------------------------------------------
 
@@ -229,7 +225,7 @@ class Packed:
     def _find(self, block: bytes) -> tuple[bytearray | None, int]:
         if not self._length:
             return None, -1
-        bucket = self._buckets[hash(block) % _BUCKETS]
+        bucket = self._buckets[hash(block) % self._number]
         if bucket is None:
             return None, -1
         at = bucket.find(block)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from kvkeep.backends.buffers import aligned
-from kvkeep.codecs import ENCRYPTED, Damaged
+from kvkeep.codecs import WITHOUT_KEY_ID, Damaged, OtherKey
 from kvkeep.errors import MissingExtra, OutOfRoom
 from kvkeep.eviction import LRU, EvictionPolicy
 from kvkeep.keys import SPACE_BYTES
@@ -380,7 +380,7 @@ class Tier:
                 return None
             if codec.number != _RAW or not room.placed:  # the next read takes a scratch buffer
                 record = self._decoded(codec, header, record, room)
-        except (OtherVersion, MissingExtra) as other:
+        except (OtherVersion, OtherKey, MissingExtra) as other:
             self._refuse(block, str(other))
             return None
         except (BadRecord, Damaged) as damage:
@@ -412,7 +412,7 @@ class Tier:
             raise BadRecord(f"{header.payload_bytes} raw bytes, and it says {header.raw_bytes}")
         if header.codec == self.codec.number:
             return self.codec
-        if header.codec < ENCRYPTED <= self.codec.number:
+        if header.codec < WITHOUT_KEY_ID <= self.codec.number:
             return None
         codec = self.codec_of(header.codec)
         return None if codec is None or (self.codec.exact and not codec.exact) else codec
@@ -548,7 +548,6 @@ class Tier:
             if not self.catalogue.may_free(needed):
                 return False
         freed = 0
-        unit = self.backend.unit
         while freed < needed:
             victims = self.catalogue.victims(needed - freed)
             if not victims and self.backend.shared and time.monotonic() - self._listed > 1.0:
@@ -557,8 +556,8 @@ class Tier:
             if not victims:
                 break
             # Records take whole units; what the backend says it freed is without those.
-            deleted = self._take_away(victims)
-            freed += deleted + (unit - 1) * len(victims) if deleted else 0
+            if deleted := self._take_away(victims):
+                freed += deleted + (self.backend.unit - 1) * len(victims)
         return freed > 0
 
     def _take_away(self, victims: Sequence[bytes]) -> int:
@@ -616,6 +615,9 @@ class Tier:
                 named = naming(block, header.codec, header.raw_bytes)
                 codec.decode(record[HEADER_BYTES:], raw[HEADER_BYTES:], named)
                 record = raw
+        except (OtherVersion, OtherKey, MissingExtra) as other:
+            self._refuse(block, str(other))
+            return None
         except (BadRecord, Damaged) as damage:
             self._quarantine(block, str(damage))
             return None

@@ -1,0 +1,144 @@
+"""Special files in place of those of a home: refused by name, and nobody waits for them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvkeep import InvalidValue
+from kvkeep.backends.disk import DiskBackend
+from kvkeep.codecs import load_key
+from kvkeep.errors import BackendFailed
+from kvkeep.testing.backend_hooks import block_id, get, put, sizes_listed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+A, B = block_id(1), block_id(2)
+
+
+def make_socket(path: Path) -> None:
+    before = Path.cwd()
+    os.chdir(path.parent)  # the name of a socket has 108 bytes at most
+    try:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(path.name)
+    finally:
+        os.chdir(before)
+
+
+def make_device(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can make devices")
+    try:
+        os.mknod(path, 0o020600, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("no devices can be made here")
+
+
+KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pipe": (os.mkfifo, "named pipe"),
+    "folder": (Path.mkdir, "directory"),
+    "link": (lambda path: path.symlink_to("/etc/passwd"), "symbolic link"),
+    "dangling": (lambda path: path.symlink_to("nowhere"), "symbolic link"),
+    "socket": (make_socket, "socket|No such device"),
+    "device": (make_device, "device"),
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    with DiskBackend(tmp_path / "store") as backend:
+        put(backend, A, b"record")
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["FORMAT", "ledger"])
+def test_a_file_of_the_home_must_be_a_file(root: Path, kind: str, name: str) -> None:
+    make, said = KINDS[kind]
+    (root / name).unlink()
+    make(root / name)
+    started = time.monotonic()
+    with pytest.raises(InvalidValue, match=rf"(?s)({said}|Is a directory|symbolic links).*{name}"):
+        DiskBackend(root)
+    assert time.monotonic() - started < 10
+    assert (root / name).lstat()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "file"])
+@pytest.mark.parametrize("name", ["tmp", "quarantine"])
+def test_a_directory_of_the_home_must_be_one(root: Path, kind: str, name: str) -> None:
+    if kind == "folder":
+        return
+    make, said = KINDS.get(kind, (Path.touch, "regular file"))
+    (root / name).rmdir()
+    make(root / name)
+    with pytest.raises(InvalidValue, match=rf"it is a ({said.partition('|')[0]}).*{name}"):
+        DiskBackend(root)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "dangling", "socket", "device"])
+def test_a_ledger_that_is_exchanged_under_it_is_a_failure(root: Path, kind: str) -> None:
+    backend = DiskBackend(root)
+    put(backend, B, b"record")
+    (root / "ledger").rename(root / "saved")
+    KINDS[kind][0](root / "ledger")
+    for change in (lambda: put(backend, B, b"new"), lambda: backend.delete([A]), backend.used):
+        with pytest.raises(BackendFailed, match="ledger"):
+            change()
+    assert get(backend, A) == b"record"
+    (root / "ledger").rmdir() if kind == "folder" else (root / "ledger").unlink()
+    (root / "saved").rename(root / "ledger")
+    put(backend, B, b"new")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strange_things_among_what_is_being_written_are_left_alone(root: Path, kind: str) -> None:
+    KINDS[kind][0](root / "tmp" / "strange")
+    KINDS[kind][0](root / "quarantine" / "strange")
+    with DiskBackend(root, 1 << 20) as backend:
+        assert sizes_listed(backend) == {A: 6}
+        put(backend, B, b"record")
+        backend.quarantine(B, "bad")
+        assert backend.used() == 2 * 4096
+    assert (root / "tmp" / "strange").lstat()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "file"])
+def test_the_directory_of_a_namespace_must_be_one(root: Path, tmp_path: Path, kind: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / A[16:].hex()).write_bytes(b"not ours")
+    space = root / A[:16].hex()
+    space.rename(tmp_path / "away")
+    if kind == "link":
+        space.symlink_to(outside)
+    else:
+        KINDS.get(kind, (Path.touch, ""))[0](space)
+    backend = DiskBackend(root)
+    assert list(backend.list()) == []
+    for change in (lambda: put(backend, B, b"new"), lambda: backend.delete([A])):
+        with pytest.raises(BackendFailed, match="must be a directory"):
+            change()
+    assert os.listdir(outside) == [A[16:].hex()]
+    assert os.listdir(root / "tmp") == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
+@pytest.mark.parametrize("name", ["FORMAT", "ledger", "tmp", "quarantine"])
+def test_what_belongs_to_another_user_is_refused_by_name(root: Path, name: str) -> None:
+    os.chown(root / name, 12345, 12345)
+    with pytest.raises(InvalidValue, match=f"(?s)belongs to user 12345.*{name}"):
+        DiskBackend(root)
+
+
+def test_a_key_file_that_is_a_pipe_is_none(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "key", 0o600)
+    with pytest.raises(InvalidValue, match="no key file"):
+        load_key(tmp_path / "key")
