@@ -16,6 +16,7 @@ class Memory:
 
 def filled(cache: PagedCache) -> PagedCache:
     with cache.open(range(20)) as sequence:
+        sequence.copies()
         sequence.publish()
     return cache
 
@@ -30,7 +31,7 @@ def test_the_same_memory_is_bound_as_often_as_one_likes() -> None:
 def test_another_memory_is_refused_while_the_first_is_there() -> None:
     cache, memory, other = PagedCache(8, 4), Memory(), Memory()
     cache.bind(memory)
-    with pytest.raises(InvalidValue, match="pages lie in another memory.*of its own"):
+    with pytest.raises(InvalidValue, match=r"pages lie in another memory.*of its own"):
         cache.bind(other)  # even empty: whoever has the first may go on at any time
     cache.bind(memory)
 
@@ -48,6 +49,7 @@ def test_pages_of_a_memory_that_is_gone_are_not_another_ones() -> None:
     with pytest.raises(InvalidValue, match="pages of a memory that is gone"):
         cache.bind(other)
     running.close()
+    cache.clear()
     cache.bind(other)
     with pytest.raises(InvalidValue, match="another memory"):
         cache.bind(Memory())

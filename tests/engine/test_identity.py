@@ -245,7 +245,7 @@ def test_an_adapter_beside_the_model_that_is_swapped(folder, tokens, make_adapte
 @pytest.fixture
 def make_adapter():
     peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM
 
     def make(folder, seed):
         base = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32)
@@ -265,7 +265,7 @@ def make_adapter():
 
 def test_a_model_that_cannot_be_served_is_one_line(tmp_path, capsys):
     """Doge hands its attention a mask of its own, which ended in an assertion."""
-    import transformers  # noqa: PLC0415
+    import transformers
 
     config = transformers.DogeConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, head_dim=8,

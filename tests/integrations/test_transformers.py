@@ -547,9 +547,11 @@ def test_a_store_of_another_model_of_the_same_shape_is_refused(model):
         with pytest.raises(InvalidValue, match="'mine' holds KV of the model"):
             KeptModel(build(seed=8), store=store)
         KeptModel(build(), store=store)
-    with KVStore(geometry, model=model, layout="HND", block_tokens=BLOCK) as store:
-        with pytest.raises(InvalidValue, match="'llama' holds KV of the model"):
-            KeptModel(build(seed=8), store=store)
+    with (
+        KVStore(geometry, model=model, layout="HND", block_tokens=BLOCK) as store,
+        pytest.raises(InvalidValue, match="'llama' holds KV of the model"),
+    ):
+        KeptModel(build(seed=8), store=store)
 
 
 def test_a_store_made_of_the_model_is_the_one_that_kept_models_make(model, folder):

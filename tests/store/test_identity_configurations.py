@@ -63,9 +63,9 @@ def others(name, value):
         case bool():
             return [not value]
         case int():
-            return [value + 1, 2 * value, 1]
+            return [value + 1, 2 * value]
         case float():
-            return [value * 3 + 0.01, 0.0]
+            return [value * 3 + 0.01]
         case str() if name.endswith("act") or "activation" in name:
             return ["relu", "gelu"]
         case str() if "attn_implementation" in name:
@@ -75,14 +75,14 @@ def others(name, value):
         case torch.dtype():
             return [torch.bfloat16]
         case list() | tuple():
-            return [[*value[1:], *value[:1]], list(value)[:1], []]
+            return [[*value[1:], *value[:1]], []]
         case dict() if name.startswith("rope"):
             nested = all(isinstance(one, dict) for one in value.values())
             return [dict.fromkeys(value, rope) if nested else rope for rope in ROPES]
         case dict():
             return [{}]
         case None:
-            return [3, 0.5, True, "x"]
+            return [3, 0.5]
     return []
 
 
@@ -143,8 +143,7 @@ def test_an_attribute_changes_the_identity_or_no_logit(family, monkeypatch):
                 model = build(changed(config, name, other))
                 model.load_state_dict(weights, strict=False)
                 got = logits(model)
-            except Exception:
-                # Transformers' many ways to refuse a configuration, or weights that do not fit it.
+            except Exception:  # noqa: BLE001 - the many ways to refuse a configuration, or weights
                 outcomes["refused"] += 1
                 continue
             same = got.dtype == expected.dtype and torch.equal(got, expected)

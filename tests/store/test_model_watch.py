@@ -147,7 +147,7 @@ def test_containers_that_are_changed_in_place(model):
     attention(model).active = ["a"]
     for change in (
         lambda: attention(model).lora_scaling.update(a=0.0),
-        lambda: attention(model).active.clear(),
+        attention(model).active.clear,
         lambda: attention(model).active.append(torch.ones(3)),
     ):
         snapshot = ModelWatch(model)
@@ -244,9 +244,7 @@ def test_samples_of_all_tensors_are_compared_at_once(model, monkeypatch):
     """One look at the device, however many tensors: on a GPU each would wait for it."""
     compared, equal = [], torch.equal
     snapshot = ModelWatch(model)
-    monkeypatch.setattr(
-        watch.torch, "equal", lambda *two: (compared.append(two), equal(*two))[1]
-    )
+    monkeypatch.setattr(watch.torch, "equal", lambda *two: (compared.append(two), equal(*two))[1])
     assert snapshot.changed() is None
     assert len(compared) == 1
     assert compared[0][0].numel() <= watch.SAMPLES * len(list(model.parameters())) + 64

@@ -345,7 +345,7 @@ class Engine:
         return ends
 
     def _check_model(self) -> None:
-        """Refuse to go on with a changed model. Cost: nothing, but once a second in a busy engine."""
+        """Refuse to go on with a model that was changed; a busy engine looks once a second."""
         now = time.monotonic()
         if not self.has_work or now - self._checked_at >= _CHECK_S:
             self.runner.check_model()

@@ -48,8 +48,9 @@ class Runner:
     ) -> None:
         """Take over ``model``: its attention is replaced, and proved equal to its own first.
 
-        Its identity is taken before anything else: about 0.1 s a GiB on a CPU. On a CPU in float32 its linear layers keep their weights twice, up to 1 GiB more in all:
-        `kvkeep.engine.linear` says what for.
+        Its identity is taken before anything else: about 0.1 s a GiB on a CPU. There, in float32,
+        its linear layers keep their weights twice, up to 1 GiB more in all: `kvkeep.engine.linear`
+        says what for.
         """
         self.identity = model_identity(model)
         self.model = model
