@@ -60,6 +60,20 @@ def test_two_runners_on_one_cache_are_refused(make_model, prompt):
     assert (again.tokens, again.cached_tokens) == (told.tokens, 29)
 
 
+def test_two_caches_on_one_runner_are_refused(make_model, prompt):
+    """Each would write its own pages over the other's, under the same ids."""
+    runner = runner_of(make_model("llama"))
+    first = Engine(runner, PagedCache(32, PAGE))
+    told = answer(first, prompt(30, 1))
+    running = first.add(prompt(20, 2), FEW)
+    second = Engine(runner, PagedCache(32, PAGE))
+    for step in (first.step, lambda: first.add(prompt(30, 1), FEW)):
+        with pytest.raises(IllegalStep, match="give each cache a runner of its own"):
+            step()
+    first.abort(running)
+    assert answer(second, prompt(30, 1)).tokens == told.tokens
+
+
 def test_an_engine_after_an_engine_goes_on_with_its_cache(make_model, prompt):
     cache, runner = PagedCache(32, PAGE), runner_of(make_model("llama"))
     first = Engine(runner, cache)
