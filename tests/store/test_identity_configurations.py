@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from kvkeep.store import model_identity
-from kvkeep.store.identity.modules import NEUTRAL_CONFIG
+from kvkeep.store.identity.values import NEUTRAL_CONFIG
 
 pytestmark = pytest.mark.model
 

@@ -6,6 +6,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from kvkeep.engine import flash, linear, loading, probe
+from kvkeep.engine.attention import ATTENTION
 from kvkeep.engine.batch import PagedBatch
 from kvkeep.errors import IllegalStep, InvalidValue
 from kvkeep.geometry import KVGeometry
@@ -54,6 +55,8 @@ class Runner:
         its linear layers keep their weights twice, up to 1 GiB more in all: `kvkeep.engine.linear`
         says what for.
         """
+        if model.config.get_text_config()._attn_implementation == ATTENTION:
+            raise IllegalStep("this model was taken over by a Runner before; load it once more")
         self.identity = model_identity(model)
         self.model = model
         self.geometry = geometry

@@ -7,13 +7,14 @@ For each module, in the order in which its parent holds it:
     attributes      numbers, texts and containers of them (norm epsilon, scaling, window, scaling
                     and state of adapters), tensors that are no buffers
     tensors         parameters and buffers, also those that are not saved, by name, dtype, shape
-                    and every byte
+                    and every byte, and the attributes they carry (the state of a quantisation)
     hooks           those of ``forward``, by their code; not the ones that Transformers registers
                     itself to collect outputs
     configuration   every attribute, defaults included, of each configuration object once
 
 and once: the versions of Transformers and PEFT where classes of theirs are part of the tree, and
-the precision of float32 products. `NEUTRAL` and `NEUTRAL_CONFIG` name what is left out.
+the precision of float32 products. `NEUTRAL` and
+`NEUTRAL_CONFIG` (values.py) name what is left out.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from kvkeep.store.identity.tensors import Marks
-from kvkeep.store.identity.values import LIBRARIES, Writer, package_of
+from kvkeep.store.identity.values import LIBRARIES, Writer, config_of, is_config, package_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from torch import Tensor, nn
 
 __all__ = [
-    "Node", "attributes_of", "config_of", "global_hooks", "hooks_of", "lines_of", "nodes_of",
+    "Node", "attributes_of", "global_hooks", "hooks_of", "lines_of", "nodes_of",
     "settings", "tensors_of",
 ]  # fmt: skip
 
@@ -51,16 +52,6 @@ NEUTRAL: Final = frozenset(torch.nn.Module().__dict__) | {
     "_compiled_call", "_compiled_call_impl", "_last_compile_config", "_previous_max_cache_length",
 }  # fmt: skip
 """Attributes of modules that decide no number of KV, or are described in another way."""
-
-NEUTRAL_CONFIG: Final = frozenset({
-    # names and notes
-    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures",
-    "_post_init_done",
-    # what is made of logits, and what is returned besides
-    "bos_token_id", "eos_token_id", "id2label", "label2id", "output_hidden_states",
-    "pad_token_id", "problem_type", "return_dict", "use_cache",
-})  # fmt: skip
-"""Attributes of configurations that decide no number of KV; a test changes each of them."""
 
 # Rotary embeddings that compute their table anew when the length of a text passes a limit. KV is
 # kept on one side of it alone, where the table is the original one, which is described.
@@ -131,15 +122,18 @@ def lines_of(root: nn.Module) -> Iterator[str]:
         for name, value in sorted(attributes_of(module).items()):
             yield f"  {name}={writer.write(value)}"
         for name, value in tensors_of(module):
-            yield f"  tensor {name!r} {marks.of(_join(path, name), value)}"
+            beside = {each: held for each, held in vars(value).items() if each not in NEUTRAL}
+            yield f"  tensor {name!r} {marks.of(_join(path, name), value)} {writer.write(beside)}"
         for hook in hooks_of(module):
             yield f"  hook {writer.write(hook)}"
         config = getattr(module, "config", None)
-        if hasattr(config, "to_dict"):
+        if is_config(config):
             first = id(config) not in configs
             yield f"  config {configs.setdefault(id(config), len(configs))}"
             if first:
-                yield from _config_lines(config, writer)
+                yield f"    class {writer.write(type(config))}"
+                for name, value in sorted(config_of(config).items()):
+                    yield f"    {name}={writer.write(value)}"
     for hook in global_hooks():
         yield f"hook of every module {writer.write(hook)}"
     for package in _VERSIONED:
@@ -174,24 +168,9 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return [hook for hook in every if package_of(hook) not in LIBRARIES]
 
 
-def config_of(config: Any) -> Mapping[str, Any]:
-    """The attributes of a configuration that may decide a number."""
-    return {name: value for name, value in vars(config).items() if name not in NEUTRAL_CONFIG}
-
-
 def settings() -> tuple[str, ...]:
     """What changes numbers and belongs to the process."""
     return (torch.get_float32_matmul_precision(),)
-
-
-def _config_lines(config: Any, writer: Writer) -> Iterator[str]:
-    yield f"    class {writer.write(type(config))}"
-    for name, value in sorted(config_of(config).items()):
-        if hasattr(value, "to_dict"):  # a configuration in it
-            yield f"    {name}:"
-            yield from _config_lines(value, writer)
-        else:
-            yield f"    {name}={writer.write(value)}"
 
 
 def _recomputes(module: nn.Module) -> bool:

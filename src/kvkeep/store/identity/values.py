@@ -22,12 +22,24 @@ from kvkeep.errors import require
 if TYPE_CHECKING:
     from kvkeep.store.identity.tensors import Marks
 
-__all__ = ["LIBRARIES", "Writer", "is_plain", "package_of"]
+__all__ = [
+    "LIBRARIES", "NEUTRAL_CONFIG", "Writer", "config_of", "is_config", "is_plain", "package_of",
+]  # fmt: skip
 
 LIBRARIES: Final = frozenset(
     {"torch", "transformers", "peft", "accelerate", "builtins", "functools", "numpy", "kvkeep"}
 )
 """Packages whose classes and functions are named, not read."""
+
+NEUTRAL_CONFIG: Final = frozenset({
+    # names and notes
+    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures",
+    "_post_init_done",
+    # what is made of logits, and what is returned besides
+    "bos_token_id", "eos_token_id", "id2label", "label2id", "output_hidden_states",
+    "pad_token_id", "problem_type", "return_dict", "use_cache",
+})  # fmt: skip
+"""Attributes of configurations that decide no number of KV; a test changes each of them."""
 
 _PLAIN: Final = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device,
@@ -50,12 +62,23 @@ def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
+def is_config(value: object) -> bool:
+    """Whether ``value`` is a model's configuration, as Transformers makes them."""
+    return hasattr(value, "to_dict") and hasattr(value, "model_type")
+
+
+def config_of(config: Any) -> dict[str, Any]:
+    """The attributes of a configuration that may decide a number, defaults included."""
+    return {name: value for name, value in vars(config).items() if name not in NEUTRAL_CONFIG}
+
+
 class Writer:
     """Writes values as text. Thread safety: none."""
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
-        self._above: list[int] = []  # objects that are being written, for cycles
+        self._above: list[int] = []  # what is being written, for cycles
+        self._depth = 0  # in objects of unknown classes
 
     def write(self, value: object) -> str:
         """The text of ``value``."""
@@ -70,7 +93,7 @@ class Writer:
         if isinstance(value, np.ndarray | np.generic):
             array = np.asarray(value)
             return f"array {array.dtype} {array.shape} {_digest(array.tobytes())}"
-        if id(value) in self._above or len(self._above) >= _DEPTH:
+        if id(value) in self._above:
             return f"<{_name(type(value))}>"
         self._above.append(id(value))
         try:
@@ -97,16 +120,25 @@ class Writer:
         if isinstance(value, property | staticmethod | classmethod | functools.cached_property):
             parts = [getattr(value, name, None) for name in ("fget", "__func__", "func")]
             return f"{type(value).__name__}({self.write([part for part in parts if part])})"
+        if is_config(value):
+            return f"<{_name(type(value))} {self.write(config_of(value))}>"
         if isinstance(value, torch.nn.Module):
             return f"<module {_name(type(value))}>"  # its tree stands elsewhere
         return self._object(value)
 
     def _object(self, value: Any) -> str:
-        """Class and attributes; of a library's object, only its class."""
+        """Class and attributes; of a library's object its class, and its name if it has one."""
         kind = type(value)
         if package_of(kind) in LIBRARIES or not hasattr(value, "__dict__"):
+            name = getattr(value, "__qualname__", None) or getattr(value, "__name__", "")
+            return f"<{_name(kind)} {package_of(value)}.{name}>" if name else f"<{_name(kind)}>"
+        if self._depth >= _DEPTH:
             return f"<{_name(kind)}>"
-        return f"<{self._class(kind)} {self.write(vars(value))}>"
+        self._depth += 1
+        try:
+            return f"<{self._class(kind)} {self.write(vars(value))}>"
+        finally:
+            self._depth -= 1
 
     def _class(self, kind: type) -> str:
         """Name, and what classes outside of `LIBRARIES` define."""

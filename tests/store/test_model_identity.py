@@ -71,6 +71,10 @@ def own_forward(factor):
     return change
 
 
+def carries(module):
+    module[1].weight.quant_state = {"scale": torch.ones(2)}
+
+
 DECIDES = {
     "a parameter": lambda module: module[1].weight.data.view(-1)[17:18].add_(1e-3),
     "a parameter's dtype": lambda module: module[1].bfloat16(),
@@ -89,6 +93,8 @@ DECIDES = {
     "a hook": lambda module: module[1].register_forward_hook(lambda _, __, out: out * 2),
     "a hook before": lambda module: module[1].register_forward_pre_hook(lambda _, given: given),
     "a module in a list": set_in("hidden", [nn.Linear(2, 2)]),
+    "an operator": set_in("activation", torch.tanh),
+    "what a tensor carries": carries,
     "a type of norm": lambda module: module.append(nn.LayerNorm(8)),
 }
 
@@ -112,6 +118,39 @@ def test_code_with_other_constants_or_closures_is_other_code():
         module.register_forward_hook(hook)
         told.add(model_identity(module))
     assert len(told) == 4
+
+
+def test_functions_of_libraries_are_told_apart_by_their_names():
+    told = set()
+    for function in (torch.relu, torch.tanh, torch.ops.aten.relu, torch.ops.aten.tanh,
+                     nn.functional.relu, nn.functional.silu):  # fmt: skip
+        module = model()
+        module[1].activation = function
+        told.add(model_identity(module))
+    assert len(told) == 6
+
+
+def test_a_configuration_in_any_attribute_counts():
+    told = set()
+    for theta in (1.0, 2.0):
+        module = model()
+        module[1].text_config = LlamaConfig(rope_parameters={"rope_theta": theta})
+        told.add(model_identity(module))
+        module[1].text_config.use_cache = False
+        told.add(model_identity(module))
+    assert len(told) == 2
+
+
+def test_what_is_deep_in_a_configuration_counts():
+    told = set()
+    for value in (1, 2):
+        nested = value
+        for _ in range(12):
+            nested = [{"a": nested}]
+        module = model()
+        module[1].config = LlamaConfig(anything=nested)
+        told.add(model_identity(module))
+    assert len(told) == 2
 
 
 def test_weights_of_a_module_in_a_list_count():

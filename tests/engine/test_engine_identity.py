@@ -45,6 +45,12 @@ def test_a_runner_is_the_model_it_was_given(make_model):
     assert runner_of(make_model("llama", rms_norm_eps=0.1)).identity != identity
 
 
+def test_a_model_is_taken_over_once(make_model):
+    runner = runner_of(make_model("llama"))
+    with pytest.raises(IllegalStep, match="taken over by a Runner before"):
+        runner_of(runner.model)
+
+
 # --- one cache, one memory -------------------------------------------------------------------
 
 
