@@ -34,7 +34,7 @@ LIBRARIES: Final = frozenset(
 NEUTRAL_CONFIG: Final = frozenset({
     # names and notes
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures",
-    "_post_init_done",
+    "_post_init_done", "model_type",
     # what is made of logits, and what is returned besides
     "bos_token_id", "eos_token_id", "id2label", "label2id", "output_hidden_states",
     "pad_token_id", "problem_type", "return_dict", "use_cache",
@@ -86,6 +86,8 @@ class Writer:
             return "device"  # where numbers are computed is no part of the identity
         if isinstance(value, enum.Enum):
             return f"{type(value).__qualname__}.{value.name}"
+        if isinstance(value, torch.dtype):
+            value = str(value).removeprefix("torch.")  # configurations hold either
         if isinstance(value, _PLAIN):
             return repr(value)
         if isinstance(value, torch.Tensor):
