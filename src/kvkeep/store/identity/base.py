@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,7 @@ _MAGIC: Final = b"kvkeep model 1\n"
 _LOADED: Final = "loaded-"
 _FILES: Final = "files-"
 _DIGITS: Final = 40
+_FORM: Final = re.compile(rf"{_LOADED}[0-9a-f]{{{_DIGITS}}}")
 
 
 def model_identity(source: ModelLike, *, full: bool = False) -> str:
@@ -58,6 +60,6 @@ def model_identity(source: ModelLike, *, full: bool = False) -> str:
     )
 
 
-def is_loaded(revision: str) -> bool:
+def is_loaded(revision: object) -> bool:
     """Whether ``revision`` is the identity of a loaded module, by its form."""
-    return revision.startswith(_LOADED) and len(revision) == len(_LOADED) + _DIGITS
+    return isinstance(revision, str) and _FORM.fullmatch(revision) is not None

@@ -7,13 +7,14 @@ For each module, in the order in which its parent holds it:
     attributes      numbers, texts and containers of them (norm epsilon, scaling, window, scaling
                     and state of adapters), tensors that are no buffers
     tensors         parameters and buffers, also those that are not saved, by name, dtype, shape
-                    and every byte
+                    and every byte, and the attributes they carry (the state of a quantisation)
     hooks           those of ``forward``, by their code; not the ones that Transformers registers
                     itself to collect outputs
     configuration   every attribute, defaults included, of each configuration object once
 
 and once: the versions of Transformers and PEFT where classes of theirs are part of the tree, and
-the precision of float32 products. `NEUTRAL` and `NEUTRAL_CONFIG` name what is left out.
+the precision of float32 products. `NEUTRAL` and
+`NEUTRAL_CONFIG` (values.py) name what is left out.
 """
 
 from __future__ import annotations
@@ -25,39 +26,32 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from kvkeep.store.identity.tensors import Marks
-from kvkeep.store.identity.values import LIBRARIES, Writer, package_of
+from kvkeep.store.identity.values import LIBRARIES, Writer, config_of, is_config, package_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from torch import Tensor, nn
 
-__all__ = ["Node", "attributes_of", "config_of", "hooks_of", "lines_of", "nodes_of", "settings"]
+__all__ = [
+    "Node", "attributes_of", "global_hooks", "hooks_of", "lines_of", "nodes_of",
+    "settings", "tensors_of",
+]  # fmt: skip
 
 NEUTRAL: Final = frozenset(torch.nn.Module().__dict__) | {
     # names and notes
     "config", "name_or_path", "generation_config", "model_tags", "warnings_issued",
     # how it was loaded, saved and divided among devices
-    "_is_hf_initialized", "_weight_conversions", "all_tied_weights_keys", "hf_device_map",
+    "_is_hf_initialized", "_is_buffer", "persistent", "_use_kernels", "_weight_conversions", "all_tied_weights_keys", "hf_device_map",
     "_hf_hook", "_old_forward", "_keys_to_ignore_on_load_missing",
     "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_no_split_modules",
     "_skip_keys_device_placement", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan",
     # of training, and of what is returned besides
     "gradient_checkpointing", "loss_type", "_loss_function", "_output_capturing_hooks_installed",
-    # the same operations, compiled
-    "_compiled_call", "_compiled_call_impl",
+    # the same operations, compiled, and what `generate` remembers between its calls
+    "_compiled_call", "_compiled_call_impl", "_last_compile_config", "_previous_max_cache_length",
 }  # fmt: skip
 """Attributes of modules that decide no number of KV, or are described in another way."""
-
-NEUTRAL_CONFIG: Final = frozenset({
-    # names and notes
-    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures",
-    "_post_init_done",
-    # what is made of logits, and what is returned besides
-    "bos_token_id", "eos_token_id", "id2label", "label2id", "output_hidden_states",
-    "pad_token_id", "problem_type", "return_dict", "use_cache",
-})  # fmt: skip
-"""Attributes of configurations that decide no number of KV; a test changes each of them."""
 
 # Rotary embeddings that compute their table anew when the length of a text passes a limit. KV is
 # kept on one side of it alone, where the table is the original one, which is described.
@@ -128,16 +122,19 @@ def lines_of(root: nn.Module) -> Iterator[str]:
         for name, value in sorted(attributes_of(module).items()):
             yield f"  {name}={writer.write(value)}"
         for name, value in tensors_of(module):
-            yield f"  tensor {name!r} {marks.of(_join(path, name), value)}"
+            beside = {each: held for each, held in vars(value).items() if each not in NEUTRAL}
+            yield f"  tensor {name!r} {marks.of(_join(path, name), value)} {writer.write(beside)}"
         for hook in hooks_of(module):
             yield f"  hook {writer.write(hook)}"
         config = getattr(module, "config", None)
-        if hasattr(config, "to_dict"):
+        if is_config(config):
             first = id(config) not in configs
             yield f"  config {configs.setdefault(id(config), len(configs))}"
             if first:
-                yield from _config_lines(config, writer)
-    for hook in _global_hooks():
+                yield f"    class {writer.write(type(config))}"
+                for name, value in sorted(config_of(config).items()):
+                    yield f"    {name}={writer.write(value)}"
+    for hook in global_hooks():
         yield f"hook of every module {writer.write(hook)}"
     for package in _VERSIONED:
         if package in packages:
@@ -171,24 +168,9 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return [hook for hook in every if package_of(hook) not in LIBRARIES]
 
 
-def config_of(config: Any) -> Mapping[str, Any]:
-    """The attributes of a configuration that may decide a number."""
-    return {name: value for name, value in vars(config).items() if name not in NEUTRAL_CONFIG}
-
-
 def settings() -> tuple[str, ...]:
     """What changes numbers and belongs to the process."""
     return (torch.get_float32_matmul_precision(),)
-
-
-def _config_lines(config: Any, writer: Writer) -> Iterator[str]:
-    yield f"    class {writer.write(type(config))}"
-    for name, value in sorted(config_of(config).items()):
-        if hasattr(value, "to_dict"):  # a configuration in it
-            yield f"    {name}:"
-            yield from _config_lines(value, writer)
-        else:
-            yield f"    {name}={writer.write(value)}"
 
 
 def _recomputes(module: nn.Module) -> bool:
@@ -201,11 +183,13 @@ def _is_recomputed(name: str) -> bool:
     return name.endswith(_RECOMPUTED) and not name.endswith("original_inv_freq")
 
 
-def _global_hooks() -> list[Any]:
-    return [
+def global_hooks() -> list[Any]:
+    """Hooks of the ``forward`` of every module, as `hooks_of`."""
+    every = (
         *torch_module._global_forward_pre_hooks.values(),
         *torch_module._global_forward_hooks.values(),
-    ]
+    )
+    return [hook for hook in every if package_of(hook) not in LIBRARIES]
 
 
 def _version_of(package: str) -> str:

@@ -16,19 +16,30 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-import xxhash
+
+from kvkeep.errors import require
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from kvkeep.store.identity.tensors import Marks
 
-__all__ = ["LIBRARIES", "Writer", "is_plain", "package_of"]
+__all__ = [
+    "LIBRARIES", "NEUTRAL_CONFIG", "Writer", "config_of", "is_config", "is_plain", "package_of",
+]  # fmt: skip
 
 LIBRARIES: Final = frozenset(
     {"torch", "transformers", "peft", "accelerate", "builtins", "functools", "numpy", "kvkeep"}
 )
 """Packages whose classes and functions are named, not read."""
+
+NEUTRAL_CONFIG: Final = frozenset({
+    # names and notes
+    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures",
+    "_post_init_done", "model_type",
+    # what is made of logits, and what is returned besides
+    "bos_token_id", "eos_token_id", "id2label", "label2id", "output_hidden_states",
+    "pad_token_id", "problem_type", "return_dict", "use_cache",
+})  # fmt: skip
+"""Attributes of configurations that decide no number of KV; a test changes each of them."""
 
 _PLAIN: Final = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device,
@@ -51,12 +62,23 @@ def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
+def is_config(value: object) -> bool:
+    """Whether ``value`` is a model's configuration, as Transformers makes them."""
+    return hasattr(value, "to_dict") and hasattr(value, "model_type")
+
+
+def config_of(config: Any) -> dict[str, Any]:
+    """The attributes of a configuration that may decide a number, defaults included."""
+    return {name: value for name, value in vars(config).items() if name not in NEUTRAL_CONFIG}
+
+
 class Writer:
     """Writes values as text. Thread safety: none."""
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
-        self._above: list[int] = []  # objects that are being written, for cycles
+        self._above: list[int] = []  # what is being written, for cycles
+        self._depth = 0  # in objects of unknown classes
 
     def write(self, value: object) -> str:
         """The text of ``value``."""
@@ -64,6 +86,8 @@ class Writer:
             return "device"  # where numbers are computed is no part of the identity
         if isinstance(value, enum.Enum):
             return f"{type(value).__qualname__}.{value.name}"
+        if isinstance(value, torch.dtype):
+            value = str(value).removeprefix("torch.")  # configurations hold either
         if isinstance(value, _PLAIN):
             return repr(value)
         if isinstance(value, torch.Tensor):
@@ -71,7 +95,7 @@ class Writer:
         if isinstance(value, np.ndarray | np.generic):
             array = np.asarray(value)
             return f"array {array.dtype} {array.shape} {_digest(array.tobytes())}"
-        if id(value) in self._above or len(self._above) >= _DEPTH:
+        if id(value) in self._above:
             return f"<{_name(type(value))}>"
         self._above.append(id(value))
         try:
@@ -98,16 +122,25 @@ class Writer:
         if isinstance(value, property | staticmethod | classmethod | functools.cached_property):
             parts = [getattr(value, name, None) for name in ("fget", "__func__", "func")]
             return f"{type(value).__name__}({self.write([part for part in parts if part])})"
+        if is_config(value):
+            return f"<{_name(type(value))} {self.write(config_of(value))}>"
         if isinstance(value, torch.nn.Module):
             return f"<module {_name(type(value))}>"  # its tree stands elsewhere
         return self._object(value)
 
     def _object(self, value: Any) -> str:
-        """Class and attributes; of a library's object, only its class."""
+        """Class and attributes; of a library's object its class, and its name if it has one."""
         kind = type(value)
         if package_of(kind) in LIBRARIES or not hasattr(value, "__dict__"):
+            name = getattr(value, "__qualname__", None) or getattr(value, "__name__", "")
+            return f"<{_name(kind)} {package_of(value)}.{name}>" if name else f"<{_name(kind)}>"
+        if self._depth >= _DEPTH:
             return f"<{_name(kind)}>"
-        return f"<{self._class(kind)} {self.write(vars(value))}>"
+        self._depth += 1
+        try:
+            return f"<{self._class(kind)} {self.write(vars(value))}>"
+        finally:
+            self._depth -= 1
 
     def _class(self, kind: type) -> str:
         """Name, and what classes outside of `LIBRARIES` define."""
@@ -156,6 +189,5 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _digest(data: bytes | Iterable[int]) -> str:
-    digest: str = xxhash.xxh3_128_hexdigest(data)
-    return digest
+def _digest(data: bytes) -> str:
+    return str(require("xxhash", "store").xxh3_128_hexdigest(data))

@@ -15,13 +15,13 @@ import torch
 
 from kvkeep.store.identity.modules import (
     attributes_of,
-    config_of,
+    global_hooks,
     hooks_of,
     nodes_of,
     settings,
     tensors_of,
 )
-from kvkeep.store.identity.values import is_plain
+from kvkeep.store.identity.values import config_of, is_config, is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,6 +60,7 @@ class ModelWatch:
         self._tensors = [_Tensor.of(name, tensor) for name, tensor in found.values()]
         self._configs = _configs(node.module for node in nodes)
         self._settings = settings()
+        self._hooks = global_hooks()
         self._samples = _samples(self._tensors)
 
     def changed(self, *, samples: bool = True) -> str | None:
@@ -80,6 +81,8 @@ class ModelWatch:
                 return f"config.{name} was changed"
         if self._settings != settings():
             return f"the precision of products was {self._settings}, and is {settings()}"
+        if not _all_are(self._hooks, global_hooks()):
+            return "there are other hooks of every module"
         if samples and not all(sample.equal() for sample in self._samples):
             return "bytes of the weights are others"
         return None
@@ -220,10 +223,12 @@ def _samples(tensors: list[_Tensor]) -> list[_Sample]:
 def _configs(modules: Iterable[nn.Module]) -> list[tuple[Any, dict[str, Any]]]:
     """Each configuration object of the modules, and those in it, with what they held."""
     found: dict[int, Any] = {}
-    waiting = [config for module in modules if (config := getattr(module, "config", None))]
+    waiting: list[Any] = []
+    for module in modules:
+        waiting += [getattr(module, "config", None), *attributes_of(module).values()]
     while waiting:
         config = waiting.pop()
-        if hasattr(config, "to_dict") and id(config) not in found:
+        if is_config(config) and id(config) not in found:
             found[id(config)] = config
             waiting += config_of(config).values()
     return [(config, _kept(config_of(config))) for config in found.values()]
