@@ -104,7 +104,7 @@ EXTERNAL: dict[str, set[str]] = {
     "flash_attn": {"engine.flash"},  # if it is installed
     "flash_attn_interface": {"engine.flash"},
     "safetensors": {"engine"},
-    "xxhash": {"tiers"},
+    "xxhash": {"tiers", "store.identity"},
     "numcodecs": {"codecs"},
     "cryptography": {"codecs"},
     "obstore": {"backends.objects"},

@@ -21,6 +21,7 @@ from kvkeep.errors import InvalidValue
 from kvkeep.geometry import KVGeometry
 from kvkeep.keys import Namespace
 from kvkeep.pages.tensors import PagedTensors
+from kvkeep.store.identity import is_loaded
 
 pytestmark = pytest.mark.model
 
@@ -69,6 +70,9 @@ class DictStore:
         self.drops = False
         self.cancelled = self.touched = self.told_of = 0
         self._at = 1 if geometry.latent_dim is not None else 3 if layout == "HND" else 2
+
+    def bind(self, identity):
+        assert is_loaded(identity)
 
     def _ends(self, tenant, tokens):
         """Where stored blocks end, one behind the other from the beginning of ``tokens``."""

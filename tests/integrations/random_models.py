@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from weakref import WeakKeyDictionary
+
 import torch
 import transformers
 
@@ -60,11 +63,26 @@ def prompt(tokens, seed=1):
 
 
 def computed(model):
-    """A list that grows by the tokens of each forward pass of ``model`` from now on."""
-    counts = []
-    embedding = model.get_input_embeddings()
-    embedding.register_forward_hook(lambda _, given, __: counts.append(given[0].numel()))
+    """A list that grows by the tokens of each forward pass of ``model`` from now on.
+
+    Not by a hook: the model would be another one with it.
+    """
+    counts = _COUNTS[model.get_input_embeddings()] = []
     return counts
+
+
+_COUNTS = WeakKeyDictionary()
+_FORWARD = torch.nn.Embedding.forward
+
+
+@functools.wraps(_FORWARD)
+def _counting(embedding, tokens):
+    if embedding in _COUNTS:
+        _COUNTS[embedding].append(tokens.numel())
+    return _FORWARD(embedding, tokens)
+
+
+torch.nn.Embedding.forward = _counting
 
 
 def padded(texts, pad=0):

@@ -12,7 +12,7 @@ from kvkeep.cache import PagedCache
 from kvkeep.engine import Engine, Limits, Runner, Tokenizer
 from kvkeep.models import bundled_model
 from kvkeep.server import Settings
-from kvkeep.store import KVStore, weights_digest
+from kvkeep.store import KVStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,7 +84,7 @@ def storing(
 ) -> Iterator[Running]:
     """A server over a store of these tiers, in blocks of 64 tokens."""
     runner = Runner.load(bundled_model(), num_pages=num_pages, page_size=PAGE, device="cpu")
-    revision = weights_digest(bundled_model())
+    revision = runner.identity
     with KVStore(
         runner.geometry, model=NAME, revision=revision, tiers=tiers, block_tokens=BLOCK
     ) as store:

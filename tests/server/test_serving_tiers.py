@@ -11,7 +11,7 @@ from kvkeep.cache import PagedCache
 from kvkeep.engine import Engine, Limits, Runner, Tokenizer
 from kvkeep.models import bundled_model
 from kvkeep.server import Settings
-from kvkeep.store import KVStore, weights_digest
+from kvkeep.store import KVStore
 
 pytestmark = pytest.mark.model
 
@@ -23,7 +23,7 @@ PROMPT = [7, 8, 9, 10] * 80
 def serving(folder):
     runner = Runner.load(bundled_model(), num_pages=512, page_size=16, device="cpu")
     tiers = ["memory://16MiB", f"file://{folder}/tier?size=256MiB"]
-    revision = weights_digest(bundled_model())
+    revision = runner.identity
     with KVStore(
         runner.geometry, model=NAME, revision=revision, tiers=tiers, block_tokens=64
     ) as store:

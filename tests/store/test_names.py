@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from store_kv import GEOMETRIES, GQA, counter, disk, get, numbers, open_store, put, records
 
 from kvkeep.errors import InvalidValue
 from kvkeep.geometry import KVGeometry
 from kvkeep.keys import Namespace, root_key
 from kvkeep.models import bundled_model
-from kvkeep.store import weights_digest
+from kvkeep.store import KVStore, model_identity
 from kvkeep.store.names import Names, store_namespace
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from kvkeep.store import KVStore
 
 TOKENS = range(16)
 TINY = bundled_model()
@@ -190,9 +190,42 @@ def _kv(store: KVStore) -> Any:
 # --- which model -----------------------------------------------------------------------------
 
 
-def namespace(model: str, shape: KVGeometry = GQA, **more: Any) -> Namespace:
+def namespace(model: str | torch.nn.Module, shape: KVGeometry = GQA, **more: Any) -> Namespace:
     options = {"revision": "", "tenant": "", "lora": "", "rank": ""} | more
     return store_namespace(shape, "NHD", 4, model=model, **options)
+
+
+def test_a_loaded_module_stands_for_itself() -> None:
+    module = torch.nn.Linear(2, 2)
+    named = namespace(module)
+    assert (named.model, named.revision) == ("Linear", model_identity(module))
+    module.config = SimpleNamespace(model_type="llama")  # type: ignore[assignment]
+    assert namespace(module).model == "llama"
+    with pytest.raises(InvalidValue, match=r"revision is 'mine' beside a loaded model"):
+        namespace(module, revision="mine")
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InvalidValue, match="an adapter without the model"):
+        namespace(str(tmp_path))
+
+
+def test_a_store_belongs_to_one_model() -> None:
+    one, two = (model_identity(torch.nn.Linear(width, 2)) for width in (2, 3))
+    with KVStore(GQA, model="mine@1", tiers=["memory://1MiB"]) as store:
+        store.bind(one)
+        store.bind(one)
+        with pytest.raises(InvalidValue, match=f"'mine' holds KV of the model {one}.*{two}"):
+            store.bind(two)
+        store.bind(one)
+        with pytest.raises(InvalidValue, match="identity is 'mine@1'"):
+            store.bind("mine@1")
+    with (
+        KVStore(GQA, model="mine", revision=one, tiers=["memory://1MiB"]) as store,
+        pytest.raises(InvalidValue, match="its weights, configuration or adapters are others"),
+    ):
+        store.bind(two)
 
 
 def test_a_directory_stands_for_its_weights(tmp_path: Path) -> None:
@@ -201,7 +234,7 @@ def test_a_directory_stands_for_its_weights(tmp_path: Path) -> None:
         if file.is_file():
             (tmp_path / "copy" / file.name).write_bytes(file.read_bytes())
     named = namespace(str(TINY))
-    assert named.revision == weights_digest(TINY)
+    assert named.revision == model_identity(TINY)
     assert named.model == TINY.name
     assert namespace(str(tmp_path / "copy")).revision == named.revision
 
@@ -214,7 +247,7 @@ def test_a_directory_with_an_at_sign_in_its_path_is_a_directory(tmp_path: Path) 
         if file.is_file():
             (home / file.name).write_bytes(file.read_bytes())
     named = namespace(str(home))
-    assert (named.model, named.revision) == ("tiny", weights_digest(TINY))
+    assert (named.model, named.revision) == ("tiny", model_identity(TINY))
 
 
 def test_a_directory_is_named_wherever_one_stands(

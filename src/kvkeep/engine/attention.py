@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvkeep.errors import IllegalStep
+from kvkeep.errors import IllegalStep, UnsupportedModel
 
 if TYPE_CHECKING:
     from kvkeep.engine.batch import PagedBatch
@@ -53,12 +53,20 @@ def paged_attention(
     paged_batch: PagedBatch | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What a Transformers layer calls: [1, heads, T, dim] comes in, [1, T, heads, dim] goes out."""
+    """What a Transformers layer calls: [1, heads, T, dim] comes in, [1, T, heads, dim] goes out.
+
+    Raises `UnsupportedModel` for a layer that brings a mask of its own, or no number; `prove` runs
+    every layer once, so that this ends the loading and not a request.
+    """
     if paged_batch is None:
         raise IllegalStep("this model attends over kvkeep's pages; run it with Runner.forward")
-    assert attention_mask is None, "a mask was built for an attention that makes its own"
-    layer = module.layer_idx
-    assert isinstance(layer, int)
+    layer = getattr(module, "layer_idx", None)
+    if attention_mask is not None or not isinstance(layer, int):
+        what = "a mask of its own" if attention_mask is not None else "no number of its layer"
+        raise UnsupportedModel(
+            f"{type(module).__name__} hands its attention {what}: it needs more than causal "
+            "attention with K and V of each token"
+        )
     out = paged_batch.attend(
         layer,
         query[0].transpose(0, 1),

@@ -20,7 +20,7 @@ from kvkeep.engine.request import Request
 from kvkeep.engine.scheduler import Limits, Scheduler
 from kvkeep.engine.stats import EngineStats
 from kvkeep.engine.step import Step
-from kvkeep.errors import InvalidValue, QueueFull
+from kvkeep.errors import IllegalStep, InvalidValue, QueueFull
 from kvkeep.keys import Namespace, as_namespace
 from kvkeep.tokens import as_tokens
 
@@ -56,11 +56,11 @@ class Engine:
     seconds at most; what is computed is written to it behind the steps. Whoever made the store
     closes it, after this engine's `close`. An ``observer`` is told what happens to each request.
 
-    The cache is bound to the runner's memory for as long as that lives (`PagedCache.bind`): another
-    engine may use the same cache with the same runner after this one, and no other runner may. A
-    store is bound to the runner's model (`KVStore.bind`). A model that is changed while it is
-    served is noticed when the next request is added (`Runner.check_model`); in a busy engine the
-    model is looked at once a second.
+    Cache and runner belong together (`PagedCache.bind`): another engine may use both after this
+    one, and no cache is used with two runners. An engine whose runner was given to another cache
+    later raises `IllegalStep`, since its pages are written over. A store is bound to the runner's
+    model (`KVStore.bind`). A model that is changed while it is served is noticed when the next
+    request is added (`Runner.check_model`); in a busy engine the model is looked at once a second.
 
     Thread safety: none; one thread calls it.
 
@@ -106,6 +106,7 @@ class Engine:
             )
         self._scheduler = Scheduler(cache, limits, self._did, self._keeper, self._watch)
         self._step = Step(runner, self._scheduler, self._did, self._keeper, self._watch)
+        runner.serve(cache)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -126,8 +127,9 @@ class Engine:
         `QueueFull`, and `InvalidValue` for what can never be done: a prompt that is empty, has
         tokens the model does not know, or is longer than the pool or the model allows; more
         answers than run at once; stop texts without a tokenizer. Raises `IllegalStep` when the
-        model was changed since the runner took it over.
+        model was changed since the runner took it over, or the runner was given to another cache.
         """
+        self._check_cache()
         self._check_model()
         space = as_namespace(namespace)
         tokens = self._checked(prompt)
@@ -166,8 +168,10 @@ class Engine:
         """One forward pass; returns what came of it, nothing when there was nothing to do.
 
         What goes wrong in the pass ends the requests that were part of it, with the error in their
-        last delta; all others go on.
+        last delta; all others go on. Raises `IllegalStep` when the runner was given to another
+        cache.
         """
+        self._check_cache()
         return self._step.run()
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -344,8 +348,15 @@ class Engine:
 
         return ends
 
+    def _check_cache(self) -> None:
+        if not self.runner.serves(self.cache):
+            raise IllegalStep(
+                "this engine's runner was given to an engine with another cache, which writes over "
+                "the same pages; give each cache a runner of its own"
+            )
+
     def _check_model(self) -> None:
-        """Refuse to go on with a changed model. Cost: nothing, but once a second in a busy engine."""
+        """Refuse to go on with a model that was changed; a busy engine looks once a second."""
         now = time.monotonic()
         if not self.has_work or now - self._checked_at >= _CHECK_S:
             self.runner.check_model()

@@ -70,7 +70,6 @@ class Keeper:
                 f"the store has {store.geometry} and the model {runner.geometry}; make the store "
                 "with the runner's geometry"
             )
-        store.bind(runner.identity)
         if store.block_tokens % runner.page_size:
             raise InvalidValue(
                 f"blocks of {store.block_tokens} tokens are not made of pages of "
@@ -78,6 +77,7 @@ class Keeper:
             )
         if not 0 <= timeout < float("inf"):
             raise InvalidValue(f"the time to load is some seconds, got {timeout!r}")
+        store.bind(runner.identity)
         self._store = store
         self._runner = runner
         self._cache = cache

@@ -10,6 +10,7 @@ shares KV between layers, or mixes neighbouring tokens.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,10 +20,12 @@ from kvkeep.engine import loading
 from kvkeep.engine.attention import ATTENTION, register
 from kvkeep.engine.batch import PagedBatch, Piece
 from kvkeep.engine.short import SHORT
-from kvkeep.errors import IllegalStep, UnsupportedModel
+from kvkeep.errors import IllegalStep, KVKeepError, UnsupportedModel
 from kvkeep.pages.tensors import PagedTensors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
     from transformers import PreTrainedModel
 
@@ -48,13 +51,16 @@ def prove(model: PreTrainedModel, geometry: KVGeometry) -> None:
     name = type(model).__name__
     tokens = np.arange(1, 2 * _TOKENS + 1, dtype=np.int32) * 7919 % loading.vocabulary(model)
     sequences = tokens.reshape(2, _TOKENS)
-    expected = _by_itself(model, sequences)
+    with _of_the_model(f"{name} cannot be run"):
+        expected = _by_itself(model, sequences)
     register()
-    model.set_attn_implementation(ATTENTION)
+    with _of_the_model(f"{name} does not let its attention be replaced"):
+        model.set_attn_implementation(ATTENTION)
     if model.config.get_text_config()._attn_implementation != ATTENTION:
         raise UnsupportedModel(f"{name} does not let its attention be replaced")
     try:
-        logits = _over_pages(model, sequences, geometry)
+        with _of_the_model(f"{name} cannot be run over pages"):
+            logits = _over_pages(model, sequences, geometry)
     except IllegalStep as error:
         raise UnsupportedModel(f"{name} does not hand keywords on to its attention") from error
     apart = (expected - logits).abs().amax(-1) / expected.abs().amax(-1)
@@ -65,6 +71,24 @@ def prove(model: PreTrainedModel, geometry: KVGeometry) -> None:
             f"{name} gives other logits over pages than by itself (apart by {apart.max():.1%}): "
             "it needs more than causal attention with K and V of each token"
         )
+
+
+@contextmanager
+def _of_the_model(what: str) -> Iterator[None]:
+    """Translate what the model's own code raises; kvkeep's errors and assertions stay as they are.
+
+    Code of any model is run here, which raises whatever it likes for a call that it does not know.
+    """
+    try:
+        yield
+    except KVKeepError:
+        raise
+    except (
+        ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
+        ValueError,
+    ) as error:  # fmt: skip
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise UnsupportedModel(f"{what}: {type(error).__name__}: {line}") from error
 
 
 def _by_itself(model: PreTrainedModel, sequences: npt.NDArray[np.int32]) -> torch.Tensor:

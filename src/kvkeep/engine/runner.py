@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 from kvkeep.engine import flash, linear, loading, probe
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from kvkeep.cache import PagedCache
     from kvkeep.engine.batch import Piece
     from kvkeep.pages import PageCopy
     from kvkeep.pages.tensors import Layout
@@ -48,8 +50,9 @@ class Runner:
     ) -> None:
         """Take over ``model``: its attention is replaced, and proved equal to its own first.
 
-        Its identity is taken before anything else: about 0.1 s a GiB on a CPU. On a CPU in float32 its linear layers keep their weights twice, up to 1 GiB more in all:
-        `kvkeep.engine.linear` says what for.
+        Its identity is taken before anything else: about 0.1 s a GiB on a CPU. There, in float32,
+        its linear layers keep their weights twice, up to 1 GiB more in all: `kvkeep.engine.linear`
+        says what for.
         """
         self.identity = model_identity(model)
         self.model = model
@@ -74,6 +77,7 @@ class Runner:
         self._scratch = self.tensors.scratch()
         self._kernel = flash.find(self.tensors)
         self._watch = ModelWatch(model)
+        self._cache: weakref.ref[PagedCache] | None = None
 
     @classmethod
     def load(
@@ -125,6 +129,14 @@ class Runner:
                 f"the model that this runner serves was changed: {what}. Cached KV is of the model "
                 "as it was; make another Runner, cache and store for it"
             )
+
+    def serve(self, cache: PagedCache) -> None:
+        """Let ``cache`` decide what lies in these pages from now on; what lay there is not kept."""
+        self._cache = weakref.ref(cache)
+
+    def serves(self, cache: PagedCache) -> bool:
+        """Whether ``cache`` is the one that decides."""
+        return self._cache is not None and self._cache() is cache
 
     def copy(self, copies: Iterable[PageCopy]) -> None:
         """Make page copies, in order."""

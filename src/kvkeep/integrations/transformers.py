@@ -334,7 +334,7 @@ class KeptModel:
             if model_identity(self.model) != self._identity:
                 raise IllegalStep(
                     f"the model was changed since this KeptModel was made: {what}. The KV in its "
-                    "store is of the model as it was; make another KeptModel"
+                    "store is of the model as it was; make another one"
                 )
             self._watch = ModelWatch(self.model)
         if self.model.training:

@@ -171,7 +171,7 @@ class KVStore:
         Raises:
             InvalidValue: the store is another model's.
         """
-        if not isinstance(identity, str) or not is_loaded(identity):
+        if not is_loaded(identity):
             raise InvalidValue(
                 f"the identity is {identity!r}; what kvkeep.store.model_identity says of a loaded "
                 "model is needed"

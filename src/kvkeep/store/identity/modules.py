@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-__all__ = ["Node", "attributes_of", "config_of", "hooks_of", "lines_of", "nodes_of", "settings"]
+__all__ = [
+    "Node", "attributes_of", "config_of", "global_hooks", "hooks_of", "lines_of", "nodes_of",
+    "settings", "tensors_of",
+]  # fmt: skip
 
 NEUTRAL: Final = frozenset(torch.nn.Module().__dict__) | {
     # names and notes
@@ -44,8 +47,8 @@ NEUTRAL: Final = frozenset(torch.nn.Module().__dict__) | {
     "_skip_keys_device_placement", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan",
     # of training, and of what is returned besides
     "gradient_checkpointing", "loss_type", "_loss_function", "_output_capturing_hooks_installed",
-    # the same operations, compiled
-    "_compiled_call", "_compiled_call_impl",
+    # the same operations, compiled, and what `generate` remembers between its calls
+    "_compiled_call", "_compiled_call_impl", "_last_compile_config", "_previous_max_cache_length",
 }  # fmt: skip
 """Attributes of modules that decide no number of KV, or are described in another way."""
 
@@ -137,7 +140,7 @@ def lines_of(root: nn.Module) -> Iterator[str]:
             yield f"  config {configs.setdefault(id(config), len(configs))}"
             if first:
                 yield from _config_lines(config, writer)
-    for hook in _global_hooks():
+    for hook in global_hooks():
         yield f"hook of every module {writer.write(hook)}"
     for package in _VERSIONED:
         if package in packages:
@@ -201,11 +204,13 @@ def _is_recomputed(name: str) -> bool:
     return name.endswith(_RECOMPUTED) and not name.endswith("original_inv_freq")
 
 
-def _global_hooks() -> list[Any]:
-    return [
+def global_hooks() -> list[Any]:
+    """Hooks of the ``forward`` of every module, as `hooks_of`."""
+    every = (
         *torch_module._global_forward_pre_hooks.values(),
         *torch_module._global_forward_hooks.values(),
-    ]
+    )
+    return [hook for hook in every if package_of(hook) not in LIBRARIES]
 
 
 def _version_of(package: str) -> str:

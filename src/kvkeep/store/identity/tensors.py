@@ -16,9 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 import torch
-import xxhash
 
-from kvkeep.errors import InvalidValue
+from kvkeep.errors import InvalidValue, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -51,11 +50,12 @@ class Marks:
         new = {key: part for key, part in found.items() if key not in self._known}
         with ThreadPoolExecutor(_THREADS) as threads:
             small = {key: part for key, part in new.items() if part[1].nbytes <= PIECE}
-            marks = threads.map(lambda part: _mark(*part, map), small.values())
+            marks = threads.map(lambda part: _mark(part[0], part[1], map), small.values())
             self._known.update(zip(small, marks, strict=True))
             for key in new.keys() - small.keys():
                 # One after another: their pieces share the threads, and one copy exists at a time.
-                self._known[key] = _mark(*new[key], threads.map)
+                name, tensor = new[key]
+                self._known[key] = _mark(name, tensor, threads.map)
 
     def of(self, name: str, tensor: Tensor) -> str:
         """The mark of ``tensor`` as hexadecimal text; ``name`` is for messages.
@@ -104,7 +104,7 @@ def _key(tensor: Tensor) -> tuple[object, ...]:
 def _mark(name: str, tensor: Tensor, each: Callable[..., Iterator[bytes]]) -> str:
     """The mark of ``tensor``, whose pieces are hashed by ``each``, a kind of `map`."""
     shape = ",".join(map(str, tensor.shape))
-    whole = xxhash.xxh3_128(f"{tensor.dtype}[{shape}]\n".encode())
+    whole = require("xxhash", "store").xxh3_128(f"{tensor.dtype}[{shape}]\n".encode())
     # Inference mode: views of weights are wanted, whatever autograd thinks of them.
     with torch.inference_mode():
         try:
@@ -116,7 +116,7 @@ def _mark(name: str, tensor: Tensor, each: Callable[..., Iterator[bytes]]) -> st
             raise InvalidValue(
                 f"the weights {name!r} ({tensor.dtype} on {tensor.device}) cannot be read: {error}"
             ) from error
-    return whole.hexdigest()
+    return str(whole.hexdigest())
 
 
 def _pieces(raw: Tensor) -> Iterator[Tensor]:
@@ -127,5 +127,5 @@ def _pieces(raw: Tensor) -> Iterator[Tensor]:
 
 def _piece(raw: Tensor) -> bytes:
     """The mark of a piece. Of another device's, at most one piece a thread lies in host memory."""
-    digest: bytes = xxhash.xxh3_128_digest(raw.cpu().numpy().data)
+    digest: bytes = require("xxhash", "store").xxh3_128_digest(raw.cpu().numpy().data)
     return digest

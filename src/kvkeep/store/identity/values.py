@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-import xxhash
+
+from kvkeep.errors import require
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from kvkeep.store.identity.tensors import Marks
 
 __all__ = ["LIBRARIES", "Writer", "is_plain", "package_of"]
@@ -156,6 +155,5 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _digest(data: bytes | Iterable[int]) -> str:
-    digest: str = xxhash.xxh3_128_hexdigest(data)
-    return digest
+def _digest(data: bytes) -> str:
+    return str(require("xxhash", "store").xxh3_128_hexdigest(data))

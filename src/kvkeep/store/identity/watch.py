@@ -16,6 +16,7 @@ import torch
 from kvkeep.store.identity.modules import (
     attributes_of,
     config_of,
+    global_hooks,
     hooks_of,
     nodes_of,
     settings,
@@ -60,6 +61,7 @@ class ModelWatch:
         self._tensors = [_Tensor.of(name, tensor) for name, tensor in found.values()]
         self._configs = _configs(node.module for node in nodes)
         self._settings = settings()
+        self._hooks = global_hooks()
         self._samples = _samples(self._tensors)
 
     def changed(self, *, samples: bool = True) -> str | None:
@@ -80,6 +82,8 @@ class ModelWatch:
                 return f"config.{name} was changed"
         if self._settings != settings():
             return f"the precision of products was {self._settings}, and is {settings()}"
+        if not _all_are(self._hooks, global_hooks()):
+            return "there are other hooks of every module"
         if samples and not all(sample.equal() for sample in self._samples):
             return "bytes of the weights are others"
         return None

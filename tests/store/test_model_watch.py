@@ -1,0 +1,267 @@
+"""`ModelWatch`: what a live model changes is noticed at the next look, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from kvkeep.store.identity import ModelWatch, watch
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def attention(model):
+    return model.model.layers[1].self_attn
+
+
+def weight(model):
+    return attention(model).k_proj.weight
+
+
+@torch.no_grad()
+def in_place(model):
+    weight(model).mul_(1.5)
+
+
+@torch.no_grad()
+def one_element(model):
+    weight(model)[3, 7] += 1
+
+
+def through_data(model):
+    weight(model).data.mul_(1.5)
+
+
+def other_data(model):
+    weight(model).data = weight(model).data * 1.5
+
+
+def transposed_data(model):
+    square = attention(model).q_proj.weight
+    square.data = square.data.t()
+
+
+def replaced(model):
+    attention(model).k_proj.weight = nn.Parameter(weight(model).detach() * 1.5)
+
+
+def replaced_by_the_same(model):
+    attention(model).k_proj.weight = nn.Parameter(weight(model).detach().clone())
+
+
+def buffer(model):
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def other_buffer(model):
+    rotary = model.model.rotary_emb
+    rotary.register_buffer("inv_freq", rotary.inv_freq * 0.5, persistent=False)
+
+
+def epsilon(model):
+    model.model.layers[0].input_layernorm.variance_epsilon = 0.1
+
+
+def scaling(model):
+    attention(model).scaling *= 2
+
+
+def swapped(model):
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def added(model):
+    attention(model).k_proj.lora_a = nn.Linear(2, 2)
+
+
+def removed(model):
+    del model.model.layers[1]
+
+
+def deleted(model):
+    del attention(model).k_proj.bias
+    attention(model).k_proj.bias = nn.Parameter(torch.zeros(16))
+
+
+def patched(model):
+    attention(model).forward = lambda *_, **__: None
+
+
+def other_class(model):
+    class Linear(nn.Linear):
+        pass
+
+    attention(model).k_proj.__class__ = Linear
+
+
+def hook(model):
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+def eager(model):
+    model.set_attn_implementation("eager")
+
+
+def config(model):
+    model.config.rope_parameters["rope_theta"] = 3.0
+
+
+def new_attribute(model):
+    attention(model).k_proj.disable_adapters = True
+
+
+NOTICED = [
+    in_place, one_element, through_data, other_data, transposed_data, replaced,
+    replaced_by_the_same, buffer, other_buffer, epsilon, scaling, swapped, added, removed, deleted,
+    patched, other_class, hook, eager, config, new_attribute,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", NOTICED)
+def test_a_change_is_noticed(model, change):
+    snapshot = ModelWatch(model)
+    assert snapshot.changed() is None
+    change(model)
+    said = snapshot.changed()
+    assert said is not None
+    assert snapshot.changed() == said  # and stays
+    if change is not through_data:
+        assert snapshot.changed(samples=False) == said
+    assert ModelWatch(model).changed() is None
+
+
+def test_containers_that_are_changed_in_place(model):
+    """As PEFT does with the scaling of its layers, by the name of the adapter."""
+    attention(model).lora_scaling = {"a": 2.0}
+    attention(model).active = ["a"]
+    for change in (
+        lambda: attention(model).lora_scaling.update(a=0.0),
+        attention(model).active.clear,
+        lambda: attention(model).active.append(torch.ones(3)),
+    ):
+        snapshot = ModelWatch(model)
+        assert snapshot.changed() is None
+        change()
+        assert "layers.1.self_attn" in snapshot.changed()
+
+
+def test_tensors_that_are_no_buffers(model):
+    attention(model).table = torch.ones(3)
+    for change in (
+        lambda: attention(model).table.mul_(2),
+        lambda: setattr(attention(model), "table", torch.ones(3)),
+        lambda: setattr(attention(model), "table", 3),
+    ):
+        snapshot = ModelWatch(model)
+        assert snapshot.changed() is None
+        change()
+        assert "table" in snapshot.changed()
+
+
+def test_hooks_of_every_module(model):
+    snapshot = ModelWatch(model)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert "every module" in snapshot.changed()
+    finally:
+        handle.remove()
+    assert snapshot.changed() is None
+
+
+def test_precision(model):
+    snapshot = ModelWatch(model)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert "precision" in snapshot.changed()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def computing(model):
+    model(torch.arange(20)[None], output_hidden_states=True, output_attentions=False)
+
+
+def generating(model):
+    how = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    model.generate(torch.arange(9)[None], **how)
+    model.generate(torch.arange(9)[None], num_beams=2, cache_implementation="static", **how)
+
+
+def notes(model):
+    model.config.use_cache, model.config.pad_token_id = False, 3
+    model.name_or_path = "elsewhere"
+    model.generation_config.temperature = 2.0
+
+
+@pytest.mark.parametrize(
+    "use",
+    [computing, generating, notes, lambda model: model.train().eval(), lambda model: None],
+    ids=["computing", "generating", "notes", "training mode", "nothing"],
+)
+def test_what_decides_nothing_is_not(model, use):
+    snapshot = ModelWatch(model)
+    use(model)
+    assert snapshot.changed() is None
+    assert snapshot.changed() is None
+
+
+def test_ropes_that_are_recomputed_are_not():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, max_position_embeddings=16, rope_parameters=rope,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    snapshot = ModelWatch(model)
+    with torch.no_grad():
+        for tokens in (8, 40, 8):
+            model(torch.arange(tokens)[None])
+            assert snapshot.changed() is None
+
+
+def test_a_model_made_in_inference_mode():
+    """Its tensors have no versions: bytes tell."""
+    with torch.inference_mode():
+        model = nn.Linear(64, 64)
+        snapshot = ModelWatch(model)
+        assert snapshot.changed() is None
+        model.weight.mul_(1.5)
+        assert snapshot.changed() is not None
+
+
+def test_samples_of_all_tensors_are_compared_at_once(model, monkeypatch):
+    """One look at the device, however many tensors: on a GPU each would wait for it."""
+    compared, equal = [], torch.equal
+    snapshot = ModelWatch(model)
+    monkeypatch.setattr(watch.torch, "equal", lambda *two: (compared.append(two), equal(*two))[1])
+    assert snapshot.changed() is None
+    assert len(compared) == 1
+    assert compared[0][0].numel() <= watch.SAMPLES * len(list(model.parameters())) + 64
+
+
+def test_every_kind_of_tensor_is_sampled_within_its_memory():
+    model = nn.Module()
+    for at, tensor in enumerate(
+        (
+            torch.ones(()), torch.ones(3, dtype=torch.bool), torch.empty(0, 4),
+            torch.ones(100, 7)[3:5], torch.ones(9, 9).t(), torch.ones(1).expand(50),
+            torch.ones(5, dtype=torch.complex64),
+            torch.ones(33, dtype=torch.bfloat16),
+        )
+    ):  # fmt: skip
+        model.register_buffer(f"b{at}", tensor)
+    snapshot = ModelWatch(model)
+    assert snapshot.changed() is None
+    model.b7.data.add_(1)
+    assert snapshot.changed() is not None
