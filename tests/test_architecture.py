@@ -98,7 +98,7 @@ EXTERNAL: dict[str, set[str]] = {
     "vllm": {"integrations.vllm"},
     "sglang": {"integrations.sglang"},
     # where the models of engines lie
-    "huggingface_hub": {"integrations.vllm.weights", "integrations.sglang.naming"},
+    "huggingface_hub": {"integrations.loaded"},
     "psutil": {"integrations.loaded"},  # when the process of an engine began; engines bring it
     "transformers": {
         "engine", "integrations",

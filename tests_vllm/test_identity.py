@@ -23,6 +23,7 @@ from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.numbers import numbers_of
 from kvkeep.integrations.vllm.weights import revision_of
 from kvkeep.integrations.vllm.worker import WorkerSide
+from kvkeep.store.identity import model_identity
 from kvkeep.store.identity.modules import NEUTRAL_CONFIG
 
 if TYPE_CHECKING:
@@ -260,31 +261,41 @@ def test_which_files_name_the_weights(llama: str, tmp_path: Path) -> None:
     assert revision_of(configured(str(model)), "mine") == "mine"
 
 
-def test_a_commit_of_the_hub_is_believed_if_it_is_the_one_that_was_loaded(
-    config: VllmConfig, tmp_path: Path
+def test_a_model_of_the_hub_is_the_one_that_was_loaded(
+    config: VllmConfig, llama: str, tmp_path: Path
 ) -> None:
     commits = ["1" * 40, "2" * 40]
     home = tmp_path / "models--org--model"
     for commit in commits:
-        (home / "snapshots" / commit).mkdir(parents=True)
-    (home / "refs").mkdir()
-    hf = deepcopy(config.model_config.hf_config)
+        shutil.copytree(llama, home / "snapshots" / commit)
+    scaled(home / "snapshots" / commits[1], 2.0)
+    branch = home / "refs" / "main"
+    branch.parent.mkdir()
+    branch.write_text(commits[0])
 
-    def revision(branch: str, of_configuration: str | None, **model: Any) -> str:
-        (home / "refs" / "main").write_text(branch)
-        hf._commit_hash = of_configuration
-        named = {"model": "org/model", "model_weights": "", "hf_config": hf, "revision": None}
+    def revision(**model: Any) -> str:
+        named = {"model": "org/model", "model_weights": "", "revision": None}
         changed = with_model(config, **named | model)
         changed.load_config = shallow(config.load_config)
         object.__setattr__(changed.load_config, "download_dir", str(tmp_path))
         return revision_of(changed, "")
 
-    assert revision(commits[0], commits[0]) == f"commit {commits[0]}"
-    # The branch moved while vLLM loaded.
-    assert revision(commits[1], commits[0]).startswith("process")
-    assert revision(commits[1], None).startswith("process")
-    assert revision(commits[1], None, revision=commits[0]) == f"commit {commits[0]}"
-    assert revision(commits[0], commits[0], model_weights="s3://weights").startswith("process")
+    process_begins()
+    first = revision()
+    assert first == revision() == model_identity(llama)
+    branch.write_text(commits[1])  # while it loads: which of them was it?
+    assert revision().startswith("process")
+    assert revision(revision=commits[0]) == first
+    process_begins()
+    assert revision() == revision(revision=commits[1]) != first
+    assert revision(model_weights="s3://weights").startswith("process")
+    for commit in commits:  # weights that are not read
+        (home / "snapshots" / commit / "model.safetensors").rename(
+            home / "snapshots" / commit / "pytorch_model.bin"
+        )
+    assert revision() == f"commit {commits[1]}"
+    assert revision(model="org/not here").startswith("process")
+    assert revision(model="org/not", revision="3" * 40) == f"commit {'3' * 40}"
 
 
 def test_an_adapter_swapped_after_it_was_loaded_leaves_nothing_behind(tmp_path: Path) -> None:

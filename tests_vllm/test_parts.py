@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from engines import process_begins
 from models import make_adapter
 from vllm.lora.request import LoRARequest
 
@@ -166,6 +167,7 @@ def test_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     adapters = Adapters()
     one = LoRARequest("one", 1, make_adapter(tmp_path / "one", 1))
     two = LoRARequest("two", 2, make_adapter(tmp_path / "two", 2))
+    process_begins()
     first, second = adapters.digest(one), adapters.digest(two)
     assert first is not None
     assert second is not None

@@ -92,7 +92,7 @@ def test_the_command_line_of_the_documentation(llama: str, tmp_path: Path) -> No
         one.stop()
     # Right after its last answer; all was written.
     log = (tmp_path / "first").read_text()
-    assert "there are store, load, ttl and pin" in log
+    assert "there are store, answers, load, ttl, pin; did you mean 'store'?" in log
     assert "did not write all" not in log
     assert "kill" not in log.lower()
 

@@ -4,6 +4,9 @@ An engine makes its connector when the model is loaded. A digest of the files is
 file that was replaced in between would give its name to KV that other weights compute. The engine's
 process is older than its model: what did not change since the process began is what was loaded.
 
+Of the hub a commit never changes, but a branch moves: the file that says at which commit it is must
+be as old as that.
+
 A change shows in the change time (ctime) of a file, a link or a directory, which nobody can set
 back. Clocks are compared with `SLACK_S` seconds of tolerance. Not seen: a directory above the
 model's that is renamed, and a file server whose clock is behind this machine's by more than that.
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,9 +26,10 @@ from kvkeep.store.identity import model_identity
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["SLACK_S", "changed_since", "identity_since", "process_began"]
+__all__ = ["SLACK_S", "changed_since", "hub_identity", "identity_since", "process_began"]
 
 SLACK_S: Final = 2.0
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
 def process_began() -> float:
@@ -50,6 +55,44 @@ def identity_since(directory: str, began: float) -> str:
             "was loaded"
         )
     return identity
+
+
+def hub_identity(name: str, revision: str | None, cache_dir: str | None, began: float) -> str:
+    """Return the identity of a model of the hub, if its branch is where it was at ``began``.
+
+    That of its files, where they are on this machine and can be read; else its commit.
+
+    Raises:
+        InvalidValue: it is not known which commit was loaded.
+    """
+    snapshot = _snapshot(name, revision, cache_dir)
+    if snapshot is None:
+        if revision is not None and _COMMIT.fullmatch(revision):
+            return f"commit {revision}"
+        raise InvalidValue(
+            f"{name} is in no directory of this machine, and {revision or 'main'} may be other "
+            "weights tomorrow"
+        )
+    branch = snapshot.parents[1] / "refs" / (revision or "main")
+    if branch.is_file() and changed_since(branch, began) is not None:
+        raise InvalidValue(f"the branch {branch.name} of {name} moved after this process began")
+    try:
+        return model_identity(snapshot)
+    except InvalidValue:  # pickled weights
+        return f"commit {snapshot.name}"
+
+
+def _snapshot(name: str, revision: str | None, cache_dir: str | None) -> Path | None:
+    """The directory of a model that the hub downloaded, named by its commit."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - engines bring it
+
+    try:
+        found = snapshot_download(
+            name, revision=revision, cache_dir=cache_dir, local_files_only=True
+        )
+    except (OSError, ValueError):  # no such name, or nothing of it is here
+        return None
+    return Path(found)
 
 
 def changed_since(path: Path, began: float) -> Path | None:

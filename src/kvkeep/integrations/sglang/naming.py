@@ -14,13 +14,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import re
 import secrets
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from huggingface_hub import snapshot_download
 
 from kvkeep.errors import InvalidValue
 from kvkeep.integrations import loaded
@@ -36,7 +33,6 @@ __all__ = ["is_replicated", "namespace_of", "page_keys", "pool_digest"]
 
 _LOG = logging.getLogger("kvkeep.sglang")
 _FORMAT = 1  # of our records: a page in its pool's own layout
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHAPE = ("start_layer", "end_layer", "layer_num", "target_layer_num", "head_num", "head_dim",
           "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "head_group_num",
           "storage_format_tag")  # fmt: skip
@@ -112,16 +108,13 @@ def _geometry(pool: Any, page_bytes: int) -> str:
 def _revision(config: HiCacheStorageConfig, path: str) -> str:
     """Which weights these are; what nobody else has where that cannot be known."""
     load_format = str(server_setting("load_format") or "auto")
-    commit = str(server_setting("revision") or "")
     if load_format == "dummy":
         why = "its weights are dummies"
     elif load_format not in _SAFETENSORS or server_setting("custom_weight_loader"):
         why = f"--load-format {load_format} may read files that are not looked at"
-    elif not Path(path).is_dir() and _COMMIT.fullmatch(commit):
-        return f"commit {commit}"
     else:
         try:
-            return _loaded(path, commit)
+            return _loaded(path, str(server_setting("revision") or ""))
         except InvalidValue as error:
             why = str(error)
     _LOG.warning(
@@ -135,28 +128,16 @@ def _revision(config: HiCacheStorageConfig, path: str) -> str:
 
 
 def _loaded(path: str, revision: str) -> str:
-    """The identity of the files that were loaded: a directory, or what the hub downloaded.
+    """The identity of what was loaded: a directory, or a model of the hub.
 
     Raises:
-        InvalidValue: they are not on this machine, or changed since this process began.
+        InvalidValue: that is not known.
     """
     began = loaded.process_began()
     if Path(path).is_dir():
         return loaded.identity_since(path, began)
     cache = server_setting("download_dir")
-    try:
-        snapshot = snapshot_download(
-            path,
-            revision=revision or None,
-            cache_dir=None if cache is None else str(cache),
-            local_files_only=True,
-        )
-    except (OSError, ValueError) as error:  # no such name, or nothing of it is here
-        raise InvalidValue("its weights are in no directory of this machine") from error
-    branch = Path(snapshot).parents[1] / "refs" / (revision or "main")
-    if branch.is_file() and loaded.changed_since(branch, began):
-        raise InvalidValue(f"the branch {branch.name} moved after this process began")
-    return loaded.identity_since(snapshot, began)
+    return loaded.hub_identity(path, revision or None, None if cache is None else str(cache), began)
 
 
 def _configuration(path: str) -> str:
@@ -204,8 +185,8 @@ def _draft() -> str:
     """Which weights the draft model has, where there is one beside the target's own."""
     path = str(server_setting("speculative_draft_model_path", "spec") or "")
     revision = str(server_setting("speculative_draft_model_revision", "spec") or "")
-    if not path or _COMMIT.fullmatch(revision):
-        return f"{path} {revision}"
+    if not path:
+        return ""
     try:
         return _loaded(path, revision)
     except InvalidValue as error:

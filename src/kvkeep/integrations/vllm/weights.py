@@ -3,15 +3,14 @@
 vLLM loads the weights itself, and packs them before a connector is made. So they are named by the
 files that it read:
 
-    a directory          its identity, if nothing in it changed since the process began
-    a commit of the hub  the commit, if the configuration that vLLM holds is of the same one
-    anything else        a name that no other process has, and a warning that says why
+    a directory     its identity, if nothing in it changed since the process began
+    the hub         the same of what was downloaded, or the commit, if the branch did not move
+    anything else   a name that no other process has, and a warning that says why
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -22,12 +21,11 @@ from kvkeep.errors import InvalidValue
 from kvkeep.integrations import loaded
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 __all__ = ["revision_of"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
-_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 # Formats that read safetensors files of the model's directory; all of those are in its identity.
 _SAFETENSORS: Final = {
     "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer",
@@ -49,43 +47,15 @@ def revision_of(vllm_config: VllmConfig, given: str) -> str:
         return _own("its weights are dummies")
     if load_format not in _SAFETENSORS or (model.model_weights or model.model) != model.model:
         return _own(f"--load-format {load_format} may read files that are not looked at")
+    if envs.VLLM_USE_MODELSCOPE and not Path(model.model).is_dir():
+        return _own("ModelScope says no commit")
     try:
+        began = loaded.process_began()
         if Path(model.model).is_dir():
-            return loaded.identity_since(str(model.model), loaded.process_began())
-        return _commit(model, load.download_dir)
+            return loaded.identity_since(str(model.model), began)
+        return loaded.hub_identity(str(model.model), model.revision, load.download_dir, began)
     except InvalidValue as error:
         return _own(str(error))
-
-
-def _commit(model: ModelConfig, download_dir: str | None) -> str:
-    """The commit of the hub that was loaded.
-
-    Raises:
-        InvalidValue: that is not known.
-    """
-    if envs.VLLM_USE_MODELSCOPE:
-        raise InvalidValue("ModelScope says no commit")
-    known = str(getattr(model.hf_config, "_commit_hash", None) or "")
-    if model.revision and _COMMIT.fullmatch(model.revision):
-        return f"commit {model.revision}"
-    # A branch can move between the loading of the configuration, of the weights, and now.
-    if _COMMIT.fullmatch(known) and known == _downloaded(model, download_dir):
-        return f"commit {known}"
-    raise InvalidValue(f"{model.model} at revision {model.revision} may be other weights tomorrow")
-
-
-def _downloaded(model: ModelConfig, download_dir: str | None) -> str:
-    """The commit at which the model's branch is on this machine; empty: there is none."""
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - vLLM has it
-    from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
-
-    try:
-        snapshot = snapshot_download(
-            model.model, revision=model.revision, cache_dir=download_dir, local_files_only=True
-        )
-    except (LocalEntryNotFoundError, ValueError, OSError):
-        return ""
-    return Path(snapshot).name
 
 
 def _own(reason: str, advice: str = _ADVICE) -> str:
