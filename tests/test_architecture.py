@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).parents[1] / "src"
 
 # What every room may use; among themselves they are in order, and use no room.
-BASE = {"errors", "tokens", "geometry", "keys", "events"}
+BASE = {"errors", "tokens", "extras", "geometry", "keys", "events"}
 
 # Which rooms a room may use, besides the base. Rooms that are still to be built stand here already:
 # their place is decided. "" is `kvkeep/__init__.py`, the public names.

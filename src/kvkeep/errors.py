@@ -38,6 +38,7 @@ __all__ = [
     "QueueFull",
     "UnsupportedModel",
     "require",
+    "told",
     "whole",
 ]
 
@@ -134,6 +135,21 @@ def require(module: str, extra: str) -> ModuleType:
         ) from error
 
 
+def told(value: object, most: int = 80) -> str:
+    """Return a value as a message quotes it: its repr, of ``most`` characters at most.
+
+    Python refuses to write integers of more than 4,300 digits, and a repr of a caller's own may
+    fail: a message must not.
+    """
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a whole number of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - a stranger's __repr__, or a huge number within a value
+        return f"a {type(value).__name__}"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def whole(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
     """Return ``value`` as an int in ``low`` … ``high``, or raise `InvalidValue` naming ``name``.
 
@@ -147,5 +163,5 @@ def whole(name: str, value: object, low: int | None = None, high: int | None = N
         bounds = (
             f" in {low} … {high}" if high is not None else f" of at least {low}" * (low is not None)
         )
-        raise InvalidValue(f"{name} is {value!r}; a whole number{bounds} is needed")
+        raise InvalidValue(f"{name} is {told(value)}; a whole number{bounds} is needed")
     return number

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from kvkeep.extras import Extras
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
     from kvkeep.tokens import TokenArray
@@ -38,7 +39,9 @@ class Stored:
     """Pages became reusable: full pages of computed tokens, in order.
 
     ``parent`` is the page before the first of them, -1 at the beginning of a prompt. ``tokens``
-    are the tokens of these pages: ``len(pages) * page_size`` of them.
+    are the tokens of these pages: ``len(pages) * page_size`` of them. ``extras`` are the digests of
+    the bytes that belong to some of them, at positions that count from the first of ``tokens``:
+    pages are equal only if their extras are.
     """
 
     sequence: int
@@ -46,6 +49,7 @@ class Stored:
     parent: int
     pages: PageArray
     tokens: TokenArray
+    extras: Extras = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

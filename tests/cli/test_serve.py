@@ -244,6 +244,26 @@ def test_named_tiers_and_none(tmp_path):
     assert not (tmp_path / "kvkeep" / "store").exists()
 
 
+def test_a_server_that_reuses_nothing_says_so(tmp_path):
+    with serving("--no-reuse", XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
+        assert "nothing is reused" in process.stdout.readline()
+        first = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60).json()
+        again = httpx.post(f"{url}/v1/completions", json={**LONG, "n": 3}, timeout=60).json()
+        assert {one["text"] for one in again["choices"]} == {first["choices"][0]["text"]}
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        stats = httpx.get(f"{url}/kv/stats").json()
+        assert (stats["reuse"], stats["store"]) == (False, None)
+        assert stats["cache"]["hit_tokens"] == stats["cache"]["stored_pages"] == 0
+        assert stats["cache"]["pages_free"] == stats["cache"]["pages_total"]
+        told = httpx.get(f"{url}/kv/explain/{again['id']}").json()
+        assert {span["reason"] for span in told["spans"]} == {"not_admitted", "last_token"}
+        assert told["spans"][0]["evidence"]["why"] == "reuse_off"
+        assert "the server reuses nothing" in told["sentence"]
+        process.send_signal(signal.SIGTERM)
+        assert ended(process)[0] == 0
+    assert not (tmp_path / "kvkeep").exists()
+
+
 def test_a_cache_that_cannot_be_written_is_no_reason_not_to_serve(tmp_path):
     (tmp_path / "kvkeep").write_text("in the way")
     with serving(XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
@@ -260,6 +280,7 @@ def test_a_cache_that_cannot_be_written_is_no_reason_not_to_serve(tmp_path):
     [
         (["--tier", "ftp://x"], "no tier is called ftp"),
         (["--tier", "memory://1MiB", "--no-store"], "--no-store"),
+        (["--tier", "memory://1MiB", "--no-reuse"], "--no-reuse"),
         (["--block-tokens", "40"], "multiple of the page size"),
         (["--tier", "memory://1MiB?codec=nonsense"], "codec"),
         (["--load-timeout", "-1"], "seconds"),

@@ -24,8 +24,8 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many keys were computed, call by call."""
     counts: list[int] = []
 
-    def counting(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
-        keys = chain_keys(parent, tokens, block_bytes)
+    def counting(parent: bytes, tokens: bytes, block_bytes: int, extras: Any) -> list[bytes]:
+        keys = chain_keys(parent, tokens, block_bytes, extras)
         counts.append(len(keys))
         return keys
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from kvkeep.keys import KEY_BYTES, chain_keys
-from kvkeep.tokens import TOKEN_BYTES
+from kvkeep.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvkeep.keys import Namespace
+    from kvkeep.prefix.marks import Marks
 
 __all__ = ["BlockNames", "Blocks", "RunOfTokens", "ends_of_blocks"]
 
@@ -45,7 +48,7 @@ class RunOfTokens(NamedTuple):
     above: tuple[Namespace, bytes] | None
     """If from none: its namespace, and all tokens before it. None where they are not known."""
     tokens: bytes | None
-    """Its own. None where they are not known."""
+    """Its own. None where they are not known. Tokens with extras are marks, here and above."""
 
 
 class _Place(NamedTuple):
@@ -57,7 +60,9 @@ class _Place(NamedTuple):
     """The tokens behind the last block."""
 
 
-def ends_of_blocks(names: BlockNames, runs: Iterable[RunOfTokens]) -> list[Blocks | None]:
+def ends_of_blocks(
+    names: BlockNames, runs: Iterable[RunOfTokens], marks: Marks
+) -> list[Blocks | None]:
     """The blocks that end in each of ``runs``, parents first; None where it is not known.
 
     Cost: a SHA-256 a block, about 1 µs for 256 tokens.
@@ -73,7 +78,12 @@ def ends_of_blocks(names: BlockNames, runs: Iterable[RunOfTokens]) -> list[Block
             continue
         passed, begun = divmod(len(before.rest), size)  # before the top, there may be many
         tokens = before.rest + run.tokens
-        keys = chain_keys(before.key, tokens, size)
+        row, extras = marks.plain(np.frombuffer(tokens, TOKEN_DTYPE))
+        if row.nbytes < len(tokens):  # evicted meanwhile, and its marks with it
+            places.append(None)
+            found.append(None)
+            continue
+        keys = chain_keys(before.key, row.tobytes(), size, extras)
         key, rest = keys[-1] if keys else before.key, tokens[len(keys) * size :]
         places.append(_Place(before.space, key, rest))
         found.append(

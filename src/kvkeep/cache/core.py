@@ -52,11 +52,19 @@ class Core:
     """
 
     def __init__(
-        self, pool: PagePool, index: PrefixIndex[Any], pins: int, clock: Callable[[], float]
+        self,
+        pool: PagePool,
+        index: PrefixIndex[Any],
+        pins: int,
+        clock: Callable[[], float],
+        *,
+        reuse: bool = True,
     ) -> None:
         self.pool = pool
         self.index = index
+        self.marks = index.marks
         self.page_size = index.page_size
+        self.reuse = reuse
         self.counters = Counters()
         self.pins = PinBoard(index, pins, clock)
         self.ages = Ages(clock)
@@ -149,6 +157,7 @@ class Core:
         if len(pages):
             freed = self.pool.release(pages)
             assert freed == len(pages), "the index evicted a page that a sequence uses"
+            self.marks.forget(pages)
             if self.watch is not None:
                 self.watch.forget(pages)
             self.counters.evictions += 1

@@ -113,7 +113,7 @@ class Looking:
                 heads += survey.heads(rows[start : start + _STEP], _HEAD_TOKENS * TOKEN_BYTES)
         ending: list[Blocks | None] = [None] * len(rows)
         if blocks is not None and core.index.name == "radix":
-            ending = ends_of_blocks(blocks, self._runs(survey, walk, rows))
+            ending = ends_of_blocks(blocks, self._runs(survey, walk, rows), core.marks)
         tops = survey.parents < 0
         return CacheMap(
             page_size=core.page_size,
@@ -128,7 +128,8 @@ class Looking:
     def _heads(self, heads: list[bytes]) -> list[Head]:
         if self._core.index.name != "radix":
             return [(None, head[:_KEY_BYTES]) for head in heads]
-        return [(np.frombuffer(head, TOKEN_DTYPE), b"") for head in heads]
+        plain = self._core.marks.plain
+        return [(plain(np.frombuffer(head, TOKEN_DTYPE))[0], b"") for head in heads]
 
     def _runs(self, survey: Survey, walk: Walk, rows: Numbers) -> Iterator[RunOfTokens]:
         """The runs of some rows, which are closed towards the top."""
@@ -169,16 +170,19 @@ class Looking:
             notes = core.ages.notes()
             look = core.index.look(top)
             heads = survey.heads(row, _HEAD_TOKENS * TOKEN_BYTES)
+            exact = core.index.name == "radix"
+            symbols = np.frombuffer(look.symbols, TOKEN_DTYPE)
+            tokens, extras = core.marks.plain(symbols) if exact else (None, ())
         ages = notes.seconds(survey.below_last)
         (node,) = shown_nodes(survey, row, ages, self._heads(heads), [None], bare=False)
-        exact = core.index.name == "radix"
         return NodeView(
             node=replace(node, parent=look.path[-1] if look.path else None),
             namespace=look.namespace,
             path=look.path,
             start=look.start,
             page_ids=look.pages,
-            tokens=np.frombuffer(look.symbols, TOKEN_DTYPE) if exact else None,
+            tokens=tokens,
+            extras=extras,
             children=look.children,
             state=look.state,
         )
@@ -256,7 +260,7 @@ class Looking:
     def _found(self, sought: list[TokenArray], space: Namespace | None, most: int) -> list[Found]:
         core = self._core
         walk = self._walk(Finding.COLUMNS, space)
-        finding = Finding(walk, core.page_size)
+        finding = Finding(walk, core.page_size, core.marks)
         places = [(p, i) for i, each in enumerate(finding.places(sought, most)) for p in each]
         ids = walk.ids().tolist()
         found: list[Found] = []

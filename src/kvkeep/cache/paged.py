@@ -16,6 +16,7 @@ from kvkeep.cache.stats import CacheStats
 from kvkeep.errors import IllegalStep, InvalidValue, NotCached, whole
 from kvkeep.events import Opened
 from kvkeep.eviction import EvictionPolicy, policy
+from kvkeep.extras import as_extras, signed
 from kvkeep.keys import Namespace, as_namespace, chain_keys, root_key
 from kvkeep.pages import PageCopy, PagePool
 from kvkeep.prefix import index as make_index
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kvkeep.cache.pins import Pin
     from kvkeep.cache.views import CacheMap, Found, NodeView
     from kvkeep.events import Hook
+    from kvkeep.extras import ExtraLike, Extras
     from kvkeep.keys import NamespaceLike
     from kvkeep.pages.table import PageArray
     from kvkeep.prefix import PrefixMatch, Run
@@ -68,7 +70,9 @@ class PagedCache:
     ``clock`` gives seconds, for pins that end. ``block_pages`` pages are what eviction policies
     that remember tell apart (default: as many as hold 512 tokens). ``what_if`` is the share of
     prompts' blocks that is watched (0.1 is a good one), or a `MissRatioCurve`, to know what more or
-    less memory would do (`what_if`).
+    less memory would do (`what_if`). With ``reuse=False`` nothing is found and nothing is kept:
+    every prompt is computed, `Sequence.publish` is legal and changes nothing, and all pages of a
+    sequence are free when it and its forks, which share them, are closed.
 
     Thread safety: every method takes the cache's one lock. Hooks run under it.
     """
@@ -84,6 +88,7 @@ class PagedCache:
         block_pages: int | None = None,
         what_if: float | MissRatioCurve | None = None,
         clock: Callable[[], float] = time.monotonic,
+        reuse: bool = True,
     ) -> None:
         self.page_size = whole("page_size", page_size, 1, _MAX_PAGE_SIZE)
         pool = PagePool(num_pages)
@@ -97,7 +102,8 @@ class PagedCache:
         self._block_tokens = whole("block_pages", block, 1) * self.page_size
         orders.fit(pool.num_pages, block)
         index = make_index(prefix, self.page_size, orders)
-        self._core = Core(pool, index, hard_pin_pages, clock)
+        self.reuse = _switch("reuse", reuse)
+        self._core = Core(pool, index, hard_pin_pages, clock, reuse=self.reuse)
         self._looks: Looking | None = None
         if what_if is not None:
             from kvkeep.whatif import PromptWatch  # noqa: PLC0415 - only where it is asked for
@@ -117,6 +123,7 @@ class PagedCache:
         reserve: int = 0,
         session: str | None = None,
         turn: int | None = None,
+        extra: ExtraLike | None = None,
     ) -> Sequence:
         """Begin a request: find its longest cached prefix and give it pages for all its tokens.
 
@@ -126,23 +133,26 @@ class PagedCache:
         ``session`` names the conversation that this is a turn of (see `session`): what earlier
         turns alone used, and this one does not continue, goes first from now on. Requests of the
         same ``turn`` stand side by side; None is the next one.
+        ``extra`` are bytes that belong to tokens, as those of an image to its placeholder:
+        ``[(position, bytes)]``. KV from there on is shared with prompts that have the same bytes
+        there, what lies before with all; the bytes are hashed and not kept (`kvkeep.extras`).
         Raises `InvalidValue` for tokens that are none, `OutOfPages` with nothing changed.
         Cost: O(tokens) at memory speed; see `benchmarks/core.py`.
         """
-        prompt = as_row(tokens)
-        if not len(prompt):
-            raise InvalidValue("a prompt has at least one token, got none")
+        prompt = _prompt(tokens)
         space = as_namespace(namespace)
         priority = whole("priority", priority)
         reserve = whole("reserve", reserve, 0)
         if session is not None or turn is not None:
             session, turn = check_session(session, turn)
+        extras = () if extra is None else as_extras(extra, len(prompt))
         core = self._core
         with core:
             encoder = core.index.encoder(space)
-            symbols = encoder.lookup(prompt[:-1])
-            match = core.index.match(symbols, space)
-            check_range(prompt, self._matched(match))
+            wanted = core.marks.known(prompt[:-1], extras) if extras else prompt[:-1]
+            symbols = encoder.lookup(wanted)
+            match = core.index.match(symbols, space) if self.reuse else None
+            self._check_range(prompt, match)
             match, needed = self._affordable(match, -(-len(prompt) // self.page_size), reserve)
             hold, source = core.hold(match, space)
             line = None
@@ -151,18 +161,16 @@ class PagedCache:
             elif core.index.owners is not None:
                 core.index.owners.used(hold, None)
             shared = EMPTY_PAGES if match is None else match.pages
-            fresh = core.take(needed)
+            table = core.take(needed)
             if len(shared):
                 core.pool.retain(shared)
-            table = np.concatenate((shared, fresh)) if len(shared) else fresh
-            sequence = Sequence(core, space, encoder, prompt, table=table, hold=hold)
+                table = np.concatenate((shared, table))
+            sequence = Sequence(core, space, encoder, prompt, extras, table=table, hold=hold)
             sequence.priority = priority
             if line is not None:
                 sequence.belong(line, turn)
-            partial = 0
             if match is not None and source is not None:
-                partial = match.partial_tokens
-                copy = PageCopy(match.partial_page, int(fresh[0]), partial)
+                copy = PageCopy(match.partial_page, int(table[len(shared)]), match.partial_tokens)
                 core.pool.retain([copy.src])
                 core.counters.partial_hits += 1
                 sequence.adopt(len(shared), copy=copy, source=source)
@@ -170,10 +178,11 @@ class PagedCache:
                 sequence.adopt(len(shared))
             if core.watch is not None:
                 # Tokens are what the radix index looks for; the bytes are there already.
-                asked = symbols if core.index.name == "radix" else prompt[:-1].tobytes()
-                sequence.told_pages = core.watch.opened(asked, shared, space)
-            if core.index.policy.remembers:
-                sequence.known_pages = self._remembered(prompt, space)
+                if extras or core.index.name != "radix":
+                    symbols = signed(prompt, extras)[:-1].tobytes()
+                sequence.told_pages = core.watch.opened(symbols, shared, space)
+            if core.index.policy.remembers and self.reuse:
+                sequence.known_pages = self._remembered(prompt, space, extras)
             core.counters.opened += 1
             core.counters.prompt_tokens += len(prompt)
             core.counters.hit_tokens += sequence.num_cached
@@ -181,9 +190,10 @@ class PagedCache:
                 core.emit(Opened(sequence.id, space, len(prompt), sequence.num_cached))
             return sequence
 
-    def _remembered(self, prompt: TokenArray, space: Namespace) -> int:
+    def _remembered(self, prompt: TokenArray, space: Namespace, extras: Extras) -> int:
         """Tell the policy what is asked for; leading pages that were asked for before."""
-        keys = chain_keys(root_key(space), prompt.tobytes(), self._block_tokens * TOKEN_BYTES)
+        size = self._block_tokens * TOKEN_BYTES
+        keys = chain_keys(root_key(space), prompt.tobytes(), size, extras)
         return self._core.index.policy.asked(keys) * self._block_tokens // self.page_size
 
     def _affordable(
@@ -209,18 +219,41 @@ class PagedCache:
             raise core.short_of(needed + reserve, available)
         return match, needed
 
-    def match(self, tokens: TokensLike, namespace: NamespaceLike = "") -> CachedPrefix:
-        """The longest cached prefix of a prompt. Changes nothing: no recency, no statistics."""
+    def match(
+        self,
+        tokens: TokensLike,
+        namespace: NamespaceLike = "",
+        *,
+        extra: ExtraLike | None = None,
+    ) -> CachedPrefix:
+        """The longest cached prefix of a prompt. Changes nothing: no recency, no statistics.
+
+        ``extra`` as in `open`.
+        """
         prompt = as_row(tokens)
         space = as_namespace(namespace)
+        extras = as_extras(extra, len(prompt))
         core = self._core
         with core:
-            match = core.index.match(core.index.encoder(space).lookup(prompt), space)
+            match = self._find(prompt, space, extras)
+            self._check_range(prompt, match)
             found = self._matched(match)
-            check_range(prompt, found)
             if match is None:
                 return CachedPrefix(0, EMPTY_PAGES)
             return CachedPrefix(found, match.pages.copy(), match.partial_page, match.partial_tokens)
+
+    def _find(
+        self, prompt: TokenArray, space: Namespace, extras: Extras
+    ) -> PrefixMatch[Any] | None:
+        """What the index has of a prompt; `open` does it itself, for speed."""
+        if not self.reuse:
+            return None
+        index = self._core.index
+        return index.match(index.encoder(space).lookup(index.marks.known(prompt, extras)), space)
+
+    def _check_range(self, prompt: TokenArray, match: PrefixMatch[Any] | None) -> None:
+        """Refuse negative ids; what equals stored tokens has none, unless marks are stored."""
+        check_range(prompt, 0 if len(self._core.marks) else self._matched(match))
 
     def _matched(self, match: PrefixMatch[Any] | None) -> int:
         """Tokens that a match covers."""
@@ -255,21 +288,24 @@ class PagedCache:
         *,
         ttl: float | None = None,
         hard: bool = False,
+        extra: ExtraLike | None = None,
     ) -> Pin:
         """Keep what is cached of this prefix (full pages), for ``ttl`` seconds or until `unpin`.
 
         A soft pin keeps it until nothing else is left to evict; it never stands in the way of a
-        request. A hard pin always keeps it, within the cache's budget for hard pins.
+        request. A hard pin always keeps it, within the cache's budget for hard pins. ``extra`` as
+        in `open`.
         Raises `NotCached` when not one full page is cached, `InvalidValue` beyond the budget.
         """
         prompt = as_tokens(tokens)
         space = as_namespace(namespace)
+        extras = as_extras(extra, len(prompt))
         if ttl is not None and not ttl > 0:
             raise InvalidValue(f"a pin lasts some seconds, got ttl={ttl}")
         core = self._core
         with core:
             core.pins.expire()
-            match = core.index.match(core.index.encoder(space).lookup(prompt), space)
+            match = self._find(prompt, space, extras)
             if match is None or not len(match.pages):
                 raise NotCached(
                     f"not one full page of these {len(prompt)} tokens is cached in {space}; "
@@ -497,6 +533,7 @@ class PagedCache:
             wrong = np.flatnonzero(expected != core.pool.references)
             assert not len(wrong), f"reference counts of pages {wrong[:8]} are wrong"
             core.pool.check()
+            core.marks.check(stored, [sequence.row for sequence in core.sequences.values()])
             core.sessions.check()
             if core.watch is not None:
                 core.watch.check(stored)
@@ -508,3 +545,16 @@ class PagedCache:
             f"{core.index.policy.name}: {core.pool.num_free} free, "
             f"{core.index.num_evictable} evictable>"
         )
+
+
+def _prompt(tokens: TokensLike) -> TokenArray:
+    prompt = as_row(tokens)
+    if not len(prompt):
+        raise InvalidValue("a prompt has at least one token, got none")
+    return prompt
+
+
+def _switch(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidValue(f"{name} is {value!r}; True or False is needed")
+    return value

@@ -9,8 +9,9 @@ import numpy as np
 from kvkeep.cache.lifecycle import State, permit
 from kvkeep.errors import whole
 from kvkeep.events import Closed, Opened, Stored, frozen
+from kvkeep.extras import as_extras, signed
 from kvkeep.pages import GrowingArray, PageCopy
-from kvkeep.tokens import as_tokens, single_token
+from kvkeep.tokens import TOKEN_DTYPE, as_tokens, single_token
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvkeep.cache.core import Claim, Core
     from kvkeep.cache.sessions import Line
+    from kvkeep.extras import ExtraLike, Extras
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
     from kvkeep.prefix.base import Encoder
@@ -45,9 +47,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "_claims", "_core", "_encoder", "_family", "_hold", "_line", "_made", "_opened_pages",
-        "_shared", "_state", "_table", "_tokens", "id", "known_pages", "namespace", "num_cached",
-        "priority", "told_pages", "turn",
+        "_claims", "_core", "_encoder", "_extras", "_family", "_hold", "_line", "_made",
+        "_marked", "_opened_pages", "_shared", "_state", "_table", "_tokens", "id", "known_pages",
+        "namespace", "num_cached", "priority", "told_pages", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +58,7 @@ class Sequence:
         namespace: Namespace,
         encoder: Encoder,
         tokens: TokenArray,
+        extras: Extras,
         *,
         table: PageArray,
         hold: Any,
@@ -76,7 +79,9 @@ class Sequence:
         self._line: Line | None = None  # the session on whose behalf it publishes
         self._core = core
         self._encoder = encoder
-        self._tokens = GrowingArray(tokens)
+        self._tokens = GrowingArray(core.marks.marked(tokens, extras) if extras else tokens)
+        self._marked = bool(extras)  # some of its tokens have extras: they are marks
+        self._extras: Extras = ()  # once it is closed
         self._table = GrowingArray(table)
         self._hold = hold
         # Region map of the page table:
@@ -122,8 +127,22 @@ class Sequence:
 
     @property
     def tokens(self) -> TokenArray:
-        """The tokens: int32, read-only."""
+        """The tokens: int32, read-only. Where some have extras, a copy."""
+        if self._marked:
+            return frozen(self._core.marks.plain(self._tokens.values)[0])
         return self._tokens.view()
+
+    @property
+    def extras(self) -> Extras:
+        """The digests of the bytes that belong to its tokens, by position."""
+        if self._marked:
+            return self._core.marks.plain(self._tokens.values)[1]
+        return self._extras
+
+    @property
+    def row(self) -> TokenArray:
+        """Its tokens as the index compares them: marks for those with extras."""
+        return self._tokens.values
 
     @property
     def closed(self) -> bool:
@@ -170,9 +189,10 @@ class Sequence:
             if not other._claims:
                 other._state = State.READY
 
-    def append(self, tokens: TokensLike | int) -> None:
+    def append(self, tokens: TokensLike | int, extra: ExtraLike | None = None) -> None:
         """Add tokens at the end, with the pages they need; all or nothing.
 
+        ``extra`` as in `PagedCache.open`; positions count from the first of ``tokens``.
         When the page they go to is shared, it is replaced by a copy first (see `copies`).
         Raises `OutOfPages`. Cost: about 1 µs, plus allocation once a page.
         """
@@ -182,6 +202,7 @@ class Sequence:
             count = len(array)
         else:
             count = 1
+        extras = () if extra is None else as_extras(extra, count)
         core = self._core
         with core:
             permit(self._state, "append")
@@ -194,7 +215,11 @@ class Sequence:
                     self._copy_on_write(at, offset, int(fresh[0]))
                     fresh = fresh[1:]
                 self._table.extend(fresh)
-            if one is None:
+            if extras:
+                row = np.array([one], TOKEN_DTYPE) if one is not None else array
+                self._tokens.extend(core.marks.marked(row, extras))
+                self._marked = True
+            elif one is None:
                 self._tokens.extend(array)
             else:
                 self._tokens.append(one)
@@ -229,6 +254,8 @@ class Sequence:
                 self._shared = pages
             gone = self._table.values[pages:].copy()
             self._table.cut(pages)
+            if self._marked:
+                core.marks.release(self._tokens.values[length:])
             self._tokens.cut(length)
             self._encoder.cut(length // size)
             self._drop_needless_claims()
@@ -264,9 +291,11 @@ class Sequence:
             table = self._table.values
             core.pool.retain(table)
             encoder = self._encoder.fork()
-            other = Sequence(
-                core, self.namespace, encoder, self._tokens.values, table=table, hold=hold
-            )
+            row = self._tokens.values
+            other = Sequence(core, self.namespace, encoder, row, (), table=table, hold=hold)
+            if self._marked:
+                core.marks.again(row)
+                other._marked = True
             other.priority = self.priority
             other.known_pages = self.known_pages
             other.told_pages = self.told_pages
@@ -293,7 +322,8 @@ class Sequence:
 
         Where another sequence published the same tokens before, its pages take the place of
         these, which are freed: the page table changes, its length does not. Forks that share the
-        pages share this too. Returns the tokens published so far. Cost: O(new tokens).
+        pages share this too. Returns the tokens published so far: none in a cache that was made
+        with ``reuse=False``. Cost: O(new tokens).
         """
         core = self._core
         with core:
@@ -302,6 +332,8 @@ class Sequence:
                 computed = len(self._tokens)
             computed = whole("the number of computed tokens", computed, 0, len(self._tokens))
             self._copies_made()
+            if not core.reuse:
+                return 0
             stop = computed // core.page_size
             if self._shared < self.known_pages < stop:
                 self._publish(self._shared, self.known_pages, known=True)
@@ -321,8 +353,11 @@ class Sequence:
         self._hold = inserted.hold
         self._shared = stop
         new = own[len(existing) :]
+        size = core.page_size
+        row = self._tokens.values[(stop - len(new)) * size : stop * size]
         if len(new):
             core.pool.retain(new)
+            core.marks.stored(new, row)
             core.now_stored(new, self._hold, stop - len(new))
             core.counters.stored_pages += len(new)
         if len(existing):
@@ -338,9 +373,9 @@ class Sequence:
         if core.hooks and len(new):
             at = stop - len(new)
             parent = int(self._table.values[at - 1]) if at else -1
-            size = core.page_size
-            tokens = frozen(self._tokens.values[at * size : stop * size])
-            core.emit(Stored(self.id, self.namespace, parent, frozen(new), tokens))
+            tokens, extras = core.marks.plain(row) if self._marked else (row, ())
+            stored = Stored(self.id, self.namespace, parent, frozen(new), frozen(tokens), extras)
+            core.emit(stored)
 
     def _sharing(self, start: int, own: PageArray) -> int:
         """How many of the pages ``own`` this fork has too, at the same place, unpublished."""
@@ -376,8 +411,9 @@ class Sequence:
             core.pool.release(pages)
             if keep and core.watch is not None and self._shared > self.told_pages:
                 # It is there for later ones as if it had been asked for.
-                tokens = self._tokens.values[: self.num_published].tobytes()
-                core.watch.stored(tokens, pages[: self._shared], self.namespace)
+                row = self._tokens.values[: self.num_published]
+                row = signed(*core.marks.plain(row)) if self._marked else row
+                core.watch.stored(row.tobytes(), pages[: self._shared], self.namespace)
             if keep:
                 core.index.release(self._hold)
             else:
@@ -387,6 +423,10 @@ class Sequence:
                 stored -= len(dropped)
             core.unclaim(self._claims + self._made)
             self._claims = self._made = []
+            if self._marked:  # its tokens can be read when it is closed, too
+                tokens, self._extras = core.marks.plain(self._tokens.values)
+                core.marks.release(self._tokens.values)
+                self._tokens, self._marked = GrowingArray(tokens), False
             core.counters.closed += 1
             if core.hooks:
                 core.emit(Closed(self.id, len(self._tokens), stored))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvkeep.cache.blocks import Blocks
+    from kvkeep.extras import Extras
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
     from kvkeep.tokens import TokenArray
@@ -80,6 +81,8 @@ class NodeView:
     """Pages before it."""
     page_ids: PageArray
     tokens: TokenArray | None
+    extras: Extras
+    """The digests of the bytes that belong to some of ``tokens``."""
     children: int
     state: str
     """What the eviction policy says of it."""

@@ -34,6 +34,7 @@ _WORDS: Final = {
     "last_token": "the prompt's last token, whose logits are wanted",
 }
 _WHY: Final = {
+    "reuse_off": "the server reuses nothing (--no-reuse)",
     "store_false": "its request said store: false",
     "admission": "the policy did not admit it",
     "queue_full": "the queue to the tier was full",

@@ -58,6 +58,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--no-store", action="store_true", help="keep nothing but what is in the pool"
     )
+    parser.add_argument(
+        "--no-reuse",
+        action="store_true",
+        help="compute every prompt: nothing is found in the pool, and nothing is kept",
+    )
     parser.add_argument("--name", help="what clients call the model (default: its directory's)")
     address = parser.add_argument_group("address and access")
     address.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine")
@@ -210,7 +215,11 @@ def run(args: argparse.Namespace) -> int:
         runner, tokenizer = load(args, dtype=args.dtype)
         what_if = _WATCHED if args.what_if else None
         cache = PagedCache(
-            runner.num_pages, runner.page_size, eviction=args.eviction, what_if=what_if
+            runner.num_pages,
+            runner.page_size,
+            eviction=args.eviction,
+            what_if=what_if,
+            reuse=not args.no_reuse,
         )
         with (
             _publisher(args, cache) as publisher,
@@ -288,10 +297,12 @@ def _tracing(args: argparse.Namespace) -> Iterator[Tracing | None]:
 
 
 def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | None:
-    if args.no_store:
-        if args.tier:
-            raise InvalidValue("--no-store keeps nothing; leave out it, or --tier")
-        return None
+    for option in ("no_store", "no_reuse"):
+        if getattr(args, option):
+            if args.tier:
+                said = f"--{option.replace('_', '-')}"
+                raise InvalidValue(f"{said} keeps nothing; leave out it, or --tier")
+            return None
     if args.tier:
         return open_store(args, runner, name=name, tiers=args.tier)
     return open_default_store(args, runner, name=name)
@@ -362,6 +373,8 @@ def _announce(
         f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'",
         flush=True,
     )
+    if not engine.cache.reuse:
+        print("nothing is reused or kept: every prompt is computed (--no-reuse)", flush=True)
     if engine.store is not None:
         places = ", ".join(tier.place for tier in engine.store.stats().tiers)
         print(f"KV is kept in {places}", flush=True)

@@ -228,6 +228,8 @@ class Scheduler:
 
         To wait for it costs nothing: those tokens would be computed no sooner by this one.
         """
+        if not self._cache.reuse:
+            return False
         mine = answer.tokens()
         namespace, size = answer.request.namespace, self._cache.page_size
         shared = 0

@@ -14,11 +14,13 @@ UNKNOWN = "unknown"
 class Asker:
     """A request that computes units, and publishes them or not. Shared by all of its units.
 
+    ``reuse`` is False where the cache keeps nothing of any request.
     ``tail`` names the full unit that its prompt's last, short one became, if it did.
     """
 
     id: str
     store: bool
+    reuse: bool = True
     running: bool = True
     outcome: str | None = None
     tail: bytes | None = None
@@ -26,6 +28,8 @@ class Asker:
     @property
     def why_not(self) -> str:
         """Why nothing of it was kept."""
+        if not self.reuse:
+            return "reuse_off"
         if not self.store:
             return "store_false"
         return UNKNOWN if self.outcome in {None, "done"} else "given_up"

@@ -13,11 +13,13 @@ from kvkeep.explain.fates import UNKNOWN, Asker, Eviction
 from kvkeep.explain.ledger import Ledger, chain
 from kvkeep.explain.nearest import Prompt, Prompts
 from kvkeep.explain.reasons import Question, Reasons
+from kvkeep.extras import signed
 
 if TYPE_CHECKING:
     from kvkeep.events import Event
     from kvkeep.explain.answer import Span
     from kvkeep.explain.ledger import Rows
+    from kvkeep.extras import Extras
     from kvkeep.keys import Namespace
     from kvkeep.tokens import TokenArray
 
@@ -106,26 +108,30 @@ class Mirror:
     def _names(self, event: Stored, prompt: Prompt | None, depth: int, above: bytes) -> list[bytes]:
         """The names of stored units: those of their prompt, as far as they are its own."""
         unit = self.ledger.unit_tokens
+        tokens = signed(event.tokens, event.extras)
         names: list[bytes] = []
         if prompt is not None and depth < len(prompt.names):
             count = min(len(prompt.names) - depth, len(event.pages))
             own = prompt.tokens[depth * unit : (depth + count) * unit]
             follows = depth == 0 or prompt.names[depth - 1] == above
-            if follows and np.array_equal(own, event.tokens[: count * unit]):
+            if follows and np.array_equal(own, tokens[: count * unit]):
                 names = prompt.names[depth : depth + count]
                 above = names[-1]
-        rest = event.tokens[len(names) * unit :]
+        rest = tokens[len(names) * unit :]
         return names + chain(above, rest.tobytes(), self.ledger.unit_bytes)
 
     # --- requests ----------------------------------------------------------------------------
 
-    def prompt(self, tokens: TokenArray, namespace: Namespace, asker: Asker) -> Prompt:
+    def prompt(
+        self, plain: TokenArray, namespace: Namespace, asker: Asker, extras: Extras = ()
+    ) -> Prompt:
         """A prompt with its names and anchors. Changes nothing."""
+        tokens = signed(plain, extras)
         data = tokens.tobytes()
         names = chain(b"", data, self.ledger.unit_bytes)
         over = data[len(names) * self.ledger.unit_bytes :]
         tail = chain(names[-1] if names else b"", over, len(over))[0] if over else None
-        return Prompt(asker, namespace, tokens, names, tail, Anchors.of(tokens))
+        return Prompt(asker, namespace, tokens, names, tail, Anchors.of(tokens), plain)
 
     def judged(self, prompt: Prompt, *, cached: int, at: float) -> list[Span]:
         """What would be said of a prompt that is asked now. Changes nothing."""

@@ -31,7 +31,11 @@ _ENOUGH = 32
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """One prompt: its tokens, the names of its full units, and of what follows the last."""
+    """One prompt: its tokens, the names of its full units, and of what follows the last.
+
+    Tokens with extras are negative numbers in ``tokens``, which are compared, and themselves in
+    ``shown``.
+    """
 
     asker: Asker
     namespace: Namespace
@@ -39,6 +43,7 @@ class Prompt:
     names: list[bytes]
     tail: bytes | None
     anchors: Anchors
+    shown: TokenArray
     number: int = -1
 
     @property

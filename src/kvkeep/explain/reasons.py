@@ -169,7 +169,7 @@ class Reasons:
         elif isinstance(first, _Late):
             reason, evidence = "computing", {"by": first.by}
         elif isinstance(first, Asker):
-            if first.running and first.store:
+            if first.running and first.store and first.reuse:
                 reason, evidence = "computing", {"by": first.id}
             else:
                 reason, evidence = "not_admitted", {"why": first.why_not, "tier": None}
@@ -203,6 +203,8 @@ class Reasons:
         rows = [int(row) for row in self._ledger.find(space, [asked.prompt.tail]) if row >= 0]
         if not rows:
             return [Span(start, stop, None, reason)]
+        if not asked.prompt.asker.reuse:
+            return [self._span(asked, start, stop, [asked.prompt.asker])]
         gone = self._filled_and_gone(space, rows[0])
         if gone is not None and space is asked.space:
             return [self._span(asked, start, stop, [gone])]
@@ -261,7 +263,7 @@ class Reasons:
             return spans
         found = self._prompts.nearest(asked.prompt, others, self._ledger, missing)
         if found is not None:
-            evidence = _divergence(asked.tokens, found)
+            evidence = _divergence(asked.prompt, found)
             for start, stop, _ in found.stretches:
                 spans = painted(spans, Span(start, stop, None, "diverged", evidence), {_NEW})
             # Where much was forgotten, some of them are known to have been lost otherwise.
@@ -311,16 +313,20 @@ def _differing(ours: Namespace, theirs: Namespace) -> dict[str, list[str]]:
     }
 
 
-def _divergence(tokens: TokenArray, found: Nearest) -> dict[str, Any]:
+def _divergence(prompt: Prompt, found: Nearest) -> dict[str, Any]:
     position = found.position
     window = slice(max(0, position - BEFORE), position + BEHIND)
-    return {
+    ours, theirs = prompt.shown, found.prompt.shown
+    evidence = {
         "position": position,
         "nearest": found.prompt.id,
-        "given": tokens[window].tolist(),
-        "cached": found.prompt.tokens[window].tolist(),
+        "given": ours[window].tolist(),
+        "cached": theirs[window].tolist(),
         "differs": max(0, found.resumes - position),
     }
+    if ours[position] == theirs[position]:  # the tokens are equal: what belongs to them is not
+        evidence["extra"] = True
+    return evidence
 
 
 def evicted(

@@ -27,6 +27,7 @@ _CAUSES = {
     "dropped": "when the request that published them gave them up",
 }
 _WHY_NOT = {
+    "reuse_off": "the server reuses nothing",
     "store_false": "the request that computed them before was not to be stored",
     "admission": "they were seen before, but not often enough to be admitted",
     "queue_full": "they were dropped on their way to be stored, because the queue was full",
@@ -99,9 +100,10 @@ def _because(reason: str, evidence: Mapping[str, Any]) -> str:
     match reason:
         case "diverged":
             other = evidence.get("nearest")
+            what = "in the bytes of" if evidence.get("extra") else "at"
             return (
                 f"they differ from {'a cached prompt' if other is None else _request(other)} "
-                f"at token {evidence['position']:,}, and go on the same behind it"
+                f"{what} token {evidence['position']:,}, and go on the same behind it"
             )
         case "evicted":
             return _evicted(evidence)

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.events import Evicted, Stored
+from kvkeep.extras import extras_between
 from kvkeep.feed.wire import BlockRemoved, BlockStored, salt_digest
 from kvkeep.keys import chain_keys, root_key
 from kvkeep.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from typing import Protocol
+    from typing import Any, Protocol
 
     import numpy.typing as npt
 
     from kvkeep.events import Event
+    from kvkeep.extras import Extras
     from kvkeep.feed.wire import KVEvent
     from kvkeep.keys import Namespace
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
         def pages(self) -> npt.NDArray[np.int32]: ...
         @property
         def tokens(self) -> npt.NDArray[np.int32] | None: ...
+        @property
+        def extras(self) -> Extras: ...
 
 
 __all__ = ["Journal"]
@@ -47,6 +51,7 @@ class _Page:
     parent: int
     tokens: bytes
     space: Namespace
+    extras: Extras
 
 
 class Journal:
@@ -74,7 +79,8 @@ class Journal:
         """What to tell of ``event``. One told twice tells nothing the second time."""
         if isinstance(event, Stored):
             tokens = event.tokens.astype(TOKEN_DTYPE, copy=False).tobytes()
-            return self._store(event.namespace, event.parent, event.pages.tolist(), tokens)
+            pages = event.pages.tolist()
+            return self._store(event.namespace, event.parent, pages, tokens, event.extras)
         if isinstance(event, Evicted):
             return self._forget(event.pages.tolist())
         return []
@@ -100,7 +106,7 @@ class Journal:
                     continue
                 seen.update(pages)
                 tokens = run.tokens.astype(TOKEN_DTYPE, copy=False).tobytes()
-                told += self._store(space, parent, pages, tokens)
+                told += self._store(space, parent, pages, tokens, run.extras)
         return told + self._forget([page for page in self._pages if page not in seen])
 
     def snapshot(self) -> Iterator[KVEvent]:
@@ -121,7 +127,7 @@ class Journal:
             yield self._stored(run, run[0].parent)
 
     def _store(
-        self, space: Namespace, parent: int, pages: Sequence[int], tokens: bytes
+        self, space: Namespace, parent: int, pages: Sequence[int], tokens: bytes, extras: Extras
     ) -> list[KVEvent]:
         above = self._pages.get(parent)
         if parent >= 0 and (above is None or above.space != space):
@@ -131,7 +137,7 @@ class Journal:
         told: list[KVEvent] = []
         fresh: list[_Page] = []
         first_parent = parent
-        keys = chain_keys(root_key(space) if above is None else above.key, tokens, size)
+        keys = chain_keys(root_key(space) if above is None else above.key, tokens, size, extras)
         for at, (page, key) in enumerate(zip(pages, keys, strict=True)):
             known = self._pages.get(page)
             if known is not None and known.key == key:
@@ -142,7 +148,8 @@ class Journal:
             else:
                 if known is not None:
                     told += self._forget([page])
-                held = _Page(key, parent, tokens[at * size : (at + 1) * size], space)
+                own = extras_between(extras, at * self.page_size, (at + 1) * self.page_size)
+                held = _Page(key, parent, tokens[at * size : (at + 1) * size], space, own)
                 self._pages[page] = held
                 fresh.append(held)
             parent = page
@@ -158,12 +165,15 @@ class Journal:
 
     def _stored(self, held: Sequence[_Page], parent: int) -> BlockStored:
         space = held[0].space
-        extra: list[list[str] | None] | None = None
+        # As pairs, so that who takes text for a salt does not take these for one.
+        extra: list[list[Any] | None] = [
+            [[one.digest.hex(), one.position] for one in page.extras] or None for page in held
+        ]
         if parent < 0 and (space.tenant or space.lora):
-            first = [space.lora] if space.lora else []
+            first: list[Any] = [space.lora] if space.lora else []
             if space.tenant:
                 first.append(salt_digest(space.tenant))
-            extra = [first, *([None] * (len(held) - 1))]
+            extra[0] = [*first, *(extra[0] or ())]
         return BlockStored(
             block_hashes=[_wire_hash(one.key) for one in held],
             parent_block_hash=None if parent < 0 else _wire_hash(self._pages[parent].key),
@@ -172,7 +182,7 @@ class Journal:
             lora_id=None,
             medium=self.medium,
             lora_name=space.lora or None,
-            extra_keys=extra,
+            extra_keys=extra if any(extra) else None,
         )
 
 

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kvkeep.eviction import EvictionPolicy
+    from kvkeep.extras import Extras
     from kvkeep.keys import Namespace
     from kvkeep.pages.table import PageArray
+    from kvkeep.prefix.marks import Marks
     from kvkeep.prefix.owners import Owner, Owners
     from kvkeep.prefix.walk import Walk
     from kvkeep.tokens import TokenArray
@@ -29,6 +31,7 @@ Hold = TypeVar("Hold")
 class Encoder(ABC):
     """Turns the tokens of one sequence into what an index compares; one per sequence.
 
+    Tokens with extras are marks, negative ids of the index's `Marks`.
     It may keep what it computed for the leading pages, so it must be told when those change.
     """
 
@@ -89,7 +92,7 @@ class Run(NamedTuple):
     """Pages before it."""
     pages: PageArray
     symbols: bytes
-    """What the index keeps for it: int32 tokens, or 32-byte keys."""
+    """What the index keeps for it: int32 tokens and marks, or 32-byte keys."""
     tokens: TokenArray | None
     """Its tokens, when the index keeps them."""
     children: int
@@ -97,6 +100,8 @@ class Run(NamedTuple):
     pins: int
     state: str
     """What the eviction policy says of it."""
+    extras: Extras = ()
+    """Those of its tokens, where it has any; positions count from its first token."""
 
 
 class Look(NamedTuple):
@@ -133,6 +138,8 @@ class PrefixIndex(ABC, Generic[Hold]):
     name: str
     page_size: int
     policy: EvictionPolicy
+    marks: Marks
+    """What stands for tokens with extras among the tokens that it is given."""
     num_pages: int
     """Pages stored."""
     num_evictable: int

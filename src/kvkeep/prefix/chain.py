@@ -12,6 +12,7 @@ from kvkeep.tokens import TOKEN_BYTES
 if TYPE_CHECKING:
     from kvkeep.eviction import EvictionPolicy
     from kvkeep.keys import Namespace
+    from kvkeep.prefix.marks import Marks
     from kvkeep.tokens import TokenArray
 
 __all__ = ["ChainIndex"]
@@ -36,14 +37,15 @@ class ChainIndex(RunTree):
 
     def encoder(self, namespace: Namespace) -> Encoder:
         """An encoder that computes each key of its sequence once."""
-        return _KeyEncoder(root_key(namespace), self.page_size, [])
+        return _KeyEncoder(root_key(namespace), self.page_size, [], self.marks)
 
 
 class _KeyEncoder(Encoder):
-    def __init__(self, root: bytes, page_size: int, keys: list[bytes]) -> None:
+    def __init__(self, root: bytes, page_size: int, keys: list[bytes], marks: Marks) -> None:
         self._root = root
         self._page_size = page_size
         self._keys = keys
+        self._marks = marks
 
     def lookup(self, tokens: TokenArray) -> bytes:
         return self.pages(tokens, 0, len(tokens) // self._page_size)
@@ -51,13 +53,14 @@ class _KeyEncoder(Encoder):
     def pages(self, tokens: TokenArray, start: int, stop: int) -> bytes:
         keys = self._keys
         if len(keys) < stop:
-            new = tokens[len(keys) * self._page_size : stop * self._page_size].tobytes()
+            new = tokens[len(keys) * self._page_size : stop * self._page_size]
+            new, extras = self._marks.plain(new)
             parent = keys[-1] if keys else self._root
-            keys += chain_keys(parent, new, self._page_size * TOKEN_BYTES)
+            keys += chain_keys(parent, new.tobytes(), self._page_size * TOKEN_BYTES, extras)
         return b"".join(keys[start:stop])
 
     def cut(self, pages: int) -> None:
         del self._keys[pages:]
 
     def fork(self) -> Encoder:
-        return _KeyEncoder(self._root, self._page_size, self._keys.copy())
+        return _KeyEncoder(self._root, self._page_size, self._keys.copy(), self._marks)

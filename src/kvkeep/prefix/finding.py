@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from kvkeep.prefix.marks import Marks
     from kvkeep.prefix.walk import Walk
     from kvkeep.tokens import TokenArray
 
@@ -39,7 +40,7 @@ class Finding:
 
     COLUMNS = ("parent", "end", "serial", "run", "depth")
 
-    def __init__(self, walk: Walk, page_size: int) -> None:
+    def __init__(self, walk: Walk, page_size: int, marks: Marks | None = None) -> None:
         self._parents = walk.parents()
         self._page_size = page_size
         self._depths: list[int] = walk.columns["depth"]
@@ -47,7 +48,13 @@ class Finding:
         self._runs: list[bytes] = [
             run if type(run) is bytes else bytes(run) for run in walk.columns["run"]
         ]
-        for row in walk.unknown():
+        unknown = walk.unknown()
+        if marks is not None and len(marks):
+            for row, run in enumerate(self._runs):
+                self._runs[row] = marks.plain_bytes(run)
+                if len(self._runs[row]) < len(run):  # it was evicted meanwhile, with its marks
+                    unknown.append(row)
+        for row in unknown:
             self._runs[row] = b""
         self._lengths = np.array([len(run) for run in self._runs], np.int64) // TOKEN_BYTES
 

@@ -28,6 +28,7 @@ from kvkeep.eviction.hints import Hinted
 from kvkeep.eviction.queues import AgeQueue
 from kvkeep.prefix.base import EMPTY_PAGES, Inserted, Look, PrefixIndex, PrefixMatch, Run
 from kvkeep.prefix.heads import Heads, common_bytes
+from kvkeep.prefix.marks import Marks
 from kvkeep.prefix.node import Node, Root, descend, living
 from kvkeep.prefix.owners import Owners
 from kvkeep.tokens import TOKEN_BYTES, TOKEN_DTYPE
@@ -62,6 +63,7 @@ class RunTree(PrefixIndex[Node]):
         policy.taken = True
         self.page_size = page_size
         self.policy = policy
+        self.marks = Marks()
         self.num_pages = 0
         self.num_evictable = 0
         self.pins_broken = 0
@@ -611,16 +613,19 @@ class RunTree(PrefixIndex[Node]):
         for node, depth in descend(root):
             if node.parent is not None:
                 symbols = bytes(node.run)
+                row = np.frombuffer(symbols, TOKEN_DTYPE)
+                tokens, extras = self.marks.plain(row) if self.exact else (None, ())
                 yield Run(
                     depth=depth - 1,
                     start=node.end - node.size,
                     pages=node.pages.copy(),
                     symbols=symbols,
-                    tokens=np.frombuffer(symbols, TOKEN_DTYPE) if self.exact else None,
+                    tokens=tokens,
                     children=len(node.children),
                     holders=node.holders,
                     pins=node.pins,
                     state=self.policy.describe(node),
+                    extras=extras,
                 )
 
     def check(self, holds: list[Node]) -> PageArray:

@@ -80,7 +80,7 @@ class Watching:
         """Begin to explain, in a thread of its own."""
         if self._explain:
             cache = self._cache
-            self.explainer = explainer = Explainer(cache.page_size, cache.policy)
+            self.explainer = explainer = Explainer(cache.page_size, cache.policy, reuse=cache.reuse)
             self._ends += [cache.subscribe(explainer.see), explainer.close]
 
     def computed_tokens(self) -> dict[str, int]:

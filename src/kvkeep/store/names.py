@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidValue
+from kvkeep.extras import extra_bytes, extras_between
 from kvkeep.keys import Namespace, chain_keys, root_key, space_of
 from kvkeep.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
+    from kvkeep.extras import Extras
     from kvkeep.geometry import KVGeometry
     from kvkeep.store.forms import Layout
     from kvkeep.tokens import TokenArray
@@ -76,15 +79,24 @@ def store_namespace(
 
 
 class Names:
-    """The block ids of one namespace."""
+    """The block ids of one namespace, of prompts without extras or, `having` them, of one with."""
 
-    __slots__ = ("_block_bytes", "_root", "block_tokens", "space")
+    __slots__ = ("_block_bytes", "_extras", "_root", "block_tokens", "space")
 
     def __init__(self, namespace: Namespace, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.space = space_of(namespace)
         self._root = root_key(namespace)
         self._block_bytes = block_tokens * TOKEN_BYTES
+        self._extras: Extras = ()
+
+    def having(self, extras: Extras) -> Names:
+        """The names of a prompt with these extras; positions count from its first token."""
+        if not extras:
+            return self
+        names = copy(self)
+        names._extras = extras
+        return names
 
     @property
     def root(self) -> bytes:
@@ -94,7 +106,8 @@ class Names:
     def full(self, tokens: TokenArray) -> list[bytes]:
         """Ids of the full blocks of a prompt. Cost: a SHA-256 each, about 1 µs for 256 tokens."""
         space = self.space
-        return [space + key for key in chain_keys(self._root, tokens.tobytes(), self._block_bytes)]
+        keys = chain_keys(self._root, tokens.tobytes(), self._block_bytes, self._extras)
+        return [space + key for key in keys]
 
     def tails(self, blocks: list[bytes], tokens: TokenArray) -> list[bytes]:
         """Ids of all tails that may follow ``blocks``: of ``tokens[:1]``, ``tokens[:2]``, …
@@ -105,6 +118,15 @@ class Names:
         digest = hashlib.sha256(parent)
         raw = tokens.tobytes()
         ids = []
+        if self._extras:
+            start = len(blocks) * self.block_tokens
+            extras = extras_between(self._extras, start, start + len(tokens))
+            for length in range(1, len(tokens) + 1):
+                digest.update(raw[(length - 1) * TOKEN_BYTES : length * TOKEN_BYTES])
+                tail = digest.copy()
+                tail.update(extra_bytes(extras_between(extras, 0, length)))
+                ids.append(self.space + tail.digest())
+            return ids
         for at in range(0, len(raw), TOKEN_BYTES):
             digest.update(raw[at : at + TOKEN_BYTES])
             ids.append(self.space + digest.digest())

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, Self
 
 from kvkeep.errors import InvalidValue, whole
+from kvkeep.extras import as_extras
 from kvkeep.geometry import KVGeometry, parse_bytes
 from kvkeep.store.forms import Form
 from kvkeep.store.names import Names, store_namespace
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from kvkeep.backends import Backend
+    from kvkeep.extras import ExtraLike
     from kvkeep.store.forms import KV, Layout
     from kvkeep.store.stats import StoreStats
     from kvkeep.tiers import Fate
@@ -163,6 +165,7 @@ class KVStore:
         wait: bool = False,
         tail: bool = False,
         tenant: str | None = None,
+        extra: ExtraLike | None = None,
     ) -> Put:
         """Keep the KV of ``tokens[start:]``.
 
@@ -171,7 +174,9 @@ class KVStore:
         with or without a leading batch of 1; on any device. ``start`` may lie anywhere: what comes
         before the first whole block is left out. What is stored already is skipped, and its bytes
         are not touched. ``tail`` keeps what comes behind the last whole block as well, to be found
-        by prompts that go on just so.
+        by prompts that go on just so. ``extra`` are bytes that belong to tokens, as those of an
+        image to its placeholder: ``[(position, bytes)]``, positions counted from the first of
+        ``tokens`` whatever ``start`` is. They are part of the names of the blocks from there on.
 
         Returns as soon as memory has it. With ``wait`` it returns when the slower tiers have it,
         too, or have failed to: 60 seconds at most for each.
@@ -183,7 +188,7 @@ class KVStore:
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
         self._form.check(kv, len(row) - start)
-        names, size = self._names_of(tenant), self.block_tokens
+        names, size = self._names_of(tenant, extra, len(row)), self.block_tokens
         first = -(-start // size)  # the first block that is all there
         full = names.full(row)
         blocks, lengths = full[first:], [size] * max(0, len(full) - first)
@@ -217,6 +222,7 @@ class KVStore:
         out: KV | None = None,
         form: Literal["tensor", "tuples"] = "tensor",
         sources: list[tuple[str, int]] | None = None,
+        extra: ExtraLike | None = None,
     ) -> tuple[KV | None, int]:
         """The KV of the longest stored prefix of ``tokens`` beyond ``start``, and its tokens.
 
@@ -225,7 +231,7 @@ class KVStore:
         ``deadline`` seconds from now. ``out`` is room for all of ``tokens[start:]``, in any form
         that `put` takes, to copy into; kv is then its front. Otherwise new CPU memory is taken:
         one tensor, or ``form="tuples"``. ``sources`` is given ``(tier, tokens)`` of what comes, in
-        order: where each was read from.
+        order: where each was read from. ``extra`` as in `put`.
 
         Raises:
             InvalidValue: tokens, ``start``, ``out`` or ``form`` are wrong.
@@ -240,7 +246,8 @@ class KVStore:
         until = None
         if deadline is not None:
             until = time.monotonic() + seconds_of("deadline", deadline)
-        blocks, levels, lengths = self._find(row, start, tenant, until)
+        names = self._names_of(tenant, extra, len(row))
+        blocks, levels, lengths = self._find(names, row, start, until)
         skip = start % self.block_tokens if lengths else 0
         if sum(lengths) <= skip:
             self._asked.count(gets=1, asked_tokens=len(row) - start)
@@ -258,25 +265,32 @@ class KVStore:
         left = None if until is None else max(0.0, until - time.monotonic())
         sizes = self._sizes(lengths)
         with closed_is_illegal():
-            names: list[str] | None = None if sources is None else []
+            places: list[str] | None = None if sources is None else []
             count = self._tiered.read(
-                blocks, sizes, take, levels=levels, deadline=left, sources=names
+                blocks, sizes, take, levels=levels, deadline=left, sources=places
             )
         got = ends[count - 1] if count else 0
-        if sources is not None and names:
-            sources += runs_of(zip(names, [lengths[0] - skip, *lengths[1:]], strict=False))
+        if sources is not None and places:
+            sources += runs_of(zip(places, [lengths[0] - skip, *lengths[1:]], strict=False))
         self._asked.count(gets=1, asked_tokens=len(row) - start, hit_tokens=got)
         return (self._form.cut(into, 0, got), got) if got else (None, 0)
 
-    def lookup(self, tokens: TokensLike, *, tenant: str | None = None) -> Lookup:
+    def lookup(
+        self,
+        tokens: TokensLike,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> Lookup:
         """How many tokens are stored as a prefix, and in which tiers; transfers nothing.
 
         A promise it is not: what is found now may be evicted, or turn out bad, before it is read.
-        Tiers that others may write to are asked about what is not known here.
+        Tiers that others may write to are asked about what is not known here. ``extra`` as in
+        `put`.
         """
         self._tiered.check_open()
         row = as_tokens(tokens)
-        _, levels, lengths = self._find(row, 0, tenant)
+        _, levels, lengths = self._find(self._names_of(tenant, extra, len(row)), row, 0)
         tiers = self.tiers
         names = [tiers[level] for level in levels]
         return Lookup(sum(lengths), runs_of(zip(names, lengths, strict=True)))
@@ -302,6 +316,7 @@ class KVStore:
         *,
         tenant: str | None = None,
         since: float | None = None,
+        extra: ExtraLike | None = None,
     ) -> tuple[Fate, ...]:
         """What became of what is missing of a prompt, behind the first ``start`` tokens.
 
@@ -311,6 +326,7 @@ class KVStore:
 
         ``since`` (Unix seconds): a tier that failed or was late since then counts as unavailable,
         also for what it holds: to be asked after a read that brought less than was found.
+        ``extra`` as in `put`.
 
         Reads nothing and waits for nobody. Cost: a few µs a block behind ``start``.
 
@@ -320,43 +336,64 @@ class KVStore:
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
         fates_of = partial(self._tiered.fates_of, since=since)
-        return fates_behind(self._names_of(tenant), fates_of, row, start)
+        return fates_behind(self._names_of(tenant, extra, len(row)), fates_of, row, start)
 
-    def unkept(self, tokens: TokensLike, start: int = 0, *, tenant: str | None = None) -> None:
+    def unkept(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> None:
         """Say that the full blocks of ``tokens[start:]`` were never put, for want of time or room.
 
-        Nothing changes but what `why` tells of them.
+        Nothing changes but what `why` tells of them. ``extra`` as in `put`.
         """
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
-        blocks = self._names_of(tenant).full(row)[-(-start // self.block_tokens) :]
+        names = self._names_of(tenant, extra, len(row))
+        blocks = names.full(row)[-(-start // self.block_tokens) :]
         self._tiered.fates.note(blocks, self._tiered.front.name, "dropped", "queue full")
 
-    def touch(self, tokens: TokensLike, *, tenant: str | None = None) -> None:
+    def touch(
+        self,
+        tokens: TokensLike,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> None:
         """Say that a prompt used the KV of ``tokens``, found elsewhere; transfers nothing.
 
         `get` and `put` say so themselves. Without it, what an engine has in its own memory all the
-        time would be what goes first here. Blocks that are not stored are passed over.
+        time would be what goes first here. Blocks that are not stored are passed over. ``extra`` as
+        in `put`.
         """
         self._tiered.check_open()
         row = as_tokens(tokens)
         with closed_is_illegal():
-            self._tiered.used(self._names_of(tenant).full(row))
+            self._tiered.used(self._names_of(tenant, extra, len(row)).full(row))
 
     def prefetch(
-        self, tokens: TokensLike, start: int = 0, *, tenant: str | None = None
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
     ) -> Prefetch:
         """Start bringing the KV of ``tokens`` beyond ``start`` into memory; returns at once.
 
-        As much as half of the memory tier holds. `get` then finds it there.
+        As much as half of the memory tier holds. `get` then finds it there. ``extra`` as in `put`.
         """
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
+        names = self._names_of(tenant, extra, len(row))
         base = start - start % self.block_tokens
         found: list[int] = []
 
         def plan() -> tuple[list[bytes], list[int]]:
-            blocks, _, lengths = self._find(row, start, tenant)
+            blocks, _, lengths = self._find(names, row, start)
             found.extend(lengths)
             return blocks, self._sizes(lengths)
 
@@ -365,20 +402,38 @@ class KVStore:
 
     # --- keeping and letting go ------------------------------------------------------------------
 
-    def pin(self, tokens: TokensLike, seconds: float, *, tenant: str | None = None) -> int:
+    def pin(
+        self,
+        tokens: TokensLike,
+        seconds: float,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> int:
         """Keep what is stored of a prompt from eviction for so long; tokens that are pinned now.
 
-        In every tier that has it, each up to half of the tier.
+        In every tier that has it, each up to half of the tier. ``extra`` as in `put`.
         """
         self._tiered.check_open()
         seconds = seconds_of("seconds", seconds, ends=True)
-        blocks, _, lengths = self._find(as_tokens(tokens), 0, tenant)
+        row = as_tokens(tokens)
+        blocks, _, lengths = self._find(self._names_of(tenant, extra, len(row)), row, 0)
         return sum(lengths[: self._tiered.pin(blocks, seconds)])
 
-    def unpin(self, tokens: TokensLike, *, tenant: str | None = None) -> int:
-        """Let a prompt's blocks be evicted again; tokens that were pinned."""
+    def unpin(
+        self,
+        tokens: TokensLike,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> int:
+        """Let a prompt's blocks be evicted again; tokens that were pinned.
+
+        ``extra`` as in `put`.
+        """
         self._tiered.check_open()
-        blocks, _, lengths = self._find(as_tokens(tokens), 0, tenant)
+        row = as_tokens(tokens)
+        blocks, _, lengths = self._find(self._names_of(tenant, extra, len(row)), row, 0)
         return sum(lengths[: self._tiered.unpin(blocks)])
 
     def clear(self, *, tenant: str | None = None) -> int:
@@ -414,7 +469,10 @@ class KVStore:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _names_of(self, tenant: str | None) -> Names:
+    def _names_of(
+        self, tenant: str | None, extra: ExtraLike | None = None, length: int = 0
+    ) -> Names:
+        """The names of a tenant's blocks; of a prompt of that length with ``extra``, its own."""
         if tenant is None:
             tenant = self.namespace.tenant
         if not isinstance(tenant, str):
@@ -425,16 +483,15 @@ class KVStore:
                 self._names.clear()
             names = Names(replace(self.namespace, tenant=tenant), self.block_tokens)
             self._names[tenant] = names
-        return names
+        return names if extra is None else names.having(as_extras(extra, length))
 
     def _sizes(self, lengths: Sequence[int]) -> list[int]:
         return [self._form.raw_bytes(tokens) for tokens in lengths]
 
     def _find(
-        self, row: TokenArray, start: int, tenant: str | None, until: float | None = None
+        self, names: Names, row: TokenArray, start: int, until: float | None = None
     ) -> tuple[list[bytes], list[int], list[int]]:
         """Blocks stored of ``row``, from the one with token ``start`` on: ids, levels, tokens."""
-        names = self._names_of(tenant)
         full = names.full(row)
         first = start // self.block_tokens
         levels = self._tiered.locate(full[first:], until)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvkeep.events import Evicted, Stored
+from kvkeep.extras import signed
 from kvkeep.keys import as_namespace
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class NaiveCache:
 
     It refuses events that no cache may send: a page stored twice, a page without the page before
     it, the same prefix under two ids, the eviction of what is not stored. ``exact`` says whether
-    the cache finds pages that match only in part. Cost: everything is a scan of everything.
+    the cache finds pages that match only in part. Tokens with extras are what
+    `kvkeep.extras.signed` makes of them. Cost: everything is a scan of everything.
     """
 
     def __init__(self, page_size: int, *, exact: bool = True) -> None:
@@ -53,7 +55,8 @@ class NaiveCache:
     def __call__(self, event: Event) -> None:
         """Take an event; those that store and evict count, others are ignored."""
         if isinstance(event, Stored):
-            self.store(event.namespace, event.parent, event.pages.tolist(), event.tokens.tolist())
+            tokens = signed(event.tokens, event.extras).tolist()
+            self.store(event.namespace, event.parent, event.pages.tolist(), tokens)
         elif isinstance(event, Evicted):
             self.forget(event.pages.tolist())
 

@@ -29,6 +29,7 @@ async def stats(service: ServiceOf) -> KVStats:
     """What cache, engine and store hold and have done."""
     cache, engine = await service.stats()
     return KVStats(
+        reuse=service.engine.cache.reuse,
         cache=cache.as_dict(),
         engine=engine,
         store=await service.store_stats(),

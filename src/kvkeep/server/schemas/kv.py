@@ -23,6 +23,7 @@ class MemoryPoint(Answer):
 class KVStats(Answer):
     """Counters and measures; docs/serving.md says what each is."""
 
+    reuse: bool = Field(description="False with --no-reuse: every prompt is computed.")
     cache: dict[str, int | float]
     engine: dict[str, int | float]
     store: dict[str, Any] | None = Field(description="Null for a server without tiers.")

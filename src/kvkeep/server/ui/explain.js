@@ -34,6 +34,7 @@ const WORDS = {
       said.needed_pages ? ` needed ${many(said.needed_pages, "page")}.` : " needed them."] : []),
   ],
   not_admitted: (said) => [{
+    reuse_off: "The server was started with --no-reuse: it computes every prompt.",
     store_false: "It was asked for with store: false, so nobody kept it.",
     admission: "The tier takes only what comes again, and this came for the first time.",
     queue_full: "The tier could not write as fast as it was told to, and let it go.",
