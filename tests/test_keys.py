@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -17,14 +18,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep import InvalidValue, Namespace
+from kvkeep.extras import as_extras
 from kvkeep.keys import KEY_BYTES, as_namespace, chain_keys, root_key
 from kvkeep.tokens import as_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "keys.md"
 FIELDS = tuple(field.name for field in fields(Namespace))
 
 
-def independent_keys(namespace: dict[str, str], tokens: list[int], block: int) -> list[bytes]:
+def independent_keys(
+    namespace: dict[str, str],
+    tokens: list[int],
+    block: int,
+    extra: Sequence[tuple[int, bytes]] = (),
+) -> list[bytes]:
     """The format once more, from its description alone: [root, key of 0, key of 1, …]."""
     canonical = b""
     for name in sorted(namespace):
@@ -34,6 +44,11 @@ def independent_keys(namespace: dict[str, str], tokens: list[int], block: int) -
     keys = [hashlib.sha256(b"kvkeep namespace 1\n" + canonical).digest()]
     for i in range(len(tokens) // block):
         packed = struct.pack(f"<{block}i", *tokens[i * block : (i + 1) * block])
+        own = [(at - i * block, data) for at, data in extra if i * block <= at < (i + 1) * block]
+        if own:
+            packed += b"\xff\xff\xff\xff"
+        for position, data in own:
+            packed += struct.pack("<i", position) + hashlib.sha256(data).digest()
         keys.append(hashlib.sha256(keys[-1] + packed).digest())
     return keys
 
@@ -80,11 +95,11 @@ def vectors() -> list[dict[str, str]]:
     return [dict(row) for row in rows]
 
 
-def test_the_document_has_two_vectors() -> None:
-    assert len(vectors()) == 2
+def test_the_document_has_three_vectors() -> None:
+    assert len(vectors()) == 3
 
 
-@pytest.mark.parametrize("vector", vectors(), ids=["all-empty", "six-fields"])
+@pytest.mark.parametrize("vector", vectors(), ids=["all-empty", "six-fields", "extras"])
 def test_vectors_of_the_document(vector: dict[str, str]) -> None:
     block = int(vector.pop("tokens per block"))
     text = vector.pop("tokens")
@@ -93,6 +108,8 @@ def test_vectors_of_the_document(vector: dict[str, str]) -> None:
         tokens = list(range(int(first), int(last) + 1))
     else:
         tokens = [int(token) for token in text.split()]
+    pairs = re.findall(r'(\d+) "(\w*)"', vector.pop("extra", ""))
+    extra = [(int(at), text.encode()) for at, text in pairs]
     canonical = vector.pop("canonical").replace("\\n", "\n").encode()
     root = vector.pop("root")
     expected = [vector.pop(f"key of {i}") for i in range(len(tokens) // block)]
@@ -100,7 +117,12 @@ def test_vectors_of_the_document(vector: dict[str, str]) -> None:
     namespace = Namespace(**vector)
 
     assert namespace.canonical() == canonical
-    assert [key.hex() for key in keys_of(namespace, tokens, block)] == [root, *expected]
+    keys = [root_key(namespace)]
+    extras = as_extras(extra, len(tokens))
+    keys += chain_keys(keys[0], as_tokens(tokens).tobytes(), block * 4, extras)
+    assert [key.hex() for key in keys] == [root, *expected]
+    named = {name: getattr(namespace, name) for name in FIELDS}
+    assert independent_keys(named, tokens, block, extra) == keys
 
 
 def test_the_document_names_every_field() -> None:
