@@ -110,13 +110,13 @@ def test_prompts_in_one_call_share(engine, prompt):
 def test_without_reuse_nothing_is_read_or_left(bench, prompt):
     tokens = prompt(33, 1)
     (kept,) = Engine(bench.runner, bench.cache).generate([tokens], few(4))
-    cached = bench.cache.stats().pages_cached
     runner = CountingRunner(bench.runner)
-    done = Engine(runner, bench.cache, reuse=False).generate([tokens, tokens], few(4))
+    cold = PagedCache(bench.cache.num_pages, PAGE, reuse=False)
+    done = Engine(runner, cold).generate([tokens, tokens], few(4))
     assert runner.computed[0] == [33, 33]
     assert [one.cached_tokens for one in done] == [0, 0]
     assert {one.tokens for one in done} == {kept.tokens}
-    assert bench.cache.stats().pages_cached == cached
+    assert cold.stats().pages_free == cold.num_pages
 
 
 def test_namespaces_do_not_share(engine, prompt):
@@ -138,10 +138,10 @@ def test_what_does_not_fit_waits(make_bench, prompt):
 @pytest.mark.parametrize("reuse", [True, False])
 def test_the_youngest_gives_way_and_comes_back(make_bench, prompt, reuse):
     """Three prompts fit, but not all that they generate."""
-    bench = make_bench("llama", page_size=PAGE, num_pages=18)
+    bench = make_bench("llama", page_size=PAGE, num_pages=18, reuse=reuse)
     runner = CountingRunner(bench.runner)
     prompts = [prompt(20, seed) for seed in range(3)]
-    engine = Engine(runner, bench.cache, reuse=reuse)
+    engine = Engine(runner, bench.cache)
     done = engine.generate(prompts, few(30))
     assert len(runner.computed[0]) == 3 or not reuse  # without a word of reserve they would not fit
     assert engine.stats().preempted > 0

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from kvkeep.engine.params import SamplingParams
-from kvkeep.errors import InvalidValue
+from kvkeep.errors import InvalidValue, told
 
 
 def test_the_defaults_are_greedy():
@@ -49,31 +49,37 @@ def test_width(given, width):
     assert SamplingParams(**given).width == width
 
 
+HUGE = 10**5000
+"""More digits than Python writes down."""
 NUMBERS = {
-    "temperature": [-0.1, math.nan, math.inf, "warm", True, None],
+    "ignore_eos": [None, 0, "yes"],
+    "temperature": [-0.1, math.nan, math.inf, HUGE, "warm", True, None],
     "top_p": [0, 0.0, -1, 1.1, math.nan, "0.5", True],
     "min_p": [-0.1, 1.1, math.nan, None],
     "presence_penalty": [-2.1, 2.1, math.nan, math.inf],
     "frequency_penalty": [-2.1, 2.1, "1"],
     "length_penalty": [math.inf, -math.inf, math.nan, 400, -400, "1"],
-    "top_k": [-1, 1.5, True, "3", None],
-    "max_tokens": [0, -1, True, 1.0],
-    "n": [0, True, 1.0],
-    "beams": [-1, True, 2.0],
-    "best_of": [0, 1.0, True],
-    "draft_tokens": [-1, True],
-    "seed": [-1, 2**63, 1.0, True],
+    "top_k": [-1, 2**31, HUGE, -HUGE, 1.5, True, "3", None],
+    "max_tokens": [0, -1, HUGE, True, 1.0],
+    "n": [0, HUGE, True, 1.0],
+    "beams": [-1, HUGE, True, 2.0],
+    "best_of": [0, HUGE, 1.0, True],
+    "draft_tokens": [-1, HUGE, True],
+    "seed": [-1, 2**63, HUGE, 1.0, True],
     "logprobs": [-1, 101, True, 1.0],
     "stop": ["end", ("",), (3,), ["end"], None],
     "logit_bias": [
         {3: 1.0}, [(3, 1.0)], ((3,),), ([3, 1.0],), ((-1, 1.0),), (("3", 1.0),), ((3.0, 1.0),),
         ((3, 100.1),), ((3, -101),), ((3, math.nan),), ((3, "1"),), ((3, True),), ((True, 1),),
+        ((HUGE, 1.0),), ((2**31, 1.0),), ((3, HUGE),), (HUGE,),
     ],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in NUMBERS.items() for value in values]
+    ("name", "value"),
+    [(name, value) for name, values in NUMBERS.items() for value in values],
+    ids=told,
 )
 def test_wrong_values_are_named(name, value):
     with pytest.raises(InvalidValue, match=name):
@@ -82,7 +88,7 @@ def test_wrong_values_are_named(name, value):
 
 def test_every_field_is_tested():
     names = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert names - set(NUMBERS) == {"ignore_eos"}
+    assert names == set(NUMBERS)
 
 
 @pytest.mark.parametrize(

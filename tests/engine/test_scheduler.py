@@ -30,7 +30,7 @@ def answers(bench):
     def alone(tokens, params):
         key = (tuple(tokens), params)
         if key not in known:
-            engine = Engine(bench.runner, PagedCache(64, PAGE), reuse=False)
+            engine = Engine(bench.runner, PagedCache(64, PAGE, reuse=False))
             known[key] = [one.tokens for one in engine.generate([tokens], params)[0].choices]
         return known[key]
 

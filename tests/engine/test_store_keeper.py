@@ -537,8 +537,9 @@ def test_stores_that_do_not_fit(house):
         Engine(runner, cache, store=DictStore(runner.geometry, block_tokens=6))
     with pytest.raises(InvalidValue, match="seconds"):
         Engine(runner, cache, store=house.store, load_timeout=-1)
+    cold = PagedCache(cache.num_pages, cache.page_size, reuse=False)
     with pytest.raises(InvalidValue, match="reuse"):
-        Engine(runner, cache, store=house.store, reuse=False)
+        Engine(runner, cold, store=house.store)
     uneven = PagedTensors(KVGeometry(2, 2, 8, "float32", value_dim=4), 4, PAGE)
     with pytest.raises(InvalidValue, match="alike"):
         Forms(uneven, "NHD")

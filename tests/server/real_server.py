@@ -90,10 +90,9 @@ def running(
     runner = Runner.load(bundled_model(), num_pages=num_pages, page_size=page_size, device="cpu")
     engine = Engine(
         runner,
-        PagedCache(num_pages, page_size, what_if=what_if),
+        PagedCache(num_pages, page_size, what_if=what_if, reuse=reuse),
         Tokenizer.load(bundled_model()),
         limits=limits or Limits(max_running=16, max_waiting=64),
-        reuse=reuse,
     )
     server = Running(engine, Settings(**{"name": NAME, **settings}))
     try:

@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
         draft_tokens=args.draft_tokens,
     )
     runner, tokenizer = load(args, dtype=args.dtype)
-    cache = PagedCache(runner.num_pages, runner.page_size)
-    engine = Engine(runner, cache, tokenizer, reuse=not args.no_cache)
+    cache = PagedCache(runner.num_pages, runner.page_size, reuse=not args.no_cache)
+    engine = Engine(runner, cache, tokenizer)
     prompts = [_tokens(text, tokenizer, args.chat) for text in args.prompt]
     if len(prompts) == 1 and not args.json:
         _print_as_it_comes(engine, prompts, params)

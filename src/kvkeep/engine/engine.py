@@ -40,8 +40,6 @@ __all__ = ["Engine"]
 
 _GREEDY = SamplingParams()
 _LIMITS = Limits()
-# Nobody publishes here, so nothing is found here.
-_NOTHING_PUBLISHED = Namespace(tenant="kvkeep engine without reuse")
 
 
 class Engine:
@@ -49,8 +47,8 @@ class Engine:
 
     ``tokenizer`` turns text prompts into tokens and tokens into text; without one, prompts are
     token ids and completions have no text. ``limits`` bound what is taken on at once.
-    ``reuse=False`` computes every prompt in full and leaves nothing behind. What a ``store`` has of
-    a prompt, beyond what the cache has, is loaded while the request waits, for ``load_timeout``
+    Over a cache with ``reuse=False`` every prompt is computed in full. What a ``store`` has of a
+    prompt, beyond what the cache has, is loaded while the request waits, for ``load_timeout``
     seconds at most; what is computed is written to it behind the steps. Whoever made the store
     closes it, after this engine's `close`. An ``observer`` is told what happens to each request.
 
@@ -64,7 +62,6 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         *,
         limits: Limits = _LIMITS,
-        reuse: bool = True,
         store: KVStore | None = None,
         load_timeout: float = 2.0,
         observer: Observer | None = None,
@@ -80,13 +77,14 @@ class Engine:
         self.store = store
         self.tokenizer = tokenizer
         self.limits = limits
-        self._reuse = reuse
         self._did = EngineStats()
         self._watch = Watch(self._did, observer)
         self._keeper: Keeper | None = None
         if store is not None:
-            if not reuse:
-                raise InvalidValue("a store is there to reuse; leave out store, or reuse=False")
+            if not cache.reuse:
+                raise InvalidValue(
+                    "a store is there to reuse; leave out store, or reuse=False of the cache"
+                )
             self._keeper = Keeper(
                 store, runner, cache, self._did, timeout=load_timeout, watch=self._watch
             )
@@ -126,8 +124,8 @@ class Engine:
             self._did.requests,
             tokens,
             params,
-            namespace=space if self._reuse else _NOTHING_PUBLISHED,
-            store=store and self._reuse,
+            namespace=space,
+            store=store,
             tokenizer=self.tokenizer,
             search=search,
             session=session,

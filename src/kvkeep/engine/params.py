@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 
-from kvkeep.errors import InvalidValue
+from kvkeep.errors import InvalidValue, told
 
 __all__ = ["SamplingParams"]
 
 _MAX_LOGPROBS = 100
+# What the tensors of a step can hold: a request must not fail those beside it.
+_INT32 = 2**31 - 1
+_FINITE = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +57,10 @@ class SamplingParams:
     draft_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, 0, math.inf)
+        _number("temperature", self.temperature, 0, _FINITE)
         _number("min_p", self.min_p, 0, 1)
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise InvalidValue(f"top_p lies above 0 and at most at 1, got {self.top_p!r}")
+            raise InvalidValue(f"top_p lies above 0 and at most at 1, got {told(self.top_p)}")
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         _number("length_penalty", self.length_penalty, -10, 10)
@@ -71,8 +74,10 @@ class SamplingParams:
         if self.logprobs is not None:
             _count("logprobs", self.logprobs, 0, _MAX_LOGPROBS)
         stop: object = self.stop
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidValue(f"ignore_eos is True or False; got {told(self.ignore_eos)}")
         if not isinstance(stop, tuple) or not all(map(_is_text, stop)):
-            raise InvalidValue(f"stop is a tuple of non-empty texts, got {self.stop!r}")
+            raise InvalidValue(f"stop is a tuple of non-empty texts, got {told(self.stop)}")
         self._check_bias()
         self._check_answers()
 
@@ -89,10 +94,12 @@ class SamplingParams:
     def _check_bias(self) -> None:
         bias: object = self.logit_bias
         if not isinstance(bias, tuple):
-            raise InvalidValue(f"logit_bias is a tuple of (token, bias), got {bias!r}")
+            raise InvalidValue(f"logit_bias is a tuple of (token, bias), got {told(bias)}")
         for pair in bias:
             if not isinstance(pair, tuple) or len(pair) != 2:
-                raise InvalidValue(f"logit_bias is a tuple of (token, bias), got {pair!r} in it")
+                raise InvalidValue(
+                    f"logit_bias is a tuple of (token, bias), got {told(pair)} in it"
+                )
             _count("a token in logit_bias", pair[0], 0)
             _number("a bias in logit_bias", pair[1], -100, 100)
 
@@ -118,17 +125,14 @@ class SamplingParams:
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:
-    """``low`` … ``high``, infinity excluded."""
-    if not _is_number(value) or not low <= value <= high or math.isinf(value):  # type: ignore[operator,arg-type]
-        bounds = f"in {low} … {high}" if high < math.inf else f"at {low} or above"
-        raise InvalidValue(f"{name} is a number, {bounds}; got {value!r}")
+    if not _is_number(value) or not low <= value <= high:  # type: ignore[operator]
+        raise InvalidValue(f"{name} is a number in {low} … {high}; got {told(value)}")
 
 
-def _count(name: str, value: object, low: int, high: int | None = None) -> None:
+def _count(name: str, value: object, low: int, high: int = _INT32) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value > high):  # type: ignore[operator]
-        bounds = f"{low} or more" if high is None else f"in {low} … {high}"
-        raise InvalidValue(f"{name} is a whole number, {bounds}; got {value!r}")
+    if not whole or not low <= value <= high:  # type: ignore[operator]
+        raise InvalidValue(f"{name} is a whole number in {low} … {high}; got {told(value)}")
 
 
 def _is_number(value: object) -> bool:
