@@ -196,3 +196,72 @@ def test_one_token_is_taken_by_the_short_way(one: Any) -> None:
 )  # fmt: skip
 def test_all_else_is_left_to_the_long_way(other: Any) -> None:
     assert single_token(other) is None
+
+
+# --- tensors of other devices ----------------------------------------------------------------
+
+
+class DeviceTensor:
+    """What a tensor on a GPU looks like from outside: NumPy cannot read it, `cpu` copies it."""
+
+    def __init__(self, values: Any, device: tuple[int, int] = (2, 0)) -> None:
+        self.values = values
+        self.device = device
+        self.copies = 0
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def cpu(self) -> Any:
+        self.copies += 1
+        return self.values
+
+
+def test_a_tensor_of_another_device_is_copied_once() -> None:
+    tensor = DeviceTensor(np.array([3, 1, 2]))
+    assert as_tokens(tensor).tolist() == [3, 1, 2]
+    assert tensor.copies == 1
+    with pytest.raises(InvalidValue, match="got -1 at position 1"):
+        as_tokens(DeviceTensor(np.array([3, -1])))
+    with pytest.raises(InvalidValue, match="one row of ids"):
+        as_tokens(DeviceTensor(np.zeros((2, 2), np.int64)))
+    with pytest.raises(InvalidValue, match="integer ids"):
+        as_tokens(DeviceTensor(np.zeros(2)))
+
+
+def test_what_cannot_come_to_the_host_is_named() -> None:
+    class Elsewhere:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (10, 1)
+
+    with pytest.raises(InvalidValue, match=r"a Elsewhere on a device .* no cpu\(\)"):
+        as_tokens(Elsewhere())  # type: ignore[arg-type]
+    torch = pytest.importorskip("torch")
+    with pytest.raises(InvalidValue, match="whose device cannot be told"):
+        as_tokens(torch.zeros(3, dtype=torch.int64, device="meta"))
+
+
+def test_an_error_of_the_device_is_not_taken_for_a_mistake() -> None:
+    class Broken(DeviceTensor):
+        def cpu(self) -> Any:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access") as raised:
+        as_tokens(Broken([1]))
+    assert not isinstance(raised.value, InvalidValue)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_torch_tensors(device: str) -> None:
+    torch = pytest.importorskip("torch")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    for dtype in (torch.int64, torch.int32, torch.uint8):
+        assert as_tokens(torch.tensor([3, 1, 2], dtype=dtype, device=device)).tolist() == [3, 1, 2]
+    with pytest.raises(InvalidValue, match="integer ids"):
+        as_tokens(torch.zeros(3, device=device))
+    with pytest.raises(InvalidValue, match="one row of ids"):
+        as_tokens(torch.zeros((1, 3), dtype=torch.int64, device=device))

@@ -20,15 +20,18 @@ __all__ = ["TOKEN_BYTES", "TOKEN_DTYPE", "as_row", "as_tokens", "check_range", "
 
 TOKEN_DTYPE = np.dtype("<i4")
 TOKEN_BYTES = TOKEN_DTYPE.itemsize
+_DLPACK_CPU = 1
 _TOKEN_MAX = np.iinfo(TOKEN_DTYPE).max
 
 
 def as_tokens(tokens: TokensLike) -> TokenArray:
     """Return ``tokens`` as a 1-D int32 array, without a copy where it is one already.
 
-    Takes a list, a tuple, a NumPy array, or anything NumPy reads as an array of integers (a CPU
-    tensor). Raises `InvalidValue` for other shapes, for what is not an integer, and for ids
-    outside 0 … 2³¹-1. Cost: one pass over the tokens.
+    Takes a list, a tuple, a NumPy array, anything NumPy reads as an array of integers (a CPU
+    tensor), or a tensor of another device that has ``cpu()`` (torch's). Raises `InvalidValue` for
+    other shapes, for what is not an integer, and for ids outside 0 … 2³¹-1. Cost: one pass over the
+    tokens. A tensor on a GPU is copied to the host, and the caller waits until everything queued
+    on its stream before is done: keep a host copy of tokens where steps must not wait.
     """
     array = as_row(tokens)
     check_range(array)
@@ -78,6 +81,7 @@ def single_token(tokens: TokensLike | int) -> int | None:
 
 
 def _from_objects(tokens: TokensLike) -> npt.NDArray[np.generic]:
+    tokens = _on_host(tokens)  # its own errors are no mistake of the caller
     try:
         array = np.asarray(tokens)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
@@ -85,6 +89,31 @@ def _from_objects(tokens: TokensLike) -> npt.NDArray[np.generic]:
     if array.ndim == 0 or isinstance(tokens, bytearray):  # text, sets, generators …
         raise InvalidValue(f"tokens are a list or an array of ids, got {type(tokens).__name__}")
     return array
+
+
+def _on_host(tokens: Any) -> Any:
+    """A tensor of another device as one of the host, by its own ``cpu()``; all else as it is.
+
+    The device is asked by the array protocol (`__dlpack_device__`), so no library is imported.
+    """
+    device = getattr(tokens, "__dlpack_device__", None)
+    if device is None or isinstance(tokens, np.ndarray):
+        return tokens
+    try:
+        kind = int(device()[0])
+    except Exception as error:
+        raise InvalidValue(
+            f"tokens are a {type(tokens).__name__} whose device cannot be told: {error}"
+        ) from error
+    if kind == _DLPACK_CPU:
+        return tokens
+    to_host = getattr(tokens, "cpu", None)
+    if not callable(to_host):
+        raise InvalidValue(
+            f"tokens are a {type(tokens).__name__} on a device (DLPack type {kind}) and have no "
+            "cpu(); copy them to the host first"
+        )
+    return to_host()
 
 
 def _refuse_range(array: npt.NDArray[np.generic]) -> None:

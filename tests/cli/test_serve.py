@@ -256,7 +256,7 @@ def test_a_server_that_reuses_nothing_says_so(tmp_path):
         assert stats["cache"]["hit_tokens"] == stats["cache"]["stored_pages"] == 0
         assert stats["cache"]["pages_free"] == stats["cache"]["pages_total"]
         told = httpx.get(f"{url}/kv/explain/{again['id']}").json()
-        assert {span["reason"] for span in told["spans"]} == {"not_admitted", "last_token"}
+        assert {span["reason"] for span in told["spans"]} == {"not_admitted"}
         assert told["spans"][0]["evidence"]["why"] == "reuse_off"
         assert "the server reuses nothing" in told["sentence"]
         process.send_signal(signal.SIGTERM)
