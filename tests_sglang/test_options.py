@@ -18,6 +18,7 @@ def test_what_sglang_reads_itself_is_not_ours() -> None:
     rest = HybridCacheController.parse_storage_backend_extra_config(text)[0]
     assert Options.parse(rest) == Options(tiers=("memory://8GiB",), load_timeout=1.0)
     assert Options.parse(None) == Options.parse({}) == Options()
+    assert Options.parse({"threads": "8"}).threads == 8
 
 
 @pytest.mark.parametrize(

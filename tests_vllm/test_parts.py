@@ -38,6 +38,7 @@ def test_options() -> None:
     given = {"tiers": ["memory://1MiB"], "load_timeout": 2, "min_tokens": 7, "tenant": "me"}
     options = Options.parse(given)
     assert (options.tiers, options.load_timeout, options.min_tokens) == (("memory://1MiB",), 2.0, 7)
+    assert Options.parse({"min_tokens": "4K"}).min_tokens == 4000
     for wrong in ({"tiers": []}, {"tiers": [1]}, {"min_tokens": 0}, {"revision": 3},
                   {"flush_timeout": -1}, {"lookup_timeout": True}, {"nothing": 1},
                   {"flush_timeout": 1e300}, {"load_timeout": 10**400}):  # fmt: skip

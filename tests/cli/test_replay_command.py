@@ -65,7 +65,11 @@ def test_pages_and_processes(trace, capsys):
     ("words", "says"),
     [
         (["--capacity", "3M", "--policy", "oracle"], "no eviction policy 'oracle'; there are lru"),
-        (["--capacity", "lots"], "such as 3M or 500k, or 40GiB; got 'lots'"),
+        (
+            ["--capacity", "lots"],
+            "40GiB: 'lots' is no count; write a whole number, or a number and k",
+        ),
+        (["--capacity", "40XB"], "write a number and a unit: KiB, MiB, GiB"),
         (["--capacity", "3"], "less than a page"),
         (["--capacity", "0"], "capacity"),
         (["--capacity", "3M,,5M"], "--capacity is a list"),
@@ -88,6 +92,7 @@ def test_capacities():
     assert parse_tokens("3M") == 3_000_000
     assert parse_tokens("1.5k") == 1_500
     assert parse_tokens("70") == 70
+    assert parse_tokens("500K") == parse_tokens("500k") == parse_tokens("0.5m") == 500_000
     with pytest.raises(InvalidValue):
         parse_tokens("-3M")
 

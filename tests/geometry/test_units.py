@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvkeep.errors import InvalidValue
-from kvkeep.geometry import format_bytes, parse_bytes
+from kvkeep.geometry import format_bytes, parse_bytes, parse_count
 
 BINARY = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
 DECIMAL = ["kB", "MB", "GB", "TB", "PB", "EB"]
@@ -112,3 +112,38 @@ def test_whole_units_survive_the_round_trip_exactly(number: int, unit: str) -> N
 @given(st.integers(0, 10**9), st.sampled_from(DECIMAL))
 def test_decimal_units_are_powers_of_a_thousand(number: int, unit: str) -> None:
     assert parse_bytes(f"{number} {unit}") == number * 1000 ** (1 + DECIMAL.index(unit))
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("500k", 500_000), ("500K", 500_000), ("3M", 3_000_000), ("3m", 3_000_000),
+        ("2G", 2 * 10**9), ("1.5 t", 15 * 10**11), (" 4096 ", 4096), ("0", 0), ("0.25k", 250),
+        ("1.0", 1), (4096, 4096), (np.int64(7), 7),
+    ],
+)  # fmt: skip
+def test_counts_are_read(text: str | int, wanted: int) -> None:
+    assert parse_count(text) == wanted
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["", "k", "500x", "500 KiB", "500kB", "-1", "1.5", "1.0001k", "1e6", "1_000", "1,000", "nan",
+     "٤k", "9" * 5000, "1" * 31, -1, 4.0, True, None, b"4k", float("inf")],
+)  # fmt: skip
+def test_what_is_no_count_is_refused(wrong: object) -> None:
+    with pytest.raises(InvalidValue, match="count") as refused:
+        parse_count(wrong)  # type: ignore[arg-type]
+    assert len(str(refused.value)) < 300
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["", "k", "m", "g", "t"]), st.booleans())
+def test_counts_are_the_same_in_upper_and_lower_case(number: int, unit: str, upper: bool) -> None:
+    scale = 1000 ** ["", "k", "m", "g", "t"].index(unit)
+    assert parse_count(f"{number}{unit.upper() if upper else unit}") == number * scale
+
+
+@given(st.integers(0, 999), st.sampled_from(BINARY + DECIMAL), st.booleans())
+def test_amounts_are_the_same_in_upper_and_lower_case(number: int, unit: str, upper: bool) -> None:
+    spelled = unit.upper() if upper else unit.lower()
+    assert parse_bytes(f"{number}{spelled}") == parse_bytes(f"{number}{unit}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvkeep.errors import InvalidValue, whole
-from kvkeep.geometry.units import parse_bytes, parse_seconds
+from kvkeep.geometry.units import parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -76,7 +76,12 @@ class TierURL:
     def size(self, name: str, default: int | None = None) -> int | None:
         """Take an amount of bytes: ``200GiB``."""
         value = self.text(name)
-        return default if value is None else parse_bytes(value)
+        if value is None:
+            return default
+        try:
+            return parse_bytes(value)
+        except InvalidValue as error:
+            raise InvalidValue(f"{name}={value} in {self.safe}: {error}") from error
 
     def seconds(self, name: str, default: float | None = None) -> float | None:
         """Take a time above zero, in seconds, or as ``500ms``, ``30s``, ``10m``, ``2h``, ``7d``."""
@@ -89,11 +94,14 @@ class TierURL:
             raise InvalidValue(f"{name}={value} in {self.safe}: {error}") from error
 
     def number(self, name: str, default: int, low: int, high: int) -> int:
-        """Take a whole number in ``low`` … ``high``."""
+        """Take a whole number in ``low`` … ``high``, as ``64`` or ``1k``."""
         value = self.text(name)
         if value is None:
             return default
-        given: object = int(value) if value.isascii() and value.isdigit() else value
+        try:
+            given = parse_count(value)
+        except InvalidValue as error:
+            raise InvalidValue(f"{name}={value} in {self.safe}: {error}") from error
         return whole(f"{name} in {self.safe}", given, low, high)
 
     def finish(self) -> None:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from kvkeep.cli.calibrating import LENGTHS, measure_engine, measure_server
 from kvkeep.cli.model import add_model_arguments, choose_threads
+from kvkeep.cli.numbers import count
 from kvkeep.errors import InvalidValue, whole
+from kvkeep.geometry.units import parse_count
 from kvkeep.replay.costs import PrefillCost
 
 if TYPE_CHECKING:
@@ -53,12 +55,12 @@ def add_parser(commands: Commands) -> None:
     measuring.add_argument(
         "--repeats",
         metavar="N",
-        type=int,
+        type=count,
         default=3,
         help="of each, the median counts (default: 3)",
     )
     measuring.add_argument(
-        "--decode", metavar="N", type=int, default=32, help="tokens of an answer (default: 32)"
+        "--decode", metavar="N", type=count, default=32, help="tokens of an answer (default: 32)"
     )
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the cost there, as JSON")
     parser.add_argument("--json", action="store_true", help="print it as one JSON object")
@@ -104,9 +106,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _lengths(text: str) -> list[int]:
     try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError as error:
-        raise InvalidValue(f"--lengths is a list such as 256,1024,4096; got {text!r}") from error
+        found = sorted({parse_count(part) for part in text.split(",")})
+    except InvalidValue as error:
+        raise InvalidValue(f"--lengths is a list such as 256,1k,4096: {error}") from error
     if found[0] < 2 or len(found) < 2:
         raise InvalidValue(
             f"--lengths are two or more different ones, of 2 tokens or more; got {text!r}"

@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 from kvkeep.cli.client import ask, get
 from kvkeep.cli.model import add_model_arguments, choose_threads, load, progress
+from kvkeep.cli.numbers import count
 from kvkeep.cli.tiers import add_store_arguments, open_store
 from kvkeep.errors import require
 
@@ -91,7 +92,7 @@ def add_parser(commands: Commands) -> None:
     )
     add_model_arguments(parser, memory="256MiB")
     add_store_arguments(parser, default="memory, and a folder that is deleted at the end")
-    parser.add_argument("--max-tokens", metavar="N", type=int, default=64, help="of an answer")
+    parser.add_argument("--max-tokens", metavar="N", type=count, default=64, help="of an answer")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from kvkeep.cli.client import Refused
 from kvkeep.cli.drawing import visible
+from kvkeep.cli.numbers import count
 from kvkeep.cli.watch import add_server_arguments, asking, console, entries, path
 from kvkeep.errors import InvalidValue, require
 from kvkeep.errors import whole as integer
@@ -58,7 +59,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--last",
         metavar="N",
-        type=int,
+        type=count,
         help="requests that the summary is about (default: 1000, as far as they are remembered)",
     )
     parser.add_argument(

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.model import add_model_arguments, choose_threads, load, progress
+from kvkeep.cli.numbers import count
 
 if TYPE_CHECKING:
     import argparse
@@ -44,10 +45,10 @@ def add_parser(commands: Commands) -> None:
         "--no-cache", action="store_true", help="compute every prompt in full, reuse nothing"
     )
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", metavar="N", type=int, default=128)
+    sampling.add_argument("--max-tokens", metavar="N", type=count, default=128)
     sampling.add_argument("--temperature", metavar="T", type=float, default=0.0)
     sampling.add_argument("--top-p", metavar="P", type=float, default=1.0)
-    sampling.add_argument("--top-k", metavar="K", type=int, default=0)
+    sampling.add_argument("--top-k", metavar="K", type=count, default=0)
     sampling.add_argument("--seed", metavar="N", type=int)
     sampling.add_argument(
         "--stop", metavar="TEXT", action="append", default=[], help="end before this text"
@@ -55,7 +56,7 @@ def add_parser(commands: Commands) -> None:
     sampling.add_argument(
         "--draft-tokens",
         metavar="N",
-        type=int,
+        type=count,
         default=0,
         help="guess up to N tokens a step from what the prompt repeats (default: 0)",
     )

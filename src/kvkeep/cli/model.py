@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvkeep.cli.numbers import count
 from kvkeep.errors import require
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, memory: str) -> None
         "--memory", metavar="SIZE", default=memory, help=f"for KV pages (default: {memory})"
     )
     model.add_argument(
-        "--page-size", metavar="TOKENS", type=int, default=16, help="tokens a page (default: 16)"
+        "--page-size", metavar="TOKENS", type=count, default=16, help="tokens a page (default: 16)"
     )
     model.add_argument(
         "--device", default="auto", help="torch device (default: the GPU where there is one)"

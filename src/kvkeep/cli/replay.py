@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.model import progress
+from kvkeep.cli.numbers import count
 from kvkeep.cli.trace import add_reading_arguments, opened
 from kvkeep.errors import InvalidValue, MissingExtra, require, whole
 from kvkeep.eviction import POLICIES
-from kvkeep.geometry import KVGeometry, parse_bytes
+from kvkeep.geometry import KVGeometry, parse_bytes, parse_count
 from kvkeep.replay import BELADY, BOUNDS, INFINITE, Journal, Run, Workload, replay
 from kvkeep.replay.planning import amount
 from kvkeep.tiers import TIERINGS
@@ -34,10 +34,7 @@ __all__ = [
     "replayed", "report", "run",
 ]  # fmt: skip
 
-_TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kMG]?)")
-_BYTES = re.compile(r"\d+(?:\.\d+)?\s*[kKMGT]i?B")
 _JOURNAL = ".runs.jsonl"  # beside a report: the replays that are done
-_SCALE = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
 
 def add_parser(commands: Commands) -> None:
@@ -83,7 +80,7 @@ def add_parser(commands: Commands) -> None:
     loop.add_argument(
         "--users",
         metavar="N",
-        type=int,
+        type=count,
         help="with --cost: so many users, each of whom waits for an answer before asking again "
         "(default: requests come at their times)",
     )
@@ -145,7 +142,7 @@ def add_replay_arguments(parser: argparse.ArgumentParser, *, pages: bool = True)
         help="a local model directory or config.json: what a token's KV takes",
     )
     how.add_argument(
-        "--jobs", metavar="N", type=int, help="replays at once (default: one a processor)"
+        "--jobs", metavar="N", type=count, help="replays at once (default: one a processor)"
     )
 
 
@@ -153,7 +150,7 @@ def _add_page_arguments(how: argparse._ArgumentGroup) -> None:
     how.add_argument(
         "--page",
         metavar="TOKENS",
-        type=int,
+        type=count,
         help="tokens a page, and hits exact to the token (default: a page for each id of the "
         "trace, full or not, as hit rates of such traces are mostly given)",
     )
@@ -201,14 +198,17 @@ def check_out(args: argparse.Namespace) -> None:
 
 def parse_tokens(text: str, model: Path | None = None) -> int:
     """A capacity: tokens (``3M``, ``500k``), or bytes (``40GiB``) of ``model``'s KV."""
-    if _BYTES.fullmatch(text):
-        if model is None:
-            raise InvalidValue(f"a capacity of {text} takes --model, to know what a token takes")
-        return parse_bytes(text) // KVGeometry.from_config(model).bytes_per_token
-    found = _TOKENS.fullmatch(text)
-    if found is None:
-        raise InvalidValue(f"a capacity is in tokens, such as 3M or 500k, or 40GiB; got {text!r}")
-    return int(float(found[1]) * _SCALE[found[2]])
+    if not text.strip().lower().endswith("b"):
+        try:
+            return parse_count(text)
+        except InvalidValue as error:
+            raise InvalidValue(
+                f"a capacity is a count of tokens, or an amount of memory as 40GiB: {error}"
+            ) from error
+    amount = parse_bytes(text)
+    if model is None:
+        raise InvalidValue(f"a capacity of {text} takes --model, to know what a token takes")
+    return amount // KVGeometry.from_config(model).bytes_per_token
 
 
 def read_workload(args: argparse.Namespace) -> Workload:

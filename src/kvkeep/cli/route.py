@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.cli.numbers import count
 from kvkeep.errors import InvalidValue, require, whole
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def add_parser(commands: Commands) -> None:
     )
     events.add_argument("--topic", default="", help="only events of topics that begin so")
     events.add_argument(
-        "--ranks", metavar="N", type=int, default=1,
+        "--ranks", metavar="N", type=count, default=1,
         help="data-parallel ranks of each instance, on ports one above the other (default: 1)",
     )  # fmt: skip
     parser.add_argument(

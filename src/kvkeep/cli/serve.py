@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep import telemetry
 from kvkeep.cli.model import add_model_arguments, choose_threads, load
+from kvkeep.cli.numbers import count
 from kvkeep.cli.tiers import add_store_arguments, open_default_store, open_store
 from kvkeep.cli.watch import KEY_VARIABLE, api_key
 from kvkeep.errors import InvalidValue
@@ -87,7 +88,7 @@ def add_parser(commands: Commands) -> None:
     _add_capture(parser.add_argument_group("capture, to replay what was asked for"))
     _add_limits(parser.add_argument_group("limits"))
     parser.add_argument(
-        "--draft-tokens", metavar="N", type=int, default=0,
+        "--draft-tokens", metavar="N", type=count, default=0,
         help="guess so many tokens a step from what a prompt repeats (default: 0)",
     )  # fmt: skip
     parser.add_argument(
@@ -153,22 +154,22 @@ def _add_capture(capture: argparse._ArgumentGroup) -> None:
     capture.add_argument(
         "--capture-unit",
         metavar="TOKENS",
-        type=int,
+        type=count,
         help="that one hash stands for (default: the page size)",
     )
 
 
 def _add_limits(limits: argparse._ArgumentGroup) -> None:
     limits.add_argument(
-        "--max-running", metavar="N", type=int, default=32, help="answers at once (default: 32)"
+        "--max-running", metavar="N", type=count, default=32, help="answers at once (default: 32)"
     )
     limits.add_argument(
-        "--step-tokens", metavar="N", type=int, default=1024, help="tokens a step (default: 1024)"
+        "--step-tokens", metavar="N", type=count, default=1024, help="tokens a step (default: 1024)"
     )
     limits.add_argument(
-        "--max-waiting", metavar="N", type=int, default=256, help="then 429 (default: 256)"
+        "--max-waiting", metavar="N", type=count, default=256, help="then 429 (default: 256)"
     )
-    limits.add_argument("--max-prompt-tokens", metavar="N", type=int, help="default: what fits")
+    limits.add_argument("--max-prompt-tokens", metavar="N", type=count, help="default: what fits")
     limits.add_argument(
         "--request-timeout", metavar="S", type=float, default=600.0, help="seconds (default: 600)"
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.facts import print_facts
+from kvkeep.cli.numbers import count
 from kvkeep.geometry import KVGeometry, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def add_parser(commands: Commands) -> None:
         "--memory", metavar="SIZE", required=True, help="memory for KV, such as 24GiB, of each GPU"
     )
     parser.add_argument(
-        "--page-size", metavar="TOKENS", type=int, default=16, help="tokens a page (default: 16)"
+        "--page-size", metavar="TOKENS", type=count, default=16, help="tokens a page (default: 16)"
     )
     parser.add_argument(
         "--tp", metavar="RANKS", type=int, default=1, help="tensor-parallel ranks (default: 1)"

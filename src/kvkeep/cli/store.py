@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvkeep.backends import TierURL
+from kvkeep.cli.numbers import count
 from kvkeep.errors import BackendFailed
 
 if TYPE_CHECKING:
@@ -39,14 +40,14 @@ def add_parser(commands: Commands) -> None:
     action.add_argument(
         "--sample",
         metavar="N",
-        type=int,
+        type=count,
         default=8,
         help="read so many records, picked by chance, to see their codecs (default: 8)",
     )
     action = _add(actions, "verify", "read everything and check it; exit code 1 if it is not sound")
     action.add_argument("--repair", action="store_true", help="quarantine what is not sound")
     action.add_argument(
-        "--threads", metavar="N", type=int, default=4, help="records read at once (default: 4)"
+        "--threads", metavar="N", type=count, default=4, help="records read at once (default: 4)"
     )
     action = _add(
         actions,

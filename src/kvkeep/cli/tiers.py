@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from kvkeep.cli.numbers import count
 from kvkeep.errors import InvalidValue, KVKeepError
 from kvkeep.geometry.units import format_bytes
 
@@ -49,7 +50,7 @@ def add_store_arguments(parser: argparse.ArgumentParser, *, default: str) -> Non
     store.add_argument(
         "--block-tokens",
         metavar="N",
-        type=int,
+        type=count,
         help=f"tokens that are kept as one (default: {_BLOCK_TOKENS}, or the pages next to it)",
     )
 

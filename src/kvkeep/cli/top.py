@@ -7,6 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+from kvkeep.cli.numbers import count
 from kvkeep.cli.terminal import SUSPEND, keys, suspend, terminated
 from kvkeep.cli.watch import Watcher, add_server_arguments, asking, console
 from kvkeep.errors import InvalidValue, require, whole
@@ -46,7 +47,7 @@ def add_parser(commands: Commands) -> None:
         help="print one JSON object a line at each interval instead (with --once: one)",
     )
     parser.add_argument(
-        "--last", metavar="N", type=int, default=50, help="requests to show at most (default: 50)"
+        "--last", metavar="N", type=count, default=50, help="requests to show at most (default: 50)"
     )
     add_server_arguments(parser)
     parser.set_defaults(run=run)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.facts import print_facts
+from kvkeep.cli.numbers import count
 from kvkeep.errors import InvalidValue
 from kvkeep.traces import FORMATS, KINDS, generate, open_trace, summarise, write_trace
 
@@ -51,10 +52,10 @@ def add_parser(commands: Commands) -> None:
     made.add_argument("kind", choices=KINDS)
     made.add_argument("--seed", metavar="N", type=int, default=0, help="default: 0")
     made.add_argument(
-        "--requests", metavar="N", type=int, default=10_000, help="how many (default: 10000)"
+        "--requests", metavar="N", type=count, default=10_000, help="how many (default: 10000)"
     )
     made.add_argument(
-        "--unit", metavar="TOKENS", type=int, default=16, help="tokens an id (default: 16)"
+        "--unit", metavar="TOKENS", type=count, default=16, help="tokens an id (default: 16)"
     )
     made.add_argument(
         "--rate", metavar="N", type=float, help="sessions that begin a second (default: the kind's)"
@@ -90,7 +91,7 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument(
         "--unit",
         metavar="TOKENS",
-        type=int,
+        type=count,
         help="that an id stands for (default: mooncake 512, bailian 16, prompts 1, azure 512)",
     )
     reading.add_argument(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvkeep.cache import PagedCache
+from kvkeep.cli.numbers import count
 from kvkeep.cli.tree_live import LIVE, add_live_arguments, draw_server
 from kvkeep.cli.watch import add_server_arguments
 from kvkeep.errors import InvalidValue, require, whole
@@ -86,8 +87,8 @@ def _of_ones_own(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="a model directory, for its tokenizer (default: the tiny model that kvkeep ships)",
     )
-    own.add_argument("--pages", metavar="N", type=int, help="of the cache (default: 16384)")
-    own.add_argument("--page-size", metavar="TOKENS", type=int, help="of a page (default: 4)")
+    own.add_argument("--pages", metavar="N", type=count, help="of the cache (default: 16384)")
+    own.add_argument("--page-size", metavar="TOKENS", type=count, help="of a page (default: 4)")
     own.add_argument("--prefix", choices=INDICES, help="how prefixes are found (default: radix)")
     own.add_argument("--eviction", choices=POLICIES, help="what goes first (default: lru)")
     own.add_argument("--branches", metavar="N", type=int, help="drawn of a run (default: 12)")

@@ -6,6 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+from kvkeep.cli.numbers import count
 from kvkeep.cli.watch import asking, console, path
 from kvkeep.errors import InvalidValue, require, whole
 
@@ -28,7 +29,7 @@ def add_live_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--nodes",
         metavar="N",
-        type=int,
+        type=count,
         help=f"the N largest are drawn, the others counted (default: {_NODES})",
     )
     group.add_argument(
@@ -37,7 +38,7 @@ def add_live_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--root",
         metavar="NODE",
-        type=int,
+        type=count,
         help="draw what lies below this node, and say more of it (its number is in the drawing)",
     )
     group.add_argument(

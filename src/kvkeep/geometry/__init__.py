@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from kvkeep.geometry.dtypes import DTYPES, normalise_dtype
 from kvkeep.geometry.shape import KVGeometry
-from kvkeep.geometry.units import format_bytes, parse_bytes, parse_seconds
+from kvkeep.geometry.units import format_bytes, parse_bytes, parse_count, parse_seconds
 
 __all__ = [
     "DTYPES",
@@ -21,5 +21,6 @@ __all__ = [
     "format_bytes",
     "normalise_dtype",
     "parse_bytes",
+    "parse_count",
     "parse_seconds",
 ]

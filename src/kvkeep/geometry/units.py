@@ -1,4 +1,4 @@
-"""Amounts of memory, and times, as people write them."""
+"""Amounts of memory, counts, and times, as people write them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from fractions import Fraction
 from typing import Final, SupportsIndex
 
-from kvkeep.errors import InvalidValue, whole
+from kvkeep.errors import InvalidValue, told, whole
 
-__all__ = ["format_bytes", "parse_bytes", "parse_seconds"]
+__all__ = ["format_bytes", "parse_bytes", "parse_count", "parse_seconds"]
 
 _BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _BYTES: Final[dict[str, int]] = {
@@ -20,6 +20,9 @@ _BYTES: Final[dict[str, int]] = {
 # Thirty digits are more bytes than there are, and few enough for int() to take at once.
 _AMOUNT: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([A-Za-z]*)")
 
+_COUNTS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_COUNT: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([kmgt]?)", re.IGNORECASE)
+
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LONGEST: Final = 100 * 365 * 86400.0  # the longest that every system can wait is 292 years
 _TIME: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(ms|s|m|h|d)")
@@ -30,7 +33,8 @@ def parse_bytes(amount: str | SupportsIndex) -> int:
 
     KiB, MiB, GiB, TiB, PiB, EiB are powers of 1024 and kB, MB, GB, TB, PB, EB powers of 1000, in
     upper or lower case; a bare number is bytes. A fraction of a byte is dropped. "24G" is refused:
-    tools disagree on which of the two it means.
+    tools disagree on which of the two it means, and where counts are read it is one
+    (`parse_count`).
 
     Raises:
         InvalidValue: the text is no such amount, or the number is negative, a float or a bool.
@@ -41,10 +45,32 @@ def parse_bytes(amount: str | SupportsIndex) -> int:
     unit = _BYTES.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise InvalidValue(
-            f"{amount!r} is no amount of memory; write a number and a unit: '24GiB' (powers of "
-            "1024), '24GB' (powers of 1000), or plain bytes"
+            f"{told(amount)} is no amount of memory; write a number and a unit: KiB, MiB, GiB, "
+            "TiB (powers of 1024), kB, MB, GB, TB (powers of 1000), in upper or lower case, as "
+            "24GiB or 1.5TB; or plain bytes"
         )
     return int(Fraction(match[1]) * unit)
+
+
+def parse_count(amount: str | SupportsIndex) -> int:
+    """Give a number of tokens, pages or requests: ``4096``, ``"3M"``, ``"500k"``, ``"1.5 G"``.
+
+    k, M, G and T are powers of 1000, in upper or lower case.
+
+    Raises:
+        InvalidValue: the text is no such count or no whole number, or the number is negative, a
+            float or a bool.
+    """
+    if not isinstance(amount, str):
+        return whole("a count", amount, 0)
+    match = _COUNT.fullmatch(amount.strip())
+    number = Fraction(match[1]) * _COUNTS[match[2].lower()] if match else Fraction(1, 2)
+    if number.denominator != 1:
+        raise InvalidValue(
+            f"{told(amount)} is no count; write a whole number, or a number and k, M, G or T "
+            "(powers of 1000), in upper or lower case, as 500k or 1.5M"
+        )
+    return int(number)
 
 
 def format_bytes(amount: SupportsIndex) -> str:
@@ -75,7 +101,7 @@ def parse_seconds(text: str) -> float:
     match = _TIME.fullmatch(text.strip())
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
     if seconds > _LONGEST:
-        raise InvalidValue(f"{text!r} is longer than 100 years; leave it out for ever")
+        raise InvalidValue(f"{told(text)} is longer than 100 years; leave it out for ever")
     if not seconds:
-        raise InvalidValue(f"{text!r} is no time above zero; write 500ms, 30s, 10m, 12h or 7d")
+        raise InvalidValue(f"{told(text)} is no time above zero; write 500ms, 30s, 10m, 12h or 7d")
     return seconds

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from threading import TIMEOUT_MAX  # seconds that can be waited for: some hundred years
 
-from kvkeep.errors import InvalidValue
+from kvkeep.errors import InvalidValue, told, whole
+from kvkeep.geometry.units import parse_count
 
-__all__ = ["seconds_of", "tiers_of"]
+__all__ = ["count_of", "seconds_of", "tiers_of"]
 
 
 def tiers_of(given: object) -> tuple[str, ...]:
@@ -22,6 +23,16 @@ def tiers_of(given: object) -> tuple[str, ...]:
     return tuple(given)
 
 
+def count_of(name: str, value: object, low: int, high: int | None = None) -> int:
+    """A whole number in ``low`` … ``high``, or a text for it, as ``"4k"``; else `InvalidValue`."""
+    if isinstance(value, str):
+        try:
+            value = parse_count(value)
+        except InvalidValue as error:
+            raise InvalidValue(f"{name}: {error}") from error
+    return whole(name, value, low, high)
+
+
 def seconds_of(name: str, value: object) -> float:
     """A time that can be waited for, 0 as well; else `InvalidValue`."""
     if (
@@ -29,5 +40,5 @@ def seconds_of(name: str, value: object) -> float:
         or not isinstance(value, int | float)
         or not 0 <= value <= TIMEOUT_MAX
     ):
-        raise InvalidValue(f"{name} is {value!r}; a number of seconds is needed")
+        raise InvalidValue(f"{name} is {told(value)}; a number of seconds is needed")
     return float(value)

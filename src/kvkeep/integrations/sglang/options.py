@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.errors import InvalidValue, whole
-from kvkeep.integrations.given import seconds_of, tiers_of
+from kvkeep.errors import InvalidValue
+from kvkeep.integrations.given import count_of, seconds_of, tiers_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,5 +78,5 @@ class Options:
             if name in options:
                 options[name] = seconds_of(name, options[name])
         if "threads" in options:
-            options["threads"] = whole("threads", options["threads"], 1, 64)
+            options["threads"] = count_of("threads", options["threads"], 1, 64)
         return cls(**options)  # type: ignore[arg-type]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import InvalidValue, whole
-from kvkeep.integrations.given import seconds_of, tiers_of
+from kvkeep.errors import InvalidValue
+from kvkeep.integrations.given import count_of, seconds_of, tiers_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,7 +63,7 @@ class Options:
             if not isinstance(options.get(name, ""), str):
                 raise InvalidValue(f"{name} is {options[name]!r}; text is needed")
         if options.get("min_tokens") is not None:
-            options["min_tokens"] = whole("min_tokens", options["min_tokens"], 1)
+            options["min_tokens"] = count_of("min_tokens", options["min_tokens"], 1)
         return cls(**options)  # type: ignore[arg-type]
 
 

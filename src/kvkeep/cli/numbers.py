@@ -1,0 +1,21 @@
+"""Numbers of the command line, read in one way."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvkeep.errors import InvalidValue
+from kvkeep.geometry.units import parse_count
+
+__all__ = ["count"]
+
+
+def count(text: str) -> int:
+    """A count for argparse's ``type=``: ``4096``, ``500k``, ``3M``.
+
+    A negative one passes: what an option may be is said by whoever uses it.
+    """
+    try:
+        return -parse_count(text[1:]) if text.startswith("-") else parse_count(text)
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,59 @@
+"""Counts and sizes are read alike, wherever they are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvkeep.backends.urls import TierURL
+from kvkeep.cli import _parser, main
+from kvkeep.errors import InvalidValue
+from kvkeep.integrations.given import count_of
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "wanted"),
+    [
+        (["serve", "--max-prompt-tokens", "32K"], "max_prompt_tokens", 32_000),
+        (["serve", "--step-tokens", "2k"], "step_tokens", 2000),
+        (["serve", "--max-waiting", "1k"], "max_waiting", 1000),
+        (["trace", "make", "chat", "x", "--requests", "1M"], "requests", 1_000_000),
+        (["tree", "--pages", "16k", "x"], "pages", 16_000),
+        (["generate", "--prompt", "x", "--max-tokens", "1k"], "max_tokens", 1000),
+    ],
+)
+def test_counts_of_commands(words: list[str], name: str, wanted: int) -> None:
+    assert getattr(_parser().parse_args(words), name) == wanted
+
+
+@pytest.mark.parametrize("wrong", ["lots", "1.5", "1e3", "", "9" * 5000, "5KiB"])
+def test_what_is_no_count_says_what_is_one(wrong: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--max-waiting", wrong])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "argument --max-waiting" in said
+    assert "as 500k or 1.5M" in said
+    assert len(said.splitlines()[-1]) < 300
+
+
+def test_options_of_urls() -> None:
+    url = TierURL("file:///x?size=2GB&threads=2k&more=1kib")
+    assert url.size("size") == 2 * 10**9
+    assert url.number("threads", 1, 1, 10_000) == 2000
+    assert url.size("more") == 1024
+    says = r"size=\S+ in file:///x: .*; write"
+    with pytest.raises(InvalidValue, match=says):
+        TierURL("file:///x?size=24G").size("size")
+    with pytest.raises(InvalidValue, match=says):
+        TierURL("file:///x?size=many").number("size", 1, 1, 5)
+    with pytest.raises(InvalidValue, match="n in file:///x is 6; a whole number in 1 … 5"):
+        TierURL("file:///x?n=6").number("n", 1, 1, 5)
+
+
+def test_counts_of_integrations() -> None:
+    assert count_of("min_tokens", "4K", 1) == count_of("min_tokens", 4000, 1) == 4000
+    for wrong in ("many", "0", -1, 1.5, True, None, 10**5000):
+        with pytest.raises(InvalidValue, match="threads"):
+            count_of("threads", wrong, 1, 64)
