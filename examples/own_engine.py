@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvkeep import PagedCache, Sequence
+from kvkeep import PagedCache, Sequence, page_tables
 
 PAGE_SIZE = 4
 cache = PagedCache(num_pages=64, page_size=PAGE_SIZE)
@@ -51,7 +51,9 @@ def best_of_two(prompt: list[int]) -> None:
             for sequence, token in ((first, 1), (second, 2)):
                 sequence.append(token)
                 compute(sequence, sequence.num_tokens - 1)
-            shared = np.intersect1d(first.pages, second.pages)
+            tables = page_tables([first.pages, second.pages], pad=-1)  # what kernels are given
+            assert tables.pages.shape == (2, tables.lengths.max())
+            shared = np.intersect1d(*tables.pages)
             print(f"two continuations share {len(shared)} of {len(first.pages)} pages")
             first.truncate(len(prompt))  # a draft that was rejected
 

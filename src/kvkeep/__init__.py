@@ -22,7 +22,7 @@ from kvkeep.errors import (
     UnsupportedModel,
 )
 from kvkeep.keys import Namespace
-from kvkeep.pages import PageCopy
+from kvkeep.pages import PageCopy, PageTables, page_tables
 
 if TYPE_CHECKING:
     from kvkeep.slots import SlotCache, SlotCopy, SlotLease
@@ -43,6 +43,7 @@ __all__ = [
     "OutOfRoom",
     "OutOfSlots",
     "PageCopy",
+    "PageTables",
     "PagedCache",
     "Pin",
     "QueueFull",
@@ -52,6 +53,7 @@ __all__ = [
     "SlotLease",
     "UnsupportedModel",
     "__version__",
+    "page_tables",
 ]
 
 

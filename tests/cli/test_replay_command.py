@@ -207,7 +207,7 @@ def test_plan_ends_in_words(trace, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--memory", "lots"], "such as 3M or 500k, or 40GiB; got 'lots'"),
+        (["--memory", "lots"], "40GiB: 'lots' is no count"),
         (["--memory", "40GiB"], "takes --model"),
         (["--memory", "0"], "capacity"),
         (["--memory", "3M", "--gpu-hour", "2"], "--prefill-speed, --memory-price, --model"),

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from kvkeep.pages import page_tables
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -72,14 +74,10 @@ class Tables:
         def tensor(values: npt.ArrayLike) -> torch.Tensor:
             return torch.from_numpy(np.asarray(values, np.int32)).to(device)
 
-        tables = [one.piece.pages for one in pieces]
-        padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
-        for row, table in zip(padded, tables, strict=True):
-            row[: len(table)] = table
         keys = [one.piece.stop for one in pieces]
         queries = [len(one.piece.tokens) for one in pieces]
         return cls(
-            pages=tensor(padded),
+            pages=tensor(page_tables([one.piece.pages for one in pieces]).pages),
             lengths=tensor(keys),
             key_bounds=tensor(np.cumsum([0, *keys])),
             query_bounds=tensor(np.cumsum([0, *queries])),

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from kvkeep.pages.pool import PagePool
 from kvkeep.pages.table import GrowingArray, PageCopy
+from kvkeep.pages.tables import PageTables, page_tables
 
-__all__ = ["GrowingArray", "PageCopy", "PagePool"]
+__all__ = ["GrowingArray", "PageCopy", "PagePool", "PageTables", "page_tables"]
