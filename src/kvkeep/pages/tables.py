@@ -63,8 +63,10 @@ def page_tables(
 
 
 def _checked(out: npt.NDArray[np.int32], rows: int, width: int) -> npt.NDArray[np.int32]:
-    if not isinstance(out, np.ndarray) or out.dtype != np.int32 or out.ndim != 2:
-        what = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
+    given: object = out
+    if not isinstance(given, np.ndarray) or given.dtype != np.int32 or given.ndim != 2:
+        array = given if isinstance(given, np.ndarray) else None
+        what = type(given).__name__ if array is None else f"{array.dtype} {array.shape}"
         raise InvalidValue(f"out is {what}; a writable int32 array [rows, pages] is needed")
     if not out.flags.writeable:
         raise InvalidValue("out is read-only; a writable int32 array [rows, pages] is needed")
