@@ -17,6 +17,8 @@ from kvkeep.http.seldom import Seldom
 if TYPE_CHECKING:
     import asyncio
 
+    from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+
 __all__ = ["ConnectionLimits", "Connections", "GuardedProtocol", "Phase"]
 
 log = logging.getLogger("kvkeep.http")
@@ -201,10 +203,9 @@ class GuardedProtocol(H11Protocol):
 
     def _look(self) -> None:
         """See what it waits for now."""
-        cycle = self.cycle
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
         phase = Phase.HEAD if self._phase is Phase.HEAD else Phase.IDLE
-        running: bool = cycle is not None and not cycle.response_complete
-        if running:
+        if cycle is not None and not cycle.response_complete:
             phase = Phase.BODY if cycle.more_body else Phase.ANSWER
         if phase is self._phase:
             return
