@@ -30,6 +30,18 @@ def test_half_open_connections_do_not_shut_others_out():
         assert server.connections.closed["refused"] == 0
 
 
+def test_half_open_connections_go_before_idle_ones():
+    with guarded(most=10, head_s=60) as server:
+        idle = [server.connect(HEALTH) for _ in range(5)]
+        assert all(answer(one) == b"200 ok" for one in idle)
+        for _ in range(40):
+            server.connect(HALF)
+        eventually(lambda: server.connections.closed["displaced"] == 35)
+        for one in idle:
+            one.sendall(HEALTH)
+            assert answer(one) == b"200 ok"
+
+
 def test_requests_at_hand_are_not_closed_for_others():
     with guarded(most=3, head_s=60) as server:
         wait = [server.connect(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(3)]

@@ -19,6 +19,8 @@ from kvkeep.server import Listener, Settings, bind, create_app, url_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvkeep.http import ConnectionLimits
+
 NAME = "kvkeep-tiny"
 PATIENCE_S = 30.0
 
@@ -26,12 +28,14 @@ PATIENCE_S = 30.0
 class Running:
     """A server that listens: its ``url``, its ``engine``, and an HTTP client (``http``)."""
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(
+        self, engine: Engine, settings: Settings, connections: ConnectionLimits | None = None
+    ) -> None:
         self.engine = engine
         self.settings = settings
         self.app = create_app(engine, settings)
         self.service = self.app.state.service
-        self.listener = Listener(self.app)
+        self.listener = Listener(self.app, connections)
         self.socket = bind("127.0.0.1", 0)
         self.url = url_of(self.socket)
         self.port = self.socket.getsockname()[1]
@@ -84,6 +88,7 @@ def running(
     limits: Limits | None = None,
     reuse: bool = True,
     what_if: float | None = None,
+    connections: ConnectionLimits | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
     """Start a server and stop it; ``settings`` are those of `kvkeep.server.Settings`."""
@@ -94,7 +99,7 @@ def running(
         Tokenizer.load(bundled_model()),
         limits=limits or Limits(max_running=16, max_waiting=64),
     )
-    server = Running(engine, Settings(**{"name": NAME, **settings}))
+    server = Running(engine, Settings(**{"name": NAME, **settings}), connections)
     try:
         yield server
     finally:

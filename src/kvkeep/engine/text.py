@@ -139,10 +139,10 @@ class Tokenizer:
         added = [name.encode() for name in self._tokenizer.get_added_vocab()]
         names: list[str] = list(self._tokenizer.get_vocab())
         if self._is_byte_level:  # a sign is a byte
-            signs = map(len, names)
+            sizes = [len(name) for name in names]
         else:
-            signs = (len(name.replace(_SPACE_NAME, " ").encode()) for name in names)
-        return max(chain(signs, map(len, added)), default=1)
+            sizes = [len(name.replace(_SPACE_NAME, " ").encode()) for name in names]
+        return max(chain(sizes, map(len, added)), default=1)
 
     @cached_property
     def _added(self) -> frozenset[int]:

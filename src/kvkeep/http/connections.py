@@ -17,6 +17,8 @@ from kvkeep.http.seldom import Seldom
 if TYPE_CHECKING:
     import asyncio
 
+    from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+
 __all__ = ["ConnectionLimits", "Connections", "GuardedProtocol", "Phase"]
 
 log = logging.getLogger("kvkeep.http")
@@ -48,7 +50,9 @@ class Phase(Enum):
     """What a connection waits for."""
 
     HEAD = "head"
-    """The head of a request: there is none at hand."""
+    """The head of its first request, or the rest of one that has begun."""
+    IDLE = "idle"
+    """The next request, which has not begun."""
     BODY = "body"
     """The rest of a request's body."""
     ANSWER = "answer"
@@ -59,8 +63,9 @@ class Connections:
     """The connections of one server, by what they wait for, the longest first.
 
     When ``limits.most`` are open, each new one takes the place of the one that has waited longest
-    for a head; where there is none, of the one whose body is incomplete; requests that are whole
-    are never closed for another, and a connection beyond them is refused with 503.
+    for a head; where there is none, of one that is idle, then of one whose body is incomplete.
+    Requests that are whole are never closed for another, and a connection beyond them is refused
+    with 503.
 
     Thread safety: none; it belongs to the event loop. Cost: O(1) for everything.
     """
@@ -106,12 +111,12 @@ class Connections:
 
     def make_room(self) -> bool:
         """Close the one whose turn it is; False where all have whole requests at hand."""
-        for phase in (Phase.HEAD, Phase.BODY):
+        for phase in (Phase.HEAD, Phase.IDLE, Phase.BODY):
             oldest = next(iter(self._phases[phase]), None)
             if oldest is not None:
                 self.forget(oldest, phase)
                 self.count("displaced")
-                oldest.abort()
+                oldest.end()
                 return True
         return False
 
@@ -141,8 +146,7 @@ class GuardedProtocol(H11Protocol):
         super().__init__(**options)
         self._connections = connections
         self._phase = Phase.HEAD
-        self._begun = True  # the head: on a new connection, with the connection
-        self._aborted = False
+        self._ended = False
         self._unread = 0  # bytes of the last answer, when it was last looked
         self._deadline: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
@@ -150,7 +154,7 @@ class GuardedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """It is open."""
         super().connection_made(transport)
-        if self._aborted:
+        if self._ended:
             transport.abort()
         else:
             self._wait(self._connections.limits.head_s)
@@ -164,8 +168,8 @@ class GuardedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Some bytes came."""
-        if self._phase is Phase.HEAD and not self._begun and self.conn.their_state is h11.IDLE:
-            self._begun = True
+        if self._phase is Phase.IDLE and self.conn.their_state is h11.IDLE:
+            self._move(Phase.HEAD)
             self._wait(self._connections.limits.head_s)
         super().data_received(data)
         self._look()
@@ -186,29 +190,35 @@ class GuardedProtocol(H11Protocol):
         super().resume_writing()
         self._read_on()
 
-    def abort(self) -> None:
-        """Close it now, whatever is under way."""
-        self._aborted = True
-        if self.transport is not None:
-            self.transport.abort()
+    def end(self) -> None:
+        """Close it now, whatever is under way; also before it is open."""
+        self._ended = True
+        transport: asyncio.Transport | None = self.transport
+        if transport is None:
+            return
+        if transport.get_write_buffer_size():
+            transport.abort()
+        else:  # in order: a client sees it before it sends its next request
+            transport.close()
 
     def _look(self) -> None:
         """See what it waits for now."""
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete:
-            phase = Phase.HEAD
-        else:
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        phase = Phase.HEAD if self._phase is Phase.HEAD else Phase.IDLE
+        if cycle is not None and not cycle.response_complete:
             phase = Phase.BODY if cycle.more_body else Phase.ANSWER
         if phase is self._phase:
             return
-        self._connections.move(self, self._phase, phase)
-        self._phase = phase
-        if phase is Phase.HEAD:
-            self._begun = False
+        self._move(phase)
+        if phase is Phase.IDLE:
             self._unread = self.transport.get_write_buffer_size()
             self._wait(self._connections.limits.keep_alive_s)
         else:
             self._wait(None)
+
+    def _move(self, phase: Phase) -> None:
+        self._connections.move(self, self._phase, phase)
+        self._phase = phase
 
     def _wait(self, seconds: float | None) -> None:
         """For a head, or for the client to read the last answer: so long; None: no more."""
@@ -224,16 +234,16 @@ class GuardedProtocol(H11Protocol):
             self._wait(self._connections.limits.keep_alive_s)
         elif unread or self.transport.is_closing():
             self._connections.count("unread")
-            self.abort()
+            self.transport.abort()
         else:
-            if self._begun:
+            if self._phase is Phase.HEAD:
                 self._connections.count("head_timeout")
             self.transport.close()
 
     def _stall(self) -> None:
         self._stalled = None
         self._connections.count("stalled")
-        self.abort()
+        self.transport.abort()
 
     def _read_on(self) -> None:
         if self._stalled is not None:

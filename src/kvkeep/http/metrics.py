@@ -24,7 +24,7 @@ def families(connections: Connections | None, bodies: Bodies | None) -> Iterator
     if connections is not None:
         phases = GaugeMetricFamily(
             "kvkeep_http_connections",
-            "Open connections by what they wait for: head, body, answer",
+            "Open connections by what they wait for: head, idle, body, answer",
             labels=["phase"],
         )
         for phase in Phase:

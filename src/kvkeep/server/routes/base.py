@@ -69,7 +69,7 @@ class JSONRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's own, with our request."""
         handler = super().get_route_handler()
-        model = None if self.body_field is None else self.body_field.field_info.annotation
+        model: Any = None if self.body_field is None else self.body_field.field_info.annotation
 
         async def handle(request: Request) -> Response:
             if model is not None:

@@ -1,0 +1,206 @@
+"""Requests that cost far more than they look: refused by size, or out of the way of others."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from real_server import eventually
+
+from kvkeep.engine import Tokenizer
+from kvkeep.models import bundled_model
+from kvkeep.server import jobs
+from kvkeep.server.errors import ApiError
+from kvkeep.server.lanes import LARGE
+
+pytestmark = pytest.mark.model
+
+JSON = {"content-type": "application/json"}
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MILLION = 10**6
+
+
+def post(server, path, body):
+    content = json.dumps(body, separators=(",", ":")).encode()
+    answer = server.http.post(path, content=content, headers=JSON)
+    return answer.status_code, answer.json()
+
+
+def refused(server, path, body) -> dict[str, str]:
+    status, told = post(server, path, body)
+    assert status == 400, told
+    return told["error"]
+
+
+def texts(text):
+    """That text, at each place that is tokenized."""
+    messages = [{"role": "user", "content": text}]
+    return [
+        (COMPLETIONS, {"prompt": text}),
+        (COMPLETIONS, {"prompt": ["a", text]}),
+        (CHAT, {"messages": messages}),
+        ("/tokenize", {"prompt": text}),
+        ("/tokenize", {"messages": messages}),
+        ("/kv/explain", {"prompt": text}),
+        ("/kv/explain", {"messages": messages}),
+    ]
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The lengths of what is tokenized."""
+    lengths: list[int] = []
+    before = Tokenizer._encoded
+
+    def noted(self, text, *, special_tokens):
+        lengths.append(len(text))
+        return before(self, text, special_tokens=special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "_encoded", noted)
+    return lengths
+
+
+def test_texts_of_megabytes_are_refused_by_their_size(server, encoded):
+    for path, body in texts(" " * 7 * MILLION):
+        assert refused(server, path, body)["code"] == "context_length_exceeded"
+    assert max(encoded, default=0) <= 1
+    assert refused(server, COMPLETIONS, {"prompt": "é" * 400_000})["code"]  # 800,000 bytes
+
+
+def test_texts_that_might_fit_are_refused_by_their_beginning(server, encoded):
+    """No more than the pieces are tokenized that it takes to know."""
+    longest = server.service.longest_prompt
+    for path, body in texts("return a copy " * 50_000):
+        encoded.clear()
+        assert refused(server, path, body)["code"] == "context_length_exceeded"
+        assert max(encoded) <= 1 << 16
+        assert sum(encoded) <= 16 * longest + 1
+
+
+def test_a_text_that_is_a_little_too_long_is_still_counted(server):
+    status, told = post(server, "/tokenize", {"prompt": "return a copy " * 3_000})
+    assert status == 200
+    assert told["count"] > told["max_model_len"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "what"),
+    [
+        ([[1]] * MILLION, "objects and lists"),
+        ([{}] * MILLION, "objects and lists"),
+        ([""] * MILLION, "texts"),
+        ({f"{at}": 0 for at in range(500_000)}, "texts"),
+        ([1] * 2 * MILLION, "values"),
+        ([["[{,"] * 2 + [[]] * 40_000], "objects and lists"),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, "/detokenize"])
+def test_bodies_of_many_values_are_refused_before_they_are_parsed(
+    server, monkeypatch, path, prompt, what
+):
+    def never(*args, **more):
+        raise AssertionError("it was parsed")
+
+    monkeypatch.setattr("kvkeep.server.parsing.from_json", never)
+    error = refused(server, path, {"prompt": prompt})
+    assert f" {what}; a request has at most " in error["message"]
+
+
+@pytest.mark.parametrize("text", ['"' * 300_000, "[" * 700_000, '\\"[,{' * 100_000, ",\\" * 60_000])
+def test_signs_in_a_text_are_not_counted(server, text):
+    """It is refused for being long, not for its brackets."""
+    assert "most" in refused(server, COMPLETIONS, {"prompt": text})["message"]
+    status, told = post(server, COMPLETIONS, {"prompt": "a", "max_tokens": 1, "user": text})
+    assert status == 200, told
+
+
+def test_many_small_parts_are_refused(server):
+    turn = {"role": "user", "content": [{"type": "text", "text": ""}] * 5000}
+    error = refused(server, CHAT, {"messages": [turn] * 2})
+    assert "8,192" in error["message"]
+
+
+def test_more_tokens_than_anybody_can_use_are_not_turned_into_text(server):
+    error = refused(server, "/detokenize", {"tokens": [5] * 20_000})
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+def test_small_texts_are_never_behind_large_ones(server, monkeypatch, path):
+    go = threading.Event()
+    waiting = []
+    before = Tokenizer._encoded
+
+    def slow(self, text, *, special_tokens):
+        if len(text) > LARGE:
+            waiting.append(1)
+            assert go.wait(60)
+        return before(self, text, special_tokens=special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "_encoded", slow)
+    with ThreadPoolExecutor(4) as clients:
+        large = [clients.submit(post, server, path, {"prompt": " " * 2 * LARGE}) for _ in range(4)]
+        try:
+            eventually(lambda: waiting)
+            for body in ({"prompt": "a"}, {"prompt": " " * 1000}):
+                assert post(server, path, {**body})[0] == 200
+            assert (
+                post(
+                    server,
+                    "/v1/chat/completions",
+                    {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+                )[0]
+                == 200
+            )
+            assert server.http.get("/kv/requests").status_code == 200
+            assert len(waiting) == 1, "large ones wait for each other"
+        finally:
+            go.set()
+        assert {one.result()[0] for one in large} == {200}
+
+
+@given(
+    pieces=st.lists(
+        st.sampled_from([" ", "\n", "a", "é", "🙂", "return a copy", "    ", "0", "</s>", "\t"])
+        | st.text(max_size=5),
+        max_size=30,
+    ),
+    times=st.integers(1, 200),
+)
+def test_nothing_that_fits_is_refused(pieces, times):
+    """The size and the pieces only refuse what has more tokens than fit."""
+    tokenizer = _tokenizer()
+    text = "".join(pieces) * times
+    try:
+        count = len(tokenizer.encode(text))
+    except ValueError:  # half a surrogate pair
+        return
+    longest = max(1, count)
+    service = SimpleNamespace(
+        tokenizer=tokenizer,
+        longest_prompt=longest,
+        longest_text=longest * tokenizer.longest_token,
+    )
+    jobs.refuse_far_too_long(service, "prompt", text)
+    if len(text.encode()) > 4 * 16 * longest:
+        return
+    service.longest_prompt = max(1, count // 50)
+    service.longest_text = service.longest_prompt * tokenizer.longest_token
+    try:
+        jobs.refuse_far_too_long(service, "prompt", text)
+    except ApiError:
+        assert count > service.longest_prompt
+
+
+_made: list[Tokenizer] = []
+
+
+def _tokenizer() -> Tokenizer:
+    if not _made:
+        _made.append(Tokenizer.load(bundled_model()))
+    return _made[0]
