@@ -91,7 +91,7 @@ def test_it_is_tried_again_later_and_comes_back(how: str, bench: Bench) -> None:
         get(store, range(4))
     assert tier.breaker.state != "closed"
     opened = tier.breaker.opened
-    until(lambda: not tier.breaker.blocks)
+    until(lambda: not tier.breaker.blocks("read"))
     assert get(store, range(4)) == 0, "the try failed, too"
     assert tier.breaker.opened > opened
     place.heal()

@@ -137,6 +137,11 @@ class ValkeyBackend(Backend):
         expiring = self.options.expire is not None
         self._each(blocks, [(b"PEXPIRE", self._expire_ms()) if expiring else (b"TOUCH",)])
 
+    def part(self, block: bytes) -> str:
+        """``host:port`` of the cluster's node that has ``block``; "" with a server alone."""
+        address = self._nodes.known_node_of(self._name(block))
+        return "" if address is None else f"{address[0]}:{address[1]}"
+
     def list(self) -> Iterator[Listed]:
         """Every record, as the server finds them; what comes or goes meanwhile may be missing.
 

@@ -164,8 +164,8 @@ class BlockStore:
         """
         space = self._space
         blocks = [space + key for key in keys]
-        tiers = self._tiered.tiers  # one that refused records is looked at block by block
-        quick = [tier.catalogue for tier in tiers if tier.indexed and not tier.counters.refused]
+        # A tier that hides records, or is not read now, is looked at block by block.
+        quick = [tier.catalogue for tier in self._tiered.tiers if tier.serves_all]
         catalogues = [self._tiered.front.catalogue, *quick]
         count = 0
         while count < len(blocks):
@@ -199,7 +199,7 @@ class BlockStore:
     @property
     def must_ask(self) -> bool:
         """Whether there may be more than is known: others write to one of the places."""
-        return any(tier.backend.shared or not tier.indexed for tier in self._tiered.tiers)
+        return any(tier.asked for tier in self._tiered.tiers)
 
     def prefetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Prefetch:
         """Start bringing blocks of so many bytes into memory; returns at once.

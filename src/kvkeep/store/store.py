@@ -59,7 +59,7 @@ class Prefetch:
     @property
     def sources(self) -> tuple[tuple[str, int], ...]:
         """``(tier, tokens)`` of what is in memory by now, in order from `start` on."""
-        names = self._blocks.sources[: self._blocks.ready]
+        names = self._blocks.sources
         return runs_of(zip(names, self._lengths, strict=False))
 
     def wait(self, timeout: float | None = None) -> int:

@@ -23,7 +23,7 @@ from kvkeep.tiers.front import Front
 from kvkeep.tiers.opening import TIER_OPTIONS, TIERINGS, open_backend, open_tiers, tiering
 from kvkeep.tiers.plan import Exclusive, Inclusive, TieringPolicy
 from kvkeep.tiers.tier import Tier, TierOptions
-from kvkeep.tiers.tiered import Prefetch, TieredStore, Written
+from kvkeep.tiers.tiered import Prefetch, Removed, TieredStore, Written
 
 __all__ = [
     "TIERINGS",
@@ -37,6 +37,7 @@ __all__ = [
     "Happened",
     "Inclusive",
     "Prefetch",
+    "Removed",
     "Tier",
     "TierOptions",
     "TierStats",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 __all__ = ["Counters", "TierStats"]
 
@@ -69,7 +69,9 @@ class TierStats:
 
     ``used_bytes`` counts what all who share the place hold, where that is known, ``capacity`` is
     None where the place has its own rules. ``queued_bytes`` wait to be written. ``breaker`` is
-    "closed" (all is well), "open" or "trying". ``counters`` has `Counters` by name.
+    "closed" (all is well), "open" or "trying": the worst of ``breakers``, which has the state of each
+    kind of call (see `kvkeep.tiers.breaker`). ``parts`` has the parts of the place that are left
+    alone, nodes of a cluster, with their states. ``counters`` has `Counters` by name.
     """
 
     name: str
@@ -83,6 +85,8 @@ class TierStats:
     breaker: str
     breaker_opened: int
     counters: dict[str, float]
+    breakers: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
