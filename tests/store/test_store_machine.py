@@ -186,7 +186,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(tenant=tenants)
     def clear(self, tenant: str) -> None:
         quiet(self.store)
-        freed = self.store.clear(tenant=tenant)
+        freed = self.store.clear(tenant=tenant).bytes
         if self.exact:
             assert bool(freed) == bool(self.stored[tenant])
         self.stored[tenant] = {}

@@ -6,6 +6,8 @@ forms.py    the forms of KV that engines have
 names.py    from tokens to block ids
 stats.py    what is answered and reported
 why.py      why tokens are not there
+removal.py  what has to go with a prompt
+timing.py   how long puts and gets take
 pinning.py  memory that a GPU copies fast
 weights.py  a digest of a model's weights, for the namespace
 """
@@ -15,9 +17,11 @@ from __future__ import annotations
 from kvkeep.store.blocks import BlockStore
 from kvkeep.store.stats import Lookup, Put, StoreStats
 from kvkeep.store.store import KVStore, Prefetch
+from kvkeep.store.timing import Operation
 from kvkeep.store.weights import weights_digest
-from kvkeep.tiers import Fate
+from kvkeep.tiers import Fate, Removed
 
 __all__ = [
-    "BlockStore", "Fate", "KVStore", "Lookup", "Prefetch", "Put", "StoreStats", "weights_digest",
+    "BlockStore", "Fate", "KVStore", "Lookup", "Operation", "Prefetch", "Put", "Removed",
+    "StoreStats", "weights_digest",
 ]  # fmt: skip

@@ -13,19 +13,22 @@ from kvkeep.geometry import KVGeometry, parse_bytes
 from kvkeep.store.forms import Form
 from kvkeep.store.names import Names, store_namespace
 from kvkeep.store.pinning import pin_memory
+from kvkeep.store.removal import Followers, ids_of
 from kvkeep.store.stats import Asked, Lookup, Put, closed_is_illegal, runs_of, seconds_of
+from kvkeep.store.timing import Timing
 from kvkeep.store.why import fates_behind
 from kvkeep.tiers import TieredStore, TieringPolicy, open_tiers
 from kvkeep.tokens import as_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from kvkeep.backends import Backend
     from kvkeep.store.forms import KV, Layout
     from kvkeep.store.stats import StoreStats
-    from kvkeep.tiers import Fate
+    from kvkeep.store.timing import Operation
+    from kvkeep.tiers import Fate, Removed
     from kvkeep.tiers import Prefetch as BlockPrefetch
     from kvkeep.tokens import TokenArray, TokensLike
 
@@ -36,7 +39,12 @@ PATIENCE = 60.0
 
 
 class Prefetch:
-    """A prompt's KV on its way into memory. Thread safety: all methods."""
+    """A prompt's KV on its way into memory.
+
+    Once the store is closed it is `done` and can be cancelled; all else raises `IllegalStep`.
+
+    Thread safety: all methods.
+    """
 
     __slots__ = ("_blocks", "_lengths", "start")
 
@@ -101,8 +109,8 @@ class KVStore:
 
     Notes
     -----
-    Thread safety: all methods, from any thread. What finds, moves or deletes blocks raises
-    `IllegalStep` once the store is closed.
+    Thread safety: all methods, from any thread. Once the store is closed, or another thread closes
+    it meanwhile, all methods raise `IllegalStep` but `close`, `root`, `stats` and `check`.
 
     Cost: `put` hashes the prompt and copies what is new once; slower tiers follow in threads of
     theirs. `get` copies once, and reads what is not in memory ahead in several threads.
@@ -137,6 +145,8 @@ class KVStore:
         )  # fmt: skip
         self._names: dict[str, Names] = {}
         self._asked = Asked()
+        self._timing = Timing("tokens")
+        self._followers = Followers()
         limits = {
             self._names_of(tenant).space: parse_bytes(limit)
             for tenant, limit in (quotas or {}).items()
@@ -162,6 +172,7 @@ class KVStore:
         *,
         wait: bool = False,
         tail: bool = False,
+        replace: bool = False,
         tenant: str | None = None,
     ) -> Put:
         """Keep the KV of ``tokens[start:]``.
@@ -173,6 +184,11 @@ class KVStore:
         are not touched. ``tail`` keeps what comes behind the last whole block as well, to be found
         by prompts that go on just so.
 
+        ``replace`` puts it in place of what is stored: that goes first, as by `remove` from the
+        first whole block on, and what is known to continue the prompt goes with it. A `get` that
+        began before returns old KV alone, one that begins later new KV alone, and less of it until
+        this returns. `Put.failed` names tiers that could not delete the old.
+
         Returns as soon as memory has it. With ``wait`` it returns when the slower tiers have it,
         too, or have failed to: 60 seconds at most for each.
 
@@ -180,6 +196,7 @@ class KVStore:
             InvalidValue: tokens, ``start``, or the shape or dtype of ``kv`` are wrong.
             IllegalStep: the store is closed.
         """
+        began = self._timing.begin()
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
         self._form.check(kv, len(row) - start)
@@ -191,6 +208,10 @@ class KVStore:
         if tail and max(end, start) < len(row) and start <= end:
             blocks.append(names.tails(full, row[end:])[-1])
             lengths.append(len(row) - end)
+        failed: tuple[str, ...] = ()
+        if replace:
+            failed = self._remove(names, row, first * size, self._tiered.supersede).failed
+        self._followers.note([*full[:first], *blocks])
 
         def fill(at: int, raw: memoryview) -> None:
             begin = (first + at) * size - start
@@ -205,7 +226,12 @@ class KVStore:
         dropped = sum(lengths) - kept - skipped
         partial = len(row) - start - sum(lengths)
         self._asked.count(puts=1, put_tokens=kept, skipped_tokens=skipped, dropped_tokens=dropped)
-        return Put(kept, skipped, dropped, partial)
+        if began:
+            self._timing.end(
+                began, "put", asked=len(row) - start, moved=kept,
+                size=self._form.raw_bytes(kept), tiers=[(self.tiers[0], kept)] if kept else [],
+            )  # fmt: skip
+        return Put(kept, skipped, dropped, partial, failed)
 
     def get(
         self,
@@ -231,6 +257,7 @@ class KVStore:
             InvalidValue: tokens, ``start``, ``out`` or ``form`` are wrong.
             IllegalStep: the store is closed.
         """
+        began = self._timing.begin()
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
         if form not in ("tensor", "tuples"):
@@ -243,7 +270,7 @@ class KVStore:
         blocks, levels, lengths = self._find(row, start, tenant, until)
         skip = start % self.block_tokens if lengths else 0
         if sum(lengths) <= skip:
-            self._asked.count(gets=1, asked_tokens=len(row) - start)
+            self._got(began, len(row) - start, 0, ())
             return None, 0
         into = (
             self._form.empty(sum(lengths) - skip, tuples=form == "tuples") if out is None else out
@@ -258,15 +285,27 @@ class KVStore:
         left = None if until is None else max(0.0, until - time.monotonic())
         sizes = self._sizes(lengths)
         with closed_is_illegal():
-            names: list[str] | None = None if sources is None else []
+            names: list[str] | None = [] if began or sources is not None else None
             count = self._tiered.read(
                 blocks, sizes, take, levels=levels, deadline=left, sources=names
             )
+        self._followers.note(blocks[:count])
         got = ends[count - 1] if count else 0
-        if sources is not None and names:
-            sources += runs_of(zip(names, [lengths[0] - skip, *lengths[1:]], strict=False))
-        self._asked.count(gets=1, asked_tokens=len(row) - start, hit_tokens=got)
+        came: tuple[tuple[str, int], ...] = ()
+        if names:
+            came = runs_of(zip(names, [lengths[0] - skip, *lengths[1:]], strict=False))
+        if sources is not None:
+            sources += came
+        self._got(began, len(row) - start, got, came)
         return (self._form.cut(into, 0, got), got) if got else (None, 0)
+
+    def _got(
+        self, began: float, asked: int, got: int, tiers: tuple[tuple[str, int], ...]
+    ) -> None:
+        self._asked.count(gets=1, asked_tokens=asked, hit_tokens=got)
+        if began:
+            size = self._form.raw_bytes(got)
+            self._timing.end(began, "get", asked=asked, moved=got, size=size, tiers=tiers)
 
     def lookup(self, tokens: TokensLike, *, tenant: str | None = None) -> Lookup:
         """How many tokens are stored as a prefix, and in which tiers; transfers nothing.
@@ -274,7 +313,6 @@ class KVStore:
         A promise it is not: what is found now may be evicted, or turn out bad, before it is read.
         Tiers that others may write to are asked about what is not known here.
         """
-        self._tiered.check_open()
         row = as_tokens(tokens)
         _, levels, lengths = self._find(row, 0, tenant)
         tiers = self.tiers
@@ -327,6 +365,7 @@ class KVStore:
 
         Nothing changes but what `why` tells of them.
         """
+        self._tiered.check_open()
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
         blocks = self._names_of(tenant).full(row)[-(-start // self.block_tokens) :]
@@ -338,7 +377,6 @@ class KVStore:
         `get` and `put` say so themselves. Without it, what an engine has in its own memory all the
         time would be what goes first here. Blocks that are not stored are passed over.
         """
-        self._tiered.check_open()
         row = as_tokens(tokens)
         with closed_is_illegal():
             self._tiered.used(self._names_of(tenant).full(row))
@@ -370,21 +408,66 @@ class KVStore:
 
         In every tier that has it, each up to half of the tier.
         """
-        self._tiered.check_open()
         seconds = seconds_of("seconds", seconds, ends=True)
         blocks, _, lengths = self._find(as_tokens(tokens), 0, tenant)
         return sum(lengths[: self._tiered.pin(blocks, seconds)])
 
     def unpin(self, tokens: TokensLike, *, tenant: str | None = None) -> int:
         """Let a prompt's blocks be evicted again; tokens that were pinned."""
-        self._tiered.check_open()
         blocks, _, lengths = self._find(as_tokens(tokens), 0, tenant)
         return sum(lengths[: self._tiered.unpin(blocks)])
 
-    def clear(self, *, tenant: str | None = None) -> int:
-        """Delete all blocks of the tenant (of this model, in this store's form); bytes freed."""
+    def remove(
+        self, tokens: TokensLike, start: int = 0, *, tenant: str | None = None
+    ) -> Removed:
+        """Delete what is stored of ``tokens[start:]`` in every tier, pinned or not.
+
+        That is each block with a token from ``start`` on, so ``tokens[:start]`` is kept up to the
+        last whole block, and each tail, also those that shorter prompts with the same beginning
+        put. Blocks of longer prompts behind that were put or read by this store go with them, as
+        far as it remembers them (some 32,000 blocks); others lie there until they are evicted, and
+        are found again only when the same prompt is put again. Writes and reads that are on their
+        way do not bring it back.
+
+        `Removed.complete` says whether all tiers did; where it is False, `Removed.failed` names
+        those that may have some of it still. What other processes hold in their memory, or are
+        about to write to a shared tier, is theirs to remove. A `put` of the same prompt in another
+        thread comes before or after it, as a whole or in part.
+
+        Cost: about 1 µs a token, and a deletion of as many names in tiers that have to be asked.
+
+        Raises:
+            InvalidValue: tokens or ``start`` are wrong.
+            IllegalStep: the store is closed.
+        """
+        row = as_tokens(tokens)
+        whole("start", start, 0, len(row))
+        return self._remove(self._names_of(tenant), row, start, self._tiered.remove)
+
+    def _remove(
+        self, names: Names, row: TokenArray, start: int, by: Callable[[list[bytes]], Removed]
+    ) -> Removed:
         self._tiered.check_open()
-        return self._tiered.clear(self._names_of(tenant).space)
+        ids = ids_of(names, row, start)
+        with closed_is_illegal():
+            return by([*ids, *self._followers.take(ids)])
+
+    def clear(self, *, tenant: str | None = None) -> Removed:
+        """Delete all blocks of the tenant (of this model, in this store's form).
+
+        Tiers that failed are named; see `Removed`. Takes as long as listing the tiers takes.
+        """
+        with closed_is_illegal():
+            return self._tiered.clear(self._names_of(tenant).space)
+
+    def watch(self, hook: Callable[[Operation], object]) -> Callable[[], None]:
+        """Call ``hook`` with an `Operation` after each put and get; returns what ends that.
+
+        In the thread that made the call, before it returns. The logger ``kvkeep.store`` has the
+        same at DEBUG.
+        """
+        self._tiered.check_open()
+        return self._timing.watch(hook)
 
     def flush(self, timeout: float | None = PATIENCE) -> bool:
         """Have the slower tiers hold, as durably as their options say, what was put before.
@@ -437,7 +520,8 @@ class KVStore:
         names = self._names_of(tenant)
         full = names.full(row)
         first = start // self.block_tokens
-        levels = self._tiered.locate(full[first:], until)
+        with closed_is_illegal():
+            levels = self._tiered.locate(full[first:], until)
         upto = first + len(levels)
         blocks, lengths = full[first:upto], [self.block_tokens] * len(levels)
         tail = self._find_tail(names, full[:upto], row[upto * self.block_tokens :], until)
@@ -470,6 +554,7 @@ class KVStore:
         return None
 
     def __enter__(self) -> Self:
+        self._tiered.check_open()
         return self
 
     def __exit__(

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["CALLS", "Breaker", "Breakers", "Call", "State"]
+__all__ = ["CALLS", "SERVING", "Breaker", "Breakers", "Call", "State"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
 
@@ -38,6 +38,7 @@ Call = Literal["lookup", "read", "write", "delete", "list", "touch", "flush"]
 """A kind of call, see above."""
 State = Literal["closed", "open", "trying"]
 CALLS: tuple[Call, ...] = get_args(Call)
+SERVING: frozenset[Call] = frozenset(("lookup", "read", "write"))
 _WORST: tuple[State, ...] = ("closed", "trying", "open")
 _MOST_PARTS = 1024  # parts of a place with breakers; cluster nodes come and go
 _GONE_S = 120.0  # a part that nothing was asked for so long after it failed is not there any more
@@ -187,8 +188,8 @@ class Breakers:
 
     @property
     def state(self) -> State:
-        """The worst state of all."""
-        return _worst(one.state for _, one in self._current())
+        """The worst state of those calls without which the place is of no use: `SERVING`."""
+        return _worst(one.state for (call, _), one in self._current() if call in SERVING)
 
     @property
     def opened(self) -> int:

@@ -447,6 +447,7 @@ class Tier:
             there: int | None = None
             if self.backend.shared and block not in self._refused:
                 there = self.backend.sizes([block])[0]
+                self.breaker.of("lookup", part).succeeded()
             if there is None:
                 there = self._write(block, record)
                 edge.done = there is not None  # what found no room was not written
