@@ -110,6 +110,19 @@ class Backend(ABC):
         del reason  # a place that keeps bad records for inspection writes it down
         self.delete([block])
 
+    def note_space(self, space: bytes, note: bytes) -> None:  # noqa: B027
+        """Keep ``note``, a line of text, on the namespace ``space``, where that is cheap.
+
+        Once for each namespace; an older note on it stays or goes. How many are kept is bounded.
+        """
+
+    def noted_spaces(self) -> dict[bytes, bytes]:
+        """Notes on namespaces of which blocks were put here, by space: some hundred at most.
+
+        What others wrote in their place may be anything: its size is checked before it is read.
+        """
+        return {}
+
     def used(self) -> int | None:
         """Bytes held by all who write here, where the backend counts them; else None."""
         return None

@@ -2,6 +2,7 @@
 
     FORMAT                 "kvkeep blocks 1"
     ledger                 bytes used, see disk_ledger
+    spaces                 what the namespaces are, see disk_notes
     tmp/                   records being written, each locked by its writer
     quarantine/            records that did not verify, with the reason in the name
     <space, 32 hex>/       the records of one namespace
@@ -19,6 +20,7 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.backends.disk_files import padded, sync_path
+from kvkeep.backends.disk_notes import NOTES
 from kvkeep.errors import BackendFailed, InvalidValue
 from kvkeep.keys import BLOCK_ID_BYTES, SPACE_BYTES
 
@@ -191,8 +193,8 @@ class Home:
                 f"writes {_FORMAT.decode().strip()!r}; give another directory, or delete that one"
             )
         # Without a format: empty, or its first opener was killed in between.
-        if found or not there <= _OURS:
-            other = "FORMAT" if found else min(there - _OURS)
+        if found or not there <= _OURS | {NOTES}:
+            other = "FORMAT" if found else min(there - _OURS - {NOTES})
             raise InvalidValue(
                 f"{self.root} holds what is not kvkeep's ({other!r}); give an empty directory, "
                 "or one that does not exist, such as a directory beneath it"

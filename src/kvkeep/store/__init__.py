@@ -7,6 +7,7 @@ names.py    from tokens to block ids
 stats.py    what is answered and reported
 why.py      why tokens are not there
 removal.py  what has to go with a prompt
+shared.py   one store a name in a process
 timing.py   how long puts and gets take
 pinning.py  memory that a GPU copies fast
 weights.py  a digest of a model's weights, for the namespace

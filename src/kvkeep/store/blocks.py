@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Self
+from contextlib import suppress
+from typing import TYPE_CHECKING, Self, cast
 
 from kvkeep.errors import InvalidValue, whole
 from kvkeep.keys import KEY_BYTES, as_namespace, space_of
 from kvkeep.store.pinning import pin_memory
+from kvkeep.store.shared import Ended, Shelf, places_of
 from kvkeep.store.stats import closed_is_illegal, runs_of, seconds_of
 from kvkeep.store.timing import Timing
-from kvkeep.tiers import TieredStore, TieringPolicy, open_tiers
+from kvkeep.tiers import Inclusive, TieredStore, TieringPolicy, note_of, open_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from kvkeep.tiers import Prefetch, Removed, TierStats
 
 __all__ = ["BlockStore"]
+
+
+_SHELF: Shelf[BlockStore] = Shelf("BlockStore")
 
 
 class BlockStore:
@@ -51,9 +56,31 @@ class BlockStore:
         self.namespace = as_namespace(namespace)
         self._space = space_of(self.namespace)
         front, below = open_tiers(tiers)
-        self._tiered = TieredStore(front, below, policy)
+        notes = {self._space: note_of(self.namespace)}
+        self._tiered = TieredStore(front, below, policy, notes=notes)
+        self._tiered.look_for(self._space)
         self._timing = Timing("blocks")
         self._unpin_memory: Callable[[], None] | None = None
+        self._shared_as: list[str] = []  # one name, until its user closes it
+
+    @classmethod
+    def shared(
+        cls,
+        name: str,
+        namespace: NamespaceLike,
+        *,
+        tiers: Sequence[str | Backend] = ("memory://1GiB",),
+        policy: TieringPolicy | None = None,
+    ) -> Self:
+        """The store called ``name`` in this process; see `KVStore.shared`."""
+        given = {
+            "namespace": as_namespace(namespace),
+            "tiers": places_of(tiers),
+            "policy": repr(policy or Inclusive()),
+        }
+        store = _SHELF.take(name, given, lambda: cls(namespace, tiers=tiers, policy=policy))
+        store._shared_as = [name]
+        return store
 
     def pin_memory(self) -> None:
         """Have a GPU copy from and to the first tier's memory at full speed, until `close`.
@@ -264,6 +291,14 @@ class BlockStore:
     def close(self, timeout: float = 10.0) -> bool:
         """Flush and give everything back; a second call does nothing."""
         timeout = seconds_of("timeout", timeout)
+        if isinstance(self._tiered, Ended):
+            return True
+        if self._shared_as:
+            with suppress(IndexError):  # two threads close it at once
+                name = self._shared_as.pop()
+                self._tiered = cast("TieredStore", Ended(self._tiered))
+                return _SHELF.give_back(name, lambda store: store.close(timeout))
+            return True
         if self._unpin_memory is not None:
             self._unpin_memory()
         return self._tiered.close(timeout)

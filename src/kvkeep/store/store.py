@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Required, Self, TypedDict, Unpack, cast
 
 from kvkeep.errors import InvalidValue, whole
 from kvkeep.geometry import KVGeometry, parse_bytes
@@ -14,10 +15,11 @@ from kvkeep.store.forms import Form
 from kvkeep.store.names import Names, store_namespace
 from kvkeep.store.pinning import pin_memory
 from kvkeep.store.removal import Followers, ids_of
+from kvkeep.store.shared import Ended, Shelf, places_of
 from kvkeep.store.stats import Asked, Lookup, Put, closed_is_illegal, runs_of, seconds_of
 from kvkeep.store.timing import Timing
 from kvkeep.store.why import fates_behind
-from kvkeep.tiers import TieredStore, TieringPolicy, open_tiers
+from kvkeep.tiers import Inclusive, TieredStore, TieringPolicy, note_of, open_tiers
 from kvkeep.tokens import as_tokens
 
 if TYPE_CHECKING:
@@ -34,8 +36,44 @@ if TYPE_CHECKING:
 
 __all__ = ["KVStore", "Prefetch"]
 
+_SHELF: Shelf[KVStore] = Shelf("KVStore")
 PATIENCE = 60.0
 """Seconds that `KVStore.put` with ``wait`` gives every tier."""
+
+
+class StoreOptions(TypedDict, total=False):
+    """What `KVStore` takes by name."""
+
+    model: Required[str]
+    revision: str
+    tiers: Sequence[str | Backend]
+    layout: Layout
+    block_tokens: int
+    tenant: str
+    lora: str
+    rank: str
+    policy: TieringPolicy | None
+    quotas: Mapping[str, int | str] | None
+
+
+def _configuration(geometry: KVGeometry, options: StoreOptions) -> dict[str, object]:
+    """All that makes a store another store, as it is compared."""
+    layout, block_tokens = options.get("layout", "NHD"), options.get("block_tokens", 256)
+    namespace = store_namespace(
+        geometry, layout, block_tokens,
+        model=options["model"], revision=options.get("revision", ""),
+        tenant=options.get("tenant", ""), lora=options.get("lora", ""),
+        rank=options.get("rank", ""),
+    )  # fmt: skip
+    return {
+        "geometry": geometry,
+        "layout": layout,
+        "block_tokens": block_tokens,
+        "namespace": namespace,
+        "tiers": places_of(options.get("tiers", ("memory://1GiB",))),
+        "policy": repr(options.get("policy") or Inclusive()),
+        "quotas": dict(options.get("quotas") or {}),
+    }
 
 
 class Prefetch:
@@ -144,6 +182,7 @@ class KVStore:
             model=model, revision=revision, tenant=tenant, lora=lora, rank=rank,
         )  # fmt: skip
         self._names: dict[str, Names] = {}
+        self._notes: dict[bytes, bytes] = {}
         self._asked = Asked()
         self._timing = Timing("tokens")
         self._followers = Followers()
@@ -152,10 +191,28 @@ class KVStore:
             for tenant, limit in (quotas or {}).items()
         }
         front, below = open_tiers(tiers, self._form.block_shape)
-        self._tiered = TieredStore(front, below, policy)
+        self._tiered = TieredStore(front, below, policy, notes=self._notes)
         self._unpin = pin_memory(front.backend)
         for space, limit in limits.items():
             self._tiered.set_quota(space, limit)
+        self._tiered.look_for(self._names_of(None).space)
+        self._shared_as: list[str] = []  # one name, until its user closes it
+
+    @classmethod
+    def shared(cls, name: str, geometry: KVGeometry, **options: Unpack[StoreOptions]) -> Self:
+        """The store called ``name`` in this process, opened by whoever asks first.
+
+        Everybody who gives the same name and the same configuration gets the same tiers, counters
+        and subscribers. Each user closes it once; then it is closed for that user, and the last
+        one closes it for all. ``options`` are those of the constructor.
+
+        Raises:
+            InvalidValue: the name is open with another configuration; it names what differs.
+        """
+        given = _configuration(geometry, options)
+        store = _SHELF.take(name, given, lambda: cls(geometry, **options))
+        store._shared_as = [name]
+        return store
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -482,8 +539,19 @@ class KVStore:
             return self._tiered.flush(timeout)
 
     def close(self, timeout: float = 10.0) -> bool:
-        """`flush`, then give threads, files and memory back; a second call does nothing."""
+        """`flush`, then give threads, files and memory back; a second call does nothing.
+
+        Of a `shared` store, the last user's call does so.
+        """
         timeout = seconds_of("timeout", timeout)
+        if isinstance(self._tiered, Ended):
+            return True
+        if self._shared_as:
+            with suppress(IndexError):  # two threads close it at once
+                name = self._shared_as.pop()
+                self._tiered = cast("TieredStore", Ended(self._tiered))
+                return _SHELF.give_back(name, lambda store: store.close(timeout))
+            return True
         self._unpin()
         return self._tiered.close(timeout)
 
@@ -506,7 +574,10 @@ class KVStore:
         if names is None:
             if len(self._names) > 4096:
                 self._names.clear()
-            names = Names(replace(self.namespace, tenant=tenant), self.block_tokens)
+                self._notes.clear()
+            namespace = replace(self.namespace, tenant=tenant)
+            names = Names(namespace, self.block_tokens)
+            self._notes[names.space] = note_of(namespace)
             self._names[tenant] = names
         return names
 

@@ -18,11 +18,12 @@ from kvkeep.tiers.breaker import Breakers
 from kvkeep.tiers.catalogue import Catalogue
 from kvkeep.tiers.counters import Counters, TierStats
 from kvkeep.tiers.fates import Fates, Happened
+from kvkeep.tiers.notes import difference
 from kvkeep.tiers.record import HEADER_BYTES, BadRecord, OtherVersion, naming, seal, verify
 from kvkeep.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from kvkeep.backends import Backend
     from kvkeep.codecs import Codec
@@ -38,6 +39,7 @@ _EXPIRE_EVERY = 60.0  # seconds
 _ENVELOPE = 1 << 16  # bytes that any codec may need beyond those of another
 _TELL_COST = 1024  # bytes that a block's name counts while it waits to be told, roughly
 _REFUSED_KEPT = 1 << 16
+_NOTED_KEPT = 4096
 _READING: frozenset[Call | None] = frozenset(("lookup", "read", "list"))
 _LONG = 0.05  # seconds that a read takes which is slow for any place
 _MOSTLY = 0.5  # of the time since a moment that one read has taken: it is what was waited for
@@ -122,6 +124,11 @@ class Tier:
     _heard: bool = field(init=False, default=False)  # it said once what it holds
     _under_way: dict[_Edge, None] = field(init=False, default_factory=dict)
     """Calls to the backend that did not return yet."""
+    notes: Mapping[bytes, bytes] = field(init=False, default_factory=dict)
+    """What to note of namespaces, by space. Set by who has other tiers."""
+    _noted: set[bytes] = field(init=False, default_factory=set)
+    _sought: bytes | None = field(init=False, default=None)
+    """A namespace of which blocks are expected, until it was looked for."""
     _refused: dict[bytes, None] = field(init=False, default_factory=dict)
     """Blocks as if not here, to be written anew: records not for us, or not to be deleted."""
 
@@ -184,6 +191,52 @@ class Tier:
             self._listed = time.monotonic()
         finally:
             self._listing.release()
+        if self._heard:
+            self._look()
+
+    def look_for(self, space: bytes) -> None:
+        """Have it logged, once, if others have blocks here and the namespace ``space`` has none.
+
+        As soon as it is known what is here, in a thread of the tier: an index that was read, or a
+        place that answered. Nobody waits for it.
+        """
+        self._sought = space
+        if self._heard:
+            self.reading.submit(self._look)
+
+    def _look(self) -> None:
+        with self._quota_lock:
+            space, self._sought = self._sought, None
+        ours = None if space is None else self.notes.get(space)
+        if space is None or ours is None:
+            return
+        there = self.catalogue.spaces() if self.indexed else None
+        if there is not None and (not there or space in there):
+            return
+        notes: dict[bytes, bytes] = {}
+        with _Edge(self, "noted_spaces"):
+            notes = self.backend.noted_spaces()
+        if space in notes and there is None:
+            return
+        others = [note for one, note in notes.items() if there is None or one in there]
+        found = difference(ours, others)
+        if found is not None:
+            unlike, same_model = found
+            _LOG.log(
+                logging.WARNING if same_model else logging.INFO,
+                "tier %s: blocks of others lie in %s and none of this store; of the nearest, %s",
+                self.name, self.backend.describe(), ", ".join(unlike),
+            )  # fmt: skip
+
+    def _note(self, space: bytes) -> None:
+        """A block of ``space`` was written: note once what that namespace is."""
+        if len(self._noted) >= _NOTED_KEPT:
+            self._noted.clear()
+        self._noted.add(space)
+        note = self.notes.get(space)
+        if note is not None:
+            with _Edge(self, "note_space"):
+                self.backend.note_space(space, note)
 
     def knows(self, block: bytes) -> bool:
         """Whether ``block`` is known to be here, without asking."""
@@ -462,6 +515,8 @@ class Tier:
             self.fates.note([block], self.name, "dropped", why)
             return False
         self._refused.pop(block, None)
+        if block[:SPACE_BYTES] not in self._noted:
+            self._note(block[:SPACE_BYTES])
         return True
 
     def _write(self, block: bytes, record: memoryview) -> int | None:
@@ -796,6 +851,8 @@ class _Question:
                 self._sizes = self._tier.backend.sizes(self._blocks)
         finally:
             self._done.set()
+        if self._sizes and not self._tier.indexed:
+            self._tier._look()
 
     def answer(self, end: float, *, whole: bool) -> dict[bytes, int | None]:
         """The size of each block, None if it is not there; nothing, if no answer came until ``end``.

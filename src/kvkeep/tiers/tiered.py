@@ -18,7 +18,7 @@ from kvkeep.tiers.record import HEADER_BYTES
 from kvkeep.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from kvkeep.tiers.counters import TierStats
     from kvkeep.tiers.front import Front, Held
@@ -177,6 +177,8 @@ class _Writing:
 class TieredStore:
     """Raw blocks by id, over `Front` and any number of `Tier`.
 
+    ``notes`` are of namespaces, by space (`kvkeep.tiers.notes`); tiers note them beside the blocks.
+
     Nothing here raises because a place fails or is slow: a read is shorter, a write is dropped and
     counted. `policy` says what moves where.
 
@@ -185,7 +187,12 @@ class TieredStore:
     """
 
     def __init__(
-        self, front: Front, tiers: Sequence[Tier], policy: TieringPolicy | None = None
+        self,
+        front: Front,
+        tiers: Sequence[Tier],
+        policy: TieringPolicy | None = None,
+        *,
+        notes: Mapping[bytes, bytes] | None = None,
     ) -> None:
         self.front = front
         self.tiers = list(tiers)
@@ -208,10 +215,16 @@ class TieredStore:
         for level, tier in enumerate(self.tiers, start=1):
             tier.demote = partial(self._demote_below, level)
             tier.fates = self.fates
+            tier.notes = {} if notes is None else notes
             tier.writing.limit = min(tier.options.queue_bytes or share, share)
             tier.open()
         for tier in self.tiers:
             tier.trim()
+
+    def look_for(self, space: bytes) -> None:
+        """Have tiers log, once, that they have blocks and none of this namespace; see `Tier`."""
+        for tier in self.tiers:
+            tier.look_for(space)
 
     # --- finding ---------------------------------------------------------------------------------
 
