@@ -77,8 +77,11 @@ class Shelf(Generic[S]):
         for what in before:
             if before[what] != now[what]:
                 at, was, asked = _where(what, before[what], now[what])
+                there, here = repr(was), repr(asked)
+                if there == here:  # URLs are shown without their options
+                    there, here = f"{there} and some options", "with others"
                 raise InvalidValue(
-                    f"the shared {self._kind} {name!r} is open with {at}={was!r}, and {asked!r} is "
+                    f"the shared {self._kind} {name!r} is open with {at}={there}, and {here} is "
                     "asked for; give what it has, or another name"
                 )
 
@@ -107,12 +110,15 @@ class _Place:
 
 
 def _where(what: str, before: Any, now: Any) -> tuple[str, object, object]:
-    """The field that differs: of a namespace or a geometry its own, else the whole value."""
+    """What differs: a field of a namespace or a geometry, one of the tiers, else the whole."""
     if is_dataclass(before) and is_dataclass(now) and type(before) is type(now):
         for one in fields(before):
             was, asked = getattr(before, one.name), getattr(now, one.name)
             if was != asked:
                 return f"{what}.{one.name}", was, asked
+    if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
+        at = next(at for at, was in enumerate(before) if was != now[at])
+        return f"{what}[{at}]", before[at], now[at]
     return what, before, now
 
 

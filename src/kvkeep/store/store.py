@@ -61,7 +61,7 @@ def _configuration(geometry: KVGeometry, options: StoreOptions) -> dict[str, obj
     layout, block_tokens = options.get("layout", "NHD"), options.get("block_tokens", 256)
     namespace = store_namespace(
         geometry, layout, block_tokens,
-        model=options["model"], revision=options.get("revision", ""),
+        model=options.get("model", ""), revision=options.get("revision", ""),
         tenant=options.get("tenant", ""), lora=options.get("lora", ""),
         rank=options.get("rank", ""),
     )  # fmt: skip

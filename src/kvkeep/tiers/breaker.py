@@ -40,7 +40,7 @@ State = Literal["closed", "open", "trying"]
 CALLS: tuple[Call, ...] = get_args(Call)
 SERVING: frozenset[Call] = frozenset(("lookup", "read", "write"))
 _WORST: tuple[State, ...] = ("closed", "trying", "open")
-_MOST_PARTS = 1024  # parts of a place with breakers; cluster nodes come and go
+_MOST_PARTS = 256  # parts of a place with breakers; cluster nodes come and go
 _GONE_S = 120.0  # a part that nothing was asked for so long after it failed is not there any more
 
 
@@ -224,8 +224,9 @@ class Breakers:
         made = Breaker(name, limit=self.limit, pause=self.pause, opening=self._note_opened)
         with self._lock:
             if len(self._all) >= _MOST_PARTS * len(CALLS):
-                closed = [mark for mark, one in self._all.items() if one.state == "closed"]
-                for mark in closed or list(self._all)[: len(CALLS)]:
+                # Half of them at once, those that are closed first, then the oldest.
+                marks = sorted(self._all, key=lambda mark: self._all[mark].state != "closed")
+                for mark in marks[: len(marks) // 2]:
                     self._forget(mark)
             return self._all.setdefault((call, part), made)
 

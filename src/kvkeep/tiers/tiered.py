@@ -223,6 +223,7 @@ class TieredStore:
 
     def look_for(self, space: bytes) -> None:
         """Have tiers log, once, that they have blocks and none of this namespace; see `Tier`."""
+        self.check_open()
         for tier in self.tiers:
             tier.look_for(space)
 
