@@ -14,9 +14,9 @@ from servers import Server, cluster, come_together, needs_server, server
 from kvkeep.backends import TierURL
 from kvkeep.backends.valkey import ValkeyBackend
 from kvkeep.errors import BackendFailed
+from kvkeep.store import BlockStore
 from kvkeep.testing.backend_hooks import block_id, content, get, put, sizes_listed
 from kvkeep.testing.backend_suite import BackendTests
-from kvkeep.store import BlockStore
 from kvkeep.testing.proxy import FaultProxy
 
 if TYPE_CHECKING:

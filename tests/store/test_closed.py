@@ -13,8 +13,8 @@ from store_kv import GQA, disk, given, numbers, open_store, put
 from kvkeep.errors import IllegalStep
 from kvkeep.keys import Namespace, space_of
 from kvkeep.store import BlockStore, KVStore, Prefetch
-from kvkeep.tiers import TieredStore
 from kvkeep.tiers import Prefetch as BlockPrefetch
+from kvkeep.tiers import TieredStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,8 +142,7 @@ def test_every_method_of_a_closed_store_says_so(kind: type, tmp_path: Path) -> N
     close()
     for name, call in CALLS[kind].items():
         with pytest.raises(IllegalStep, match="closed"):
-            call(one)
-            pytest.fail(f"{name} answers")
+            pytest.fail(f"{name} answers {call(one)!r}")
     for name in ANSWERS[kind] - {"shared"}:
         value = getattr(one, name)
         if callable(value) and name != "check":

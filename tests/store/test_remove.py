@@ -53,7 +53,7 @@ def other_kv(tokens: list[int]) -> Any:
 
 
 def kind_of(store: KVStore, tokens: list[int]) -> tuple[str, int]:
-    """Whether what is stored of ``tokens`` is "old", "new", "none" or a "mix"; how many there are."""
+    """Whether what is stored is "old", "new", "none" or a "mix"; how many tokens there are."""
     kv, count = store.get(tokens)
     if not count:
         return "none", 0
@@ -101,7 +101,7 @@ def test_it_goes_from_a_token_on(start: int, tmp_path: Path) -> None:
         put(store, LONG[:19], tail=True, wait=True)
         assert store.remove(LONG, start).complete
         for end in (3, 10, 19, 22):  # tails that end before that token are kept
-            want = max(stop for stop in {0, 4, 8, 12, 16, 20, 3, 10, 19, 22} if stop <= start)
+            want = max(stop for stop in (0, 4, 8, 12, 16, 20, 3, 10, 19, 22) if stop <= start)
             whole = end - end % SIZE
             want = end if end <= start else max(want if want % SIZE and want <= end else 0,
                                                min(whole, start - start % SIZE))  # fmt: skip

@@ -1,4 +1,4 @@
-"""A breaker for each kind of call and each part of a place: what fails is not asked, all else is."""
+"""A breaker for each kind of call and each part of a place: only what fails is not asked."""
 
 from __future__ import annotations
 

@@ -356,9 +356,7 @@ class KVStore:
         self._got(began, len(row) - start, got, came)
         return (self._form.cut(into, 0, got), got) if got else (None, 0)
 
-    def _got(
-        self, began: float, asked: int, got: int, tiers: tuple[tuple[str, int], ...]
-    ) -> None:
+    def _got(self, began: float, asked: int, got: int, tiers: tuple[tuple[str, int], ...]) -> None:
         self._asked.count(gets=1, asked_tokens=asked, hit_tokens=got)
         if began:
             size = self._form.raw_bytes(got)
@@ -474,9 +472,7 @@ class KVStore:
         blocks, _, lengths = self._find(as_tokens(tokens), 0, tenant)
         return sum(lengths[: self._tiered.unpin(blocks)])
 
-    def remove(
-        self, tokens: TokensLike, start: int = 0, *, tenant: str | None = None
-    ) -> Removed:
+    def remove(self, tokens: TokensLike, start: int = 0, *, tenant: str | None = None) -> Removed:
         """Delete what is stored of ``tokens[start:]`` in every tier, pinned or not.
 
         That is each block with a token from ``start`` on, so ``tokens[:start]`` is kept up to the

@@ -184,7 +184,9 @@ class Breakers:
 
     def any_blocks(self, *calls: Call) -> bool:
         """Whether one of these kinds of call is not made to some part now."""
-        return self.ever_opened and any(one.blocks for (call, _), one in list(self._all.items()) if call in calls)
+        return self.ever_opened and any(
+            one.blocks for (call, _), one in list(self._all.items()) if call in calls
+        )
 
     @property
     def state(self) -> State:

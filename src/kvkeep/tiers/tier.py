@@ -136,9 +136,7 @@ class Tier:
         options = self.options
         self.indexed = self.backend.capacity is not None
         self.catalogue = Catalogue(options.policy, ttl=options.ttl, budget=self.backend.capacity)
-        self.breaker = Breakers(
-            self.name, limit=options.breaker_limit, pause=options.breaker_pause
-        )
+        self.breaker = Breakers(self.name, limit=options.breaker_limit, pause=options.breaker_pause)
         self.reading = Workers(f"{self.name} reader", options.readers, 4096)
         self.writing = Workers(
             f"{self.name} writer", options.writers, options.queue_bytes or sys.maxsize
