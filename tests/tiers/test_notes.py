@@ -86,13 +86,6 @@ def test_no_note_writes_a_line_of_its_own_into_the_log() -> None:
 # --- in places -------------------------------------------------------------------------------
 
 
-def objects() -> Callable[[], Backend]:
-    from obstore.store import MemoryStore
-
-    store = MemoryStore()
-    return lambda: ObjectBackend(store, prefix="p", capacity=1 << 20)
-
-
 @pytest.fixture(params=["file", "file without size", "objects", "objects without size"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Backend]:
     if request.param.startswith("objects"):

@@ -173,6 +173,7 @@ class Bench:
 def settle(store: TieredStore) -> None:
     """Wait until nothing is on its way."""
     assert store._prefetching.wait(20)
+    until(lambda: not any(one.deleting for one in list(store._queued.values())), 20)
     for _ in range(3):  # what lands may be written, and what is written may demote
         for tier in store.tiers:
             assert tier.reading.wait(20)

@@ -63,22 +63,21 @@ class BlockStore:
         self._unpin_memory: Callable[[], None] | None = None
         self._shared_as: list[str] = []  # one name, until its user closes it
 
-    @classmethod
+    @staticmethod
     def shared(
-        cls,
         name: str,
         namespace: NamespaceLike,
         *,
         tiers: Sequence[str | Backend] = ("memory://1GiB",),
         policy: TieringPolicy | None = None,
-    ) -> Self:
+    ) -> BlockStore:
         """The store called ``name`` in this process; see `KVStore.shared`."""
         given = {
             "namespace": as_namespace(namespace),
             "tiers": places_of(tiers),
             "policy": repr(policy or Inclusive()),
         }
-        store = _SHELF.take(name, given, lambda: cls(namespace, tiers=tiers, policy=policy))
+        store = _SHELF.take(name, given, lambda: BlockStore(namespace, tiers=tiers, policy=policy))
         store._shared_as = [name]
         return store
 

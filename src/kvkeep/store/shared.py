@@ -42,7 +42,7 @@ class Shelf(Generic[S]):
         self._lock = threading.Lock()
         self._named: dict[str, _Open[S]] = {}
 
-    def take(self, name: str, given: Mapping[str, object], make: Callable[[], S]) -> S:
+    def take(self, name: object, given: Mapping[str, object], make: Callable[[], S]) -> S:
         """The store called ``name``, made by ``make`` if nobody has it open; one more user.
 
         A copy of it that shares all but its own end: to be given back with `give_back`, once.

@@ -198,8 +198,8 @@ class KVStore:
         self._tiered.look_for(self._names_of(None).space)
         self._shared_as: list[str] = []  # one name, until its user closes it
 
-    @classmethod
-    def shared(cls, name: str, geometry: KVGeometry, **options: Unpack[StoreOptions]) -> Self:
+    @staticmethod
+    def shared(name: str, geometry: KVGeometry, **options: Unpack[StoreOptions]) -> KVStore:
         """The store called ``name`` in this process, opened by whoever asks first.
 
         Everybody who gives the same name and the same configuration gets the same tiers, counters
@@ -210,7 +210,7 @@ class KVStore:
             InvalidValue: the name is open with another configuration; it names what differs.
         """
         given = _configuration(geometry, options)
-        store = _SHELF.take(name, given, lambda: cls(geometry, **options))
+        store = _SHELF.take(name, given, lambda: KVStore(geometry, **options))
         store._shared_as = [name]
         return store
 

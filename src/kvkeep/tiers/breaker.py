@@ -127,7 +127,7 @@ class Breaker:
         if self._until is None:
             return
         with self._lock:
-            if self._until is not None and self._trying:
+            if self._trying:
                 self._trying = False
                 self._until = self._clock()
 
