@@ -249,7 +249,7 @@ def key(number: int) -> bytes:
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
 def test_a_store_goes_on_with_the_nodes_that_are_there(how: str) -> None:
-    """One of three is down: blocks of the others are written, found and read, and not waited for."""
+    """One of three is down: blocks of the others are written, found and read, without waiting."""
     with cluster(3) as nodes:
         for node in nodes:
             assert node.ask("CONFIG", "SET", "cluster-require-full-coverage", "no") == b"+OK"

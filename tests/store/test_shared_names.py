@@ -136,6 +136,6 @@ def test_blocks_by_a_name() -> None:
     with pytest.raises(IllegalStep, match="closed"):
         first.knows([key])
     assert second.knows([key]) == 1
-    with pytest.raises(InvalidValue, match="namespace.tenant"):
+    with pytest.raises(InvalidValue, match=r"namespace\.tenant"):
         BlockStore.shared("blocks", "another", tiers=["memory://1MiB"])
     assert second.close()

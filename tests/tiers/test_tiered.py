@@ -8,6 +8,7 @@ import pytest
 from tier_bench import PAGE, RAW, Bench, above, get, name, put, settle, there
 
 from kvkeep.backends.memory import MemoryBackend
+from kvkeep.testing import FaultyBackend
 from kvkeep.tiers import Exclusive, Front, Inclusive
 
 if TYPE_CHECKING:
@@ -367,6 +368,12 @@ def test_what_is_asked_for_in_the_middle_of_a_prompt_is_located_there(bench: Ben
     blocks = [name(number) for number in range(32)]
     assert store.locate(blocks) == [0] * 3 + [1] * 7 + [0] * 2 + [1] * 8 + [2] * 10
     assert get(store, range(32)) == 30
+    place = store.tiers[0].backend
+    assert isinstance(place, FaultyBackend)
+    emptied(store)
+    asked = place.calls["sizes"]
+    assert store.locate(blocks[:20]) == [1] * 20
+    assert place.calls["sizes"] - asked == 3, "about 1, 16 and the rest: no block twice"
 
 
 def test_a_tier_that_never_takes_what_is_put_did_not_refuse_it(bench: Bench) -> None:

@@ -97,7 +97,7 @@ class Timing:
         for hook in self._hooks:
             try:
                 hook(done)
-            except Exception:  # a fault of who watches must not make a put or a get fail
+            except Exception:  # noqa: BLE001 - a fault of who watches must not make a put fail
                 _LOG.exception("a hook of the store failed")
         if _LOG.isEnabledFor(logging.DEBUG):
             _LOG.debug(

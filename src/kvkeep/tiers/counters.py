@@ -70,8 +70,9 @@ class TierStats:
     ``used_bytes`` counts what all who share the place hold, where that is known, ``capacity`` is
     None where the place has its own rules. ``queued_bytes`` wait to be written. ``breaker`` is
     "closed" (all is well), "open" or "trying": the worst of looking up, reading and writing.
-    ``breakers`` has the state of each kind of call (see `kvkeep.tiers.breaker`). ``parts`` has the parts of the place that are left
-    alone, nodes of a cluster, with their states. ``counters`` has `Counters` by name.
+    ``breakers`` has the state of each kind of call (see `kvkeep.tiers.breaker`), ``parts`` the
+    parts of the place that are left alone, nodes of a cluster, with their states. ``counters`` has
+    `Counters` by name.
     """
 
     name: str

@@ -139,9 +139,11 @@ class Flight:
             tier = self._tiers.pop(0)
             tier.counters.count(late=1)
             tier.failed("late", "no answer")
-            if self._began:  # else it waits for a thread: calls that hang are counted themselves
+            if self._began:
                 part = tier.backend.part(self.block)
                 tier.breaker.of("read", part).failed(f"no answer in {tier.timeout:g} s")
+            else:  # it waits for a thread: what counts are the calls that hang
+                tier.unread(self.block)
         self._ask()
 
     def _read(self, tier: Tier, attempt: int) -> None:

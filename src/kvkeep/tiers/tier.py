@@ -267,12 +267,14 @@ class Tier:
     def _tell_of_hung(self, *calls: Call) -> None:
         """Count the calls of these kinds as failed that do not return in time.
 
-        However short the time is for which callers wait: else nobody would tell.
+        However short the time is for which callers wait: else nobody would tell. Once for each
+        timeout that a call takes.
         """
         if self._under_way:
-            late = time.monotonic() - self.timeout
+            now = time.monotonic()
             for edge in list(self._under_way):
-                if edge.call in calls and edge.started < late:
+                if edge.call in calls and edge.due < now:
+                    edge.due = now + self.timeout
                     why = f"{edge.what} takes longer than {self.timeout:g} s"
                     self.breaker.of(edge.call, edge.part).failed(why)
 
@@ -853,7 +855,7 @@ class _Question:
             self._tier._look()
 
     def answer(self, end: float, *, whole: bool) -> dict[bytes, int | None]:
-        """The size of each block, None if it is not there; nothing, if no answer came until ``end``.
+        """The size of each block, None if it is not there; nothing without an answer until ``end``.
 
         ``whole``: that was all the time that a call may take, so it failed. One that still waits
         for a thread did not: calls that hang are counted by themselves.
@@ -865,6 +867,8 @@ class _Question:
             if whole and self._began:
                 why = f"no answer in {tier.timeout:g} s"
                 tier.breaker.of("lookup", self._part).failed(why)
+            else:
+                tier.unread(self._blocks[0])
             return {}
         return dict(zip(self._blocks, self._sizes, strict=False))
 
@@ -876,23 +880,25 @@ class _Edge:
 
     Attributes:
         failed: it raised.
+        due: when it counts as failed, if it did not return by then.
         done: it did the work that its kind is about. A call that did not, and did not fail either,
             shows nothing of whether such calls work: it leaves the breaker as it is.
     """
 
-    __slots__ = ("_tier", "call", "done", "failed", "part", "started", "what")
+    __slots__ = ("_tier", "call", "done", "due", "failed", "part", "started", "what")
 
     def __init__(self, tier: Tier, what: str, call: Call | None = None, part: str = "") -> None:
         self._tier = tier
         self.what = what
         self.call = call
         self.part = part
-        self.started = 0.0
+        self.started = self.due = 0.0
         self.failed = False
         self.done = True
 
     def __enter__(self) -> Self:
         self.started = time.monotonic()
+        self.due = self.started + self._tier.timeout
         self._tier._under_way[self] = None
         return self
 

@@ -425,10 +425,13 @@ class TieredStore:
             for block in above:
                 self.front.catalogue.free(block)
         self._used(blocks[:count])
-        if count < len(levels):  # where one block is gone, others may be
-            for tier in self.tiers:
-                tier.recheck(blocks[count : len(levels)])
+        self._recheck(blocks[count : len(levels)])
         return count
+
+    def _recheck(self, blocks: Sequence[bytes]) -> None:
+        """Of blocks that were located one was gone: the others may be, too."""
+        for tier in self.tiers if blocks else ():
+            tier.recheck(blocks)
 
     def _window(self, raw_bytes: int) -> int:
         """Blocks to read ahead: at most half of memory, so that others have some, too."""
@@ -665,9 +668,8 @@ class TieredStore:
         writing.note_refused(self.fates)
         self._demote_ahead()
         self.front.counters.count(writes=kept, already=already, drops=len(blocks) - kept - already)
-        if wait is not None:
-            for tier in self.tiers:
-                tier.settled(_left(until))
+        for tier in self.tiers if wait is not None else ():
+            tier.settled(_left(until))
         if len(blocks) > kept + already:
             self.check_open()  # it was not closed meanwhile: there is really no room
         return written
