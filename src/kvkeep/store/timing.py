@@ -48,7 +48,7 @@ class Operation:
 class Timing:
     """Tells of the operations of one store, whose ``unit`` is "tokens" or "blocks".
 
-    Thread safety: all methods. Cost: about 0.1 µs an operation while nobody listens and the logger
+    Thread safety: all methods. Cost: below a microsecond while nobody listens and the logger
     ``kvkeep.store`` is above DEBUG.
     """
 
