@@ -509,3 +509,23 @@ def test_a_room_is_asked_for_after_the_size_is_known(backend: ValkeyBackend) -> 
     assert backend.sizes([A]) == [None]
     assert backend.get(A, rooms) == b""
     assert rooms.asked == [0]
+
+
+def test_notes_on_namespaces_are_bounded_and_may_be_anything(plain: Server) -> None:
+    prefix = f"notes{next(numbers)}"
+    with open_url(f"{plain.url}?prefix={prefix}") as backend:
+        assert backend.noted_spaces() == {}
+        for number in range(300):
+            backend.note_space(number.to_bytes(16, "big"), b"%d" % number)
+        backend.note_space(bytes(16), b"another")
+        notes = backend.noted_spaces()
+        assert len(notes) == 256
+        assert notes[bytes(16)] == b"0"
+        assert list(backend.list()) == [], "they are no records"
+        plain.ask("DEL", f"{prefix}:1:spaces")
+        plain.ask("HSET", f"{prefix}:1:spaces", "no hex", "x", "00", "\xff")
+        assert set(backend.noted_spaces()) == {b"\0"}
+        plain.ask("DEL", f"{prefix}:1:spaces")
+        plain.ask("SET", f"{prefix}:1:spaces", "a text")
+        with pytest.raises(BackendFailed):
+            backend.noted_spaces()

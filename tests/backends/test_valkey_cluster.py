@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 import itertools
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from servers import Server, cluster, come_together, needs_server, server
 from kvkeep.backends import TierURL
 from kvkeep.backends.valkey import ValkeyBackend
 from kvkeep.errors import BackendFailed
+from kvkeep.store import BlockStore
 from kvkeep.testing.backend_hooks import block_id, content, get, put, sizes_listed
 from kvkeep.testing.backend_suite import BackendTests
 from kvkeep.testing.proxy import FaultProxy
@@ -239,3 +241,58 @@ def test_redirections_without_end(nodes: list[Server]) -> None:
             proxy.replace(b"-%s 3 127.0.0.1:%d\r\n" % (kind, proxy.port))
             with pytest.raises(BackendFailed, match=r"sent us on|ASK"):
                 get(backend, BLOCKS[0])
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_a_store_goes_on_with_the_nodes_that_are_there(how: str) -> None:
+    """One of three is down: blocks of the others are written, found and read, without waiting."""
+    with cluster(3) as nodes:
+        for node in nodes:
+            assert node.ask("CONFIG", "SET", "cluster-require-full-coverage", "no") == b"+OK"
+        url = f"{nodes[0].url}?timeout=500ms&prefix=one"
+        with BlockStore("ns", tiers=["memory://1MiB", url]) as store:
+            tier = store._tiered.tiers[0]
+            keys = [key(number) for number in range(60)]
+            assert store.put(keys, [one * 8 for one in keys], wait=20.0) == 60
+            homes = {one: tier.backend.part(store._space + one) for one in keys}
+            down = f"127.0.0.1:{nodes[1].port}"
+            assert sorted(set(homes.values())) == sorted(f"127.0.0.1:{n.port}" for n in nodes)
+            there = [one for one in keys if homes[one] != down]
+            lost = [one for one in keys if homes[one] == down]
+            nodes[1].kill() if how == "kill" else nodes[1].freeze()
+            store._tiered.front.remove([store._space + one for one in keys])
+            for one in lost[:8]:
+                assert store.get([one], [memoryview(bytearray(256))]) == 0
+            assert set(store.stats()[1].parts) == {down}
+            began = time.monotonic()
+            for one in there:
+                into = bytearray(256)
+                assert store.get([one], [memoryview(into)]) == 1
+                assert into == one * 8
+            new = [key(number) for number in range(100, 160)]
+            for one in new:
+                assert store.put([one], [one * 8]) == 1
+            assert store._tiered.tiers[0].writing.wait(20.0)
+            assert time.monotonic() - began < 10.0, "a node that is down is waited for each time"
+            store._tiered.front.remove([store._space + one for one in new])
+            kept = [one for one in new if tier.backend.part(store._space + one) != down]
+            assert len(kept) > 20
+            for one in kept:
+                assert store.get([one], [memoryview(bytearray(256))]) == 1
+            assert not store.remove(lost[:1]).complete
+            assert store.remove(there[:1]).complete
+            nodes[1].stop()
+            nodes[1].start()
+            come_together(nodes)
+            deadline = time.monotonic() + 30.0
+            while store.stats()[1].parts:  # it is tried again, and comes back
+                one = key(1000 + int(time.monotonic() * 1000) % 100_000)
+                store.put([one], [one * 8], wait=5.0)
+                store._tiered.front.remove([store._space + one])
+                store.get([one], [memoryview(bytearray(256))])
+                store.remove([one])
+                assert time.monotonic() < deadline, store.stats()[1].parts

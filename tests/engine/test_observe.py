@@ -529,7 +529,7 @@ def test_a_tier_that_is_left_alone(house, prompt):
         house.keep(store, prompt(100, 1))
         forget(store)
         for _ in range(3):
-            store._tiered.tiers[0].breaker.failed("a test")
+            store._tiered.tiers[0].breaker.of("read").failed("a test")
         report = house.ask(store, prompt(100, 1))
         assert words(report) == [(0, 99, "faulty", "unavailable")]
         assert report.missing[0].detail == "breaker"

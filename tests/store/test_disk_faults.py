@@ -43,7 +43,7 @@ def prompt(number: int, length: int = 4) -> range:
 def hasten(store: KVStore) -> None:
     """Let a breaker that opens try again soon."""
     for tier in store._tiered.tiers:
-        tier.breaker._first_pause = tier.breaker._pause = 0.02
+        tier.breaker.pause = 0.02
 
 
 def eventually(good: Callable[[], object]) -> None:
@@ -339,7 +339,7 @@ def test_a_filesystem_that_others_fill(tmp_path: Path) -> None:
                 assert put(store, prompt(number, 128), wait=True).tokens == 128
                 assert get(store, prompt(number, 128)) == 128
             assert counter(store, "evictions") > 5  # what there is room for is the newest alone
-            assert store.clear() > 0
+            assert store.clear().bytes > 0
             fill(filler)
             assert put(store, prompt(20, 128), wait=True).tokens == 128
             assert counter(store, "drops") > 0

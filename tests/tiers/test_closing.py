@@ -144,4 +144,5 @@ def test_who_reads_while_it_is_closed_hears_of_it(bench: Bench) -> None:
     for reader in readers:
         reader.join(LONG)
     assert len(results) == 4
-    assert all(result in range(9) or result == "BackendFailed" for result in results), results
+    heard = {"IllegalStep", "BackendFailed"}
+    assert all(result == 8 or result in heard for result in results), results

@@ -8,6 +8,7 @@ import pytest
 from tier_bench import PAGE, RAW, Bench, above, get, name, put, settle, there
 
 from kvkeep.backends.memory import MemoryBackend
+from kvkeep.testing import FaultyBackend
 from kvkeep.tiers import Exclusive, Front, Inclusive
 
 if TYPE_CHECKING:
@@ -339,3 +340,48 @@ def test_all_of_a_large_memory_goes_down_through_a_small_queue(bench: Bench) -> 
     put(store, range(50))
     assert store.flush(20)
     assert there(store.tiers[0]) == list(range(50))
+
+
+# --- several namespaces, places that have to be asked ------------------------------------------
+
+
+def test_clearing_a_namespace_leaves_others_where_nothing_is_known(bench: Bench) -> None:
+    """The place has no budget, so what lies there is known from its listing alone."""
+    store = bench.store(32, bench.disk(None))
+    for space in (0, 1):
+        put(store, range(4), space=space, wait=20)
+    other = bench.store(32, bench.disk(None))
+    assert other.clear(name(0, 0)[:16]).complete
+    assert there(other.tiers[0]) == [0, 1, 2, 3]
+    emptied(store)
+    assert [get(store, range(4), space=space) for space in (0, 1)] == [0, 4]
+    assert other.clear().complete
+    assert there(other.tiers[0]) == []
+
+
+def test_what_is_asked_for_in_the_middle_of_a_prompt_is_located_there(bench: Bench) -> None:
+    store = bench.store(64, bench.disk(None), bench.disk(at="e"))
+    put(store, range(30), wait=20)
+    store.tiers[0].remove([name(number) for number in range(20, 30)])
+    store.tiers[1].remove([name(number) for number in range(20)])
+    store.front.remove([name(number) for number in [*range(3, 10), *range(12, 30)]])
+    blocks = [name(number) for number in range(32)]
+    assert store.locate(blocks) == [0] * 3 + [1] * 7 + [0] * 2 + [1] * 8 + [2] * 10
+    assert get(store, range(32)) == 30
+    place = store.tiers[0].backend
+    assert isinstance(place, FaultyBackend)
+    emptied(store)
+    asked = place.calls["sizes"]
+    assert store.locate(blocks[:20]) == [1] * 20
+    assert place.calls["sizes"] - asked == 3, "about 1, 16 and the rest: no block twice"
+
+
+def test_a_tier_that_never_takes_what_is_put_did_not_refuse_it(bench: Bench) -> None:
+    store = bench.store(8, bench.disk(), policy=Exclusive())
+    put(store, range(4), wait=20)
+    store.front.remove([name(number) for number in range(4)])
+    assert [store.fates.of(name(number)) for number in range(4)] == [None] * 4
+    later = bench.store(8, bench.disk(at="later"), policy=Inclusive(admit_after=2))
+    put(later, range(4), wait=20)
+    later.front.remove([name(number) for number in range(4)])
+    assert {fate.detail for fate in later.fates_of([name(0)]) if fate} == {"admission"}

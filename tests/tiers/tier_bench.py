@@ -18,7 +18,6 @@ from kvkeep.backends.memory import MemoryBackend
 from kvkeep.codecs import BlockShape, codec_of, make_codec
 from kvkeep.testing import FaultyBackend
 from kvkeep.tiers import Front, Tier, TieredStore, TierOptions
-from kvkeep.tiers.breaker import Breaker
 from kvkeep.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -131,18 +130,16 @@ class Bench:
         pause: float = 1.0,
         **options: Any,
     ) -> Tier:
-        """A tier with a name of its own; its breaker tries again ``pause`` seconds later."""
+        """A tier with a name of its own; its breakers try again ``pause`` seconds later."""
         if timeout is not None:
             place.timeout = timeout
-        tier = Tier(
+        return Tier(
             f"t{next(self._numbers)}",
             place,
             make_codec(codec, SHAPE, key),
             partial(codec_of, shape=SHAPE, key=key),
-            TierOptions(**options),
+            TierOptions(breaker_pause=pause, **options),
         )
-        tier.breaker = Breaker(tier.name, limit=tier.options.breaker_limit, pause=pause)
-        return tier
 
     def store(
         self,
@@ -176,6 +173,7 @@ class Bench:
 def settle(store: TieredStore) -> None:
     """Wait until nothing is on its way."""
     assert store._prefetching.wait(20)
+    until(lambda: not any(one.deleting for one in list(store._queued.values())), 20)
     for _ in range(3):  # what lands may be written, and what is written may demote
         for tier in store.tiers:
             assert tier.reading.wait(20)

@@ -101,6 +101,15 @@ class Backend(ABC):
     def list(self) -> Iterator[Listed]:
         """Every record, in any order, without reading them."""
 
+    def part(self, block: bytes) -> str:
+        """The part of the place that has ``block``: parts fail without each other.
+
+        "" where all of it is one. A cluster names the node, as far as it is known without asking.
+        What fails is then counted against that part alone. Cost: microseconds; never waits.
+        """
+        del block
+        return ""
+
     def touch(self, blocks: Sequence[bytes]) -> None:  # noqa: B027
         """``blocks`` were just used: remember it beyond this process, where that is cheap."""
 
@@ -116,6 +125,19 @@ class Backend(ABC):
         """
         del block, size
         return None
+
+    def note_space(self, space: bytes, note: bytes) -> None:  # noqa: B027
+        """Keep ``note``, a line of text, on the namespace ``space``, where that is cheap.
+
+        Once for each namespace; an older note on it stays or goes. How many are kept is bounded.
+        """
+
+    def noted_spaces(self) -> dict[bytes, bytes]:
+        """Notes on namespaces of which blocks were put here, by space: some hundred at most.
+
+        What others wrote in their place may be anything: its size is checked before it is read.
+        """
+        return {}
 
     def used(self) -> int | None:
         """Bytes held by all who write here, where the backend counts them; else None."""

@@ -17,6 +17,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
+from kvkeep.backends import disk_notes
 from kvkeep.backends.base import ALIGNMENT, Backend, Listed
 from kvkeep.backends.disk_files import (
     ABSENT,
@@ -356,6 +357,16 @@ class DiskBackend(Backend):
         """
         with self._translated("flushed"):
             self._syncing.flush()
+
+    def note_space(self, space: bytes, note: bytes) -> None:
+        """A line of the file ``spaces``."""
+        with self._translated("written to"):
+            disk_notes.note(self._home.root, space, note)
+
+    def noted_spaces(self) -> dict[bytes, bytes]:
+        """The lines of the file ``spaces``."""
+        with self._translated("read"):
+            return disk_notes.noted(self._home.root)
 
     def close(self) -> None:
         """Sync what is left, for as long as a call may take; the rest is synced behind it."""

@@ -2,6 +2,7 @@
 
     FORMAT                 "kvkeep blocks 1"
     ledger                 bytes used, see disk_ledger
+    spaces                 what the namespaces are, see disk_notes
     tmp/                   records being written, each locked by its writer
     quarantine/            records that did not verify, with the reason in the name
     <space, 32 hex>/       the records of one namespace
@@ -21,6 +22,7 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.backends.disk_files import kind_of, open_plain, padded, sync_path
+from kvkeep.backends.disk_notes import NOTES
 from kvkeep.errors import BackendFailed, InvalidValue
 from kvkeep.keys import BLOCK_ID_BYTES, SPACE_BYTES
 
@@ -274,7 +276,7 @@ class Home:
                 f"writes {_FORMAT.decode().strip()!r}; give another directory, or delete that one"
             )
         # Without a format: empty, or its first opener was killed in between.
-        others = there - _OURS
+        others = there - _OURS - {NOTES}
         if known or self._has_ledger():
             others = {name for name in others if not _from_hex(name, _SPACE_NAME)}
         if found or others:

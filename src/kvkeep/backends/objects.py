@@ -41,6 +41,10 @@ _PIECE = 256 << 10
 """Bytes that come over from the network at once; larger pieces are copied once more on the way."""
 _AT_ONCE = 16
 """Requests at once where one call is about many blocks."""
+_NOTED = 64
+"""Notes on namespaces that are read; each takes a request."""
+_NOTE_BYTES = 1 << 14
+_SPACE = re.compile(f"[0-9a-f]{{{2 * SPACE_BYTES}}}")
 _PAGE = 1000
 """Objects in one answer of a listing, and names in one request to delete."""
 _HEX = re.compile(f"[0-9a-f]{{{2 * SPACE_BYTES}}}/[0-9a-f]{{{2 * (BLOCK_ID_BYTES - SPACE_BYTES)}}}")
@@ -85,6 +89,7 @@ class ObjectBackend(Backend):
         self._closed = False
         self._lock = threading.Lock()
         self._prefix = prefix.strip("/")
+        self._notes = f"{self._prefix}/spaces/" if self._prefix else "spaces/"
         self._name = name or f"{self.scheme}://{self._prefix}"
         self.capacity = capacity
         self._ledger = None if capacity is None else Ledger(capacity, self._name, self.list)
@@ -179,6 +184,28 @@ class ObjectBackend(Backend):
                 if _HEX.fullmatch(name):  # others may keep things here too
                     block = bytes.fromhex(name.replace("/", ""))
                     yield Listed(block, found["size"], found["last_modified"].timestamp())
+
+    def note_space(self, space: bytes, note: bytes) -> None:
+        """An object ``spaces/<space in hex>``; it is not counted in the capacity."""
+        with self._translated("put"):
+            name = f"{self._notes}{space.hex()}"
+            self._obstore.put(self._store(), name, bytes(note), use_multipart=False)
+
+    def noted_spaces(self) -> dict[bytes, bytes]:
+        """The objects below ``spaces/``, as far as they can be notes."""
+        notes: dict[bytes, bytes] = {}
+        with self._translated("list"):
+            store = self._store()
+            pages = self._obstore.list(store, self._notes, chunk_size=_NOTED)
+            for found in next(pages, []):
+                name = found["path"].rpartition("/")[2]
+                if found["size"] > _NOTE_BYTES or not _SPACE.fullmatch(name):
+                    continue
+                with suppress(FileNotFoundError):
+                    answer = self._obstore.get(store, found["path"])
+                    if answer.meta["size"] <= _NOTE_BYTES:
+                        notes[bytes.fromhex(name)] = bytes(answer.bytes())
+        return notes
 
     def used(self) -> int | None:
         """Bytes held, where there is a capacity to count for; else nobody counts them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 from kvkeep.backends.base import Backend, Listed, Room
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["ValkeyBackend", "ValkeyOptions"]
 
 _FORMAT: Final = b"1"
+_NOTED: Final = 256  # namespaces that are noted
 _SCANNED: Final = 500  # keys that a server looks at for each piece of a listing
 
 
@@ -137,6 +138,11 @@ class ValkeyBackend(Backend):
         expiring = self.options.expire is not None
         self._each(blocks, [(b"PEXPIRE", self._expire_ms()) if expiring else (b"TOUCH",)])
 
+    def part(self, block: bytes) -> str:
+        """``host:port`` of the cluster's node that has ``block``; "" with a server alone."""
+        address = self._nodes.known_node_of(self._name(block))
+        return "" if address is None else f"{address[0]}:{address[1]}"
+
     def list(self) -> Iterator[Listed]:
         """Every record, as the server finds them; what comes or goes meanwhile may be missing.
 
@@ -157,6 +163,36 @@ class ValkeyBackend(Backend):
                         yield one
                 if cursor == b"0":
                     break
+
+    def note_space(self, space: bytes, note: bytes) -> None:
+        """A field of the hash ``prefix:1:spaces``."""
+        name, field = self._prefix + b"spaces", space.hex().encode()
+
+        with self._translated():
+            deadline = self._deadline()
+            count = self._nodes.ask(name, [command(b"HLEN", name)], _answer, deadline)
+            if isinstance(count, int) and count < _NOTED:
+                words = command(b"HSETNX", name, field, note)
+                self._nodes.ask(name, [words], _answer, deadline)
+
+    def noted_spaces(self) -> dict[bytes, bytes]:
+        """The fields of the hash ``prefix:1:spaces``, if it has no more than are noted."""
+        name = self._prefix + b"spaces"
+
+        with self._translated():
+            deadline = self._deadline()
+            count = self._nodes.ask(name, [command(b"HLEN", name)], _answer, deadline)
+            if not isinstance(count, int) or not 0 < count <= _NOTED:
+                return {}
+            answer = self._nodes.ask(name, [command(b"HGETALL", name)], _answer, deadline)
+        if not isinstance(answer, list):
+            return {}
+        notes: dict[bytes, bytes] = {}
+        for field, note in zip(answer[::2], answer[1::2], strict=False):
+            with suppress(ValueError):
+                if isinstance(field, bytes) and isinstance(note, bytes):
+                    notes[bytes.fromhex(field.decode("ascii"))] = note
+        return notes
 
     def close(self) -> None:
         """Close the connections."""
@@ -261,6 +297,13 @@ class ValkeyBackend(Backend):
             wire.close()
             raise
         return wire
+
+
+def _answer(wire: Wire) -> Answer:
+    answer = wire.answer()
+    if isinstance(answer, ServerSays):
+        raise answer
+    return answer
 
 
 def _scanned(answer: Answer) -> tuple[bytes, list[bytes]]:

@@ -183,6 +183,14 @@ class Nodes:
             raise Lost(f"no node of the cluster serves slot {slot}")
         return address
 
+    def known_node_of(self, key: bytes) -> Address | None:
+        """The node that has ``key``, as far as is known; None: there is one alone, or no map yet.
+
+        Asks nobody.
+        """
+        slots = self._slots
+        return None if slots is None else slots[binascii.crc_hqx(key, 0) % SLOTS]
+
     def primaries(self, deadline: float) -> list[Address]:
         """Every node that has keys."""
         slots = self._map(deadline)

@@ -131,11 +131,16 @@ def _moved(now: Any, before: Any, name: str, passed: float) -> Text:
     return cell(storage(moved), 9, right=True)
 
 
+_SERVING = ("read", "write", "lookup")  # kinds of call, as a breaker has them
+
+
 def _state(tier: Mapping[str, Any]) -> tuple[str, str]:
     """The breaker in a word, and its style."""
     breaker = text(tier, "breaker", "–")
     if breaker not in {"closed", "–"}:
-        return breaker, "bold red"
+        failing = tier.get("breakers")
+        calls = [call for call in _SERVING if isinstance(failing, dict) and call in failing]
+        return " ".join([breaker, *calls[:1]]), "bold red"
     troubled = whole(tier, "errors") + whole(tier, "damaged")
     return ("ok", "green") if not troubled else (f"{amount(troubled)} err", "yellow")
 

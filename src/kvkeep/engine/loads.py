@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 
 from kvkeep.engine.forms import Buffers
 from kvkeep.engine.writes import block_keys
+from kvkeep.errors import IllegalStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -203,13 +205,15 @@ class Loads:
         with self._lock:
             prefetch, ready = load._prefetch, 0
             if prefetch is not None:
-                # More may be found than memory holds: the rest is read as it comes.
-                ready = load._found if prefetch.done else min(load._found, prefetch.wait(0))
+                with suppress(IllegalStep):  # the store was closed under the engine: nothing comes
+                    # More may be found than memory holds: the rest is read as it comes.
+                    ready = load._found if prefetch.done else min(load._found, prefetch.wait(0))
                 load._prefetch = None
         if prefetch is not None:
             prefetch.cancel()
             if evidence is not None:
-                evidence.brought(prefetch, ready)
+                with suppress(IllegalStep):
+                    evidence.brought(prefetch, ready)
         load._stop, load._ready = min(ready, len(load.tokens) - 1), ready
         if load._stop - cached < self._size:
             self.cancel(load)
@@ -284,8 +288,9 @@ class Loads:
             return evidence.report_so_far()
         if evidence.asks and not evidence.answered:  # who was it that did not?
             at = evidence.pool
-            why = self._store.why(load.tokens, at, tenant=load.tenant, since=evidence.since)
-            evidence.unanswered(why)
+            with suppress(IllegalStep):  # the store was closed under the engine
+                why = self._store.why(load.tokens, at, tenant=load.tenant, since=evidence.since)
+                evidence.unanswered(why)
         return evidence.report()
 
     def _lost(self, load: Load, start: int) -> None:

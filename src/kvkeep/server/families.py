@@ -173,11 +173,24 @@ def of_store(engine: Mapping[str, float], store: Mapping[str, Any]) -> Iterator[
     opened = CounterMetricFamily(
         "kvkeep_store_breaker_openings", "Times that a tier was left alone", labels=["tier"]
     )
+    calls = GaugeMetricFamily(
+        "kvkeep_store_calls_left_alone",
+        "1 while calls of that kind to a tier are not made, because they failed",
+        labels=["tier", "call"],
+    )
+    parts = GaugeMetricFamily(
+        "kvkeep_store_parts_left_alone", "Parts of a tier that are left alone", labels=["tier"]
+    )
     for tier_name, tier in tiers:
         breaker.add_metric([tier_name], tier["breaker"] != "closed")
         opened.add_metric([tier_name], tier["breaker_opened"])
+        for call, state in tier["breakers"].items():
+            calls.add_metric([tier_name, call], state != "closed")
+        parts.add_metric([tier_name], len(tier["parts"]))
     yield breaker
     yield opened
+    yield calls
+    yield parts
     for key, text in _TIER_COUNTERS.items():
         counter = CounterMetricFamily(f"kvkeep_store_{key}", text, labels=["tier"])
         for tier_name, tier in tiers:

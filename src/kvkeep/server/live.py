@@ -175,6 +175,8 @@ def _tier(tier: TierStats) -> LiveTier:
         capacity=tier.capacity,
         queued_bytes=tier.queued_bytes,
         breaker=tier.breaker,
+        breakers={call: state for call, state in tier.breakers.items() if state != "closed"},
+        parts={showable(part): state for part, state in tier.parts.items()},
         hits=counted["hits"],
         misses=counted["misses"],
         drops=counted["drops"],

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Self
+from contextlib import suppress
+from typing import TYPE_CHECKING, Self, cast
 
 from kvkeep.errors import InvalidValue, whole
 from kvkeep.keys import KEY_BYTES, as_namespace, space_of
 from kvkeep.store.pinning import pin_memory
-from kvkeep.store.stats import closed_is_illegal, seconds_of
-from kvkeep.tiers import TieredStore, TieringPolicy, open_tiers
+from kvkeep.store.shared import Ended, Shelf, places_of
+from kvkeep.store.stats import closed_is_illegal, runs_of, seconds_of
+from kvkeep.store.timing import Timing
+from kvkeep.tiers import Inclusive, TieredStore, TieringPolicy, note_of, open_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,9 +20,13 @@ if TYPE_CHECKING:
 
     from kvkeep.backends import Backend
     from kvkeep.keys import NamespaceLike
-    from kvkeep.tiers import Prefetch, TierStats
+    from kvkeep.store.timing import Operation
+    from kvkeep.tiers import Prefetch, Removed, TierStats
 
 __all__ = ["BlockStore"]
+
+
+_SHELF: Shelf[BlockStore] = Shelf("BlockStore")
 
 
 class BlockStore:
@@ -29,7 +36,10 @@ class BlockStore:
     namespace keeps apart what must never be mixed. Codecs here are those that need not know what
     the bytes are: raw and lossless, encrypted or not.
 
-    Failing places are misses, as in `KVStore`. Thread safety: all methods. Cost: a few µs a block,
+    Failing places are misses, as in `KVStore`. Once it is closed, or another thread closes it
+    meanwhile, all methods raise `IllegalStep` but `close`, `stats` and `check`.
+
+    Thread safety: all methods. Cost: a few µs a block,
     and one copy each way; `write` and `read` let the caller make that copy, from and into whatever
     memory it has, so there is none besides.
     """
@@ -46,8 +56,30 @@ class BlockStore:
         self.namespace = as_namespace(namespace)
         self._space = space_of(self.namespace)
         front, below = open_tiers(tiers)
-        self._tiered = TieredStore(front, below, policy)
+        notes = {self._space: note_of(self.namespace)}
+        self._tiered = TieredStore(front, below, policy, notes=notes)
+        self._tiered.look_for(self._space)
+        self._timing = Timing("blocks")
         self._unpin_memory: Callable[[], None] | None = None
+        self._shared_as: list[str] = []  # one name, until its user closes it
+
+    @staticmethod
+    def shared(
+        name: str,
+        namespace: NamespaceLike,
+        *,
+        tiers: Sequence[str | Backend] = ("memory://1GiB",),
+        policy: TieringPolicy | None = None,
+    ) -> BlockStore:
+        """The store called ``name`` in this process; see `KVStore.shared`."""
+        given = {
+            "namespace": as_namespace(namespace),
+            "tiers": places_of(tiers),
+            "policy": repr(policy or Inclusive()),
+        }
+        store = _SHELF.take(name, given, lambda: BlockStore(namespace, tiers=tiers, policy=policy))
+        store._shared_as = [name]
+        return store
 
     def pin_memory(self) -> None:
         """Have a GPU copy from and to the first tier's memory at full speed, until `close`.
@@ -55,6 +87,7 @@ class BlockStore:
         All of that memory is taken from the system now. Without CUDA, or if it refuses, nothing
         changes.
         """
+        self._tiered.check_open()
         if self._unpin_memory is None:
             self._unpin_memory = pin_memory(self._tiered.front.backend)
 
@@ -93,12 +126,17 @@ class BlockStore:
         It is called for those that are not here yet, in this thread, before this returns; what it
         raises is raised here, and that block is not kept. Else as `put`.
         """
+        began = self._timing.begin()
         blocks = self._blocks(keys)
         sizes = _sizes(sizes, len(blocks))
         if wait is not None:
             wait = seconds_of("wait", wait)
         with closed_is_illegal():
             written = self._tiered.write(blocks, sizes, fill, wait=wait)
+        if began:
+            kept, size = len(written.kept), sum(sizes[at] for at in written.kept)
+            tiers = [(self._tiered.front.name, kept)] if kept else []
+            self._timing.end(began, "put", asked=len(keys), moved=kept, size=size, tiers=tiers)
         return len(written.kept) + len(written.already)
 
     def get(
@@ -140,12 +178,21 @@ class BlockStore:
         ``sizes`` are what was put. ``deadline`` seconds from now it ends with what arrived, and
         when ``cancelled`` says so between two blocks.
         """
+        began = self._timing.begin()
         blocks = self._blocks(keys)
         sizes = _sizes(sizes, len(blocks))
         if deadline is not None:
             deadline = seconds_of("deadline", deadline)
+        names: list[str] | None = [] if began else None
         with closed_is_illegal():
-            return self._tiered.read(blocks, sizes, sink, deadline=deadline, cancelled=cancelled)
+            count = self._tiered.read(
+                blocks, sizes, sink, deadline=deadline, cancelled=cancelled, sources=names
+            )
+        if began:
+            tiers = runs_of((name, 1) for name in names or ())
+            size = sum(sizes[:count])
+            self._timing.end(began, "get", asked=len(keys), moved=count, size=size, tiers=tiers)
+        return count
 
     def lookup(self, keys: Sequence[bytes], *, deadline: float | None = None) -> int:
         """How many of ``keys`` are there before the first that is not; transfers nothing.
@@ -154,7 +201,8 @@ class BlockStore:
         than ``deadline`` seconds.
         """
         until = None if deadline is None else time.monotonic() + seconds_of("deadline", deadline)
-        return len(self._tiered.locate(self._blocks(keys), until))
+        with closed_is_illegal():
+            return len(self._tiered.locate(self._blocks(keys), until))
 
     def knows(self, keys: Sequence[bytes]) -> int:
         """How many of ``keys`` are known to be there before the first that is not; asks nobody.
@@ -162,10 +210,11 @@ class BlockStore:
         Where `must_ask`, there may be more. What others took away meanwhile still counts. Cost:
         about 0.15 µs a block.
         """
+        self._tiered.check_open()
         space = self._space
         blocks = [space + key for key in keys]
-        tiers = self._tiered.tiers  # one that refused records is looked at block by block
-        quick = [tier.catalogue for tier in tiers if tier.indexed and not tier.counters.refused]
+        # A tier that hides records, or is not read now, is looked at block by block.
+        quick = [tier.catalogue for tier in self._tiered.tiers if tier.serves_all]
         catalogues = [self._tiered.front.catalogue, *quick]
         count = 0
         while count < len(blocks):
@@ -199,7 +248,8 @@ class BlockStore:
     @property
     def must_ask(self) -> bool:
         """Whether there may be more than is known: others write to one of the places."""
-        return any(tier.backend.shared or not tier.indexed for tier in self._tiered.tiers)
+        self._tiered.check_open()
+        return any(tier.asked for tier in self._tiered.tiers)
 
     def prefetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Prefetch:
         """Start bringing blocks of so many bytes into memory; returns at once.
@@ -216,22 +266,38 @@ class BlockStore:
         seconds = seconds_of("seconds", seconds, ends=True)
         return self._tiered.pin(self._blocks(keys), seconds)
 
-    def remove(self, keys: Sequence[bytes]) -> int:
-        """Delete blocks everywhere; bytes freed."""
-        return self._tiered.remove(self._blocks(keys))
+    def remove(self, keys: Sequence[bytes]) -> Removed:
+        """Delete blocks everywhere; `Removed.failed` names tiers that may have some still."""
+        with closed_is_illegal():
+            return self._tiered.remove(self._blocks(keys))
 
-    def clear(self) -> int:
-        """Delete the namespace; bytes freed."""
-        return self._tiered.clear(self._space)
+    def clear(self) -> Removed:
+        """Delete the namespace; see `Removed`."""
+        with closed_is_illegal():
+            return self._tiered.clear(self._space)
+
+    def watch(self, hook: Callable[[Operation], object]) -> Callable[[], None]:
+        """Call ``hook`` after each write and read; see `KVStore.watch`."""
+        self._tiered.check_open()
+        return self._timing.watch(hook)
 
     def flush(self, timeout: float | None = 60.0) -> bool:
         """Have the slower tiers hold what was put; see `KVStore.flush`."""
         timeout = None if timeout is None else seconds_of("timeout", timeout)
-        return self._tiered.flush(timeout)
+        with closed_is_illegal():
+            return self._tiered.flush(timeout)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Flush and give everything back; a second call does nothing."""
         timeout = seconds_of("timeout", timeout)
+        if isinstance(self._tiered, Ended):
+            return True
+        if self._shared_as:
+            with suppress(IndexError):  # two threads close it at once
+                name = self._shared_as.pop()
+                self._tiered = cast("TieredStore", Ended(self._tiered))
+                return _SHELF.give_back(name, lambda store: store.close(timeout))
+            return True
         if self._unpin_memory is not None:
             self._unpin_memory()
         return self._tiered.close(timeout)
@@ -251,6 +317,7 @@ class BlockStore:
         return [self._space + key for key in keys]
 
     def __enter__(self) -> Self:
+        self._tiered.check_open()
         return self
 
     def __exit__(

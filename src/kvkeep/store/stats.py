@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import inf, isnan
 from numbers import Real
 from typing import TYPE_CHECKING
@@ -54,12 +54,15 @@ class Put:
         skipped: stored before; their bytes were not touched.
         dropped: for which there was no room.
         partial: at the ends, in no whole block, so not kept (see ``tail``).
+        failed: with ``replace``, the tiers that may hold older KV still, because they failed. This
+            store does not read it; others may.
     """
 
     tokens: int
     skipped: int
     dropped: int
     partial: int
+    failed: tuple[str, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Required, Self, TypedDict, Unpack, cast
 
 from kvkeep.errors import InvalidValue, whole
 from kvkeep.extras import as_extras
@@ -16,13 +17,16 @@ from kvkeep.store.forms import Form
 from kvkeep.store.identity import is_loaded
 from kvkeep.store.names import Names, store_namespace
 from kvkeep.store.pinning import pin_memory
+from kvkeep.store.removal import Followers, ids_of
+from kvkeep.store.shared import Ended, Shelf, places_of
 from kvkeep.store.stats import Asked, Lookup, Put, closed_is_illegal, runs_of, seconds_of
+from kvkeep.store.timing import Timing
 from kvkeep.store.why import fates_behind
-from kvkeep.tiers import TieredStore, TieringPolicy, open_tiers
+from kvkeep.tiers import Inclusive, TieredStore, TieringPolicy, note_of, open_tiers
 from kvkeep.tokens import as_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     import torch
@@ -31,18 +35,60 @@ if TYPE_CHECKING:
     from kvkeep.extras import ExtraLike
     from kvkeep.store.forms import KV, Layout
     from kvkeep.store.stats import StoreStats
-    from kvkeep.tiers import Fate
+    from kvkeep.store.timing import Operation
+    from kvkeep.tiers import Fate, Removed
     from kvkeep.tiers import Prefetch as BlockPrefetch
     from kvkeep.tokens import TokenArray, TokensLike
 
 __all__ = ["KVStore", "Prefetch"]
 
+_SHELF: Shelf[KVStore] = Shelf("KVStore")
 PATIENCE = 60.0
 """Seconds that `KVStore.put` with ``wait`` gives every tier."""
 
 
+class StoreOptions(TypedDict, total=False):
+    """What `KVStore` takes by name."""
+
+    model: Required[str]
+    revision: str
+    tiers: Sequence[str | Backend]
+    layout: Layout
+    block_tokens: int
+    tenant: str
+    lora: str
+    rank: str
+    policy: TieringPolicy | None
+    quotas: Mapping[str, int | str] | None
+
+
+def _configuration(geometry: KVGeometry, options: StoreOptions) -> dict[str, object]:
+    """All that makes a store another store, as it is compared."""
+    layout, block_tokens = options.get("layout", "NHD"), options.get("block_tokens", 256)
+    namespace = store_namespace(
+        geometry, layout, block_tokens,
+        model=options.get("model", ""), revision=options.get("revision", ""),
+        tenant=options.get("tenant", ""), lora=options.get("lora", ""),
+        rank=options.get("rank", ""),
+    )  # fmt: skip
+    return {
+        "geometry": geometry,
+        "layout": layout,
+        "block_tokens": block_tokens,
+        "namespace": namespace,
+        "tiers": places_of(options.get("tiers", ("memory://1GiB",))),
+        "policy": repr(options.get("policy") or Inclusive()),
+        "quotas": dict(options.get("quotas") or {}),
+    }
+
+
 class Prefetch:
-    """A prompt's KV on its way into memory. Thread safety: all methods."""
+    """A prompt's KV on its way into memory.
+
+    Once the store is closed it is `done` and can be cancelled; all else raises `IllegalStep`.
+
+    Thread safety: all methods.
+    """
 
     __slots__ = ("_blocks", "_lengths", "start")
 
@@ -65,7 +111,7 @@ class Prefetch:
     @property
     def sources(self) -> tuple[tuple[str, int], ...]:
         """``(tier, tokens)`` of what is in memory by now, in order from `start` on."""
-        names = self._blocks.sources[: self._blocks.ready]
+        names = self._blocks.sources
         return runs_of(zip(names, self._lengths, strict=False))
 
     def wait(self, timeout: float | None = None) -> int:
@@ -108,8 +154,8 @@ class KVStore:
 
     Notes
     -----
-    Thread safety: all methods, from any thread. What finds, moves or deletes blocks raises
-    `IllegalStep` once the store is closed.
+    Thread safety: all methods, from any thread. Once the store is closed, or another thread closes
+    it meanwhile, all methods raise `IllegalStep` but `close`, `root`, `stats` and `check`.
 
     Cost: `put` hashes the prompt and copies what is new once; slower tiers follow in threads of
     theirs. `get` copies once, and reads what is not in memory ahead in several threads.
@@ -146,16 +192,37 @@ class KVStore:
         self._model = revision if is_loaded(revision) else None  # whose KV this is, once known
         self._binding = threading.Lock()
         self._names: dict[str, Names] = {}
+        self._notes: dict[bytes, bytes] = {}
         self._asked = Asked()
+        self._timing = Timing("tokens")
+        self._followers = Followers()
         limits = {
             self._names_of(tenant).space: parse_bytes(limit)
             for tenant, limit in (quotas or {}).items()
         }
         front, below = open_tiers(tiers, self._form.block_shape)
-        self._tiered = TieredStore(front, below, policy)
+        self._tiered = TieredStore(front, below, policy, notes=self._notes)
         self._unpin = pin_memory(front.backend)
         for space, limit in limits.items():
             self._tiered.set_quota(space, limit)
+        self._tiered.look_for(self._names_of(None).space)
+        self._shared_as: list[str] = []  # one name, until its user closes it
+
+    @staticmethod
+    def shared(name: str, geometry: KVGeometry, **options: Unpack[StoreOptions]) -> KVStore:
+        """The store called ``name`` in this process, opened by whoever asks first.
+
+        Everybody who gives the same name and the same configuration gets the same tiers, counters
+        and subscribers. Each user closes it once; then it is closed for that user, and the last
+        one closes it for all. ``options`` are those of the constructor.
+
+        Raises:
+            InvalidValue: the name is open with another configuration; it names what differs.
+        """
+        given = _configuration(geometry, options)
+        store = _SHELF.take(name, given, lambda: KVStore(geometry, **options))
+        store._shared_as = [name]
+        return store
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -198,6 +265,7 @@ class KVStore:
         *,
         wait: bool = False,
         tail: bool = False,
+        replace: bool = False,
         tenant: str | None = None,
         extra: ExtraLike | None = None,
     ) -> Put:
@@ -212,6 +280,11 @@ class KVStore:
         image to its placeholder: ``[(position, bytes)]``, positions counted from the first of
         ``tokens`` whatever ``start`` is. They are part of the names of the blocks from there on.
 
+        ``replace`` puts it in place of what is stored: that goes first, as by `remove` from the
+        first whole block on, and what is known to continue the prompt goes with it. A `get` that
+        began before returns old KV alone, one that begins later new KV alone, and less of it until
+        this returns. `Put.failed` names tiers that could not delete the old.
+
         Returns as soon as memory has it. With ``wait`` it returns when the slower tiers have it,
         too, or have failed to: 60 seconds at most for each.
 
@@ -219,6 +292,7 @@ class KVStore:
             InvalidValue: tokens, ``start``, or the shape or dtype of ``kv`` are wrong.
             IllegalStep: the store is closed.
         """
+        began = self._timing.begin()
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
         self._form.check(kv, len(row) - start)
@@ -230,6 +304,10 @@ class KVStore:
         if tail and max(end, start) < len(row) and start <= end:
             blocks.append(names.tails(full, row[end:])[-1])
             lengths.append(len(row) - end)
+        failed: tuple[str, ...] = ()
+        if replace:
+            failed = self._remove(names, row, first * size, self._tiered.supersede).failed
+        self._followers.note([*full[:first], *blocks])
 
         def fill(at: int, raw: memoryview) -> None:
             begin = (first + at) * size - start
@@ -244,7 +322,12 @@ class KVStore:
         dropped = sum(lengths) - kept - skipped
         partial = len(row) - start - sum(lengths)
         self._asked.count(puts=1, put_tokens=kept, skipped_tokens=skipped, dropped_tokens=dropped)
-        return Put(kept, skipped, dropped, partial)
+        if began:
+            self._timing.end(
+                began, "put", asked=len(row) - start, moved=kept,
+                size=self._form.raw_bytes(kept), tiers=[(self.tiers[0], kept)] if kept else [],
+            )  # fmt: skip
+        return Put(kept, skipped, dropped, partial, failed)
 
     def get(
         self,
@@ -271,6 +354,7 @@ class KVStore:
             InvalidValue: tokens, ``start``, ``out`` or ``form`` are wrong.
             IllegalStep: the store is closed.
         """
+        began = self._timing.begin()
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
         if form not in ("tensor", "tuples"):
@@ -284,7 +368,7 @@ class KVStore:
         blocks, levels, lengths = self._find(names, row, start, until)
         skip = start % self.block_tokens if lengths else 0
         if sum(lengths) <= skip:
-            self._asked.count(gets=1, asked_tokens=len(row) - start)
+            self._got(began, len(row) - start, 0, ())
             return None, 0
         into = (
             self._form.empty(sum(lengths) - skip, tuples=form == "tuples") if out is None else out
@@ -299,15 +383,25 @@ class KVStore:
         left = None if until is None else max(0.0, until - time.monotonic())
         sizes = self._sizes(lengths)
         with closed_is_illegal():
-            places: list[str] | None = None if sources is None else []
+            places: list[str] | None = [] if began or sources is not None else None
             count = self._tiered.read(
                 blocks, sizes, take, levels=levels, deadline=left, sources=places
             )
+        self._followers.note(blocks[:count])
         got = ends[count - 1] if count else 0
-        if sources is not None and places:
-            sources += runs_of(zip(places, [lengths[0] - skip, *lengths[1:]], strict=False))
-        self._asked.count(gets=1, asked_tokens=len(row) - start, hit_tokens=got)
+        came: tuple[tuple[str, int], ...] = ()
+        if places:
+            came = runs_of(zip(places, [lengths[0] - skip, *lengths[1:]], strict=False))
+        if sources is not None:
+            sources += came
+        self._got(began, len(row) - start, got, came)
         return (self._form.cut(into, 0, got), got) if got else (None, 0)
+
+    def _got(self, began: float, asked: int, got: int, tiers: tuple[tuple[str, int], ...]) -> None:
+        self._asked.count(gets=1, asked_tokens=asked, hit_tokens=got)
+        if began:
+            size = self._form.raw_bytes(got)
+            self._timing.end(began, "get", asked=asked, moved=got, size=size, tiers=tiers)
 
     def lookup(
         self,
@@ -322,7 +416,6 @@ class KVStore:
         Tiers that others may write to are asked about what is not known here. ``extra`` as in
         `put`.
         """
-        self._tiered.check_open()
         row = as_tokens(tokens)
         _, levels, lengths = self._find(self._names_of(tenant, extra, len(row)), row, 0)
         tiers = self.tiers
@@ -386,6 +479,7 @@ class KVStore:
         For want of time or room; or because they are an ``answer`` that is not to be stored.
         Nothing changes but what `why` tells of them. ``extra`` as in `put`.
         """
+        self._tiered.check_open()
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
         names = self._names_of(tenant, extra, len(row))
@@ -408,7 +502,6 @@ class KVStore:
         time would be what goes first here. Blocks that are not stored are passed over. ``extra`` as
         in `put`.
         """
-        self._tiered.check_open()
         row = as_tokens(tokens)
         with closed_is_illegal():
             self._tiered.used(self._names_of(tenant, extra, len(row)).full(row))
@@ -453,7 +546,6 @@ class KVStore:
 
         In every tier that has it, each up to half of the tier. ``extra`` as in `put`.
         """
-        self._tiered.check_open()
         seconds = seconds_of("seconds", seconds, ends=True)
         row = as_tokens(tokens)
         blocks, _, lengths = self._find(self._names_of(tenant, extra, len(row)), row, 0)
@@ -470,15 +562,67 @@ class KVStore:
 
         ``extra`` as in `put`.
         """
-        self._tiered.check_open()
         row = as_tokens(tokens)
         blocks, _, lengths = self._find(self._names_of(tenant, extra, len(row)), row, 0)
         return sum(lengths[: self._tiered.unpin(blocks)])
 
-    def clear(self, *, tenant: str | None = None) -> int:
-        """Delete all blocks of the tenant (of this model, in this store's form); bytes freed."""
+    def remove(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> Removed:
+        """Delete what is stored of ``tokens[start:]`` in every tier, pinned or not.
+
+        That is each block with a token from ``start`` on, so ``tokens[:start]`` is kept up to the
+        last whole block, and each tail, also those that shorter prompts with the same beginning
+        put. Blocks of longer prompts behind that were put or read by this store go with them, as
+        far as it remembers them (some 32,000 blocks); others lie there until they are evicted, and
+        are found again only when the same prompt is put again. Writes and reads that are on their
+        way do not bring it back.
+
+        `Removed.complete` says whether all tiers did; where it is False, `Removed.failed` names
+        those that may have some of it still. What other processes hold in their memory, or are
+        about to write to a shared tier, is theirs to remove. A `put` of the same prompt in another
+        thread comes before or after it, as a whole or in part. ``extra`` as in `put`.
+
+        Cost: about 1 µs a token, and a deletion of as many names in tiers that have to be asked.
+
+        Raises:
+            InvalidValue: tokens or ``start`` are wrong.
+            IllegalStep: the store is closed.
+        """
+        row = as_tokens(tokens)
+        whole("start", start, 0, len(row))
+        names = self._names_of(tenant, extra, len(row))
+        return self._remove(names, row, start, self._tiered.remove)
+
+    def _remove(
+        self, names: Names, row: TokenArray, start: int, by: Callable[[list[bytes]], Removed]
+    ) -> Removed:
         self._tiered.check_open()
-        return self._tiered.clear(self._names_of(tenant).space)
+        ids = ids_of(names, row, start)
+        with closed_is_illegal():
+            return by([*ids, *self._followers.take(ids)])
+
+    def clear(self, *, tenant: str | None = None) -> Removed:
+        """Delete all blocks of the tenant (of this model, in this store's form).
+
+        Tiers that failed are named; see `Removed`. Takes as long as listing the tiers takes.
+        """
+        with closed_is_illegal():
+            return self._tiered.clear(self._names_of(tenant).space)
+
+    def watch(self, hook: Callable[[Operation], object]) -> Callable[[], None]:
+        """Call ``hook`` with an `Operation` after each put and get; returns what ends that.
+
+        In the thread that made the call, before it returns. The logger ``kvkeep.store`` has the
+        same at DEBUG.
+        """
+        self._tiered.check_open()
+        return self._timing.watch(hook)
 
     def flush(self, timeout: float | None = PATIENCE) -> bool:
         """Have the slower tiers hold, as durably as their options say, what was put before.
@@ -493,8 +637,19 @@ class KVStore:
             return self._tiered.flush(timeout)
 
     def close(self, timeout: float = 10.0) -> bool:
-        """`flush`, then give threads, files and memory back; a second call does nothing."""
+        """`flush`, then give threads, files and memory back; a second call does nothing.
+
+        Of a `shared` store, the last user's call does so.
+        """
         timeout = seconds_of("timeout", timeout)
+        if isinstance(self._tiered, Ended):
+            return True
+        if self._shared_as:
+            with suppress(IndexError):  # two threads close it at once
+                name = self._shared_as.pop()
+                self._tiered = cast("TieredStore", Ended(self._tiered))
+                return _SHELF.give_back(name, lambda store: store.close(timeout))
+            return True
         self._unpin()
         return self._tiered.close(timeout)
 
@@ -520,7 +675,10 @@ class KVStore:
         if names is None:
             if len(self._names) > 4096:
                 self._names.clear()
-            names = Names(replace(self.namespace, tenant=tenant), self.block_tokens)
+                self._notes.clear()
+            namespace = replace(self.namespace, tenant=tenant)
+            names = Names(namespace, self.block_tokens)
+            self._notes[names.space] = note_of(namespace)
             self._names[tenant] = names
         return names if extra is None else names.having(as_extras(extra, length))
 
@@ -533,7 +691,8 @@ class KVStore:
         """Blocks stored of ``row``, from the one with token ``start`` on: ids, levels, tokens."""
         full = names.full(row)
         first = start // self.block_tokens
-        levels = self._tiered.locate(full[first:], until)
+        with closed_is_illegal():
+            levels = self._tiered.locate(full[first:], until)
         upto = first + len(levels)
         blocks, lengths = full[first:upto], [self.block_tokens] * len(levels)
         tail = self._find_tail(names, full[:upto], row[upto * self.block_tokens :], until)
@@ -566,6 +725,7 @@ class KVStore:
         return None
 
     def __enter__(self) -> Self:
+        self._tiered.check_open()
         return self
 
     def __exit__(

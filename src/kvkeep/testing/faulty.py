@@ -86,6 +86,18 @@ class CountingBackend(Backend):
         with _Call(self, "delete", blocks):
             return self.inner.delete(blocks)
 
+    def part(self, block: bytes) -> str:
+        """As ``inner`` does; not counted, and it does not fail."""
+        return self.inner.part(block)
+
+    def note_space(self, space: bytes, note: bytes) -> None:
+        """As ``inner`` does; not counted, and it does not fail."""
+        self.inner.note_space(space, note)
+
+    def noted_spaces(self) -> dict[bytes, bytes]:
+        """As ``inner`` does; not counted, and it does not fail."""
+        return self.inner.noted_spaces()
+
     def list(self) -> Iterator[Listed]:
         """As ``inner`` does."""
         with _Call(self, "list"):

@@ -11,6 +11,7 @@ plan.py       what moves where
 adaptive.py   a plan that watches what the others would do
 tiered.py     all of it together
 fates.py      what became of blocks that are gone
+notes.py      what a namespace is, noted beside its blocks
 opening.py    from URLs
 """
 
@@ -20,10 +21,11 @@ from kvkeep.tiers.adaptive import AdaptiveTiering
 from kvkeep.tiers.counters import Counters, TierStats
 from kvkeep.tiers.fates import Fate, Fates, Happened, What
 from kvkeep.tiers.front import Front
+from kvkeep.tiers.notes import note_of
 from kvkeep.tiers.opening import TIER_OPTIONS, TIERINGS, open_backend, open_tiers, tiering
 from kvkeep.tiers.plan import Exclusive, Inclusive, TieringPolicy
 from kvkeep.tiers.tier import Tier, TierOptions
-from kvkeep.tiers.tiered import Prefetch, TieredStore, Written
+from kvkeep.tiers.tiered import Prefetch, Removed, TieredStore, Written
 
 __all__ = [
     "TIERINGS",
@@ -37,6 +39,7 @@ __all__ = [
     "Happened",
     "Inclusive",
     "Prefetch",
+    "Removed",
     "Tier",
     "TierOptions",
     "TierStats",
@@ -44,6 +47,7 @@ __all__ = [
     "TieringPolicy",
     "What",
     "Written",
+    "note_of",
     "open_backend",
     "open_tiers",
     "tiering",

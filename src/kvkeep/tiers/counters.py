@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 __all__ = ["Counters", "TierStats"]
 
@@ -71,7 +71,10 @@ class TierStats:
 
     ``used_bytes`` counts what all who share the place hold, where that is known, ``capacity`` is
     None where the place has its own rules. ``queued_bytes`` wait to be written. ``breaker`` is
-    "closed" (all is well), "open" or "trying". ``counters`` has `Counters` by name.
+    "closed" (all is well), "open" or "trying": the worst of looking up, reading and writing.
+    ``breakers`` has the state of each kind of call (see `kvkeep.tiers.breaker`), ``parts`` the
+    parts of the place that are left alone, nodes of a cluster, with their states. ``counters`` has
+    `Counters` by name.
     """
 
     name: str
@@ -85,6 +88,8 @@ class TierStats:
     breaker: str
     breaker_opened: int
     counters: dict[str, float]
+    breakers: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""

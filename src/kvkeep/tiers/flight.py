@@ -46,13 +46,13 @@ class Flight:
         """The tier that gave it."""
         self.stays = True
         """Whether it stays in memory; set before `start`."""
-        self.removed = False
-        """Whether the block was deleted everywhere meanwhile; set and read by who made this."""
+        self._called_off = False
         self._front = front
         self._tiers = list(tiers)
         self._changed = threading.Condition()
         self._attempt = 0  # counts up; what an older attempt brings is thrown away
         self._since = time.monotonic()  # who joins may wait before it was started
+        self._began = False  # the attempt has a thread
         self._joined = 0
         self._held: Held | None = None
         self._done = False
@@ -77,6 +77,14 @@ class Flight:
                 self._held = None
         if held is not None:
             held.release()
+
+    def call_off(self) -> None:
+        """The block is being deleted: what was read of it is handed to nobody from now on.
+
+        It may be in memory already: who deletes it there does so after this.
+        """
+        with self._changed:
+            self._called_off = True
 
     def wait(self, until: float | None) -> Held | None:
         """The record, or None when no tier gave it, or not ``until`` (monotonic seconds)."""
@@ -108,8 +116,9 @@ class Flight:
         """Under the lock: have the first tier's threads read it; nobody left to ask: done."""
         while self._tiers:
             tier, self._attempt = self._tiers[0], self._attempt + 1
+            self._began = False
             self._since = time.monotonic()
-            if tier.breaker.blocks:  # not to wait for a thread, which may hang, to be told so
+            if tier.unread(self.block):  # not to wait for a thread, which may hang, to be told so
                 tier.counters.count(skipped_calls=1)
                 tier.failed("unavailable", "breaker")
             elif tier.reading.submit(
@@ -130,13 +139,18 @@ class Flight:
             tier = self._tiers.pop(0)
             tier.counters.count(late=1)
             tier.failed("late", "no answer")
-            tier.breaker.failed(f"no answer in {tier.timeout:g} s")
+            if self._began:
+                part = tier.backend.part(self.block)
+                tier.breaker.of("read", part).failed(f"no answer in {tier.timeout:g} s")
+            else:  # it waits for a thread: what counts are the calls that hang
+                tier.unread(self.block)
         self._ask()
 
     def _read(self, tier: Tier, attempt: int) -> None:
         with self._changed:
             if attempt != self._attempt or self._done:
                 return
+            self._began = True
             self._since = time.monotonic()  # it waited for a thread: that is not the place's fault
             cancelled = self._done = not self._joined
         if not cancelled:
@@ -175,10 +189,13 @@ class Flight:
     ) -> None:
         """Under the lock: a tier answered."""
         mine = attempt == self._attempt and not self._done
-        if record is None or not mine:
+        if record is None or not mine or self._called_off:
             if draft is not None:
                 draft.discard()
-            if mine:
+            if mine and self._called_off:
+                self._done = True
+                self._changed.notify_all()
+            elif mine:
                 self._tiers.pop(0)
                 self._ask()
             return

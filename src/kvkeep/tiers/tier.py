@@ -14,10 +14,11 @@ from kvkeep.codecs import WITHOUT_KEY_ID, Damaged, OtherKey
 from kvkeep.errors import MissingExtra, OutOfRoom
 from kvkeep.eviction import LRU, EvictionPolicy
 from kvkeep.keys import SPACE_BYTES
-from kvkeep.tiers.breaker import Breaker
+from kvkeep.tiers.breaker import Breakers
 from kvkeep.tiers.catalogue import Catalogue
 from kvkeep.tiers.counters import Counters, TierStats
 from kvkeep.tiers.fates import Fates, Happened
+from kvkeep.tiers.notes import difference
 from kvkeep.tiers.record import (
     HEADER_BYTES,
     BadRecord,
@@ -30,10 +31,11 @@ from kvkeep.tiers.record import (
 from kvkeep.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from kvkeep.backends import Backend, Listed
     from kvkeep.codecs import Codec
+    from kvkeep.tiers.breaker import Call
     from kvkeep.tiers.fates import What
     from kvkeep.tiers.record import Header
 
@@ -48,10 +50,13 @@ ORDERED = 1 << 16
 """Blocks of a tier that its policy orders; of more, those that would go first take less memory."""
 _SUSPICIOUS = 16  # records as large as this part of the budget must be real
 _REFUSED_KEPT = 1 << 16
-_READING = frozenset(("get", "sizes", "list"))
-_AS_LONG_AS_IT_TAKES = frozenset(("list", "flush"))  # their work grows with what is there
+_NOTED_KEPT = 4096
+_READING: frozenset[Call | None] = frozenset(("lookup", "read", "list"))
+_AS_LONG_AS_IT_TAKES: frozenset[Call] = frozenset(("list", "flush"))
+"""Calls whose work grows with what is there."""
 _LONG = 0.05  # seconds that a read takes which is slow for any place
 _MOSTLY = 0.5  # of the time since a moment that one read has taken: it is what was waited for
+_DELETED_AT_ONCE = 1000  # blocks; more could take longer than the place's timeout
 _TRIES = 8  # rounds of making room for one record; then something else takes what is freed
 
 
@@ -64,7 +69,9 @@ class TierOptions:
         ttl: seconds after its last use that a block is no longer found; None: for ever.
         queue_bytes: of records that may wait to be written; None: as much as memory holds.
         readers, writers: threads.
-        breaker_limit: failures in a row after which it is left alone for a while.
+        breaker_limit: failures in a row of one kind of call, after which such calls are not made
+            for a while; see `kvkeep.tiers.breaker`.
+        breaker_pause: seconds of that at first.
     """
 
     policy: Callable[[], EvictionPolicy] = LRU
@@ -73,6 +80,7 @@ class TierOptions:
     readers: int = 4
     writers: int = 2
     breaker_limit: int = 3
+    breaker_pause: float = 1.0
 
 
 class _Scratch(threading.local):
@@ -93,7 +101,8 @@ class Tier:
 
     `load` and `save` do their work in the thread that calls them, one of ``reading`` and
     ``writing``. Neither raises, whatever the backend does: here is the one place where its failure
-    becomes a miss or a drop, counted and logged, and too many in a row open the breaker.
+    becomes a miss or a drop, counted and logged. Too many in a row of one kind of call open the
+    breaker of that kind; see `kvkeep.tiers.breaker`.
 
     ``indexed``: the backend has a budget, so what it holds is listed once and known from then on.
     Without one the place has rules of its own and is asked each time.
@@ -113,7 +122,7 @@ class Tier:
     """Where it notes what it loses. Set by who has other tiers."""
     indexed: bool = field(init=False)
     catalogue: Catalogue = field(init=False)
-    breaker: Breaker = field(init=False)
+    breaker: Breakers = field(init=False)
     reading: Workers = field(init=False)
     writing: Workers = field(init=False)
     _scratch: _Scratch = field(init=False, default_factory=_Scratch)
@@ -127,8 +136,15 @@ class Tier:
     _excess: int = field(init=False, default=0)  # bytes above the budget when it was listed last
     _trouble: Happened | None = field(init=False, default=None)
     _heard: bool = field(init=False, default=False)  # it said once what it holds
+    _under_way: dict[_Edge, None] = field(init=False, default_factory=dict)
+    """Calls to the backend that did not return yet."""
+    notes: Mapping[bytes, bytes] = field(init=False, default_factory=dict)
+    """What to note of namespaces, by space. Set by who has other tiers."""
+    _noted: set[bytes] = field(init=False, default_factory=set)
+    _sought: bytes | None = field(init=False, default=None)
+    """A namespace of which blocks are expected, until it was looked for."""
     _refused: dict[bytes, None] = field(init=False, default_factory=dict)
-    """Blocks whose record is not for us: as if not here, to be written anew."""
+    """Blocks as if not here, to be written anew: records not for us, or not to be deleted."""
 
     def __post_init__(self) -> None:
         options = self.options
@@ -140,7 +156,7 @@ class Tier:
             ordered=ORDERED,
             unit=self.backend.unit,
         )
-        self.breaker = Breaker(self.name, limit=options.breaker_limit)
+        self.breaker = Breakers(self.name, limit=options.breaker_limit, pause=options.breaker_pause)
         self.reading = Workers(f"{self.name} reader", options.readers, 4096)
         self.writing = Workers(
             f"{self.name} writer", options.writers, options.queue_bytes or sys.maxsize
@@ -150,6 +166,11 @@ class Tier:
     def timeout(self) -> float:
         """Seconds after which a call counts as failed."""
         return self.backend.timeout
+
+    @property
+    def asked(self) -> bool:
+        """Whether it may hold more than is known, so that it is asked."""
+        return self.backend.shared or not self.indexed
 
     # --- what is there ---------------------------------------------------------------------------
 
@@ -171,18 +192,16 @@ class Tier:
             self.reading.wait(self.timeout)
 
     def _trim(self) -> None:
-        if self.breaker.allows():
-            with _Edge(self, "delete"):
-                self.make_room(self._excess)
+        self.make_room(self._excess)
 
     def relist(self) -> None:
         """Ask the backend for all it holds: others may have written here."""
         if not self._listing.acquire(timeout=self.timeout):  # one at a time
             return  # it hangs; who waits here has other things to do
         try:
-            if self.breaker.allows():
+            if self.breaker.of("list").allows():
                 doubts = self.backend.doubts
-                with _Edge(self, "list"):
+                with _Edge(self, "list", "list"):
                     gone = self.catalogue.fill(self._real())
                     self.fates.note(gone, self.name, "removed", "gone")
                     self._heard = True
@@ -191,6 +210,52 @@ class Tier:
             self._listed = time.monotonic()
         finally:
             self._listing.release()
+        if self._heard:
+            self._look()
+
+    def look_for(self, space: bytes) -> None:
+        """Have it logged, once, if others have blocks here and the namespace ``space`` has none.
+
+        As soon as it is known what is here, in a thread of the tier: an index that was read, or a
+        place that answered. Nobody waits for it.
+        """
+        self._sought = space
+        if self._heard:
+            self.reading.submit(self._look)
+
+    def _look(self) -> None:
+        with self._quota_lock:
+            space, self._sought = self._sought, None
+        ours = None if space is None else self.notes.get(space)
+        if space is None or ours is None:
+            return
+        there = self.catalogue.spaces() if self.indexed else None
+        if there is not None and (not there or space in there):
+            return
+        notes: dict[bytes, bytes] = {}
+        with _Edge(self, "noted_spaces"):
+            notes = self.backend.noted_spaces()
+        if space in notes and there is None:
+            return
+        others = [note for one, note in notes.items() if there is None or one in there]
+        found = difference(ours, others)
+        if found is not None:
+            unlike, same_model = found
+            _LOG.log(
+                logging.WARNING if same_model else logging.INFO,
+                "tier %s: blocks of others lie in %s and none of this store; of the nearest, %s",
+                self.name, self.backend.describe(), ", ".join(unlike),
+            )  # fmt: skip
+
+    def _note(self, space: bytes) -> None:
+        """A block of ``space`` was written: note once what that namespace is."""
+        if len(self._noted) >= _NOTED_KEPT:
+            self._noted.clear()
+        self._noted.add(space)
+        note = self.notes.get(space)
+        if note is not None:
+            with _Edge(self, "note_space"):
+                self.backend.note_space(space, note)
 
     def _real(self) -> Iterator[Listed]:
         """What the backend lists, but for what is no record: that is put aside.
@@ -232,16 +297,49 @@ class Tier:
         """Whether ``block`` is known to be here, without asking."""
         return self.indexed and block in self.catalogue and block not in self._refused
 
+    @property
+    def serves_all(self) -> bool:
+        """Whether `serves` is true of all that the catalogue has."""
+        failing = self.breaker.any_blocks("read", "lookup")
+        return self.indexed and not self._refused and not failing
+
     def may_have(self, block: bytes) -> bool:
         """Whether it is worth trying to read ``block`` here."""
-        if self.backend.shared or not self.indexed:
-            return not self.catalogue.outlived(block)
+        if self.asked:
+            return block not in self._refused and not self.catalogue.outlived(block)
         return self.knows(block)
+
+    def serves(self, block: bytes) -> bool:
+        """Whether ``block`` is known to be here and can be read now, without asking."""
+        return self.knows(block) and not self.unread(block)
+
+    def unread(self, block: bytes) -> bool:
+        """Whether reading ``block`` here is of no use now: such calls fail, or hang."""
+        if not (self._under_way or self.breaker.ever_opened):
+            return False  # the usual case
+        self._tell_of_hung("lookup", "read")
+        part = self.backend.part(block)
+        return self.breaker.blocks("read", part) or self.breaker.blocks("lookup", part)
+
+    def _tell_of_hung(self, *calls: Call) -> None:
+        """Count the calls of these kinds as failed that do not return in time.
+
+        However short the time is for which callers wait: else nobody would tell. Once for each
+        timeout that a call takes.
+        """
+        if self._under_way:
+            now = time.monotonic()
+            for edge in list(self._under_way):
+                if edge.call in calls and edge.due < now:
+                    edge.due = now + self.timeout
+                    if edge.call == "flush" and now - self.backend.moved <= self.timeout:
+                        continue  # long, and it gets on
+                    why = f"{edge.what} takes longer than {self.timeout:g} s"
+                    self.breaker.of(edge.call, edge.part).failed(why)
 
     def hides(self, block: bytes) -> bool:
         """Whether ``block`` may be here for all that is known while nobody answers."""
-        asked = self.backend.shared or not self.indexed or not self._heard
-        return asked or self.knows(block)
+        return self.asked or not self._heard or self.knows(block)
 
     def failed(self, what: What, detail: str) -> None:
         """It was of no use to who wanted to read; see `trouble`."""
@@ -249,7 +347,7 @@ class Tier:
 
     def trouble(self, since: float | None = None) -> Happened | None:
         """Why reading here is of no use now, or was not at some moment ``since`` (Unix seconds)."""
-        if self.breaker.blocks:
+        if self.breaker.any_blocks("read", "lookup"):
             return Happened(self.name, "unavailable", time.time(), "breaker")
         if since is None:
             return None
@@ -260,63 +358,64 @@ class Tier:
             return Happened(self.name, "late", now, "no answer")
         return None
 
-    def is_away(self) -> bool:
-        """Whether writing here is of no use now: it hangs, or is left alone."""
-        if self._stuck() > self.timeout:
-            self.breaker.failed(f"a write takes longer than {self.timeout:g} s")
-        return self.breaker.blocks
+    def is_away(self, block: bytes) -> bool:
+        """Whether writing ``block`` here is of no use now: such calls fail, or hang."""
+        if not (self._under_way or self.breaker.ever_opened):
+            return False  # the usual case
+        return self._writers_hang() or self.breaker.blocks("write", self.backend.part(block))
+
+    def _writers_hang(self) -> bool:
+        self._tell_of_hung("write", "touch", "delete", "flush")
+        return self.writing.stuck(self.timeout) and self.stuck_for() > self.timeout
 
     def probe(self, blocks: Sequence[bytes], until: float | None = None) -> int:
         """How many of ``blocks`` are here before the first that is not; asks the place itself.
 
-        0 when it does not answer in time, or not ``until`` (monotonic seconds).
+        Parts of a place are asked beside each other. What does not answer in time, or not
+        ``until`` (monotonic seconds), has nothing.
         """
-        if not self.backend.shared and self.indexed:
+        if not self.asked:
             return next((i for i, block in enumerate(blocks) if not self.knows(block)), len(blocks))
-        if not self.breaker.allows():
-            self.counters.count(skipped_calls=1)
-            self.failed("unavailable", "breaker")
-            return 0
-        answer: list[list[int | None]] = []
-        done = threading.Event()
-
-        def ask() -> None:
-            with _Edge(self, "sizes"):
-                answer.append(self.backend.sizes(blocks))
-            done.set()
-
+        parts = self._parted(blocks)
         patience = self.timeout
         if until is not None:
             patience = min(patience, max(0.0, until - time.monotonic()))
-        asked = self.reading.submit(ask)
-        if not asked or not done.wait(patience):
-            self.counters.count(late=1)
-            self.failed("late", "no answer" if asked else "queue full")
-            if not asked or patience == self.timeout:  # else `ask` will tell how it went
-                self.breaker.failed(f"no answer in {self.timeout:g} s")
-            return 0
-        sizes = answer[0] if answer else []
+        end = time.monotonic() + patience
+        asked = [_Question(self, part, found) for part, found in parts.items()]
+        for question in asked:
+            question.ask()
+        sizes: dict[bytes, int | None] = {}
+        for question in asked:
+            sizes |= question.answer(end, whole=patience == self.timeout)
         leading = 0
-        for block, size in zip(blocks, sizes, strict=False):
+        for block in blocks:
+            size = sizes.get(block)
             if size is None or block in self._refused or self.catalogue.outlived(block):
                 break
             leading += 1
-        if self.indexed:
-            for block, size in zip(blocks[:leading], sizes, strict=False):
-                if block not in self.catalogue:
-                    self.catalogue.add(block, size or 0)
+            if self.indexed and block not in self.catalogue:
+                self.catalogue.add(block, size)
         return leading
+
+    def _parted(self, blocks: Sequence[bytes]) -> dict[str, list[bytes]]:
+        """``blocks`` by the part of the place that has them."""
+        parts: dict[str, list[bytes]] = {}
+        for block in blocks:
+            parts.setdefault(self.backend.part(block), []).append(block)
+        return parts
 
     def recheck(self, blocks: Sequence[bytes]) -> None:
         """Have forgotten, soon, what others took away of ``blocks``: else puts would skip it."""
         known = [block for block in blocks if self.knows(block)] if self.backend.shared else []
 
         def ask() -> None:
-            if self.breaker.allows():
+            for part, found in self._parted(known).items():
+                if not self.breaker.of("lookup", part).allows():
+                    continue
                 sizes: list[int | None] = []
-                with _Edge(self, "sizes"):
-                    sizes = self.backend.sizes(known)
-                for block, size in zip(known, sizes, strict=False):  # none, if it failed
+                with _Edge(self, "sizes", "lookup", part):
+                    sizes = self.backend.sizes(found)
+                for block, size in zip(found, sizes, strict=False):  # none, if it failed
                     if size is None and self.catalogue.forget(block):
                         self.fates.note([block], self.name, "removed", "gone")
 
@@ -333,7 +432,9 @@ class Tier:
         ``place`` gives room for header and ``raw_bytes``; it is called once the record is there.
         What its header says is not to be relied on. A record that does not verify is quarantined.
         """
-        if not self.breaker.allows():
+        part = self.backend.part(block)
+        breaker = self.breaker.of("read", part)
+        if not breaker.allows():
             self.counters.count(skipped_calls=1)
             self.failed("unavailable", "breaker")
             return None
@@ -342,11 +443,12 @@ class Tier:
         room = _RecordRoom(self, raw_bytes, place)
         record: memoryview | None = None
         bad: str | None = None
-        with _Edge(self, "get") as edge:
+        with _Edge(self, "get", "read", part) as edge:
             try:
                 record = self.backend.get(block, room)
             except _WrongSize as wrong:
                 bad = str(wrong)  # the place did its part
+            edge.done = record is not None  # to say that it has none is no read
         took = time.monotonic() - started
         if edge.failed:
             return None
@@ -395,9 +497,7 @@ class Tier:
         """A record is whole, but not for us: it stays until it is written anew."""
         _LOG.info("tier %s: %s", self.name, reason)
         self.counters.count(refused=1)
-        if len(self._refused) >= _REFUSED_KEPT:
-            self._refused.clear()
-        self._refused[block] = None
+        self.hide([block])
         self.fates.note([block], self.name, "refused", reason)
 
     def _codec(self, header: Header) -> Codec | None:
@@ -436,7 +536,7 @@ class Tier:
         self.counters.count(damaged=1)
         self.catalogue.forget(block)
         self.fates.note([block], self.name, "damaged", reason)
-        with _Edge(self, "quarantine"):
+        with _Edge(self, "quarantine", "delete", self.backend.part(block)):
             self.backend.quarantine(block, reason)
 
     # --- writing: in a thread of `writing` -------------------------------------------------------
@@ -450,17 +550,21 @@ class Tier:
         if self.knows(block):
             self.counters.count(already=1)
             return True
-        if not self.breaker.allows():
+        part = self.backend.part(block)
+        if not self.breaker.of("write", part).allows():
             self.counters.count(skipped_calls=1, drops=1)
             self.fates.note([block], self.name, "dropped", "breaker")
             return False
-        with _Edge(self, "put") as edge:
+        with _Edge(self, "put", "write", part) as edge:
             there: int | None = None
             if self.backend.shared and block not in self._refused:
                 there = self.backend.sizes([block])[0]
+                self.breaker.of("lookup", part).succeeded()
             if there is None:
                 there = self._write(block, record)
+                edge.done = there is not None  # what found no room was not written
             else:
+                edge.done = False
                 self.counters.count(already=1)
                 if self.indexed:
                     self.catalogue.add(block, there)
@@ -470,6 +574,8 @@ class Tier:
             self.fates.note([block], self.name, "dropped", why)
             return False
         self._refused.pop(block, None)
+        if block[:SPACE_BYTES] not in self._noted:
+            self._note(block[:SPACE_BYTES])
         return True
 
     def _write(self, block: bytes, record: memoryview) -> int | None:
@@ -537,7 +643,8 @@ class Tier:
         """Evict ``needed`` bytes; whether anything could go.
 
         What others took away before frees nothing. Where all that may go would not suffice, nothing
-        goes.
+        goes. Where deleting fails, nothing more goes: it would be forgotten and lie there all the
+        same.
         """
         if not self.indexed:
             return False
@@ -548,48 +655,81 @@ class Tier:
             if not self.catalogue.may_free(needed):
                 return False
         freed = 0
-        while freed < needed:
+        while freed < needed and not self.breaker.any_blocks("delete"):
             victims = self.catalogue.victims(needed - freed)
             if not victims and self.backend.shared and time.monotonic() - self._listed > 1.0:
                 self.relist()  # others fill the place: theirs go, too
                 victims = self.catalogue.victims(needed - freed)
             if not victims:
                 break
+            got, left = self._take_away(victims)
             # Records take whole units; what the backend says it freed is without those.
-            if deleted := self._take_away(victims):
-                freed += deleted + (self.backend.unit - 1) * len(victims)
+            freed += got + (self.backend.unit - 1) * len(victims) if got else 0
+            if left:
+                break
         return freed > 0
 
-    def _take_away(self, victims: Sequence[bytes]) -> int:
-        """Delete what the catalogue gave up; bytes freed."""
-        if not victims:
-            return 0
+    def _take_away(self, victims: Sequence[bytes]) -> tuple[int, list[bytes]]:
+        """Delete what the catalogue gave up; see `_delete`."""
         self.fates.note(victims, self.name, "evicted", self.catalogue.policy)
         if self.demote is not None:
             for block in victims:
                 self.demote(block)
         self.counters.count(evictions=len(victims))
-        return self.backend.delete(victims)
+        return self._delete(victims)
 
-    def remove(self, blocks: Sequence[bytes]) -> int:
-        """Delete ``blocks``; bytes freed, 0 when the place fails."""
+    def _delete(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
+        """Delete ``blocks`` in pieces; bytes freed, and those that the place may have still."""
+        freed, left = 0, []
+        for part, found in self._parted(blocks).items():
+            for at in range(0, len(found), _DELETED_AT_ONCE):
+                piece = found[at : at + _DELETED_AT_ONCE]
+                if not self.breaker.of("delete", part).allows():
+                    self.counters.count(skipped_calls=1)
+                    left += piece
+                    continue
+                with _Edge(self, "delete", "delete", part) as edge:
+                    freed += self.backend.delete(piece)
+                if edge.failed:
+                    left += piece
+        return freed, left
+
+    def remove(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
+        """Delete ``blocks``; bytes freed, and those that the place may have still.
+
+        Those are not read here any more, until they are written anew.
+        """
         for block in blocks:
             self.catalogue.forget(block)
-        freed = 0
-        if blocks and self.breaker.allows():
-            with _Edge(self, "delete"):
-                freed = self.backend.delete(blocks)
-        return freed
+        self._tell_of_hung("delete")
+        freed, left = self._delete(blocks)
+        self.hide(left)
+        return freed, left
 
-    def clear(self, space: bytes | None) -> int:
-        """Delete a namespace, or everything; bytes freed."""
+    def clear(self, space: bytes | None) -> tuple[int, bool]:
+        """Delete a namespace, or everything; bytes freed, and whether all of it is gone."""
         found: set[bytes] = set(self.catalogue.blocks(space))
-        if self.breaker.allows():
-            with _Edge(self, "list"):
-                listed = (item.block for item in self.backend.list())
-                found.update(block for block in listed if block.startswith(space or b""))
+        listed = False
+        if self.breaker.of("list").allows():
+            with _Edge(self, "list", "list") as edge:
+                everything = (item.block for item in self.backend.list())
+                found.update(block for block in everything if block.startswith(space or b""))
+            listed = not edge.failed
         self.fates.note(found, self.name, "removed", "cleared")
-        return self.remove(list(found))
+        freed, left = self.remove(list(found))
+        return freed, listed and not left
+
+    def removal_patience(self, blocks: int) -> float:
+        """Seconds after which deleting so many blocks counts as failed."""
+        return self.timeout * (1 + blocks // _DELETED_AT_ONCE)
+
+    def hide(self, blocks: Sequence[bytes]) -> None:
+        """Have ``blocks`` count as not here until they are written anew."""
+        hidden = self._refused
+        for block in blocks:
+            hidden[block] = None
+        while len(hidden) > _REFUSED_KEPT:
+            hidden.pop(next(iter(hidden)), None)
 
     def fetch(self, block: bytes) -> memoryview | None:
         """The raw record of ``block`` in memory of its own, read in this thread, to take it away.
@@ -601,8 +741,13 @@ class Tier:
             return aligned(size)
 
         record: memoryview | None = None
-        with _Edge(self, "get"):
-            record = self.backend.get(block, anything)
+        part = self.backend.part(block)
+        if self.breaker.of("read", part).allows():
+            with _Edge(self, "get", "read", part) as edge:
+                record = self.backend.get(block, anything)
+                edge.done = record is not None
+        else:
+            self.counters.count(skipped_calls=1)
         if record is None:
             return None
         try:
@@ -631,7 +776,7 @@ class Tier:
         Those in ``new`` it brought itself.
         """
         tell = self.catalogue.used(blocks, new=new) if self.indexed else list(reversed(blocks))
-        if tell and not self.is_away():
+        if tell and not self._writers_hang():
             self.writing.submit(lambda: self._tell(tell), _TELL_COST * len(tell))
         if self.options.ttl is not None and time.monotonic() - self._expired > _EXPIRE_EVERY:
             self._expired = time.monotonic()
@@ -646,9 +791,10 @@ class Tier:
             self.catalogue.used(blocks, grain=float("inf"), new=set(blocks))
 
     def _tell(self, blocks: Sequence[bytes]) -> None:
-        if blocks and self.breaker.allows():
-            with _Edge(self, "touch"):
-                self.backend.touch(blocks)
+        for part, found in self._parted(blocks).items():
+            if self.breaker.of("touch", part).allows():
+                with _Edge(self, "touch", "touch", part):
+                    self.backend.touch(found)
 
     def expire(self) -> None:
         """Take away what outlived its time, unless others used it."""
@@ -665,23 +811,23 @@ class Tier:
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
-            hangs = self.timeout - self._stuck()
+            hangs = self.timeout - self.stuck_for()
             left = min(hangs, until - time.monotonic())
             if self.writing.wait(max(0.0, left)):
                 return True
             if hangs <= 0 or time.monotonic() >= until:
                 return False
 
-    def _stuck(self) -> float:
+    def stuck_for(self) -> float:
         """Seconds for which the longest call that writes has not got on."""
         return min(self.writing.longest, time.monotonic() - self.backend.moved)
 
     def flush(self) -> bool:
         """Make what was written durable, and recency known; whether the place could."""
         self._tell(self.catalogue.unnoted())
-        if not self.breaker.allows():
+        if self.breaker.any_blocks("write") or not self.breaker.of("flush").allows():
             return False
-        with _Edge(self, "flush") as edge:
+        with _Edge(self, "flush", "flush") as edge:
             self.backend.flush()
         return not edge.failed
 
@@ -704,6 +850,8 @@ class Tier:
             breaker=self.breaker.state,
             breaker_opened=self.breaker.opened,
             counters=self.counters.as_dict(),
+            breakers=self.breaker.calls(),
+            parts=self.breaker.parts(),
         )
 
     def __repr__(self) -> str:
@@ -748,39 +896,113 @@ class _RecordRoom:
         return self._tier._scratch.take(size)
 
 
-class _Edge:
-    """Where what a backend raises ends: counted, logged, and told to the breaker."""
+class _Question:
+    """Asks one part of a place for the sizes of blocks, in a thread of the tier."""
 
-    __slots__ = ("_started", "_tier", "_what", "failed")
-
-    def __init__(self, tier: Tier, what: str) -> None:
+    def __init__(self, tier: Tier, part: str, blocks: list[bytes]) -> None:
         self._tier = tier
-        self._what = what
-        self._started = 0.0
+        self._part = part
+        self._blocks = blocks
+        self._sizes: list[int | None] = []
+        self._began = False
+        self._done = threading.Event()
+
+    def ask(self) -> None:
+        """Start it, unless that part is left alone."""
+        tier = self._tier
+        if tier.unread(self._blocks[0]) or not tier.breaker.of("lookup", self._part).allows():
+            tier.counters.count(skipped_calls=1)
+            tier.failed("unavailable", "breaker")
+            self._done.set()
+            return
+        if not tier.reading.submit(self._ask, given_up=self._done.set):
+            tier.counters.count(late=1)
+            tier.failed("late", "queue full")
+            self._done.set()
+
+    def _ask(self) -> None:
+        self._began = True
+        try:
+            with _Edge(self._tier, "sizes", "lookup", self._part):
+                self._sizes = self._tier.backend.sizes(self._blocks)
+        finally:
+            self._done.set()
+        if self._sizes and not self._tier.indexed:
+            self._tier._look()
+
+    def answer(self, end: float, *, whole: bool) -> dict[bytes, int | None]:
+        """The size of each block, None if it is not there; nothing without an answer until ``end``.
+
+        ``whole``: that was all the time that a call may take, so it failed. One that still waits
+        for a thread did not: calls that hang are counted by themselves.
+        """
+        if not self._done.wait(max(0.0, end - time.monotonic())):
+            tier = self._tier
+            tier.counters.count(late=1)
+            tier.failed("late", "no answer")
+            if whole and self._began:
+                why = f"no answer in {tier.timeout:g} s"
+                tier.breaker.of("lookup", self._part).failed(why)
+            else:
+                tier.unread(self._blocks[0])
+            return {}
+        return dict(zip(self._blocks, self._sizes, strict=False))
+
+
+class _Edge:
+    """Where what a backend raises ends: counted, logged, and told to the breaker of such calls.
+
+    ``what`` is the name of the call; ``call`` is its kind, None for one without a breaker.
+
+    Attributes:
+        failed: it raised.
+        due: when it counts as failed, if it did not return by then.
+        done: it did the work that its kind is about. A call that did not, and did not fail either,
+            shows nothing of whether such calls work: it leaves the breaker as it is.
+    """
+
+    __slots__ = ("_tier", "call", "done", "due", "failed", "part", "started", "what")
+
+    def __init__(self, tier: Tier, what: str, call: Call | None = None, part: str = "") -> None:
+        self._tier = tier
+        self.what = what
+        self.call = call
+        self.part = part
+        self.started = self.due = 0.0
         self.failed = False
+        self.done = True
 
     def __enter__(self) -> Self:
-        self._started = time.monotonic()
+        self.started = time.monotonic()
+        self.due = self.started + self._tier.timeout
+        self._tier._under_way[self] = None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> bool:
         tier = self._tier
-        took = time.monotonic() - self._started
+        del tier._under_way[self]
+        took = time.monotonic() - self.started
+        breaker = None if self.call is None else tier.breaker.of(self.call, self.part)
         if error is None:
-            if took > tier.timeout and self._what not in _AS_LONG_AS_IT_TAKES:
-                tier.breaker.failed(f"{self._what} took {took:.1f} s")
-            elif self._what != "close":  # which works without anybody there
-                tier.breaker.succeeded()
             tier.check_doubts()
+            if breaker is None:
+                return False
+            if took > tier.timeout and self.call not in _AS_LONG_AS_IT_TAKES:
+                breaker.failed(f"{self.what} took {took:.1f} s")
+            elif self.done:
+                breaker.succeeded()
+            else:
+                breaker.undecided()
             return False
         self.failed = True
         tier.counters.count(errors=1)
-        if self._what in _READING:
-            tier.failed("unavailable", f"{self._what} failed: {error}")
-        tier.breaker.failed(f"{self._what}: {error}")
-        _LOG.info("tier %s: %s failed: %s", tier.name, self._what, error)
+        if self.call in _READING:
+            tier.failed("unavailable", f"{self.what} failed: {error}")
+        if breaker is not None:
+            breaker.failed(f"{self.what}: {error}")
+        _LOG.info("tier %s: %s failed: %s", tier.name, self.what, error)
         if isinstance(error, AssertionError):
             _LOG.error("tier %s: a fault of kvkeep", tier.name, exc_info=error)
         return isinstance(error, Exception)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,18 +18,19 @@ from kvkeep.tiers.record import HEADER_BYTES
 from kvkeep.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from kvkeep.tiers.counters import TierStats
     from kvkeep.tiers.front import Front, Held
     from kvkeep.tiers.tier import Tier
 
-__all__ = ["Prefetch", "TieredStore", "Written"]
+__all__ = ["Prefetch", "Removed", "TieredStore", "Written"]
 
 _WINDOW = 16  # blocks read ahead, at most
 _PROBES = (1, 16, 64, 256)  # blocks asked for at once: few at first, most prompts are not there
 _QUEUED_SHARE = 0.75  # of memory that may wait to be written to a tier; the rest moves on
 _NEVER = Happened("", "never", None, "")
+_REPLACED_KEPT = 64  # replacements that reads which began before are held against
 _PATIENCE = 0.2  # of a tier's timeout that one above it waits for it to take what is evicted
 
 
@@ -40,18 +42,66 @@ class Written:
     already: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What was deleted.
+
+    Attributes:
+        tiers: ``(name, bytes freed)`` of every tier, fastest first.
+        failed: names of the tiers that may have some of it still: they failed, did not answer in
+            time, or are left alone. It is not read there any more by this store, until it is
+            written anew; others may find it.
+    """
+
+    tiers: tuple[tuple[str, int], ...]
+    failed: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing of it is left in any tier."""
+        return not self.failed
+
+    @property
+    def bytes(self) -> int:
+        """Bytes freed in all tiers together."""
+        return sum(freed for _, freed in self.tiers)
+
+
+class _Queued:
+    """A block that a tier is to write, or is deleting. Its fields are guarded by the store's lock.
+
+    Attributes:
+        waiting: told, when it is over, whether the tier has the block. If the tier deletes it just
+            now, it is written again for those who wait.
+        running: the tier writes it just now.
+        over: set when a write that was called off while it ran has ended.
+        deleting: the tier deletes it: it is not to be read there.
+    """
+
+    __slots__ = ("deleting", "over", "running", "waiting")
+
+    def __init__(self, then: Callable[[bool], None] | None = None, *, deleting: bool = False):
+        self.waiting = [] if then is None else [then]
+        self.running = False
+        self.over: threading.Event | None = None
+        self.deleting = deleting
+
+
 class Prefetch:
     """Blocks on their way into memory, in a thread of the store.
+
+    Once the store is closed it is `done` and can be cancelled; all else raises `IllegalStep`:
+    nothing is in memory any more.
 
     Thread safety: all methods.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, check_open: Callable[[], object] = lambda: None) -> None:
         self._ready = 0
-        self.sources: list[str] = []
-        """The tiers that the blocks which arrived came from."""
+        self._sources: list[str] = []
         self._over = threading.Event()
         self._cancelled = False
+        self._check_open = check_open
 
     @property
     def done(self) -> bool:
@@ -61,11 +111,19 @@ class Prefetch:
     @property
     def ready(self) -> int:
         """Leading blocks that arrived."""
+        self._check_open()
         return self._ready
+
+    @property
+    def sources(self) -> list[str]:
+        """The tiers that the blocks which arrived came from."""
+        self._check_open()
+        return self._sources[: self._ready]
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until it is done, ``timeout`` seconds at most; leading blocks that arrived."""
         self._over.wait(timeout)
+        self._check_open()
         return self._ready
 
     def cancel(self) -> None:
@@ -119,6 +177,8 @@ class _Writing:
 class TieredStore:
     """Raw blocks by id, over `Front` and any number of `Tier`.
 
+    ``notes`` are of namespaces, by space (`kvkeep.tiers.notes`); tiers note them beside the blocks.
+
     Nothing here raises because a place fails or is slow: a read is shorter, a write is dropped and
     counted. `policy` says what moves where.
 
@@ -127,7 +187,12 @@ class TieredStore:
     """
 
     def __init__(
-        self, front: Front, tiers: Sequence[Tier], policy: TieringPolicy | None = None
+        self,
+        front: Front,
+        tiers: Sequence[Tier],
+        policy: TieringPolicy | None = None,
+        *,
+        notes: Mapping[bytes, bytes] | None = None,
     ) -> None:
         self.front = front
         self.tiers = list(tiers)
@@ -135,9 +200,10 @@ class TieredStore:
         self._planner = Planner(self.policy, len(self.tiers))
         self._lock = threading.Lock()
         self._flights: dict[bytes, Flight] = {}
-        # Blocks that a tier is to write, and who is told when it did. What was deleted meanwhile
-        # has no mark any more.
-        self._queued: dict[tuple[bytes, str], list[Callable[[bool], None]]] = {}
+        self._queued: dict[tuple[bytes, str], _Queued] = {}
+        self._clearing: list[bytes] = []  # namespaces, or b"" for all, that are being deleted
+        self._replaced: deque[tuple[int, frozenset[bytes]]] = deque(maxlen=_REPLACED_KEPT)
+        self._replacements = 0
         self._prefetching = Workers("prefetch", 4, 256)
         self._closed = False
         self.fates = Fates([front.name, *(tier.name for tier in self.tiers)])
@@ -149,10 +215,17 @@ class TieredStore:
         for level, tier in enumerate(self.tiers, start=1):
             tier.demote = partial(self._demote_below, level)
             tier.fates = self.fates
+            tier.notes = {} if notes is None else notes
             tier.writing.limit = min(tier.options.queue_bytes or share, share)
             tier.open()
         for tier in self.tiers:
             tier.trim()
+
+    def look_for(self, space: bytes) -> None:
+        """Have tiers log, once, that they have blocks and none of this namespace; see `Tier`."""
+        self.check_open()
+        for tier in self.tiers:
+            tier.look_for(space)
 
     # --- finding ---------------------------------------------------------------------------------
 
@@ -163,6 +236,13 @@ class TieredStore:
         one question of at most their timeout each, not beyond ``until`` (monotonic seconds), and
         none where all is known.
         """
+        self.check_open()
+        levels = self._locate(blocks, until)
+        if len(levels) < len(blocks):
+            self.check_open()  # what is missing may be so because it was closed meanwhile
+        return levels
+
+    def _locate(self, blocks: Sequence[bytes], until: float | None = None) -> list[int]:
         levels: list[int] = []
         probed: dict[int, int] = {}  # position → level, of what was asked for
         asked = 0
@@ -179,14 +259,19 @@ class TieredStore:
             if level is None:
                 break
             levels.append(level)
+        for tier in self.tiers:
+            if not tier.asked and tier.breaker.any_blocks("read", "lookup"):
+                tier.counters.count(skipped_calls=1)
         return levels
 
     def knows(self, block: bytes) -> bool:
         """Whether ``block`` is somewhere, without asking anybody."""
+        self.check_open()
         return self._level_of(block) is not None
 
     def holders(self, blocks: Sequence[bytes]) -> list[list[int]]:
         """The levels, rising, that each of ``blocks`` is known to be at; asks nobody."""
+        self.check_open()
         tiers = list(enumerate(self.tiers, start=1))
         front = self.front
         return [
@@ -201,7 +286,7 @@ class TieredStore:
         if block in self.front:
             return 0
         for level, tier in enumerate(self.tiers, start=1):
-            if tier.knows(block):
+            if tier.serves(block):
                 return level
         return None
 
@@ -209,7 +294,7 @@ class TieredStore:
         """Ask shared places, faster ones first; each about what those before it do not have."""
         found: dict[int, int] = {}
         for level, tier in enumerate(self.tiers, start=1):
-            if tier.backend.shared or not tier.indexed:
+            if tier.asked:
                 count = tier.probe(blocks[len(found) :], until)
                 for _ in range(count):
                     found[at + len(found)] = level
@@ -225,6 +310,7 @@ class TieredStore:
         A tier that failed ``since`` (Unix seconds), or is left alone now, counts as unavailable
         for what it may hold. Asks nobody.
         """
+        self.check_open()
         well: list[Tier] = []
         away: list[tuple[Tier, Happened]] = []
         for tier in self.tiers:
@@ -243,6 +329,8 @@ class TieredStore:
         last = self.fates.of(block)
         for tier, trouble in away:
             # Of what it lost itself it has no more, whether it answers or not.
+            if trouble.detail == "breaker" and not tier.unread(block):
+                continue  # another part of the place is left alone
             if tier.hides(block) and (last is None or last.tier != tier.name or tier.knows(block)):
                 return trouble
         for place in self._ending:
@@ -287,6 +375,8 @@ class TieredStore:
         for block in blocks[:count]:
             self._asked_for(block, writing)
         writing.end()
+        if count < len(blocks):
+            self.check_open()  # it was not closed meanwhile: the rest is really missing
         return count
 
     def _read(
@@ -307,34 +397,41 @@ class TieredStore:
         for block in above:
             self.front.catalogue.hold(block)
         count = started = 0
+        replacements = self._replacements
         try:
             while count < len(levels):
+                if replacements != self._replacements and self._overtaken(blocks, replacements):
+                    break  # what follows is new, and what was handed over is not
                 if cancelled is not None and cancelled():
                     break
                 limit = self._window(raw_bytes[count])
                 while started < len(levels) and len(ahead) < limit:
                     ahead.append(self._start(blocks[started], raw_bytes[started], levels[started]))
                     started += 1
-                held = self._await(ahead[0], until)
+                waiting = ahead[0]
+                held = self._await(waiting, until)
                 if held is None:
                     break
                 if len(held.payload) != raw_bytes[count]:
                     break  # only in memory, under a key that says otherwise: whoever put it lied
                 if sources is not None:
-                    sources.append(self._source(ahead[0]))
+                    sources.append(self._source(waiting))
                 sink(count, held.payload)
                 _let_go(ahead.popleft())
                 count += 1
         finally:
-            for waiting in ahead:
-                _let_go(waiting)
+            for left in ahead:
+                _let_go(left)
             for block in above:
                 self.front.catalogue.free(block)
-        self.used(blocks[:count])
-        if count < len(levels):  # where one block is gone, others may be
-            for tier in self.tiers:
-                tier.recheck(blocks[count : len(levels)])
+        self._used(blocks[:count])
+        self._recheck(blocks[count : len(levels)])
         return count
+
+    def _recheck(self, blocks: Sequence[bytes]) -> None:
+        """Of blocks that were located one was gone: the others may be, too."""
+        for tier in self.tiers if blocks else ():
+            tier.recheck(blocks)
 
     def _window(self, raw_bytes: int) -> int:
         """Blocks to read ahead: at most half of memory, so that others have some, too."""
@@ -352,7 +449,11 @@ class TieredStore:
             held = self.front.lease(block)  # its flight may just have landed
             if held is not None:
                 return held
-            places = [tier for tier in self.tiers if tier.may_have(block)]
+            places = [
+                tier
+                for tier in self.tiers
+                if tier.may_have(block) and not self._deletes(tier, block)
+            ]
             # Where it was found first; the others, should that place fail. What was in memory,
             # and has left it since, comes from the fastest.
             if level:
@@ -365,6 +466,20 @@ class TieredStore:
             self._flights[block] = flight
         flight.start()
         return flight
+
+    def _deletes(self, tier: Tier, block: bytes) -> bool:
+        """Under the lock: whether ``tier`` is about to delete ``block``."""
+        queued = self._queued.get((block, tier.name))
+        if queued is not None and queued.deleting:
+            return True
+        return any(block.startswith(space) for space in self._clearing)
+
+    def _overtaken(self, blocks: Sequence[bytes], since: int) -> bool:
+        """Whether one of ``blocks`` was replaced after the replacement number ``since``."""
+        with self._lock:
+            newer = [replaced for number, replaced in self._replaced if number > since]
+            lost = self._replacements - since > len(newer)
+        return lost or any(not replaced.isdisjoint(blocks) for replaced in newer)
 
     def _source(self, came: Flight | Held) -> str:
         tier = came.source if isinstance(came, Flight) else None
@@ -384,9 +499,7 @@ class TieredStore:
             del self._flights[flight.block]
             tier = flight.source
             leaves = tier is not None and self._planner.leaves(1 + self.tiers.index(tier))
-        if flight.removed:
-            self.front.remove([flight.block])
-        elif tier is not None and flight.stays and flight.block in self.front:
+        if tier is not None and flight.stays and flight.block in self.front:
             if leaves:
                 tier.writing.submit(partial(self._leave, tier, flight.block))
             self._demote_ahead()
@@ -401,13 +514,24 @@ class TieredStore:
         with self._lock:
             if mark in self._queued or block not in self.front.catalogue:
                 return
-            self._queued[mark] = []
+            queued = self._queued[mark] = _Queued(deleting=True)
         try:
             tier.remove([block])
         finally:
-            with self._lock:
-                waiting = self._queued.pop(mark, [])
-            for then in waiting:
+            self._deleted(tier, block, queued)
+
+    def _deleted(self, tier: Tier, block: bytes, queued: _Queued) -> None:
+        """``tier`` deleted ``block``: whoever wants it written meanwhile has it queued again."""
+        mark = (block, tier.name)
+        with self._lock:
+            if self._queued.get(mark) is queued:
+                del self._queued[mark]
+            waiting, queued.waiting = queued.waiting, []
+            over = queued.over
+        if over is not None:
+            over.set()
+        for then in waiting:
+            with suppress(BackendFailed):  # memory was closed, and it was told so
                 self._queue(tier, block, 0.0, then)
 
     def _asked(self, blocks: Sequence[bytes], raw_bytes: int) -> None:
@@ -451,7 +575,7 @@ class TieredStore:
         ``plan`` gives ids and raw bytes; it is called in a thread of the store and may `locate`.
         """
         self.check_open()
-        handle = Prefetch()
+        handle = Prefetch(self.check_open)
 
         def bring() -> None:
             try:
@@ -471,9 +595,9 @@ class TieredStore:
                         blocks,
                         sizes,
                         arrived,
-                        self.locate(blocks),
+                        self._locate(blocks),
                         cancelled=lambda: handle._cancelled or self._closed,
-                        sources=handle.sources,
+                        sources=handle._sources,
                     )
             finally:
                 handle._over.set()
@@ -519,7 +643,7 @@ class TieredStore:
                 with self._lock:
                     touches = self._planner.put(block)
                 held = self.front.lease(block)
-                if held is not None or any(tier.knows(block) for tier in self.tiers):
+                if held is not None or any(tier.serves(block) for tier in self.tiers):
                     written.already.append(at)
                 else:
                     held = self._keep(at, block, raw_bytes[at], fill, until)
@@ -544,9 +668,10 @@ class TieredStore:
         writing.note_refused(self.fates)
         self._demote_ahead()
         self.front.counters.count(writes=kept, already=already, drops=len(blocks) - kept - already)
-        if wait is not None:
-            for tier in self.tiers:
-                tier.settled(_left(until))
+        for tier in self.tiers if wait is not None else ():
+            tier.settled(_left(until))
+        if len(blocks) > kept + already:
+            self.check_open()  # it was not closed meanwhile: there is really no room
         return written
 
     def _keep(
@@ -605,18 +730,15 @@ class TieredStore:
         """
         mark = (block, tier.name)
         with self._lock:
-            waiting = self._queued.get(mark)
-            if waiting is not None:
-                waiting += [then] if then is not None else []
+            before = self._queued.get(mark)
+            if before is not None:
+                before.waiting += [then] if then is not None else []
                 return True
-            self._queued[mark] = [then] if then is not None else []
+            queued = self._queued[mark] = _Queued(then)
         try:
             held = self.front.lease(block)
         except BackendFailed:  # memory was closed
-            with self._lock:
-                told = self._queued.pop(mark, [])
-            for one in told:
-                one(False)
+            self._ended(tier, block, queued, saved=False)
             raise
         self.front.catalogue.hold(block)
 
@@ -624,39 +746,52 @@ class TieredStore:
             if held is not None:
                 held.release()
             self.front.catalogue.free(block)
-            with self._lock:
-                told = self._queued.pop(mark, None)
-            if told is None and saved:  # deleted meanwhile
-                tier.remove([block])
-            for one in told or ():
-                one(saved)
+            self._ended(tier, block, queued, saved=saved)
 
         def save() -> None:
             saved = False
             try:
-                with self._lock:
-                    wanted = mark in self._queued
                 if held is None:  # it left memory meanwhile
                     saved = tier.knows(block)
                     if not saved:
                         self._dropped(tier, block, "no time")
-                elif wanted:
+                elif self._begins(tier, block, queued):
                     saved = tier.save(block, held.record)
             finally:
                 done(saved)
 
         def drop() -> None:
-            self._dropped(tier, block, "breaker" if tier.is_away() else "queue full")
+            self._dropped(tier, block, "breaker" if tier.is_away(block) else "queue full")
             done(saved=False)
 
         cost = 0 if held is None else len(held.record)
         taken = False
         try:
-            taken = not tier.is_away() and tier.writing.submit(save, cost, wait, drop)
+            taken = not tier.is_away(block) and tier.writing.submit(save, cost, wait, drop)
         finally:  # Ctrl-C while it waited, too
             if not taken:
                 drop()
         return taken
+
+    def _begins(self, tier: Tier, block: bytes, queued: _Queued) -> bool:
+        """Whether the block is still to be written; if so its write runs from here on."""
+        with self._lock:
+            queued.running = self._queued.get((block, tier.name)) is queued
+            return queued.running
+
+    def _ended(self, tier: Tier, block: bytes, queued: _Queued, *, saved: bool) -> None:
+        """A write is over, or was given up: tell those who wait for it."""
+        mark = (block, tier.name)
+        with self._lock:
+            if self._queued.get(mark) is queued:  # else it is being deleted
+                del self._queued[mark]
+            queued.running = False
+            told, queued.waiting = queued.waiting, []
+            over = queued.over
+        for one in told:
+            one(saved)
+        if over is not None:
+            over.set()
 
     def _dropped(self, tier: Tier, block: bytes, why: str) -> None:
         tier.counters.count(drops=1)
@@ -728,20 +863,36 @@ class TieredStore:
             source.counters.count(demotions=int(moved), demotions_dropped=int(not moved))
             over.set()
 
+        with self._lock:
+            before = self._queued.get((block, tier.name))
+            if before is None:
+                queued = self._queued[block, tier.name] = _Queued(ended)
+        if before is not None:
+            # From memory, or it is being deleted: then it is not to come back from here.
+            ended(moved=not before.deleting)
+            return
+
         def lost() -> None:
             self.fates.note([block], tier.name, "dropped", "no time")
-            ended(moved=False)
+            self._ended(tier, block, queued, saved=False)
 
         if tier.knows(block):
-            ended(moved=True)
+            self._ended(tier, block, queued, saved=True)
             return
         patience = time.monotonic() + _PATIENCE * min(source.timeout, tier.timeout)
-        stuck = tier.is_away() or tier.writing.longest > _PATIENCE * tier.timeout
+        stuck = tier.is_away(block) or tier.stuck_for() > _PATIENCE * tier.timeout
         record = None if stuck else source.fetch(block)
         if record is None:
             lost()
             return
-        save = partial(_save, tier, block, record, ended)
+
+        def save() -> None:
+            saved = False
+            try:
+                saved = self._begins(tier, block, queued) and tier.save(block, record)
+            finally:
+                self._ended(tier, block, queued, saved=saved)
+
         if tier.writing.submit(save, len(record), _left(patience), lost):
             over.wait(_left(patience))
         else:
@@ -749,6 +900,7 @@ class TieredStore:
 
     def used(self, blocks: Sequence[bytes]) -> None:
         """A prompt used ``blocks``, wherever it found them: they stay longer, in every tier."""
+        self.check_open()
         self._used(blocks)
 
     def _used(self, blocks: Sequence[bytes], new: Container[bytes] = ()) -> None:
@@ -764,6 +916,7 @@ class TieredStore:
 
         Pins hold at most half of a tier.
         """
+        self.check_open()
         pinned = set(self.front.catalogue.pin(blocks, seconds, self.front.capacity // 2))
         for tier in self.tiers:
             pinned.update(tier.catalogue.pin(blocks, seconds, (tier.backend.capacity or 0) // 2))
@@ -771,44 +924,107 @@ class TieredStore:
 
     def unpin(self, blocks: Sequence[bytes]) -> int:
         """Let ``blocks`` be evicted again; how many were pinned somewhere."""
+        self.check_open()
         unpinned = set(self.front.catalogue.unpin(blocks))
         for tier in self.tiers:
             unpinned.update(tier.catalogue.unpin(blocks))
         return len(unpinned)
 
-    def remove(self, blocks: Sequence[bytes]) -> int:
-        """Delete ``blocks`` everywhere, on their way up and down, too; bytes freed.
+    def remove(self, blocks: Sequence[bytes]) -> Removed:
+        """Delete ``blocks`` everywhere, on their way up and down, pinned or not.
 
-        It waits for every place, in the thread that calls; so does `clear`.
+        Tiers do it beside each other, and each is waited for as long as its timeout allows. When
+        this returns, no read that begins afterwards has them from a tier that did not fail.
+        What others write or read meanwhile in this store comes after the deletion.
         """
-        gone = set(blocks)
-        self._call_off(lambda block: block in gone)
-        there = [block for block in blocks if self.knows(block)]
-        freed = self.front.remove(blocks) + sum(tier.remove(blocks) for tier in self.tiers)
+        self.check_open()
+        blocks = list(dict.fromkeys(blocks))
+        there = [block for block in blocks if self._level_of(block) is not None]
+        works = self._call_off(blocks)
+        for work in works:
+            work.start()
+        try:
+            freed = [(self.front.name, self.front.remove(blocks))]
+        finally:
+            for work in works:
+                work.wait()
         self.fates.note(there, self.front.name, "removed", "removed")
-        return freed
+        freed += [(work.tier.name, work.freed) for work in works]
+        return Removed(tuple(freed), tuple(work.tier.name for work in works if not work.good))
 
-    def clear(self, space: bytes | None = None) -> int:
-        """Delete a namespace, or everything that can be listed; bytes freed."""
-        self._call_off(lambda block: block.startswith(space or b""))
-        mine = [item.block for item in self.front.backend.list()]
-        mine = [block for block in mine if block.startswith(space or b"")]
-        freed = self.front.remove(mine)
-        self.fates.note(mine, self.front.name, "removed", "cleared")
-        return freed + sum(tier.clear(space) for tier in self.tiers)
+    def supersede(self, blocks: Sequence[bytes]) -> Removed:
+        """`remove`, before ``blocks`` are written anew with other bytes.
 
-    def _call_off(self, deleted: Callable[[bytes], bool]) -> None:
-        """Have what is deleted not come back from where it is on its way to."""
+        A read that began before ends where it is: what it hands over is all old.
+        """
+        removed = self.remove(blocks)
         with self._lock:
-            for flight in self._flights.values():
-                flight.removed |= deleted(flight.block)
-            told = [self._queued.pop(mark) for mark in [*self._queued] if deleted(mark[0])]
-        for waiting in told:
-            for then in waiting:
-                then(False)
+            self._replacements += 1
+            self._replaced.append((self._replacements, frozenset(blocks)))
+        return removed
+
+    def clear(self, space: bytes | None = None) -> Removed:
+        """Delete a namespace, or everything that can be listed.
+
+        It waits for every place, in the thread that calls.
+        """
+        self.check_open()
+        within = space or b""
+        with self._lock:
+            self._clearing.append(within)
+            flights = [block for block in self._flights if block.startswith(within)]
+            queued = [block for block, _ in self._queued if block.startswith(within)]
+        freed: list[tuple[str, int]] = []
+        failed: list[str] = []
+        try:
+            for work in (works := self._call_off(list(dict.fromkeys([*flights, *queued])))):
+                work.start()
+            mine = [item.block for item in self.front.backend.list()]
+            mine = [block for block in mine if block.startswith(within)]
+            freed.append((self.front.name, self.front.remove(mine)))
+            self.fates.note(mine, self.front.name, "removed", "cleared")
+            for work in works:
+                work.wait()
+                count, good = work.tier.clear(space)
+                freed.append((work.tier.name, count + work.freed))
+                if not (good and work.good):
+                    failed.append(work.tier.name)
+        finally:
+            with self._lock:
+                self._clearing.remove(within)
+        return Removed(tuple(freed), tuple(failed))
+
+    def _call_off(self, blocks: Sequence[bytes]) -> list[_Removal]:
+        """Have ``blocks`` not come back from where they are on their way to; what deletes them.
+
+        Reads under way hand them to nobody, writes that wait are given up. Writes that run are
+        waited for by the removal, else they would bring the block back behind it. New writes wait
+        for the removal.
+        """
+        told: list[Callable[[bool], None]] = []
+        works = [_Removal(self, tier, blocks) for tier in self.tiers]
+        with self._lock:
+            for block in blocks:
+                flight = self._flights.pop(block, None)
+                if flight is not None:
+                    flight.call_off()
+                for work in works:
+                    mark = (block, work.tier.name)
+                    before = self._queued.get(mark)
+                    if before is not None:
+                        told += before.waiting
+                        before.waiting = []
+                        if before.running or before.deleting:
+                            before.over = before.over or threading.Event()
+                            work.running.append(before.over)
+                    self._queued[mark] = work.marks[block] = _Queued(deleting=True)
+        for then in told:
+            then(False)
+        return works
 
     def set_quota(self, space: bytes, limit: int) -> None:
         """A namespace may hold ``limit`` bytes in each tier that has a budget."""
+        self.check_open()
         self.front.catalogue.set_quota(space, limit)
         for tier in self.tiers:
             tier.catalogue.set_quota(space, limit)
@@ -818,12 +1034,18 @@ class TieredStore:
 
         True promises that what was put before and not dropped is in the slower tiers.
         """
+        self.check_open()
+        return self._flush(timeout)
+
+    def _flush(self, timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout
         good = self._settle(until)
         flushed: list[bool] = []
         for tier in self.tiers:
             tier.writing.submit(partial(_flush, tier, flushed), 0, _left(until))
         written = [tier.settled(_left(until)) for tier in self.tiers]
+        with self._lock:  # blocks that wait for a tier to have deleted what it had of them
+            good &= not any(one.deleting and one.waiting for one in self._queued.values())
         return good and all(written) and flushed == [True] * len(self.tiers)
 
     def _settle(self, until: float | None) -> bool:
@@ -848,7 +1070,7 @@ class TieredStore:
             self._closed = True
         until = time.monotonic() + timeout
         self._prefetching.close(0.0)
-        good = self.flush(timeout)
+        good = self._flush(timeout)
         threads = [(tier, work) for tier in self.tiers for work in (tier.reading, tier.writing)]
         for tier, work in threads:
             good &= work is tier.reading or tier.settled(_left(until))
@@ -874,22 +1096,67 @@ class TieredStore:
         for tier in self.tiers:
             tier.catalogue.check()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or is being closed."""
+        return self._closed
+
     def check_open(self) -> None:
         """Raise `IllegalStep` once it was closed."""
         if self._closed:
             raise IllegalStep("the store is closed")
 
 
+class _Removal:
+    """Deletes blocks of one tier in a thread of its own: a place that hangs keeps it, and no more.
+
+    Attributes:
+        marks: what stands in the store's queue for each block as long as it lasts.
+        running: set one by one when what the tier did with these blocks before has ended.
+        freed: bytes.
+        good: nothing is left in the tier.
+    """
+
+    def __init__(self, store: TieredStore, tier: Tier, blocks: Sequence[bytes]) -> None:
+        self.tier = tier
+        self.marks: dict[bytes, _Queued] = {}
+        self.running: list[threading.Event] = []
+        self.freed = 0
+        self.good = False
+        self._store = store
+        self._blocks = blocks
+        self._over = threading.Event()
+        self._until = 0.0
+
+    def start(self) -> None:
+        """Begin."""
+        self._until = time.monotonic() + self.tier.removal_patience(len(self._blocks))
+        if not self._blocks:
+            self.good = True
+            self._over.set()
+            return
+        name = f"kvkeep {self.tier.name} deleter"
+        threading.Thread(target=self._delete, name=name, daemon=True).start()
+
+    def wait(self) -> None:
+        """Wait for the end, as long as the tier may take; what it has not done then failed."""
+        if not self._over.wait(_left(self._until)):
+            self.tier.hide(self._blocks)
+
+    def _delete(self) -> None:
+        try:
+            for over in self.running:
+                over.wait()
+            self.freed, left = self.tier.remove(self._blocks)
+            self.good = not left
+        finally:
+            for block, queued in self.marks.items():
+                self._store._deleted(self.tier, block, queued)
+            self._over.set()
+
+
 def _flush(tier: Tier, flushed: list[bool]) -> None:
     flushed.append(tier.flush())
-
-
-def _save(tier: Tier, block: bytes, record: memoryview, ended: Callable[[bool], None]) -> None:
-    saved = False
-    try:
-        saved = tier.save(block, record)
-    finally:
-        ended(saved)
 
 
 def _let_go(waiting: Flight | Held) -> None:

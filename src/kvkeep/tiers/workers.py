@@ -64,6 +64,14 @@ class Workers:
             since = min(self._running.values(), default=None)
         return 0.0 if since is None else time.monotonic() - since
 
+    def stuck(self, seconds: float) -> bool:
+        """Whether every thread has been busy with one job for longer than ``seconds``."""
+        if len(self._running) < self._threads:
+            return False
+        with self._changed:
+            last = max(self._running.values(), default=float("inf"))
+        return time.monotonic() - last > seconds
+
     def submit(
         self,
         job: Callable[[], object],

@@ -174,8 +174,8 @@ class SchedulerSide:
             there = first
             if self._shared is not None:
                 self._shared.delete_expired()
-                there = self._groups.reach(hashes, first, self._shared.store.knows)
-                if there == limit or not self._shared.store.must_ask:
+                there = self._groups.reach(hashes, first, self._shared.knows)
+                if there == limit or not self._shared.must_ask:
                     return there
             asked = followed.asked = self._ask(followed, hashes, first, limit)
             asked.answer = None
@@ -189,7 +189,7 @@ class SchedulerSide:
         asked.answer = first
         if self._shared is not None:
             hashes = followed.hashes(0, limit)
-            asked.answer = self._groups.reach(hashes, first, self._shared.store.knows)
+            asked.answer = self._groups.reach(hashes, first, self._shared.knows)
         return asked.answer
 
     def _ask(self, followed: _Followed, hashes: Sequence[bytes], first: int, limit: int) -> _Asked:
@@ -211,7 +211,7 @@ class SchedulerSide:
         until = time.monotonic() + self._options.lookup_timeout
 
         def count(keys: list[bytes]) -> int:
-            return shared.store.lookup(keys, deadline=max(0.0, until - time.monotonic()))
+            return shared.lookup(keys, max(0.0, until - time.monotonic()))
 
         try:
             return self._groups.reach(hashes, first, count)
@@ -315,7 +315,7 @@ class SchedulerSide:
         for at in range(len(self._groups.groups)):
             span = _span(at, hashes, tables[at][start:end])
             if self._shared is not None:
-                wanted = self._shared.store.unknown(span.keys)
+                wanted = self._shared.unknown(span.keys)
                 span.keys = [span.keys[i] for i in wanted]
                 span.pages = [span.pages[i] for i in wanted]
             if span.keys:

@@ -7,10 +7,11 @@ import heapq
 import logging
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from kvkeep.errors import InvalidValue
+from kvkeep.errors import IllegalStep, InvalidValue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +34,10 @@ _ENGINES: WeakValueDictionary[str, Shared] = WeakValueDictionary()
 
 class Shared:
     """One store with what both sides do with it. Thread safety: all methods.
+
+    vLLM ends its two sides in any order, so the scheduler may ask after the worker has closed the
+    store. `lookup`, `knows`, `unknown` and `pin` answer for a closed store that it has nothing and
+    takes nothing, where the store itself raises.
 
     Attributes:
         news: set when something that a request waits for is done.
@@ -71,6 +76,40 @@ class Shared:
         """That of a worker in this process."""
         return _ENGINES.get(engine)
 
+    def lookup(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See `BlockStore.lookup`; 0 once the store is closed."""
+        try:
+            return self.store.lookup(keys, deadline=deadline)
+        except IllegalStep:
+            return 0
+
+    def knows(self, keys: Sequence[bytes]) -> int:
+        """See `BlockStore.knows`; 0 once the store is closed."""
+        try:
+            return self.store.knows(keys)
+        except IllegalStep:
+            return 0
+
+    @property
+    def must_ask(self) -> bool:
+        """See `BlockStore.must_ask`; False once the store is closed."""
+        try:
+            return self.store.must_ask
+        except IllegalStep:
+            return False
+
+    def unknown(self, keys: Sequence[bytes]) -> list[int]:
+        """See `BlockStore.unknown`; none once the store is closed: it keeps nothing more."""
+        try:
+            return self.store.unknown(keys)
+        except IllegalStep:
+            return []
+
+    def pin(self, keys: Sequence[bytes], seconds: float) -> None:
+        """See `BlockStore.pin`; nothing once the store is closed."""
+        with suppress(IllegalStep):
+            self.store.pin(keys, seconds)
+
     def expire(self, keys: Sequence[bytes], ttl: float) -> None:
         """Have blocks deleted ``ttl`` seconds from now; an earlier word on them is forgotten."""
         end = time.monotonic() + ttl
@@ -96,11 +135,19 @@ class Shared:
                     keys.append(key)
         if keys:
             deleting = threading.Thread(
-                target=self.store.remove, args=(keys,), name="kvkeep ttl", daemon=True
+                target=self._remove, args=(keys,), name="kvkeep ttl", daemon=True
             )
             deleting.start()
             deleting.join(_PATIENCE_S)
         return len(keys)
+
+    def _remove(self, keys: Sequence[bytes]) -> None:
+        with suppress(IllegalStep):  # the store was closed meanwhile
+            removed = self.store.remove(keys)
+            if not removed.complete:
+                _LOG.warning(
+                    "kvkeep could not delete expired blocks from %s", ", ".join(removed.failed)
+                )
 
     def count_hits(self, counts: Counts) -> None:
         """Count what the tiers handed out since the last call."""
@@ -113,17 +160,17 @@ class Shared:
 
     def clear(self) -> bool:
         """Delete the namespace; False: a tier could not be asked to, and may have it still."""
-        before = self._errors()
-        freed = self.store.clear()
-        _LOG.info("kvkeep deleted %.1f MiB", freed / 2**20)
-        there = all(tier.breaker == "closed" for tier in self.store.stats())
-        good = there and self._errors() == before
-        if not good:
-            _LOG.warning("kvkeep could not delete all there is: a tier fails. Try again later")
-        return good
-
-    def _errors(self) -> float:
-        return sum(tier.counters["errors"] for tier in self.store.stats())
+        try:
+            removed = self.store.clear()
+        except IllegalStep:  # closed: its slower tiers have all they had
+            return False
+        _LOG.info("kvkeep deleted %.1f MiB", removed.bytes / 2**20)
+        if not removed.complete:
+            _LOG.warning(
+                "kvkeep could not delete all there is: %s failed. Try again later",
+                ", ".join(removed.failed),
+            )
+        return removed.complete
 
     def close(self) -> None:
         """Write what waits, for ``flush_timeout`` at most; a second call does nothing."""

@@ -184,7 +184,7 @@ class WorkerSide:
             there = self._groups.reach(
                 question.hashes,
                 question.first,
-                lambda keys: shared.store.lookup(keys, deadline=max(0.0, until - time.monotonic())),
+                lambda keys: shared.lookup(keys, max(0.0, until - time.monotonic())),
             )
         except KVKeepError as error:
             _LOG.warning("a lookup failed: %s", error)
@@ -246,10 +246,10 @@ class WorkerSide:
                     self._write(span, self._pages[span.group].filler(span.pages), save.ttl)
             self.counts.add(save_seconds=time.monotonic() - started)
         for keys, seconds in plan.pins:
-            self._open().store.pin(keys, seconds)
+            self._open().pin(keys, seconds)
 
     def _unknown(self, span: Span) -> Span:
-        wanted = self._open().store.unknown(span.keys)
+        wanted = self._open().unknown(span.keys)
         if len(wanted) == len(span.keys):
             return span
         return Span(span.group, [span.keys[at] for at in wanted], [span.pages[at] for at in wanted])

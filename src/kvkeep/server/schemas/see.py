@@ -171,7 +171,9 @@ class LiveTier(Answer):
     used_bytes: int | None
     capacity: int | None
     queued_bytes: int
-    breaker: str
+    breaker: str = Field(description="The worst of looking up, reading and writing.")
+    breakers: dict[str, str] = Field(description="By kind of call; those that are not closed.")
+    parts: dict[str, str] = Field(description="Nodes of a cluster that are left alone.")
     hits: int
     misses: int
     drops: int

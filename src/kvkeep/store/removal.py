@@ -1,0 +1,82 @@
+"""What has to go with a prompt: its blocks, its tails, and what is known to continue it."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvkeep.store.names import Names
+    from kvkeep.tokens import TokenArray
+
+__all__ = ["Followers", "ids_of"]
+
+_MOST_LINKS = 1 << 15
+
+
+def ids_of(names: Names, row: TokenArray, start: int = 0) -> list[bytes]:
+    """Ids of all that may be stored of ``row`` and has a token from ``start`` on.
+
+    That are its full blocks, and every tail: also one within a full block, which a shorter prompt
+    put. Cost: about 1 µs a token.
+    """
+    size = names.block_tokens
+    full = names.full(row)
+    ids: list[bytes] = []
+    for number in range(start // size, -(-len(row) // size)):
+        begin = number * size
+        tails = names.tails(full[max(0, number - 1) : number], row[begin : begin + size])
+        ids += tails[max(0, start - begin) :]  # the tail of a whole block is that block
+    return ids
+
+
+class Followers:
+    """Which blocks were seen behind which: what becomes unreachable when a block goes.
+
+    Ids are hashes, so nothing else knows it. The last ``most`` links are remembered, those of
+    prompts that were put or read here.
+
+    Thread safety: all methods. Cost: about 0.1 µs a block, and 300 bytes a link.
+    """
+
+    def __init__(self, most: int = _MOST_LINKS) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._next: OrderedDict[bytes, set[bytes]] = OrderedDict()
+        self._links = 0
+
+    def note(self, blocks: Sequence[bytes]) -> None:
+        """A prompt is made of ``blocks``, in this order."""
+        known = self._next
+        new = [
+            (before, block)
+            for before, block in pairwise(blocks)
+            if block not in known.get(before, ())
+        ]
+        if not new:
+            return
+        with self._lock:
+            for before, block in new:
+                behind = known.setdefault(before, set())
+                self._links += block not in behind
+                behind.add(block)
+            while self._links > self._most:
+                self._links -= len(known.popitem(last=False)[1])
+
+    def take(self, blocks: Iterable[bytes]) -> list[bytes]:
+        """All blocks known to be somewhere behind ``blocks``; those links are forgotten."""
+        found: dict[bytes, None] = {}
+        ahead = list(blocks)
+        with self._lock:
+            while ahead:
+                behind = self._next.pop(ahead.pop(), None)
+                if behind is None:
+                    continue
+                self._links -= len(behind)
+                ahead += behind
+                found.update(dict.fromkeys(behind))
+        return list(found)

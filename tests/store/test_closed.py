@@ -1,0 +1,206 @@
+"""A closed store says so, whatever it is asked; and so does one that is closed meanwhile."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from store_kv import GQA, disk, given, numbers, open_store, put
+
+from kvkeep.errors import IllegalStep
+from kvkeep.keys import Namespace, space_of
+from kvkeep.store import BlockStore, KVStore, Prefetch
+from kvkeep.tiers import Prefetch as BlockPrefetch
+from kvkeep.tiers import TieredStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TOKENS = list(range(16))
+KEYS = [bytes([number]) * 32 for number in range(4)]
+BLOCKS = [bytes([number]) * 100 for number in range(4)]
+SPACE = space_of(Namespace())
+IDS = [SPACE + key for key in KEYS]
+
+
+def kv() -> Any:
+    return given(GQA, numbers(GQA, TOKENS))
+
+
+def fill(at: int, raw: memoryview) -> None:
+    raw[:] = BLOCKS[at]
+
+
+# What each public method is called with. One that is not here fails the test below: whoever adds a
+# method says what it does when the store is closed.
+CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
+    KVStore: {
+        "put": lambda s: s.put(TOKENS, kv()),
+        "get": lambda s: s.get(TOKENS),
+        "lookup": lambda s: s.lookup(TOKENS),
+        "keepers": lambda s: s.keepers([s.root() + b"x"]),
+        "why": lambda s: s.why(TOKENS),
+        "unkept": lambda s: s.unkept(TOKENS),
+        "touch": lambda s: s.touch(TOKENS),
+        "prefetch": lambda s: s.prefetch(TOKENS),
+        "pin": lambda s: s.pin(TOKENS, 1.0),
+        "unpin": lambda s: s.unpin(TOKENS),
+        "remove": lambda s: s.remove(TOKENS),
+        "clear": lambda s: s.clear(),
+        "watch": lambda s: s.watch(print),
+        "flush": lambda s: s.flush(1.0),
+        "__enter__": lambda s: s.__enter__(),
+    },
+    BlockStore: {
+        "put": lambda s: s.put(KEYS, BLOCKS),
+        "write": lambda s: s.write(KEYS, [100] * 4, fill),
+        "get": lambda s: s.get(KEYS, [memoryview(bytearray(100)) for _ in KEYS]),
+        "read": lambda s: s.read(KEYS, [100] * 4, lambda at, raw: None),
+        "lookup": lambda s: s.lookup(KEYS),
+        "knows": lambda s: s.knows(KEYS),
+        "unknown": lambda s: s.unknown(KEYS),
+        "must_ask": lambda s: s.must_ask,
+        "prefetch": lambda s: s.prefetch(KEYS, [100] * 4),
+        "pin": lambda s: s.pin(KEYS, 1.0),
+        "pin_memory": lambda s: s.pin_memory(),
+        "remove": lambda s: s.remove(KEYS),
+        "clear": lambda s: s.clear(),
+        "watch": lambda s: s.watch(print),
+        "flush": lambda s: s.flush(1.0),
+        "__enter__": lambda s: s.__enter__(),
+    },
+    TieredStore: {
+        "locate": lambda s: s.locate(IDS),
+        "knows": lambda s: s.knows(IDS[0]),
+        "holders": lambda s: s.holders(IDS),
+        "fates_of": lambda s: s.fates_of(IDS),
+        "read": lambda s: s.read(IDS, [100] * 4, lambda at, raw: None),
+        "write": lambda s: s.write(IDS, [100] * 4, fill),
+        "prefetch": lambda s: s.prefetch(lambda: (IDS, [100] * 4)),
+        "used": lambda s: s.used(IDS),
+        "pin": lambda s: s.pin(IDS, 1.0),
+        "unpin": lambda s: s.unpin(IDS),
+        "remove": lambda s: s.remove(IDS),
+        "supersede": lambda s: s.supersede(IDS),
+        "clear": lambda s: s.clear(SPACE),
+        "set_quota": lambda s: s.set_quota(SPACE, 1 << 20),
+        "look_for": lambda s: s.look_for(SPACE),
+        "flush": lambda s: s.flush(1.0),
+        "check_open": lambda s: s.check_open(),
+    },
+    Prefetch: {
+        "tokens": lambda h: h.tokens,
+        "sources": lambda h: h.sources,
+        "wait": lambda h: h.wait(5.0),
+    },
+    BlockPrefetch: {
+        "ready": lambda h: h.ready,
+        "sources": lambda h: h.sources,
+        "wait": lambda h: h.wait(5.0),
+    },
+}
+# What a closed store still tells, or does: nothing of it finds, moves or deletes a block.
+ANSWERS: dict[type, set[str]] = {
+    KVStore: {"close", "stats", "check", "root", "tiers", "shared"},
+    BlockStore: {"close", "stats", "check", "shared"},
+    TieredStore: {"close", "stats", "check", "closed"},
+    Prefetch: {"done", "cancel", "start"},
+    BlockPrefetch: {"done", "cancel"},
+}
+
+
+def opened(kind: type, path: Path) -> tuple[Any, Callable[[], object]]:
+    """An object of that kind over a store with blocks, and what closes the store."""
+    tiers = ["memory://1MiB", disk(path / "d")]
+    if kind in (KVStore, Prefetch):
+        store = open_store(*tiers)
+        put(store, TOKENS, wait=True)
+        return (store.prefetch(TOKENS) if kind is Prefetch else store), store.close
+    blocks = BlockStore(Namespace(), tiers=tiers)
+    blocks.put(KEYS, BLOCKS, wait=10.0)
+    if kind is BlockStore:
+        return blocks, blocks.close
+    if kind is TieredStore:
+        return blocks._tiered, blocks.close
+    return blocks.prefetch(KEYS, [100] * 4), blocks.close
+
+
+@pytest.mark.parametrize("kind", CALLS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_every_method_of_a_closed_store_says_so(kind: type, tmp_path: Path) -> None:
+    public = {name for name, _ in inspect.getmembers(kind) if not name.startswith("_")}
+    public |= {"__enter__"} if hasattr(kind, "__enter__") else set()
+    assert public == {*CALLS[kind], *ANSWERS[kind]}, "say what a new method does once it is closed"
+    one, close = opened(kind, tmp_path)
+    for name, call in CALLS[kind].items():
+        if name not in ("remove", "clear", "supersede"):  # the others need something to find
+            call(one)
+    close()
+    close()
+    for name, call in CALLS[kind].items():
+        with pytest.raises(IllegalStep, match="closed"):
+            pytest.fail(f"{name} answers {call(one)!r}")
+    for name in ANSWERS[kind] - {"shared"}:
+        value = getattr(one, name)
+        if callable(value) and name != "check":
+            value()
+    with BlockStore(Namespace(), tiers=[disk(tmp_path / "d")]) as again:
+        assert kind in (KVStore, Prefetch) or again.knows(KEYS) == 4, "nothing was deleted"
+
+
+@pytest.mark.parametrize("kind", [KVStore, BlockStore, TieredStore], ids=lambda k: k.__name__)
+def test_every_method_is_right_or_says_so_while_another_thread_closes(
+    kind: type, tmp_path: Path
+) -> None:
+    """No answer is a miss only because the store was closed meanwhile."""
+    finds: dict[str, Callable[[Any], object]] = {
+        "get": lambda n: n[1] if isinstance(n, tuple) else n,
+        "lookup": lambda n: n if isinstance(n, int) else n.tokens,
+        "read": int, "knows": int, "locate": len,
+    }  # fmt: skip
+    names = [name for name in CALLS[kind] if name not in ("remove", "clear", "supersede")]
+    wrong: list[str] = []
+    for number, name in enumerate(names):
+        one, close = opened(kind, tmp_path / str(number))
+        want = finds[name](CALLS[kind][name](one)) if name in finds else None
+        going = threading.Event()
+
+        def ask(one: Any = one, name: str = name, want: object = want, go: Any = going) -> None:
+            for _ in range(100_000):
+                try:
+                    answer = CALLS[kind][name](one)
+                except IllegalStep:
+                    return
+                except BaseException as error:  # noqa: BLE001 - it is told below
+                    wrong.append(f"{name}: {error!r}")
+                    return
+                if name in finds and finds[name](answer) != want:
+                    wrong.append(f"{name}: {answer!r:.80} instead of {want}")
+                    return
+                go.set()
+            wrong.append(f"{name} does not say that the store is closed")
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        going.wait(10)
+        time.sleep(0.005)
+        close()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive(), name
+    assert not wrong, wrong
+
+
+def test_who_waits_for_a_prefetch_hears_that_the_store_is_closed(tmp_path: Path) -> None:
+    store = open_store("memory://1MiB", disk(tmp_path / "d"))
+    put(store, TOKENS, wait=True)
+    handle = store.prefetch(TOKENS)
+    assert handle.wait(5) == 16
+    store.close()
+    assert handle.done
+    with pytest.raises(IllegalStep, match="closed"):
+        handle.wait(1)

@@ -1,0 +1,449 @@
+"""Removing a prompt: from every tier, on its way anywhere, pinned or not; and what is replaced."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from store_kv import GQA, MODEL, disk, get, given, numbers, open_store, plain, put, quiet, records
+
+from kvkeep.backends.disk import DiskBackend
+from kvkeep.backends.memory import MemoryBackend
+from kvkeep.errors import InvalidValue
+from kvkeep.store import KVStore
+from kvkeep.store.removal import Followers
+from kvkeep.testing import FaultyBackend
+from kvkeep.tiers import Exclusive, Inclusive
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SIZE = 4
+LONG = list(range(22))
+MEMORY = "memory://1MiB"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[FaultyBackend]:
+    backend = FaultyBackend(DiskBackend(tmp_path / "slow", 64 << 20, sync="never"))
+    backend.timeout = 0.4
+    yield backend
+    backend.heal()
+
+
+def opened(*tiers: Any, **more: Any) -> KVStore:
+    return KVStore(GQA, model=MODEL, tiers=[MEMORY, *tiers], block_tokens=SIZE, **more)
+
+
+def forgotten(store: KVStore) -> None:
+    """Memory has nothing any more."""
+    quiet(store)
+    front = store._tiered.front
+    front.remove([item.block for item in front.backend.list()])
+
+
+def other_kv(tokens: list[int]) -> Any:
+    """KV that differs from what `put` puts."""
+    return given(GQA, numbers(GQA, tokens, "another"))
+
+
+def kind_of(store: KVStore, tokens: list[int]) -> tuple[str, int]:
+    """Whether what is stored is "old", "new", "none" or a "mix"; how many tokens there are."""
+    kv, count = store.get(tokens)
+    if not count:
+        return "none", 0
+    rows = plain(GQA, kv)
+    for name, tenant in (("old", ""), ("new", "another")):
+        if np.array_equal(rows, numbers(GQA, tokens, tenant)[:count]):
+            return name, count
+    return "mix", count
+
+
+# --- what goes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [Inclusive, Exclusive])
+def test_a_prompt_is_gone_from_all_tiers(policy: Any, tmp_path: Path) -> None:
+    urls = [MEMORY, disk(tmp_path / "a"), disk(tmp_path / "b")]
+    with open_store(*urls, policy=policy()) as store:
+        put(store, LONG, tail=True, wait=True)
+        put(store, range(100, 120), wait=True)
+        assert store.pin(LONG, 1000.0) == 22
+        assert store.flush()
+        removed = store.remove(LONG)
+        assert removed.complete
+        assert removed.failed == ()
+        assert [name for name, _ in removed.tiers] == ["memory", "file", "file2"]
+        assert removed.bytes > 0
+        assert get(store, LONG) == 0
+        assert store.lookup(LONG).tokens == 0
+        assert store.why(LONG)[0].what == "removed"
+        assert get(store, range(100, 120)) == 20
+        store.check()
+        assert store.remove(LONG).bytes == 0
+    with open_store(*urls, policy=policy()) as again:
+        assert get(again, LONG) == 0
+        assert get(again, range(100, 120)) == 20
+
+
+@pytest.mark.parametrize("start", [0, 1, 3, 4, 5, 19, 20, 21, 22])
+def test_it_goes_from_a_token_on(start: int, tmp_path: Path) -> None:
+    """Every block with a token from there on, and the tails of shorter prompts, too."""
+    with open_store(MEMORY, disk(tmp_path / "a")) as store:
+        put(store, LONG, tail=True)
+        put(store, LONG[:10], tail=True)
+        put(store, LONG[:3], tail=True)
+        put(store, LONG[:19], tail=True, wait=True)
+        assert store.remove(LONG, start).complete
+        for end in (3, 10, 19, 22):  # tails that end before that token are kept
+            want = max(stop for stop in (0, 4, 8, 12, 16, 20, 3, 10, 19, 22) if stop <= start)
+            whole = end - end % SIZE
+            want = end if end <= start else max(want if want % SIZE and want <= end else 0,
+                                               min(whole, start - start % SIZE))  # fmt: skip
+            assert get(store, LONG[:end]) == want, end
+        with pytest.raises(InvalidValue, match="start"):
+            store.remove(LONG, 23)
+
+
+def test_what_continues_a_prompt_goes_with_it(tmp_path: Path) -> None:
+    """It is unreachable, and wrong if the prompt was: it must not come back with a new put."""
+    with open_store(MEMORY, disk(tmp_path / "a")) as store:
+        first, second = [*LONG[:8], *range(50, 62)], [*LONG[:8], *range(70, 82)]
+        put(store, first, tail=True)
+        put(store, second)
+        put(store, range(200, 208), wait=True)
+        assert store.remove(LONG[:8]).complete
+        put(store, LONG[:8], wait=True)
+        assert [get(store, tokens) for tokens in (first, second)] == [8, 8]
+        assert len(records(tmp_path / "a")) == 2 + 2
+        assert get(store, range(200, 208)) == 8
+
+
+def test_followers_are_bounded_and_forgotten() -> None:
+    followers = Followers(most=100)
+    for number in range(1000):
+        followers.note([b"root", b"%d" % number, b"%d end" % number])
+    assert followers._links <= 100
+    assert sum(map(len, followers._next.values())) == followers._links
+    followers = Followers(most=100)
+    followers.note([b"a", b"b", b"c"])
+    followers.note([b"a", b"b", b"d"])
+    followers.note([b"x", b"d"])
+    assert sorted(followers.take([b"a"])) == [b"b", b"c", b"d"]
+    assert followers.take([b"a"]) == []
+    assert followers._links == 1
+
+
+def test_tenants_are_apart(tmp_path: Path) -> None:
+    with open_store(MEMORY, disk(tmp_path / "a")) as store:
+        put(store, LONG)
+        put(store, LONG, tenant="a", wait=True)
+        assert store.remove(LONG, tenant="a").complete
+        assert [get(store, LONG), get(store, LONG, tenant="a")] == [20, 0]
+
+
+# --- what is on its way ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["a write runs", "all writes wait"])
+def test_a_write_on_its_way_does_not_bring_it_back(running: bool, place: FaultyBackend) -> None:
+    """The put is slow; the removal waits for the write that runs, and gives up those that wait."""
+    with opened(place) as store:
+        if not running:
+            store._tiered.tiers[0].writing.submit(partial(time.sleep, 0.1))
+            store._tiered.tiers[0].writing.submit(partial(time.sleep, 0.1))
+        else:
+            place.slow(0.1, "put")
+        put(store, LONG)
+        if running:
+            place.wait_inside("put")
+        removed = store.remove(LONG)
+        assert removed.complete
+        quiet(store)
+        assert list(place.inner.list()) == []
+        assert get(store, LONG) == 0
+        put(store, LONG, wait=True)
+        forgotten(store)
+        assert get(store, LONG) == 20
+        store.check()
+
+
+def test_a_write_that_hangs_is_told_and_does_not_overwrite_what_comes_later(
+    place: FaultyBackend,
+) -> None:
+    with opened(place) as store:
+        place.hang("put")
+        put(store, LONG)
+        place.wait_inside("put")
+        removed = store.remove(LONG)
+        assert removed.failed == ("faulty",)
+        assert not removed.complete
+        assert get(store, LONG) == 0
+        store.put(LONG, other_kv(LONG))
+        assert kind_of(store, LONG) == ("new", 20)
+        place.heal()  # what hung writes the old, now
+        end = time.monotonic() + 10
+        while place.inside["put"] or store._tiered._queued:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        quiet(store)
+        assert kind_of(store, LONG) == ("new", 20)
+        forgotten(store)
+        assert kind_of(store, LONG)[0] in ("new", "none"), "never what was removed"
+
+
+def test_a_read_on_its_way_does_not_bring_it_back(place: FaultyBackend) -> None:
+    with opened(place) as store:
+        put(store, LONG, wait=True)
+        forgotten(store)
+        place.slow(0.15, "room")  # its file is open by then: what was deleted can be read
+        got: list[int] = []
+        reader = threading.Thread(target=lambda: got.append(get(store, LONG)))
+        reader.start()
+        place.wait_inside("room")
+        assert store.remove(LONG).complete
+        assert get(store, LONG) == 0
+        reader.join(10)
+        assert got[0] <= 20
+        quiet(store)
+        assert len(store._tiered.front.backend) == 0
+        assert get(store, LONG) == 0
+        store.check()
+
+
+def test_a_read_that_begins_during_the_removal_does_not_bring_it_back(
+    place: FaultyBackend,
+) -> None:
+    with opened(place) as store:
+        put(store, LONG, wait=True)
+        forgotten(store)
+        place.slow(0.1, "delete")
+        removing = threading.Thread(target=store.remove, args=(LONG,))
+        removing.start()
+        place.wait_inside("delete")
+        assert get(store, LONG) == 0
+        removing.join(10)
+        assert len(store._tiered.front.backend) == 0
+        assert get(store, LONG) == 0
+
+
+def test_what_moves_down_does_not_bring_it_back(tmp_path: Path, place: FaultyBackend) -> None:
+    """From tier to tier, while the lower one is slow."""
+    upper = FaultyBackend(MemoryBackend(8 * 4096))
+    with opened(upper, place, policy=Exclusive()) as store:
+        place.slow(0.02, "put")
+        for first in range(0, 400, 20):
+            put(store, range(first, first + 20))
+        for first in range(0, 400, 40):
+            assert store.remove(list(range(first, first + 20))).complete
+        assert store.flush(20)
+        quiet(store)
+        for first in range(0, 400, 40):
+            assert get(store, range(first, first + 20)) == 0
+        store.check()
+
+
+def test_many_threads_put_get_and_remove_the_same_prompt(place: FaultyBackend) -> None:
+    """At rest the tiers agree; after the last removal nothing is left."""
+    with opened(place) as store:
+        end = time.monotonic() + 1.5
+        faults: list[BaseException] = []
+
+        def work(what: int) -> None:
+            try:
+                while time.monotonic() < end:
+                    if what == 0:
+                        put(store, LONG)
+                    elif what == 1:
+                        get(store, LONG)
+                    elif what == 2:
+                        store.remove(LONG, 8)
+                    else:
+                        forgotten(store)
+            except BaseException as error:  # noqa: BLE001 - it is raised below
+                faults.append(error)
+
+        threads = [threading.Thread(target=work, args=(what,)) for what in (0, 0, 1, 1, 2, 2, 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert not faults, faults
+        assert store.remove(LONG).complete
+        quiet(store)
+        assert get(store, LONG) == 0
+        assert list(place.inner.list()) == []
+        assert not store._tiered._queued
+        store.check()
+
+
+# --- tiers that fail -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["fail", "hang"])
+def test_a_tier_that_cannot_delete_is_told_and_not_read_any_more(
+    how: str, place: FaultyBackend, tmp_path: Path
+) -> None:
+    with opened(disk(tmp_path / "good"), place) as store:
+        put(store, LONG, wait=True)
+        place.fail("delete") if how == "fail" else place.hang("delete")
+        removed = store.remove(LONG)
+        assert (removed.complete, removed.failed) == (False, ("faulty",))
+        assert records(tmp_path / "good") == []
+        place.heal()
+        end = time.monotonic() + 10
+        while store._tiered._queued:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        assert get(store, LONG) == 0, "it is not handed out again"
+        store.put(LONG, other_kv(LONG), wait=True)
+        forgotten(store)
+        for _ in range(3):
+            assert kind_of(store, LONG) == ("new", 20)
+            forgotten(store)
+        assert store.remove(LONG).complete
+        assert list(place.inner.list()) == []
+
+
+def test_clear_says_which_tier_failed(place: FaultyBackend) -> None:
+    with opened(place) as store:
+        put(store, LONG, wait=True)
+        place.fail("list", "delete")
+        assert store.clear().failed == ("faulty",)
+        place.heal()
+        store._tiered.tiers[0].breaker.of("list").succeeded()
+        assert get(store, LONG) == 0
+        assert store.clear().complete
+        assert list(place.inner.list()) == []
+
+
+# --- put with replace ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [Inclusive, Exclusive])
+def test_replace_puts_new_kv_in_place_of_the_old(policy: Any, tmp_path: Path) -> None:
+    urls = [MEMORY, disk(tmp_path / "a"), disk(tmp_path / "b")]
+    with open_store(*urls, policy=policy()) as store:
+        put(store, LONG, tail=True)
+        put(store, [*LONG[:20], *range(50, 60)], tail=True)
+        assert store.flush()
+        assert store.put(LONG, other_kv(LONG)).skipped == 20
+        assert kind_of(store, LONG) == ("old", 22)
+        done = store.put(LONG, other_kv(LONG), replace=True, wait=True)
+        assert (done.tokens, done.skipped, done.partial, done.failed) == (20, 0, 2, ())
+        assert kind_of(store, LONG) == ("new", 20), "the tail was of the old"
+        assert kind_of(store, [*LONG[:20], *range(50, 60)]) == ("new", 20)
+        store.check()
+    with open_store(*urls, policy=policy()) as again:
+        assert kind_of(again, LONG) == ("new", 20)
+
+
+def test_replace_from_a_token_on_keeps_what_is_before(tmp_path: Path) -> None:
+    with open_store(MEMORY, disk(tmp_path / "a")) as store:
+        put(store, LONG, wait=True)
+        late = given(GQA, numbers(GQA, LONG)[6:])
+        done = store.put(LONG, late, 6, replace=True, wait=True)
+        assert (done.tokens, done.skipped) == (12, 0)
+        assert get(store, LONG) == 20
+
+
+def test_replace_names_a_tier_that_has_the_old_still(place: FaultyBackend) -> None:
+    with opened(place) as store:
+        put(store, LONG, wait=True)
+        place.fail("delete", times=1)
+        done = store.put(LONG, other_kv(LONG), replace=True, wait=True)
+        assert done.failed == ("faulty",)
+        forgotten(store)
+        assert kind_of(store, LONG) == ("new", 20), "it was overwritten after all"
+
+
+def test_a_get_that_is_overtaken_ends_with_what_is_old(tmp_path: Path) -> None:
+    """More blocks than are read ahead: those behind are new by the time that they are read."""
+    tokens = list(range(100))
+    with open_store(MEMORY, disk(tmp_path / "a")) as store:
+        put(store, tokens)
+        put(store, range(500, 600))
+        blocks = store._names_of(None).full(np.array(tokens, np.int32))
+        other = store._names_of(None).full(np.arange(500, 600, dtype=np.int32))
+        for read, replaced in ((blocks, tokens), (other, tokens)):
+            parts: list[bytes] = []
+
+            def take(
+                at: int, raw: memoryview, parts: list[bytes] = parts, row: list[int] = replaced
+            ) -> None:
+                parts.append(bytes(raw))
+                if at == 0:
+                    store.put(row, other_kv(row), replace=True)
+
+            count = store._tiered.read(read, store._sizes([SIZE] * 25), take)
+            assert count == (1 if read is blocks else 25), "others are read to their end"
+
+
+def test_readers_see_old_or_new_and_never_a_mix(place: FaultyBackend) -> None:
+    """With a slow tier, memory that forgets, and readers that are slow between two blocks."""
+    with opened(place) as store:
+        place.slow(0.001, "get", "put")
+        versions = [given(GQA, numbers(GQA, LONG)), other_kv(LONG)]
+        store.put(LONG, versions[0], wait=True)
+        end = time.monotonic() + 1.5
+        seen: set[str] = set()
+        faults: list[BaseException] = []
+        blocks = store._names_of(None).full(np.array(LONG, np.int32))
+        sizes = store._sizes([SIZE] * len(blocks))
+        rows = {
+            name: numbers(GQA, LONG, tenant) for name, tenant in (("old", ""), ("new", "another"))
+        }
+
+        def read() -> None:
+            try:
+                while time.monotonic() < end:
+                    parts: list[bytes] = []
+
+                    def take(at: int, raw: memoryview, parts: list[bytes] = parts) -> None:
+                        parts.append(bytes(raw))
+                        time.sleep(0.002 * (at % 2))
+
+                    store._tiered.read(blocks, sizes, take)
+                    kinds = set()
+                    for at, part in enumerate(parts):
+                        kinds |= {
+                            name for name in rows
+                            if part == raw_of(store, rows[name][at * SIZE : (at + 1) * SIZE])
+                        }  # fmt: skip
+                    assert len(kinds) <= 1, "a mix"
+                    seen.update(kinds)
+                    forgotten_softly(store)
+            except BaseException as error:  # noqa: BLE001 - it is raised below
+                faults.append(error)
+
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        turn = 0
+        while time.monotonic() < end:
+            turn += 1
+            store.put(LONG, versions[turn % 2], replace=True)
+            time.sleep(0.01)
+        for thread in threads:
+            thread.join(20)
+        assert not faults, faults
+        assert seen == {"old", "new"}
+        assert turn > 5
+        quiet(store)
+
+
+def raw_of(store: KVStore, rows: np.ndarray) -> bytes:
+    """A block's bytes as they lie in a tier."""
+    raw = bytearray(store._form.raw_bytes(len(rows)))
+    store._form.write(given(GQA, rows), memoryview(raw), len(rows))
+    return bytes(raw)
+
+
+def forgotten_softly(store: KVStore) -> None:
+    front = store._tiered.front
+    front.remove([item.block for item in front.backend.list()][:2])

@@ -1,0 +1,178 @@
+"""Notes on namespaces: what a store logs that finds blocks and none of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tier_bench import until
+
+from kvkeep.backends import TierURL
+from kvkeep.backends.disk_notes import NOTES, noted
+from kvkeep.backends.objects import ObjectBackend
+from kvkeep.keys import Namespace, space_of
+from kvkeep.store import BlockStore
+from kvkeep.tiers import note_of, open_backend
+from kvkeep.tiers.notes import NOTE_BYTES, difference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kvkeep.backends import Backend
+
+OURS = Namespace(model="m", revision="1", dtype="bfloat16", tenant="a very private name")
+KEYS = [bytes([number]) * 32 for number in range(3)]
+FALSE = [
+    b"", b"{", b"null", b"[]", b"\xff\xfe", b"[" * 5000, b'{"format": "kvkeep namespace 1"}',
+    b'{"format": "kvkeep namespace 1", "fields": []}',
+    b'{"format": "kvkeep namespace 1", "fields": {"model": 5}}',
+    b'{"format": "another", "fields": {"model": "x"}}',
+    json.dumps({"format": "kvkeep namespace 1", "fields": {"model": "x" * NOTE_BYTES}}).encode(),
+]  # fmt: skip
+
+
+def changed(**fields: str) -> Namespace:
+    return Namespace(
+        **{name: getattr(OURS, name) for name in ("model", "revision", "dtype", "tenant")} | fields
+    )
+
+
+def test_a_note_tells_all_but_the_tenant() -> None:
+    note = note_of(OURS)
+    assert b"private" not in note
+    assert len(note) < NOTE_BYTES
+    assert note == note_of(OURS)
+    assert b"\n" not in note_of(changed(model="a\nb"))
+    assert len(note_of(changed(**dict.fromkeys(("model", "lora", "rank"), "\U0001f600" * 10_000))))\
+        < NOTE_BYTES  # fmt: skip
+
+
+def test_the_nearest_differs_in_the_fewest_fields() -> None:
+    far, near = note_of(changed(model="x", revision="2")), note_of(changed(revision="2"))
+    assert difference(note_of(OURS), [far, near]) == (["revision is '2' there and '1' here"], True)
+    assert difference(note_of(OURS), [far]) == (
+        ["model is 'x' there and 'm' here", "revision is '2' there and '1' here"], False
+    )  # fmt: skip
+    assert difference(note_of(OURS), [note_of(changed(tenant="b"))]) == (
+        ["tenant is another"], True
+    )  # fmt: skip
+    assert difference(note_of(OURS), [note_of(Namespace(model="m", revision="1", dtype="bfloat16",
+                                                        tenant=OURS.tenant, lora="l"))]) == (
+        ["lora is 'l' there and empty here"], True
+    )  # fmt: skip
+    assert difference(note_of(OURS), [note_of(OURS), *FALSE]) is None
+
+
+@given(st.lists(st.one_of(st.sampled_from(FALSE), st.binary(max_size=200))))
+def test_whatever_else_lies_there_says_nothing(others: list[bytes]) -> None:
+    assert difference(note_of(OURS), others) is None
+
+
+def test_no_note_writes_a_line_of_its_own_into_the_log() -> None:
+    evil = {"format": "kvkeep namespace 1", "fields": {"model": "x\nERROR all is lost\x1b[2J" * 99}}
+    found = difference(note_of(OURS), [json.dumps(evil).encode()[:NOTE_BYTES], json.dumps(
+        {**evil, "fields": {"model": "x\nERROR\x1b[2J"}}).encode()])  # fmt: skip
+    assert found is not None
+    assert all(text.isascii() and text.isprintable() for text in found[0])
+
+
+# --- in places -------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["file", "file without size", "objects", "objects without size"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Backend]:
+    if request.param.startswith("objects"):
+        from obstore.store import MemoryStore
+
+        store = MemoryStore()
+        size = 1 << 20 if request.param == "objects" else None
+        return lambda: ObjectBackend(store, prefix="p", capacity=size)
+    size = "?size=1MiB" if request.param == "file" else ""
+    return lambda: open_backend(TierURL(f"file://{tmp_path}/d{size}"))
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[tuple[int, str]]]]:
+    with caplog.at_level(logging.INFO, "kvkeep.tiers"):
+        yield lambda: [
+            (one.levelno, one.getMessage()) for one in caplog.records if "others" in one.msg
+        ]
+
+
+def test_a_store_that_finds_none_of_its_own_says_why_once(
+    place: Callable[[], Backend], told: Callable[[], list[tuple[int, str]]]
+) -> None:
+    with BlockStore(OURS, tiers=["memory://1MiB", place()]) as store:
+        store.lookup(KEYS)
+        store.put(KEYS, [b"x" * 100] * 3, wait=10.0)
+        store.put([bytes(32)], [b"x" * 100], wait=10.0)
+    assert told() == [], "an empty place, and then its own"
+    with BlockStore(OURS, tiers=["memory://1MiB", place()]) as store:
+        assert store.lookup(KEYS) == 3
+        store._tiered.tiers[0].reading.wait(10)
+    assert told() == []
+    with BlockStore(changed(revision="2"), tiers=["memory://1MiB", place()]) as store:
+        for _ in range(3):
+            assert store.lookup(KEYS) == 0
+        until(told)
+        store._tiered.tiers[0].reading.wait(10)
+    ((level, text),) = told()
+    assert level == logging.WARNING
+    assert text.endswith("of the nearest, revision is '1' there and '2' here")
+    assert "private" not in text
+    with BlockStore(changed(model="another"), tiers=["memory://1MiB", place()]) as store:
+        assert store.lookup(KEYS) == 0
+        until(lambda: len(told()) == 2)
+    assert told()[1][0] == logging.INFO, "another model may well share the place"
+    assert space_of(OURS) in place().noted_spaces()
+
+
+@pytest.mark.parametrize("what", ["fifo", "folder", "link", "garbage", "huge"])
+def test_what_lies_under_the_name_of_the_notes_does_nothing(
+    what: str, tmp_path: Path, told: Callable[[], list[tuple[int, str]]]
+) -> None:
+    url = f"file://{tmp_path}/d?size=1MiB"
+    with BlockStore(OURS, tiers=[url]) as store:
+        store.put(KEYS, [b"x" * 100] * 3, wait=10.0)
+    path = tmp_path / "d" / NOTES
+    path.unlink()
+    if what == "fifo":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    elif what == "link":
+        (tmp_path / "secret").write_text("secret")
+        path.symlink_to(tmp_path / "secret")
+    else:
+        path.write_bytes(b"\n".join(FALSE) if what == "garbage" else b"x" * (8 << 20))
+    started = time.monotonic()
+    for namespace in (OURS, changed(revision="2")):
+        with BlockStore(namespace, tiers=[url]) as store:
+            assert store.lookup(KEYS) == (3 if namespace == OURS else 0)
+            store.put([bytes(32)], [b"y" * 100], wait=10.0)
+            store._tiered.tiers[0].reading.wait(10)
+            assert store.stats()[1].breaker == "closed"
+    assert time.monotonic() - started < 10
+    assert not [text for _, text in told() if "secret" in text]
+    if what == "link":
+        assert (tmp_path / "secret").read_text() == "secret"
+
+
+def test_the_notes_of_a_directory_are_bounded(tmp_path: Path) -> None:
+    place = open_backend(TierURL(f"file://{tmp_path}/d?size=1MiB"))
+    for number in range(2000):
+        space = number.to_bytes(16, "big")
+        place.note_space(space, note_of(changed(model=f"m{number}")))
+        place.note_space(space, b"another")
+    assert (tmp_path / "d" / NOTES).stat().st_size <= 64 << 10
+    found = noted(f"{tmp_path}/d")
+    assert 100 < len(found) < 2000
+    assert b"another" not in found.values()
+    place.close()
