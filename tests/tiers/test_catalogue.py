@@ -637,7 +637,7 @@ def test_memory_of_a_block_is_small() -> None:
     catalogue._packed = Packed(catalogue._group_of, buckets=2048)  # as full as with a million
     tracemalloc.start()
     try:
-        catalogue.fill((os.urandom(48), 1000, 0.0) for _ in range(30_000))
+        catalogue.fill((bytes(16) + os.urandom(32), 1000, 0.0) for _ in range(30_000))
         each = tracemalloc.get_traced_memory()[0] / 30_000
     finally:
         tracemalloc.stop()
