@@ -16,7 +16,6 @@ import torch
 import transformers
 
 from kvkeep.store import model_identity
-from kvkeep.store.identity.values import NEUTRAL_CONFIG
 
 pytestmark = pytest.mark.model
 
@@ -149,6 +148,5 @@ def test_an_attribute_changes_the_identity_or_no_logit(family, monkeypatch):
             same = got.dtype == expected.dtype and torch.equal(got, expected)
             told = model_identity(model) != identity
             assert same or told, f"{name} = {other!r} gives other logits and the same identity"
-            assert told or name in NEUTRAL_CONFIG or vars(model.config) == vars(config), name
             outcomes["same" if same else "other"] += 1
     assert outcomes["other"] >= 10, outcomes  # else nothing was shown

@@ -42,7 +42,8 @@ NEUTRAL: Final = frozenset(torch.nn.Module().__dict__) | {
     # names and notes
     "config", "name_or_path", "generation_config", "model_tags", "warnings_issued",
     # how it was loaded, saved and divided among devices
-    "_is_hf_initialized", "_is_buffer", "persistent", "_use_kernels", "_weight_conversions", "all_tied_weights_keys", "hf_device_map",
+    "_is_hf_initialized", "_is_buffer", "persistent", "_use_kernels",
+    "_weight_conversions", "all_tied_weights_keys", "hf_device_map",
     "_hf_hook", "_old_forward", "_keys_to_ignore_on_load_missing",
     "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_no_split_modules",
     "_skip_keys_device_placement", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan",
