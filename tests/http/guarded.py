@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect
@@ -81,8 +81,9 @@ class Guarded:
         one.settimeout(20)
         one.connect(self.address)
         self._mine.append(one)
-        for data in sent:
-            one.sendall(data)
+        with suppress(ConnectionError):  # refused while it still sends
+            for data in sent:
+                one.sendall(data)
         return one
 
     def status(self, path: str = "/health", data: bytes = b"", **headers: str) -> int:
