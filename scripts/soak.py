@@ -258,9 +258,8 @@ class ServerPart(Part):
         )
         engine = Engine(
             runner,
-            PagedCache(runner.num_pages, runner.page_size),
+            PagedCache(runner.num_pages, runner.page_size, reuse=False),
             Tokenizer.load(bundled_model()),
-            reuse=False,
         )
         params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
         return [engine.generate([prompt], params)[0].text for prompt in self._prompts]
