@@ -54,6 +54,7 @@ def main() -> int:
     """Run all parts, or one of them as a child process."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--only", choices=("server", "cache", "store"), help="run one part alone")
     parser.add_argument("--json", type=Path, help="write the summary to this file, too")
     parser.add_argument("--child", choices=sorted(CHILDREN), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -70,6 +71,7 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
     """Run the three parts until the time is over; the exit status."""
     until = time.monotonic() + args.minutes * 60
     parts = [ServerPart(folder, args.seed), CachePart(folder, args), StorePart(folder, args.seed)]
+    parts = [part for part in parts if args.only in (None, part.name)]
     threads = [threading.Thread(target=part.run, args=(until,), name=part.name) for part in parts]
     for thread in threads:
         thread.start()
@@ -509,8 +511,8 @@ class StorePart(Part):
                 shutil.rmtree(self._folder)
                 flushed = 0
             self.child = self.start("store", self._folder, "--seed", str(flushed))
-            alarm = threading.Timer(self._chance.uniform(6, 14), self.child.kill)
-            alarm.start()
+            # Counted from the moment that it writes: how long a process takes to start says nothing.
+            alarm = threading.Timer(self._chance.uniform(0.5, 8), self.child.kill)
             assert self.child.stdout is not None
             before = flushed
             for line in self.child.stdout:
@@ -518,6 +520,7 @@ class StorePart(Part):
                 if word == "lost":
                     self.errors.append(f"block {number} of {before} that were flushed is gone")
                 elif word == "ok":
+                    alarm.start()
                     self.counts["blocks verified after a kill"] += min(400, before)
                 else:
                     self.counts["blocks flushed"] += int(number) - flushed
