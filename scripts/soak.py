@@ -511,7 +511,7 @@ class StorePart(Part):
                 shutil.rmtree(self._folder)
                 flushed = 0
             self.child = self.start("store", self._folder, "--seed", str(flushed))
-            # Counted from the moment that it writes: how long a process takes to start says nothing.
+            # From the moment that it writes: processes may take long to start.
             alarm = threading.Timer(self._chance.uniform(0.5, 8), self.child.kill)
             assert self.child.stdout is not None
             before = flushed
