@@ -368,12 +368,16 @@ class TieredStore:
             levels = self.locate(blocks, until)
         if levels:
             self._asked(blocks[: len(levels)], raw_bytes[0])
-        count = self._read(
-            blocks, raw_bytes, sink, levels, until=until, cancelled=cancelled, sources=sources
-        )
-        writing = _Writing(self.tiers, blocks)
-        for block in blocks[:count]:
-            self._asked_for(block, writing)
+        try:
+            count = self._read(
+                blocks, raw_bytes, sink, levels, until=until, cancelled=cancelled, sources=sources
+            )
+            writing = _Writing(self.tiers, blocks)
+            for block in blocks[:count]:
+                self._asked_for(block, writing)
+        except BackendFailed:
+            self.check_open()  # memory was closed
+            raise
         writing.end()
         if count < len(blocks):
             self.check_open()  # it was not closed meanwhile: the rest is really missing
@@ -659,6 +663,9 @@ class TieredStore:
                     finally:
                         held.release()
                     self._demote_ahead()  # a long prompt needs more than what is kept free
+        except BackendFailed:
+            self.check_open()  # memory was closed
+            raise
         finally:
             for block in alone:
                 self.front.catalogue.free(block)
