@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,8 +153,29 @@ def test_what_failed_in_the_background_is_tried_again(
     with pytest.raises(BackendFailed):
         backend.flush()
     power.fails = False
+    until(lambda: len(backend._syncing) == 0)
+    with suppress(BackendFailed):  # the thread may have failed again since
+        backend.flush()
     backend.flush()
     assert all(power.keeps(block_id(number)) for number in range(3))
+
+
+def test_flush_tells_what_failed_in_the_background(
+    tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system reports an error of writing once: the second fsync succeeds, the data is gone."""
+    monkeypatch.setattr(disk_sync, "SYNC_FROM", 2)
+    monkeypatch.setattr(disk_sync, "_RETRY", 0.01)
+    backend = DiskBackend(tmp_path / "store")
+    power.fails = True
+    for number in range(3):
+        put(backend, block_id(number), b"record")
+    until(lambda: backend._syncing.failed > 0)
+    power.fails = False
+    until(lambda: len(backend._syncing) == 0)
+    with pytest.raises(BackendFailed, match="Input/output error"):
+        backend.flush()
+    backend.flush()
 
 
 def test_a_pipe_in_place_of_a_record_does_not_stop_flush(tmp_path: Path) -> None:

@@ -217,6 +217,7 @@ def test_the_wrong_key_is_a_miss_and_counted(key: Path, tmp_path: Path) -> None:
         "memory://1MiB", disk(tmp_path / "d", encrypt=str(tmp_path / "other"))
     ) as store:
         assert get(store, range(20, 28)) == 8, "the new key is the one to write with"
+        assert get(store, range(8)) == 0
         assert put(store, range(8)).tokens >= 4  # and may be written anew
 
 

@@ -165,7 +165,7 @@ STORES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "an empty revision": ({"model": "tiny@"}, ("without a revision",)),
     "an empty name": ({"model": "@1"}, ("model is ''",)),
     "no model": ({"model": ""}, ("model is ''",)),
-    "a model that is no text": ({"model": None}, ("model is None", "text")),
+    "a model that is no text": ({"model": None}, ("model is None", "torch.nn.Module")),
     "a revision that is no text": ({"model": "tiny", "revision": 3}, ("revision", "int")),
     "a LoRA that is no text": ({"lora": 3}, ("lora", "int")),
     "a layout of its own": ({"layout": "DNH"}, ("'DNH'", "'NHD'", "'HND'")),

@@ -39,6 +39,9 @@ class Syncing:
         moved: when something was synced last, in seconds of the monotonic clock.
         failed: background batches that could not be synced; they are tried again.
 
+    The system reports an error of writing once: a second fsync of the same file succeeds, though
+    its data may be lost. So the next `flush` raises what the thread was told.
+
     Thread safety: all methods. A fork begins with a thread and a lock of its own, and with what
     its parent had not synced.
     """
@@ -57,6 +60,7 @@ class Syncing:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._taken: set[int] = set()  # serial numbers of what somebody syncs now
+        self._error: OSError | None = None  # of the thread, until a flush raises it
         self._thread: threading.Thread | None = None
 
     def __len__(self) -> int:
@@ -89,11 +93,20 @@ class Syncing:
             raise BackendFailed(f"{len(self._waiting)} files wait for fsync, which does not end")
 
     def flush(self) -> None:
-        """Have all that changed before this call last. OSError: it may not, and is tried again."""
+        """Have all that changed before this call last. OSError: it may not, and is tried again.
+
+        What the thread failed to sync since the last flush is raised as well.
+        """
         self._check_fork()
         end = next(self._serial)
-        while not self._sync_some(end):
-            pass
+        try:
+            while not self._sync_some(end):
+                pass
+        finally:  # what this raises itself tells of it as well
+            with self._lock:
+                error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def drain(self, timeout: float) -> bool:
         """Have the thread sync all that waits; whether that took no longer than ``timeout``."""
@@ -135,8 +148,10 @@ class Syncing:
         while self._waiting:
             try:
                 self._sync_some(next(self._serial))
-            except OSError:
+            except OSError as error:
                 self.failed += 1
+                with self._lock:
+                    self._error = error
                 time.sleep(_RETRY)
 
     def _check_fork(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import numpy as np
 
 from kvkeep.backends.arena import Arena
-from kvkeep.backends.base import Backend, Listed, Room
+from kvkeep.backends.base import ALIGNMENT, Backend, Listed, Room
 from kvkeep.errors import BackendFailed, IllegalStep, InvalidValue, OutOfRoom
 from kvkeep.geometry.units import format_bytes, parse_bytes
 
@@ -119,6 +119,7 @@ class MemoryBackend(Backend):
     """
 
     scheme: ClassVar[str] = "memory"
+    unit = ALIGNMENT
 
     def __init__(self, size: int, *, touch: bool = False) -> None:
         """Map ``size`` bytes (at least 4096), and `touch` them; see `Arena`.

@@ -240,6 +240,7 @@ class KVStore:
         Raises:
             InvalidValue: the store is another model's.
         """
+        self._tiered.check_open()
         if not is_loaded(identity):
             raise InvalidValue(
                 f"the identity is {identity!r}; what kvkeep.store.model_identity says of a loaded "

@@ -47,6 +47,7 @@ class CountingBackend(Backend):
         self.inner = inner
         self.shared = inner.shared
         self.capacity = inner.capacity
+        self.unit = inner.unit
         self.timeout = inner.timeout
         self.calls: Counter[str] = Counter()
         self.asked: Counter[tuple[str, bytes]] = Counter()
@@ -89,6 +90,20 @@ class CountingBackend(Backend):
     def part(self, block: bytes) -> str:
         """As ``inner`` does; not counted, and it does not fail."""
         return self.inner.part(block)
+
+    @property
+    def doubts(self) -> int:  # type: ignore[override] # the contract only reads it
+        """As ``inner`` has it."""
+        return self.inner.doubts
+
+    @property
+    def moved(self) -> float:  # type: ignore[override] # the contract only reads it
+        """As ``inner`` has it."""
+        return self.inner.moved
+
+    def peek(self, block: bytes, size: int) -> bytes | None:
+        """As ``inner`` does; not counted, and it does not fail."""
+        return self.inner.peek(block, size)
 
     def note_space(self, space: bytes, note: bytes) -> None:
         """As ``inner`` does; not counted, and it does not fail."""

@@ -90,6 +90,7 @@ class Catalogue:
         self._ordered = ordered
         self._round = 0  # the number of the last listing
         self._filling = threading.Lock()
+        self._gone: set[bytes] | None = None  # forgotten while a listing goes on
         self._shared = policy()
         self._own: dict[bytes, EvictionPolicy] = {}
         self._quotas: dict[bytes, int] = {}
@@ -194,7 +195,8 @@ class Catalogue:
 
         What is known stays where it is in the order, but others may have used it later. What is
         new comes after it, by last use. What was known before and is not in ``found`` is forgotten;
-        what is added meanwhile is not. If ``found`` raises, what came before that is taken over.
+        what is added meanwhile is not. What is forgotten meanwhile stays so, since a listing may
+        have seen it before it went. If ``found`` raises, what came before that is taken over.
 
         Blocks are known, and may be named as victims, while ``found`` goes on. Others who call it
         wait.
@@ -203,6 +205,7 @@ class Catalogue:
             with self._lock:
                 self._round = (self._round + 1) % _ROUNDS
                 self._packed.begin_listing()
+                self._gone = set()
             try:
                 items = iter(found)
                 while some := sorted(islice(items, _AT_ONCE), key=lambda item: item[2]):
@@ -210,6 +213,8 @@ class Catalogue:
                         for block, size, used in some:
                             self._list(block, size, used)
             finally:
+                with self._lock:
+                    self._gone = None
                 self._order_listed()
             return self._not_listed()
 
@@ -294,6 +299,8 @@ class Catalogue:
     def forget(self, block: bytes) -> bool:
         """``block`` is not there any more; whether it was known."""
         with self._lock:
+            if self._gone is not None:
+                self._gone.add(block)
             return self._forget(block)
 
     def victims(
@@ -312,6 +319,8 @@ class Catalogue:
                 if victim is None:
                     break
                 self._drop(victim)
+                if self._gone is not None:
+                    self._gone.add(victim.block)
                 needed -= self._takes(victim.size)
                 into = gone if outlived is None or not self._expired(victim) else outlived
                 into.append(victim.block)
@@ -458,7 +467,7 @@ class Catalogue:
             known.round = self._round
             if used > known.used:
                 known.used = known.noted = used
-        elif not self._packed.seen(block, used, self._round):
+        elif not self._packed.seen(block, used, self._round) and block not in (self._gone or ()):
             self._packed.add(block, size, used, 0, self._round)
             self._count(block, 0, size)
 

@@ -44,6 +44,7 @@ __all__ = ["Tier", "TierOptions"]
 _LOG = logging.getLogger("kvkeep.tiers")
 _RAW = 0  # the number of the codec that changes nothing
 _EXPIRE_EVERY = 60.0  # seconds
+_LISTING_SHARE = 20  # times as long as a listing takes the next one of `expire` is put off
 _ENVELOPE = 1 << 16  # bytes that any codec may need beyond those of another
 _TELL_COST = 1024  # bytes that a block's name counts while it waits to be told, roughly
 ORDERED = 1 << 16
@@ -128,6 +129,7 @@ class Tier:
     _scratch: _Scratch = field(init=False, default_factory=_Scratch)
     _expired: float = field(init=False, default=float("-inf"))
     _listed: float = field(init=False, default=0.0)
+    _list_seconds: float = field(init=False, default=0.0)  # that the last listing took
     _listing: threading.Lock = field(init=False, default_factory=threading.Lock)
     _quota_lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _coming: dict[bytes, int] = field(init=False, default_factory=dict)
@@ -200,13 +202,14 @@ class Tier:
             return  # it hangs; who waits here has other things to do
         try:
             if self.breaker.of("list").allows():
-                doubts = self.backend.doubts
+                doubts, started = self.backend.doubts, time.monotonic()
                 with _Edge(self, "list", "list"):
                     gone = self.catalogue.fill(self._real())
                     self.fates.note(gone, self.name, "removed", "gone")
                     self._heard = True
                     self._excess = self.catalogue.total_bytes - (self.backend.capacity or 0)
                 self._doubts = doubts
+                self._list_seconds = time.monotonic() - started
             self._listed = time.monotonic()
         finally:
             self._listing.release()
@@ -290,6 +293,7 @@ class Tier:
         """List the place again, soon, if it noticed that it does not hold what it listed."""
         if self.indexed and self._doubts != self.backend.doubts:
             self._doubts = self.backend.doubts
+            self._noted.clear()  # the notes may be gone as well
             self.counters.count(relists=1)
             self.reading.submit(self.relist)
 
@@ -778,9 +782,10 @@ class Tier:
         tell = self.catalogue.used(blocks, new=new) if self.indexed else list(reversed(blocks))
         if tell and not self._writers_hang():
             self.writing.submit(lambda: self._tell(tell), _TELL_COST * len(tell))
-        if self.options.ttl is not None and time.monotonic() - self._expired > _EXPIRE_EVERY:
+        every = _EXPIRE_EVERY + _LISTING_SHARE * self._list_seconds
+        if self.options.ttl is not None and time.monotonic() - self._expired > every:
             self._expired = time.monotonic()
-            self.writing.submit(self.expire, 0)
+            self.reading.submit(self.expire)  # no flush waits for the listing there
 
     def reorder(self, blocks: Sequence[bytes]) -> None:
         """``blocks``, a prompt, were written in any order: note the right one of those here.

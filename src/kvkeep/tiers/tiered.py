@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from kvkeep.tiers.record import HEADER_BYTES
 from kvkeep.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from kvkeep.tiers.counters import TierStats
     from kvkeep.tiers.front import Front, Held
@@ -368,12 +368,13 @@ class TieredStore:
             levels = self.locate(blocks, until)
         if levels:
             self._asked(blocks[: len(levels)], raw_bytes[0])
-        count = self._read(
-            blocks, raw_bytes, sink, levels, until=until, cancelled=cancelled, sources=sources
-        )
-        writing = _Writing(self.tiers, blocks)
-        for block in blocks[:count]:
-            self._asked_for(block, writing)
+        with self._closed_is_illegal():
+            count = self._read(
+                blocks, raw_bytes, sink, levels, until=until, cancelled=cancelled, sources=sources
+            )
+            writing = _Writing(self.tiers, blocks)
+            for block in blocks[:count]:
+                self._asked_for(block, writing)
         writing.end()
         if count < len(blocks):
             self.check_open()  # it was not closed meanwhile: the rest is really missing
@@ -639,26 +640,27 @@ class TieredStore:
         if blocks:
             self._asked(blocks, raw_bytes[0])
         try:
-            for at, block in enumerate(blocks):
-                with self._lock:
-                    touches = self._planner.put(block)
-                held = self.front.lease(block)
-                if held is not None or any(tier.serves(block) for tier in self.tiers):
-                    written.already.append(at)
-                else:
-                    held = self._keep(at, block, raw_bytes[at], fill, until)
-                    if held is None:
-                        self.fates.note(blocks[at:], self.front.name, "dropped", "no room")
-                        break
-                    written.kept.append(at)
-                if held is not None:
-                    try:
-                        if not self._write_below(block, touches, until, full, writing):
-                            self.front.catalogue.hold(block)
-                            alone.append(block)
-                    finally:
-                        held.release()
-                    self._demote_ahead()  # a long prompt needs more than what is kept free
+            with self._closed_is_illegal():
+                for at, block in enumerate(blocks):
+                    with self._lock:
+                        touches = self._planner.put(block)
+                    held = self.front.lease(block)
+                    if held is not None or any(tier.serves(block) for tier in self.tiers):
+                        written.already.append(at)
+                    else:
+                        held = self._keep(at, block, raw_bytes[at], fill, until)
+                        if held is None:
+                            self.fates.note(blocks[at:], self.front.name, "dropped", "no room")
+                            break
+                        written.kept.append(at)
+                    if held is not None:
+                        try:
+                            if not self._write_below(block, touches, until, full, writing):
+                                self.front.catalogue.hold(block)
+                                alone.append(block)
+                        finally:
+                            held.release()
+                        self._demote_ahead()  # a long prompt needs more than what is kept free
         finally:
             for block in alone:
                 self.front.catalogue.free(block)
@@ -1105,6 +1107,15 @@ class TieredStore:
         """Raise `IllegalStep` once it was closed."""
         if self._closed:
             raise IllegalStep("the store is closed")
+
+    @contextmanager
+    def _closed_is_illegal(self) -> Iterator[None]:
+        """Raise `IllegalStep` where memory fails because the store was closed meanwhile."""
+        try:
+            yield
+        except BackendFailed:
+            self.check_open()
+            raise
 
 
 class _Removal:
