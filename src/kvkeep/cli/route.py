@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
     upstreams = Upstreams(names)
     router = PrefixRouter(names, cost=_cost(args), ranks=args.ranks, most_blocks=args.most_blocks)
     patience = _patience(args)
-    bodies = http.Bodies(budget=parse_bytes(args.body_budget))
+    bodies = http.BodyBudget(budget=parse_bytes(args.body_budget))
     tokenize = None if args.model is None else _tokenizer(args.model)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"

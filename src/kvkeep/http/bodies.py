@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["Bodies", "Body", "BodyGuard", "BodyRefused", "body_of"]
+__all__ = ["BodyBudget", "BodyGuard", "BodyRefused", "RequestBody", "body_of"]
 
 FREE_BYTES = 64 << 10
 """So much of each body is not counted: small requests pass while large ones fill the budget."""
@@ -42,7 +42,7 @@ class BodyRefused(Exception):
         self.headers = dict(headers)
 
 
-class Bodies:
+class BodyBudget:
     """What the bodies of all requests may take.
 
     One has at most ``largest`` bytes and ``seconds`` to arrive; all that are held at one time have
@@ -76,14 +76,14 @@ class Bodies:
         assert self.held >= 0, "more of a body was given back than taken"
 
 
-class Body:
+class RequestBody:
     """The body of one request: `read` it once, then `take` it.
 
     What is beyond 64 KiB lies in pages of its own until then, which go back to the system at once
     when the client leaves: no heap that has grown stays behind.
     """
 
-    def __init__(self, bodies: Bodies, headers: Headers, receive: Receive) -> None:
+    def __init__(self, bodies: BodyBudget, headers: Headers, receive: Receive) -> None:
         self._bodies = bodies
         self._headers = headers
         self._receive = receive
@@ -182,7 +182,7 @@ class Body:
 class BodyGuard:
     """ASGI: each request's body is counted in ``bodies``; an application reads it by `body_of`."""
 
-    def __init__(self, app: ASGIApp, bodies: Bodies) -> None:
+    def __init__(self, app: ASGIApp, bodies: BodyBudget) -> None:
         self._app = app
         self._bodies = bodies
 
@@ -191,16 +191,16 @@ class BodyGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = scope[_KEY] = Body(self._bodies, Headers(scope=scope), receive)
+        body = scope[_KEY] = RequestBody(self._bodies, Headers(scope=scope), receive)
         try:
             await self._app(scope, receive, send)
         finally:
             body.close()
 
 
-def body_of(scope: Scope) -> Body:
+def body_of(scope: Scope) -> RequestBody:
     """The body of the request with this ``scope``, behind a `BodyGuard`."""
-    body: Body = scope[_KEY]
+    body: RequestBody = scope[_KEY]
     return body
 
 

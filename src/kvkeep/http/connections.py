@@ -12,7 +12,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvkeep.errors import InvalidValue, whole
-from kvkeep.http.seldom import Seldom
+from kvkeep.http.rate_limited_log import RateLimitedLog
 
 if TYPE_CHECKING:
     import asyncio
@@ -79,8 +79,8 @@ class Connections:
         )
         """Connections that the server has closed, by why."""
         self._phases: dict[Phase, dict[GuardedProtocol, None]] = {one: {} for one in Phase}
-        self._seldom = Seldom(log)
-        self._seldom_full = Seldom(log)
+        self._log_accept = RateLimitedLog(log)
+        self._log_full = RateLimitedLog(log)
 
     def __len__(self) -> int:
         return sum(map(len, self._phases.values()))
@@ -124,7 +124,7 @@ class Connections:
         """One was closed, or refused."""
         self.closed[why] += 1
         if why in {"displaced", "refused"}:
-            self._seldom_full.warning(
+            self._log_full.warning(
                 "%d connections are open, which is all there may be: one was %s",
                 self.limits.most,
                 why,
@@ -133,13 +133,13 @@ class Connections:
     def accept_failed(self, error: OSError) -> None:
         """The system gives no connection, though one is there."""
         self.accept_errors += 1
-        self._seldom.warning("no connection can be accepted: %s", error)
+        self._log_accept.warning("no connection can be accepted: %s", error)
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol, each wait of which has an end.
+    """uvicorn's HTTP/1.1 protocol with a time limit for each wait on the client.
 
-    Waits for a body have theirs in `kvkeep.http.Bodies`, those for an answer in the application.
+    `kvkeep.http.BodyBudget` limits the wait for a body, the application the wait for an answer.
     """
 
     def __init__(self, connections: Connections, **options: Any) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvkeep.backends import Backend
     from kvkeep.tiers import TieredStore
 
-__all__ = ["Ended", "Shelf", "places_of"]
+__all__ = ["ClosedUse", "SharedStores", "places_of"]
 
 S = TypeVar("S")
 
@@ -31,7 +31,7 @@ class _Open(Generic[S]):
     users: int = 0
 
 
-class Shelf(Generic[S]):
+class SharedStores(Generic[S]):
     """Stores of one kind by name.
 
     Thread safety: all methods. Opening one name does not wait for another.
@@ -122,7 +122,7 @@ def _where(what: str, before: Any, now: Any) -> tuple[str, object, object]:
     return what, before, now
 
 
-class Ended:
+class ClosedUse:
     """What a user of a shared store has in place of its tiers after closing it.
 
     Others may use them still: it tells what they tell, and does nothing.

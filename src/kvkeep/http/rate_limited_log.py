@@ -1,4 +1,4 @@
-"""`Seldom`: log lines that a client can cause, at most one in some seconds."""
+"""`RateLimitedLog`: log lines that a client can cause, at most one in some seconds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     import logging
     from collections.abc import Callable
 
-__all__ = ["Seldom"]
+__all__ = ["RateLimitedLog"]
 
 
-class Seldom:
+class RateLimitedLog:
     """Writes a warning at most every ``seconds``, with how many were left out since the last.
 
     Thread safety: none; it belongs to an event loop.
