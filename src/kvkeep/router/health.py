@@ -172,7 +172,7 @@ class Health:
         """It is left out until a probe is answered, which is sent at once."""
         one = self._instances[name]
         if not one.suspect:
-            log.warning("%s is left out until it answers a probe (%s)", name, why.value)
+            log.warning("%s is suspect (%s): no requests until it answers a probe", name, why.value)
         one.suspect = True
         one.wake.set()
         for hook in self._hooks:
@@ -225,7 +225,7 @@ class Health:
     def _trust(self, name: str) -> None:
         one = self._instances[name]
         if one.suspect:
-            log.info("%s answers again", name)
+            log.info("%s answers probes again", name)
         one.suspect = False
         one.silent = 0
 

@@ -74,7 +74,7 @@ class Metrics:
         )
         self._suspect = Gauge(
             "kvkeep_router_suspect",
-            "1: left out until it answers a probe",
+            "1: the instance gets no requests until it answers a probe",
             ["instance"],
             registry=own,
         )
@@ -83,7 +83,7 @@ class Metrics:
         )
         self._doubts = Counter(
             "kvkeep_router_doubts",
-            "Times an instance was left out until it answers a probe, by reason",
+            "Times an instance became suspect, by reason",
             ["instance", "why"],
             registry=own,
         )

@@ -80,9 +80,8 @@ class ModelWatch:
             if (name := _unlike(kept, config_of(config))) is not None:
                 return f"config.{name} was changed"
         if self._settings != settings():
-            return (
-                f"torch's float32 matmul precision was {self._settings[0]}, and is {settings()[0]}"
-            )
+            (was,), (now,) = self._settings, settings()
+            return f"torch's float32 matmul precision changed from {was!r} to {now!r}"
         if not _all_are(self._hooks, global_hooks()):
             return "the global forward hooks of torch were changed"
         if samples and not all(sample.equal() for sample in self._samples):
