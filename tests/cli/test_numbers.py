@@ -23,7 +23,7 @@ from kvkeep.integrations.given import count_of
         (["route", "--instances", "x", "--most-blocks", "2M"], "most_blocks", 2_000_000),
         (["route", "--instances", "x", "--max-connections", "1k"], "max_connections", 1000),
         (["route", "--instances", "x"], "body_budget", 256 << 20),
-        (["trace", "make", "chat", "x", "--requests", "1M"], "requests", 1_000_000),
+        (["trace", "generate", "chat", "--out", "x", "--requests", "1M"], "requests", 1_000_000),
         (["tree", "--pages", "16k", "x"], "pages", 16_000),
         (["generate", "--prompt", "x", "--max-tokens", "1k"], "max_tokens", 1000),
     ],
