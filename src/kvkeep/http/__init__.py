@@ -1,4 +1,4 @@
-"""HTTP servers that hold against clients that send slowly, never end, or come in thousands.
+"""HTTP servers with bounds against clients that are slow, never finish, or come in thousands.
 
 `GuardedServer` is uvicorn with an accept loop and a protocol of its own: a cap on connections,
 deadlines for heads and for clients that do not read. `BodyGuard` bounds what the bodies of all

@@ -1,4 +1,4 @@
-"""`RateLimitedLog`: log lines that a client can cause, at most one in some seconds."""
+"""`RateLimitedLog`: for warnings that clients can cause, at most one in some seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["RateLimitedLog"]
 
 
 class RateLimitedLog:
-    """Writes a warning at most every ``seconds``, with how many were left out since the last.
+    """Logs at most one warning in ``seconds``, with the number of those it left out.
 
     Thread safety: none; it belongs to an event loop.
     """
