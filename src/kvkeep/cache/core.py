@@ -13,7 +13,7 @@ from kvkeep.cache.forks import Forks
 from kvkeep.cache.pins import PinBoard
 from kvkeep.cache.sessions import SessionBoard
 from kvkeep.cache.stats import Counters
-from kvkeep.errors import InvalidValue, OutOfPages
+from kvkeep.errors import InvalidValue, OutOfPages, told
 from kvkeep.events import Evicted, PagesShort, frozen
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Core:
         """Who tells what more memory would do, if somebody asked for that."""
         self.sequences: dict[int, Sequence] = {}
         self.opened = 0  # names sequences: 1, 2, 3 …
-        self._memory: weakref.ref[object] | None = None  # where the pages lie, once somebody said
+        self._memory: weakref.ref[object] | None = None  # that the pages lie in, once bound
         self._claimed: dict[int, _PageClaims] = {}  # by the page to be copied from
         self.forks = Forks()
         self.hooks: tuple[Hook, ...] = ()
@@ -134,14 +134,14 @@ class Core:
     # --- memory ------------------------------------------------------------------------------
 
     def bind(self, memory: object) -> None:
-        """Take ``memory`` as the one in which the pages lie; see `PagedCache.bind`."""
+        """Bind the pages to ``memory``; see `PagedCache.bind`."""
         bound = None if self._memory is None else self._memory()
         if bound is memory:
             return
         if bound is not None:
             raise InvalidValue(
                 f"this cache's pages lie in another memory ({type(bound).__name__} at "
-                f"{id(bound):#x}), and their ids say nothing in this one; give each runner a "
+                f"{id(bound):#x}), and their ids mean nothing in this one; give each runner a "
                 "PagedCache of its own"
             )
         if self._memory is not None and self.pool.num_used:
@@ -153,8 +153,8 @@ class Core:
             self._memory = weakref.ref(memory)
         except TypeError as error:
             raise InvalidValue(
-                f"the memory is {memory!r}; the object that owns it is needed, one that can be "
-                "referred to weakly"
+                f"the memory is {told(memory)}; the object that owns it is needed, and it must "
+                "support weak references"
             ) from error
 
     # --- events ------------------------------------------------------------------------------
