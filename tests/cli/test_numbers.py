@@ -18,7 +18,12 @@ from kvkeep.integrations.given import count_of
         (["serve", "--max-prompt-tokens", "32K"], "max_prompt_tokens", 32_000),
         (["serve", "--step-tokens", "2k"], "step_tokens", 2000),
         (["serve", "--max-waiting", "1k"], "max_waiting", 1000),
-        (["trace", "make", "chat", "x", "--requests", "1M"], "requests", 1_000_000),
+        (["serve", "--max-connections", "1k"], "max_connections", 1000),
+        (["serve", "--body-budget", "1MiB"], "body_budget", 1 << 20),
+        (["route", "--instances", "x", "--most-blocks", "2M"], "most_blocks", 2_000_000),
+        (["route", "--instances", "x", "--max-connections", "1k"], "max_connections", 1000),
+        (["route", "--instances", "x"], "body_budget", 256 << 20),
+        (["trace", "generate", "chat", "--out", "x", "--requests", "1M"], "requests", 1_000_000),
         (["tree", "--pages", "16k", "x"], "pages", 16_000),
         (["generate", "--prompt", "x", "--max-tokens", "1k"], "max_tokens", 1000),
     ],
@@ -36,6 +41,16 @@ def test_what_is_no_count_says_what_is_one(wrong: str, capsys: Any) -> None:
     assert "argument --max-waiting" in said
     assert "as 500k or 1.5M" in said
     assert len(said.splitlines()[-1]) < 300
+
+
+@pytest.mark.parametrize("command", [["serve"], ["route", "--instances", "x"]])
+def test_an_amount_that_is_none_names_its_option(command: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--body-budget", "much"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "argument --body-budget" in said
+    assert "is no amount of memory" in said
 
 
 def test_options_of_urls() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect
 
-from kvkeep.http import Bodies, BodyGuard, BodyRefused, ConnectionLimits, GuardedServer, bind
+from kvkeep.http import BodyBudget, BodyGuard, BodyRefused, ConnectionLimits, GuardedServer, bind
 from kvkeep.http import body_of as body
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def eventually(holds: Any, seconds: float = 20.0) -> None:
 class Guarded:
     """``/health``; ``/large``: 4 MiB; ``/wait`` for `release`; all else answers the body's size."""
 
-    def __init__(self, limits: ConnectionLimits, bodies: Bodies) -> None:
+    def __init__(self, limits: ConnectionLimits, bodies: BodyBudget) -> None:
         self.bodies = bodies
         self.release = threading.Event()
         self._socket = bind("127.0.0.1", 0)
@@ -105,9 +105,9 @@ class Guarded:
 
 
 @contextmanager
-def guarded(bodies: Bodies | None = None, **limits: Any) -> Iterator[Guarded]:
+def guarded(bodies: BodyBudget | None = None, **limits: Any) -> Iterator[Guarded]:
     """A server with these limits."""
-    server = Guarded(ConnectionLimits(**limits), bodies or Bodies())
+    server = Guarded(ConnectionLimits(**limits), bodies or BodyBudget())
     try:
         yield server
     finally:

@@ -9,7 +9,7 @@ import pytest
 from guarded import answer, eventually, everything, guarded
 
 from kvkeep.errors import InvalidValue
-from kvkeep.http import Bodies
+from kvkeep.http import BodyBudget
 
 MIB = 1 << 20
 
@@ -30,7 +30,7 @@ def resident() -> int:
 
 @pytest.mark.parametrize("size", [0, 1, 65_535, 65_536, 65_537, 3 * MIB])
 def test_a_body_comes_as_it_was_sent(size):
-    with guarded(Bodies(largest=3 * MIB)) as server:
+    with guarded(BodyBudget(largest=3 * MIB)) as server:
         assert answer(server.connect(head(size), b"x" * size)) == b"200 %d" % size
         pieces = chunked(size) if size else chunked(0)[: -len(b"0\r\n\r\n")]
         assert answer(server.connect(pieces, b"0\r\n\r\n")) == b"200 %d" % size
@@ -38,7 +38,7 @@ def test_a_body_comes_as_it_was_sent(size):
 
 def test_all_bodies_together_have_a_budget():
     """Held open, they are refused beyond it; small ones never; and all of it is given back."""
-    with guarded(Bodies(largest=4 * MIB, budget=48 * MIB)) as server:
+    with guarded(BodyBudget(largest=4 * MIB, budget=48 * MIB)) as server:
         before = resident()
         slow = [server.connect(head(4 * MIB), b"x" * 3 * MIB) for _ in range(30)]
         eventually(lambda: server.bodies.refused["budget"] >= 14)
@@ -55,7 +55,7 @@ def test_all_bodies_together_have_a_budget():
 
 
 def test_a_body_is_held_until_its_answer():
-    with guarded(Bodies(largest=2 * MIB, budget=3 * MIB)) as server:
+    with guarded(BodyBudget(largest=2 * MIB, budget=3 * MIB)) as server:
         one = server.connect(head(2 * MIB, "/hold"), b"x" * 2 * MIB)
         eventually(lambda: server.bodies.held > MIB)
         two = everything(server.connect(head(2 * MIB), b"x" * 2 * MIB))
@@ -67,7 +67,7 @@ def test_a_body_is_held_until_its_answer():
 
 
 def test_one_that_is_too_large_said_or_not():
-    with guarded(Bodies(largest=MIB)) as server:
+    with guarded(BodyBudget(largest=MIB)) as server:
         assert everything(server.connect(head(MIB + 1), b"x" * (MIB + 1))).startswith(
             b"HTTP/1.1 413 "
         )
@@ -76,7 +76,7 @@ def test_one_that_is_too_large_said_or_not():
 
 
 def test_one_that_never_comes():
-    with guarded(Bodies(largest=MIB, seconds=0.2)) as server:
+    with guarded(BodyBudget(largest=MIB, seconds=0.2)) as server:
         for sent in (b"", b"x" * 100_000):
             told = everything(server.connect(head(MIB), sent))
             assert told.startswith(b"HTTP/1.1 408 ")
@@ -86,4 +86,4 @@ def test_one_that_never_comes():
 @pytest.mark.parametrize("wrong", [{"largest": 0}, {"largest": 9, "budget": 8}])
 def test_budgets_that_hold_no_body_are_refused(wrong):
     with pytest.raises(InvalidValue):
-        Bodies(**wrong)
+        BodyBudget(**wrong)

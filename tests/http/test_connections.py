@@ -13,7 +13,7 @@ from guarded import HEALTH, LARGE, answer, eventually, everything, guarded, is_c
 from kvkeep.errors import InvalidValue
 from kvkeep.http import ConnectionLimits, connections_for, raise_file_limit
 from kvkeep.http.connections import Phase
-from kvkeep.http.seldom import Seldom
+from kvkeep.http.rate_limited_log import RateLimitedLog
 
 HALF = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "
 
@@ -144,11 +144,11 @@ def test_files_that_run_out_are_counted_logged_once_and_made_room_for(caplog):
 
 def test_lines_that_clients_cause_are_few(caplog):
     now = [0.0]
-    seldom = Seldom(logging.getLogger("kvkeep.test"), seconds=10, clock=lambda: now[0])
+    limited = RateLimitedLog(logging.getLogger("kvkeep.test"), seconds=10, clock=lambda: now[0])
     for _ in range(1000):
-        seldom.warning("failed: %s", "x")
+        limited.warning("failed: %s", "x")
     now[0] = 11.0
-    seldom.warning("failed: %s", "y")
+    limited.warning("failed: %s", "y")
     assert [one.message for one in caplog.records] == [
         "failed: x",
         "failed: y (999 more like it since the last line)",

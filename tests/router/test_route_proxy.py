@@ -16,7 +16,7 @@ from standing_in import CHUNKS, Routing, StandIn, eventually, routing
 
 from kvkeep.errors import InvalidValue
 from kvkeep.feed import BlockStored
-from kvkeep.http import Bodies
+from kvkeep.http import BodyBudget
 from kvkeep.http.bodies import FREE_BYTES
 from kvkeep.router.health import State
 from kvkeep.router.upstreams import Upstreams, passed_on
@@ -397,7 +397,7 @@ def test_text_is_tokenized_by_who_is_up():
 def test_bodies_have_a_budget_together():
     body = json.dumps({**ASK, "user": "x" * 149_000})
     counted = len(body) - FREE_BYTES
-    with routing("waits", bodies=Bodies(largest=150_000, budget=150_000)) as (proxy, (one,)):
+    with routing("waits", bodies=BodyBudget(largest=150_000, budget=150_000)) as (proxy, (one,)):
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(httpx.post, f"{proxy.url}/v1/completions", content=body, timeout=20)
             eventually(lambda: one.paths)
@@ -414,7 +414,7 @@ def test_bodies_have_a_budget_together():
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body_holds_nothing():
-    with routing("well", bodies=Bodies(largest=100_000)) as (proxy, _):
+    with routing("well", bodies=BodyBudget(largest=100_000)) as (proxy, _):
         host, port = proxy.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as plain:
             plain.sendall(
@@ -464,7 +464,7 @@ def test_a_path_too_long_to_be_asked_for():
 
 
 def test_too_large_and_foreign():
-    with routing("well", bodies=Bodies(largest=1000)) as (proxy, (one,)):
+    with routing("well", bodies=BodyBudget(largest=1000)) as (proxy, (one,)):
         assert ask(proxy, {"prompt": "x" * 2000}).status_code == 413
         answer = httpx.post(proxy.url + "/v1/completions", json=ASK, headers={"host": "evil.test"})
         assert answer.status_code == 400

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvkeep.cache import PagedCache
 from kvkeep.engine.stats import EngineStats
-from kvkeep.http import Bodies, ConnectionLimits, Connections
+from kvkeep.http import BodyBudget, ConnectionLimits, Connections
 from kvkeep.server import families
 from kvkeep.server.metrics import Metrics
 from kvkeep.store.stats import StoreStats
@@ -74,7 +74,7 @@ def all_of_it():
     metrics.events = lambda: dict.fromkeys(
         ("batches", "events", "dropped", "resyncs", "replays", "snapshots", "refused"), 1
     )
-    metrics.connections, metrics.bodies = Connections(ConnectionLimits()), Bodies()
+    metrics.connections, metrics.bodies = Connections(ConnectionLimits()), BodyBudget()
     found = told(metrics, cache, store=store(), namespaces={"": 4})
     # The client tells besides when each counter began; those are not ours to name.
     return [family for family in found if not family.name.endswith("_created")]
@@ -260,5 +260,6 @@ def test_a_family_is_told_once_and_its_labels_are_known():
     assert len(names) == len(set(names))
     labels = {name for family in found for one in family.samples for name in one.labels}
     assert labels == {
-        "endpoint", "outcome", "state", "reason", "tier", "memory", "namespace", "warmth", "le"
+        "endpoint", "outcome", "state", "reason", "tier", "memory", "namespace", "warmth", "le",
+        "phase",
     }  # fmt: skip

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from store_kv import GQA, disk, get, open_store, put, quiet
 
+from kvkeep.errors import InvalidValue
 from kvkeep.store import BlockStore, Operation
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def test_a_hook_that_raises_changes_nothing(caplog: pytest.LogCaptureFixture) ->
         put(store, TOKENS)
         assert get(store, TOKENS) == 16
     assert [one.what for one in told] == ["put", "get"]
-    assert "a hook of the store failed" in caplog.text
+    assert "a hook of KVStore.watch or BlockStore.watch failed" in caplog.text
 
 
 def test_blocks_are_told_as_blocks() -> None:
@@ -90,3 +91,8 @@ def test_blocks_are_told_as_blocks() -> None:
         ("put", 2, 2, 150, (("memory", 2),)),
         ("get", 3, 2, 150, (("memory", 2),)),
     ]
+
+
+def test_a_hook_that_cannot_be_called_is_refused_at_once() -> None:
+    with open_store() as store, pytest.raises(InvalidValue, match="hook is None; a function of"):
+        store.watch(None)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from kvkeep.cache.forks import Forks
 from kvkeep.cache.pins import PinBoard
 from kvkeep.cache.sessions import SessionBoard
 from kvkeep.cache.stats import Counters
-from kvkeep.errors import InvalidValue, OutOfPages
+from kvkeep.errors import InvalidValue, OutOfPages, told
 from kvkeep.events import Evicted, PagesShort, frozen
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Claim:
     sharers: dict[Sequence, None]
 
 
-class _Readers:
+class _PageClaims:
     """The claims on one page, and how many of its first tokens they want."""
 
     __slots__ = ("claims", "tokens")
@@ -105,8 +105,8 @@ class Core:
         """Who tells what more memory would do, if somebody asked for that."""
         self.sequences: dict[int, Sequence] = {}
         self.opened = 0  # names sequences: 1, 2, 3 …
-        self._memory: weakref.ref[object] | None = None  # where the pages lie, once somebody said
-        self._claimed: dict[int, _Readers] = {}  # by the page to be copied from
+        self._memory: weakref.ref[object] | None = None  # that the pages lie in, once bound
+        self._claimed: dict[int, _PageClaims] = {}  # by the page to be copied from
         self.forks = Forks()
         self.hooks: tuple[Hook, ...] = ()
         self._events: list[Event] = []
@@ -134,14 +134,14 @@ class Core:
     # --- memory ------------------------------------------------------------------------------
 
     def bind(self, memory: object) -> None:
-        """Take ``memory`` as the one in which the pages lie; see `PagedCache.bind`."""
+        """Bind the pages to ``memory``; see `PagedCache.bind`."""
         bound = None if self._memory is None else self._memory()
         if bound is memory:
             return
         if bound is not None:
             raise InvalidValue(
                 f"this cache's pages lie in another memory ({type(bound).__name__} at "
-                f"{id(bound):#x}), and their ids say nothing in this one; give each runner a "
+                f"{id(bound):#x}), and their ids mean nothing in this one; give each runner a "
                 "PagedCache of its own"
             )
         if self._memory is not None and self.pool.num_used:
@@ -153,8 +153,8 @@ class Core:
             self._memory = weakref.ref(memory)
         except TypeError as error:
             raise InvalidValue(
-                f"the memory is {memory!r}; the object that owns it is needed, one that can be "
-                "referred to weakly"
+                f"the memory is {told(memory)}; the object that owns it is needed, and it must "
+                "support weak references"
             ) from error
 
     # --- events ------------------------------------------------------------------------------
@@ -243,10 +243,10 @@ class Core:
     def claim(self, copy: PageCopy, hold: Any, sequence: Sequence) -> Claim:
         """Keep the source of ``copy`` as it is; the caller's reference and hold go into this."""
         claim = Claim(copy, hold, {sequence: None})
-        readers = self._claimed.get(copy.src)
-        if readers is None:
-            readers = self._claimed[copy.src] = _Readers()
-        readers.add(claim)
+        on_page = self._claimed.get(copy.src)
+        if on_page is None:
+            on_page = self._claimed[copy.src] = _PageClaims()
+        on_page.add(claim)
         self.counters.copies += 1
         return claim
 
@@ -256,9 +256,9 @@ class Core:
             del claim.sharers[sequence]
             if claim.sharers:
                 continue
-            readers = self._claimed[claim.copy.src]
-            readers.remove(claim)
-            if not readers.claims:
+            on_page = self._claimed[claim.copy.src]
+            on_page.remove(claim)
+            if not on_page.claims:
                 del self._claimed[claim.copy.src]
             if claim.hold is not None:
                 self.index.release(claim.hold)
@@ -268,8 +268,8 @@ class Core:
         """The index stores ``pages`` now, from place ``start`` on: claims on them need holds."""
         if self._claimed:
             for at, page in enumerate(pages.tolist()):
-                readers = self._claimed.get(page)
-                for claim in () if readers is None else readers.claims:
+                on_page = self._claimed.get(page)
+                for claim in () if on_page is None else on_page.claims:
                     assert claim.hold is None
                     claim.hold = self.index.move(self.index.again(hold), hold, start + at + 1)
 
@@ -281,10 +281,10 @@ class Core:
         references = int(self.pool.references[page])
         if references == 1:
             return True
-        readers = self._claimed.get(page)
-        if readers is None or references > 1 + len(readers.claims):
+        on_page = self._claimed.get(page)
+        if on_page is None or references > 1 + len(on_page.claims):
             return False
-        return max(readers.tokens) <= offset
+        return max(on_page.tokens) <= offset
 
     def claims(self) -> list[Claim]:
         """All claims of all sequences, each once."""

@@ -1,4 +1,4 @@
-"""`Forks`: which sequences share pages that are not published, found by the first of those pages.
+"""`Forks`: finds the sequences that share unpublished pages, by the first of these pages.
 
 Two sequences share an unpublished page only because one was forked from the other while the page
 was in its table. They then share all pages before it, too: only the last page of a table is ever
@@ -36,7 +36,7 @@ class Forks:
         self._groups.setdefault(page, {sequence: None})[other] = None
 
     def leave(self, page: int, sequence: Sequence) -> None:
-        """``page`` is not the first unpublished one of ``sequence`` any more."""
+        """Note that ``page`` is no longer the first unpublished page of ``sequence``."""
         group = self._groups.get(page)
         if group is not None:
             del group[sequence]
@@ -44,7 +44,7 @@ class Forks:
                 del self._groups[page]
 
     def take(self, page: int) -> Iterable[Sequence]:
-        """Those with this first unpublished page, which is being published; `regroup` them."""
+        """Take out the group of ``page``, which is being published; `regroup` its members then."""
         return self._groups.pop(page, ())
 
     def regroup(self, sequences: Iterable[Sequence]) -> None:

@@ -113,7 +113,7 @@ class PagedCache:
             )
 
     def bind(self, memory: object) -> None:
-        """Say in which memory the KV of these pages lies, once it is known.
+        """Bind the cache to the memory that holds the KV of its pages.
 
         ``memory`` is the object that owns it, such as a `PagedTensors`; engines call this before
         they open a sequence. The same memory may be bound again at any time, by whichever engine

@@ -5,9 +5,17 @@ from __future__ import annotations
 import argparse
 
 from kvkeep.errors import InvalidValue
-from kvkeep.geometry.units import parse_count
+from kvkeep.geometry.units import parse_bytes, parse_count
 
-__all__ = ["count"]
+__all__ = ["amount", "count"]
+
+
+def amount(text: str) -> int:
+    """An amount of memory for argparse's ``type=``: ``256MiB``, ``1.5GB``, plain bytes."""
+    try:
+        return parse_bytes(text)
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def count(text: str) -> int:

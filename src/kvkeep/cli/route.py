@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.numbers import count
+from kvkeep.cli.numbers import amount, count
 from kvkeep.errors import InvalidValue, require, whole
-from kvkeep.geometry import parse_bytes
 
 if TYPE_CHECKING:
     import argparse
@@ -78,19 +77,19 @@ def add_parser(commands: Commands) -> None:
     )  # fmt: skip
     waits.add_argument(
         "--probe-timeout", metavar="S", type=float, default=2.0,
-        help="until it is answered, else the instance is left out (default: 2)",
+        help="until a probe is answered; then the instance gets no requests (default: 2)",
     )  # fmt: skip
     waits.add_argument(
         "--tokenize-timeout", metavar="S", type=float, default=2.0,
         help="until an instance's /tokenize answers (default: 2)",
     )  # fmt: skip
     waits.add_argument(
-        "--tries", metavar="N", type=int, default=2,
+        "--tries", metavar="N", type=count, default=2,
         help="instances that may have a request without answering it (default: 2)",
     )  # fmt: skip
     limits = parser.add_argument_group("limits")
     limits.add_argument(
-        "--max-connections", metavar="N", type=int,
+        "--max-connections", metavar="N", type=count,
         help="open at once (default: 1,024, or half of what the limit on open files leaves)",
     )  # fmt: skip
     limits.add_argument(
@@ -99,12 +98,12 @@ def add_parser(commands: Commands) -> None:
     )  # fmt: skip
     memory = parser.add_argument_group("memory")
     memory.add_argument(
-        "--most-blocks", metavar="N", type=int, default=1_000_000,
+        "--most-blocks", metavar="N", type=count, default=1_000_000,
         help="blocks that are remembered of an instance; beyond, those that were stored or looked "
         "up longest ago are forgotten (default: 1,000,000, some 250 MB)",
     )  # fmt: skip
     memory.add_argument(
-        "--body-budget", metavar="SIZE", default="256MiB",
+        "--body-budget", metavar="SIZE", type=amount, default="256MiB",
         help="bodies of all running requests together (default: 256MiB)",
     )  # fmt: skip
     address = parser.add_argument_group("address")
@@ -143,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     upstreams = Upstreams(names)
     router = PrefixRouter(names, cost=_cost(args), ranks=args.ranks, most_blocks=args.most_blocks)
     patience = _patience(args)
-    bodies = http.Bodies(budget=parse_bytes(args.body_budget))
+    bodies = http.BodyBudget(budget=args.body_budget)
     tokenize = None if args.model is None else _tokenizer(args.model)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
@@ -264,4 +263,4 @@ def _announce(url: str, names: list[str], sources: list[Source]) -> None:
     print(f"kvkeep routes at {url} to {len(names)} instances, {told} with KV events", flush=True)
     for name in names:
         if not any(source.instance == name for source in sources):
-            print(f"kvkeep: {name} tells nothing of its cache: --events", file=sys.stderr)
+            print(f"kvkeep: no --events for {name}: its cache is unknown", file=sys.stderr)

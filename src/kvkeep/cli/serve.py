@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from kvkeep import telemetry
 from kvkeep.cli.model import add_model_arguments, choose_threads, load
-from kvkeep.cli.numbers import count
+from kvkeep.cli.numbers import amount, count
 from kvkeep.cli.tiers import add_store_arguments, open_default_store, open_store
 from kvkeep.cli.watch import KEY_VARIABLE, api_key
 from kvkeep.errors import InvalidValue
 from kvkeep.eviction import POLICIES
-from kvkeep.geometry.units import format_bytes, parse_bytes
+from kvkeep.geometry.units import format_bytes
 
 if TYPE_CHECKING:
     import socket
@@ -67,7 +67,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--no-reuse",
         action="store_true",
-        help="compute every prompt: nothing is found in the pool, and nothing is kept",
+        help="compute every prompt in full: reuse nothing, keep nothing",
     )
     parser.add_argument("--name", help="what clients call the model (default: its directory's)")
     address = parser.add_argument_group("address and access")
@@ -178,7 +178,7 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
     limits.add_argument(
         "--max-connections",
         metavar="N",
-        type=int,
+        type=count,
         help="open at once (default: 1,024, or what the limit on open files leaves)",
     )
     limits.add_argument(
@@ -198,6 +198,7 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
     limits.add_argument(
         "--body-budget",
         metavar="SIZE",
+        type=amount,
         default="256MiB",
         help="for the bodies of all requests together (default: 256MiB)",
     )
@@ -340,7 +341,7 @@ def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | Non
         if getattr(args, option):
             if args.tier:
                 said = f"--{option.replace('_', '-')}"
-                raise InvalidValue(f"{said} keeps nothing; leave out it, or --tier")
+                raise InvalidValue(f"{said} and --tier exclude each other: {said} uses no tiers")
             return None
     if args.tier:
         return open_store(args, runner, name=name, tiers=args.tier)
@@ -380,7 +381,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         name=name,
         api_key=_key(args),
         max_prompt_tokens=args.max_prompt_tokens,
-        body_budget_bytes=parse_bytes(args.body_budget),
+        body_budget_bytes=args.body_budget,
         body_timeout_s=args.body_timeout,
         request_timeout_s=args.request_timeout,
         drain_timeout_s=args.drain_timeout,

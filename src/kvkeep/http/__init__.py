@@ -1,4 +1,4 @@
-"""HTTP servers that hold against clients that send slowly, never end, or come in thousands.
+"""HTTP servers with bounds against clients that are slow, never finish, or come in thousands.
 
 `GuardedServer` is uvicorn with an accept loop and a protocol of its own: a cap on connections,
 deadlines for heads and for clients that do not read. `BodyGuard` bounds what the bodies of all
@@ -12,19 +12,19 @@ from kvkeep.errors import require
 require("uvicorn", "server")  # all of this room needs them: say which extra brings them
 require("starlette", "server")
 
-from kvkeep.http.bodies import Bodies, Body, BodyGuard, BodyRefused, body_of  # noqa: E402
+from kvkeep.http.bodies import BodyBudget, BodyGuard, BodyRefused, RequestBody, body_of  # noqa: E402
 from kvkeep.http.connections import ConnectionLimits, Connections  # noqa: E402
 from kvkeep.http.files import connections_for, raise_file_limit  # noqa: E402
 from kvkeep.http.listening import GuardedServer, bind, url_of  # noqa: E402
 
 __all__ = [
-    "Bodies",
-    "Body",
+    "BodyBudget",
     "BodyGuard",
     "BodyRefused",
     "ConnectionLimits",
     "Connections",
     "GuardedServer",
+    "RequestBody",
     "bind",
     "body_of",
     "connections_for",

@@ -1,4 +1,4 @@
-"""`Acceptor`: takes connections off a listening socket, never more than there may be."""
+"""`Acceptor`: accepts connections on a listening socket, up to the limit."""
 
 from __future__ import annotations
 

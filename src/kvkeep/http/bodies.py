@@ -1,4 +1,4 @@
-"""Bodies of requests: how large one may be, how slow, and how much all of them take together."""
+"""Bodies of requests: bounds on the size and time of each, and on the memory of all."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["Bodies", "Body", "BodyGuard", "BodyRefused", "body_of"]
+__all__ = ["BodyBudget", "BodyGuard", "BodyRefused", "RequestBody", "body_of"]
 
 FREE_BYTES = 64 << 10
-"""So much of each body is not counted: small requests pass while large ones fill the budget."""
+"""The first bytes of each body are not counted, so small requests pass when the budget is full."""
 _LINGER_S = 1.0
-"""What is refused is read on for so long, or the client would never read why."""
+"""Seconds for which a refused body is still read, so that the client can read the answer."""
 _KEY = "kvkeep.body"
-# What still comes of a body that was refused is not read.
+# The rest of a refused body is not read.
 _CLOSE = {"Connection": "close"}
 
 
 class BodyRefused(Exception):
-    """A body that is not taken: the HTTP ``status`` and ``headers`` of the answer, and a ``code``.
+    """A body is refused: ``status``, ``code`` and ``headers`` of the answer.
 
-    The message is for the client.
+    The message is sent to the client.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class BodyRefused(Exception):
         self.headers = dict(headers)
 
 
-class Bodies:
-    """What the bodies of all requests may take.
+class BodyBudget:
+    """Limits and counts the bodies of all requests.
 
-    One has at most ``largest`` bytes and ``seconds`` to arrive; all that are held at one time have
-    ``budget`` bytes together, the first 64 KiB of each not counted. A body is held from its first
-    byte to the end of its request's answer.
+    One body has at most ``largest`` bytes and ``seconds`` to arrive. All bodies that are held have
+    at most ``budget`` bytes together; the first 64 KiB of each are not counted. A body is held from
+    its first byte to the end of the answer.
 
     Thread safety: none; it belongs to the event loop. Memory: ``budget``, and 64 KiB a connection.
     """
@@ -59,31 +59,31 @@ class Bodies:
         self.budget = whole("body_budget_bytes", budget, self.largest)
         self.seconds = seconds
         self.held = 0
-        """Counted bytes of all bodies now."""
+        """Counted bytes of the bodies that are held now."""
         self.refused = {"too_large": 0, "late": 0, "budget": 0}
-        """Bodies that were not taken, by why."""
+        """Refused bodies by reason."""
 
     def take(self, size: int) -> bool:
-        """Count ``size`` bytes more; False, and nothing is counted, where that is too much."""
+        """Count ``size`` bytes more. Return False and count nothing if the budget is exceeded."""
         if self.held + size > self.budget:
             return False
         self.held += size
         return True
 
     def give(self, size: int) -> None:
-        """So many bytes are held no more."""
+        """Count ``size`` bytes less."""
         self.held -= size
         assert self.held >= 0, "more of a body was given back than taken"
 
 
-class Body:
+class RequestBody:
     """The body of one request: `read` it once, then `take` it.
 
-    What is beyond 64 KiB lies in pages of its own until then, which go back to the system at once
-    when the client leaves: no heap that has grown stays behind.
+    Beyond 64 KiB a body lies in an anonymous mapping until `take`, which is returned to the system
+    at once when the client leaves: the heap does not grow.
     """
 
-    def __init__(self, bodies: Bodies, headers: Headers, receive: Receive) -> None:
+    def __init__(self, bodies: BodyBudget, headers: Headers, receive: Receive) -> None:
         self._bodies = bodies
         self._headers = headers
         self._receive = receive
@@ -91,13 +91,13 @@ class Body:
         self._large: mmap.mmap | None = None
         self._counted = 0
         self.size = 0
-        """Bytes that have come."""
+        """Bytes that have arrived."""
 
     async def read(self) -> None:
-        """Wait for all of it.
+        """Wait for the whole body.
 
-        Raises `BodyRefused` for one that is too large (413), too slow (408), or too much beside
-        those of others (503), and `ClientDisconnect` when the client leaves first.
+        Raises `BodyRefused` for a body that is too large (413), too slow (408), or exceeds the
+        budget of all bodies (503), and `ClientDisconnect` when the client leaves first.
         """
         said = self._headers.get("content-length", "")
         if said.isdecimal() and int(said[:20]) > self._bodies.largest:
@@ -110,7 +110,7 @@ class Body:
             raise await self._refused("late", lingers=False) from None
 
     async def _more(self) -> bool:
-        """Wait for the next piece; whether more comes behind it."""
+        """Wait for the next piece. Return whether more follows."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
@@ -131,14 +131,14 @@ class Body:
             self._small += piece
             return
         if self._large is None:
-            # Room for the longest; pages that are not written take no memory.
+            # As large as the largest body: pages that are not written take no memory.
             self._large = mmap.mmap(-1, self._bodies.largest)
             self._large.write(self._small)
             self._small = bytearray()
         self._large.write(piece)
 
     def take(self) -> bytes:
-        """All of it, once; it stays counted until the request ends."""
+        """Return the whole body, once. It stays counted until the request ends."""
         if self._large is None:
             body = bytes(self._small)
             self._small = bytearray()
@@ -148,7 +148,7 @@ class Body:
         return body
 
     def close(self) -> None:
-        """The request has ended: nothing is held any more."""
+        """Free and uncount the body: the request has ended."""
         self._release()
         self._small = bytearray()
         self._bodies.give(self._counted)
@@ -160,7 +160,7 @@ class Body:
             self._large = None
 
     async def _refused(self, why: str, *, lingers: bool) -> BodyRefused:
-        """The refusal, when what still comes was read for a moment."""
+        """Return the refusal, after the rest of the body was read for a moment."""
         self.close()
         self._bodies.refused[why] += 1
         if lingers:
@@ -169,20 +169,23 @@ class Body:
             message = f"a request's body has at most {self._bodies.largest:,} bytes"
             return BodyRefused(413, "body_too_large", message)
         if why == "late":
-            return BodyRefused(408, "timeout", "the request's body did not arrive in time")
+            seconds = self._bodies.seconds
+            return BodyRefused(
+                408, "timeout", f"the request's body did not arrive within {seconds:g} seconds"
+            )
         return BodyRefused(
             503,
             "bodies_full",
-            f"the bodies of the requests at hand have {self._bodies.budget:,} bytes together, "
-            "which is all this server takes; try again later",
+            f"the bodies of all requests exceed this server's budget of {self._bodies.budget:,} "
+            "bytes; try again later",
             {**_CLOSE, "Retry-After": "1"},
         )
 
 
 class BodyGuard:
-    """ASGI: each request's body is counted in ``bodies``; an application reads it by `body_of`."""
+    """ASGI middleware that counts each body in ``bodies``; the application calls `body_of`."""
 
-    def __init__(self, app: ASGIApp, bodies: Bodies) -> None:
+    def __init__(self, app: ASGIApp, bodies: BodyBudget) -> None:
         self._app = app
         self._bodies = bodies
 
@@ -191,21 +194,21 @@ class BodyGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = scope[_KEY] = Body(self._bodies, Headers(scope=scope), receive)
+        body = scope[_KEY] = RequestBody(self._bodies, Headers(scope=scope), receive)
         try:
             await self._app(scope, receive, send)
         finally:
             body.close()
 
 
-def body_of(scope: Scope) -> Body:
+def body_of(scope: Scope) -> RequestBody:
     """The body of the request with this ``scope``, behind a `BodyGuard`."""
-    body: Body = scope[_KEY]
+    body: RequestBody = scope[_KEY]
     return body
 
 
 async def _linger(receive: Receive) -> None:
-    """Read and forget what still comes, for a moment."""
+    """Read and drop the rest of a body, for a moment."""
     try:
         async with asyncio.timeout(_LINGER_S):
             while (message := await receive())["type"] == "http.request":

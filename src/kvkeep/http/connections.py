@@ -1,4 +1,4 @@
-"""Connections of one server: how many, what each of them waits for, and until when."""
+"""The connections of one server: their number, what each waits for, and its deadline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvkeep.errors import InvalidValue, whole
-from kvkeep.http.seldom import Seldom
+from kvkeep.http.rate_limited_log import RateLimitedLog
 
 if TYPE_CHECKING:
     import asyncio
@@ -47,7 +47,7 @@ class ConnectionLimits:
 
 
 class Phase(Enum):
-    """What a connection waits for."""
+    """What a connection is waiting for."""
 
     HEAD = "head"
     """The head of its first request, or the rest of one that has begun."""
@@ -77,40 +77,40 @@ class Connections:
         self.closed = dict.fromkeys(
             ("head_timeout", "displaced", "refused", "unread", "stalled"), 0
         )
-        """Connections that the server has closed, by why."""
+        """Connections that the server has closed, by reason."""
         self._phases: dict[Phase, dict[GuardedProtocol, None]] = {one: {} for one in Phase}
-        self._seldom = Seldom(log)
-        self._seldom_full = Seldom(log)
+        self._log_accept = RateLimitedLog(log)
+        self._log_full = RateLimitedLog(log)
 
     def __len__(self) -> int:
         return sum(map(len, self._phases.values()))
 
     @property
     def full(self) -> bool:
-        """Whether one more is too many."""
+        """Whether as many connections are open as the limit allows."""
         return len(self) >= self.limits.most
 
     def waiting(self, phase: Phase) -> int:
-        """How many connections wait for that."""
+        """Return the number of connections in ``phase``."""
         return len(self._phases[phase])
 
     def add(self, one: GuardedProtocol) -> None:
-        """A new connection, which waits for a head."""
+        """Add a new connection, which waits for a head."""
         self.accepted += 1
         self._phases[Phase.HEAD][one] = None
 
     def move(self, one: GuardedProtocol, before: Phase, after: Phase) -> None:
-        """It waits for something else from now on; not where it was forgotten already."""
+        """Move a connection to another phase, unless it was forgotten already."""
         if one in self._phases[before]:
             del self._phases[before][one]
             self._phases[after][one] = None
 
     def forget(self, one: GuardedProtocol, phase: Phase) -> None:
-        """It is gone, or going."""
+        """Forget a connection that is closed or closing."""
         self._phases[phase].pop(one, None)
 
     def make_room(self) -> bool:
-        """Close the one whose turn it is; False where all have whole requests at hand."""
+        """Close the connection whose turn it is. Return False if all have complete requests."""
         for phase in (Phase.HEAD, Phase.IDLE, Phase.BODY):
             oldest = next(iter(self._phases[phase]), None)
             if oldest is not None:
@@ -121,25 +121,25 @@ class Connections:
         return False
 
     def count(self, why: str) -> None:
-        """One was closed, or refused."""
+        """Count a connection that the server closed or refused."""
         self.closed[why] += 1
         if why in {"displaced", "refused"}:
-            self._seldom_full.warning(
-                "%d connections are open, which is all there may be: one was %s",
+            self._log_full.warning(
+                "%d connections are open, as many as allowed: one was %s",
                 self.limits.most,
                 why,
             )
 
     def accept_failed(self, error: OSError) -> None:
-        """The system gives no connection, though one is there."""
+        """Count and log that the system failed to accept a waiting connection."""
         self.accept_errors += 1
-        self._seldom.warning("no connection can be accepted: %s", error)
+        self._log_accept.warning("no connection can be accepted: %s", error)
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol, each wait of which has an end.
+    """uvicorn's HTTP/1.1 protocol with a time limit for each wait on the client.
 
-    Waits for a body have theirs in `kvkeep.http.Bodies`, those for an answer in the application.
+    `kvkeep.http.BodyBudget` limits the wait for a body, the application the wait for an answer.
     """
 
     def __init__(self, connections: Connections, **options: Any) -> None:
@@ -152,7 +152,7 @@ class GuardedProtocol(H11Protocol):
         self._stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """It is open."""
+        """Start the deadline for the first head."""
         super().connection_made(transport)
         if self._ended:
             transport.abort()
@@ -160,14 +160,14 @@ class GuardedProtocol(H11Protocol):
             self._wait(self._connections.limits.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is closed, by whomever."""
+        """Forget the connection and cancel its timers."""
         super().connection_lost(exc)
         self._connections.forget(self, self._phase)
         self._wait(None)
         self._read_on()
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes came."""
+        """Parse received bytes and see what the connection waits for then."""
         if self._phase is Phase.IDLE and self.conn.their_state is h11.IDLE:
             self._move(Phase.HEAD)
             self._wait(self._connections.limits.head_s)
@@ -175,23 +175,23 @@ class GuardedProtocol(H11Protocol):
         self._look()
 
     def on_response_complete(self) -> None:
-        """An answer is written, if not sent; the next request may be there already."""
+        """See what the connection waits for: the next request may have arrived already."""
         super().on_response_complete()
         self._look()
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as there is to write."""
+        """Start the deadline for a client that does not read."""
         super().pause_writing()
         if self._stalled is None:
             self._stalled = self.loop.call_later(self._connections.limits.stall_s, self._stall)
 
     def resume_writing(self) -> None:
-        """It has read most of it."""
+        """Cancel that deadline: the client reads again."""
         super().resume_writing()
         self._read_on()
 
     def end(self) -> None:
-        """Close it now, whatever is under way; also before it is open."""
+        """Close the connection now, also in the middle of a request or before it is open."""
         self._ended = True
         transport: asyncio.Transport | None = self.transport
         if transport is None:
@@ -202,7 +202,7 @@ class GuardedProtocol(H11Protocol):
             transport.close()
 
     def _look(self) -> None:
-        """See what it waits for now."""
+        """Update the phase and its deadline."""
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request
         phase = Phase.HEAD if self._phase is Phase.HEAD else Phase.IDLE
         if cycle is not None and not cycle.response_complete:
@@ -221,7 +221,7 @@ class GuardedProtocol(H11Protocol):
         self._phase = phase
 
     def _wait(self, seconds: float | None) -> None:
-        """For a head, or for the client to read the last answer: so long; None: no more."""
+        """Set the deadline, for a head or for reading the last answer; None cancels it."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self._expire)

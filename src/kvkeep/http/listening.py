@@ -39,8 +39,8 @@ class GuardedServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # nothing here asks who the client is
-                # Ours comes first, and sees whether the client still reads.
+                proxy_headers=False,  # client addresses are not used
+                # Later than the limit of GuardedProtocol, which looks whether the client reads.
                 timeout_keep_alive=round(limits.keep_alive_s) + 60,
                 **options,
             )
@@ -82,7 +82,7 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except (OSError, UnicodeError) as error:
-        raise InvalidValue(f"there is no host {host!r} here: {error}") from error
+        raise InvalidValue(f"cannot resolve the host {host!r}: {error}") from error
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

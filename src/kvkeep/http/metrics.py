@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from kvkeep.http.bodies import Bodies
+    from kvkeep.http.bodies import BodyBudget
     from kvkeep.http.connections import Connections
 
 __all__ = ["families"]
 
 
-def families(connections: Connections | None, bodies: Bodies | None) -> Iterator[Metric]:
+def families(connections: Connections | None, bodies: BodyBudget | None) -> Iterator[Metric]:
     """The families of what there is of the two."""
     if connections is not None:
         phases = GaugeMetricFamily(

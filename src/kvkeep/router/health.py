@@ -1,4 +1,4 @@
-"""`Health`: which instances may be asked, from what requests and probes say of them."""
+"""`Health`: which instances may get requests, judged by the results of requests and probes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LONGEST_REST_S = 30.0
 _SILENT_PROBES = 3
 """Probes in a row without an answer, after which requests that wait there are given up."""
 _IGNORED_S = 5.0
-"""A client that waited so long, while nobody else got an answer either, waited in vain."""
+"""Seconds without any answer of the instance after which a client that leaves makes it rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +58,13 @@ class Patience:
 
 
 class State(Enum):
-    """What is thought of an instance."""
+    """Whether an instance may get requests."""
 
     UP = "up"
     SUSPECT = "suspect"
-    """Something that it should have answered was not answered; a probe decides."""
+    """The instance did not answer something; the next probe decides."""
     RESTING = "resting"
-    """A request failed there a moment ago; probes are answered."""
+    """A request failed there a moment ago, and probes are answered."""
 
 
 class Doubt(Enum):
@@ -148,7 +148,7 @@ class Health:
         return self._clock()
 
     def failed(self, name: str) -> None:
-        """A request was not answered, or with an error of the instance's own."""
+        """Note a request that got no answer, or an error that is the instance's fault."""
         one = self._instances[name]
         if one.rests_until <= self._clock():  # requests that fail together are one failure
             rest = min(_LONGEST_REST_S, _FIRST_REST_S * 2**one.failures)
@@ -157,7 +157,7 @@ class Health:
         self.doubt(name, Doubt.REQUEST)
 
     def worked(self, name: str) -> None:
-        """A request was answered."""
+        """Note a request that was answered."""
         one = self._instances[name]
         one.failures = 0
         one.rests_until = 0.0
@@ -165,21 +165,21 @@ class Health:
         self._trust(name)
 
     def heard(self, name: str) -> None:
-        """A piece of a stream came: it is not silent."""
+        """Note a piece of a stream: the instance is not silent."""
         self._instances[name].silent = 0
 
     def doubt(self, name: str, why: Doubt) -> None:
-        """It is left out until a probe is answered, which is sent at once."""
+        """Make the instance suspect until it answers a probe, which is sent at once."""
         one = self._instances[name]
         if not one.suspect:
-            log.warning("%s is left out until it answers a probe (%s)", name, why.value)
+            log.warning("%s is suspect (%s): no requests until it answers a probe", name, why.value)
         one.suspect = True
         one.wake.set()
         for hook in self._hooks:
             hook(name, why)
 
     def left(self, name: str, since: float) -> None:
-        """A client that waited since then for the first byte has gone."""
+        """Note that a client left that had waited for the first byte since ``since``."""
         ignored = self._instances[name].answered_at < since
         if ignored and self._clock() - since >= _IGNORED_S:
             self.failed(name)
@@ -189,7 +189,7 @@ class Health:
     # --- what probes say ---------------------------------------------------------------------
 
     def probed(self, name: str, *, answered: bool) -> None:
-        """A probe came back, or did not."""
+        """Note the result of a probe."""
         one = self._instances[name]
         if answered:
             self._trust(name)
@@ -200,7 +200,7 @@ class Health:
         self._abandon()
 
     def silent(self, name: str) -> bool:
-        """Whether it is taken for stopped."""
+        """Whether so many probes failed that the instance is taken for stopped."""
         return self._instances[name].silent >= _SILENT_PROBES
 
     def wake(self, name: str) -> asyncio.Event:
@@ -225,7 +225,7 @@ class Health:
     def _trust(self, name: str) -> None:
         one = self._instances[name]
         if one.suspect:
-            log.info("%s answers again", name)
+            log.info("%s answers probes again", name)
         one.suspect = False
         one.silent = 0
 

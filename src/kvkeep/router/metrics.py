@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from kvkeep.feed import EventReader
-    from kvkeep.http import Bodies, Connections
+    from kvkeep.http import BodyBudget, Connections
     from kvkeep.router.health import Doubt
-    from kvkeep.router.prompts import Asked
+    from kvkeep.router.prompts import TokenizeOutcome
     from kvkeep.router.router import PrefixRouter, Score
     from kvkeep.router.upstreams import Upstreams
     from kvkeep.tokens import TokenArray
@@ -38,7 +38,7 @@ class Metrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, bodies: Bodies, tiers: Collection[str] = ()) -> None:
+    def __init__(self, bodies: BodyBudget, tiers: Collection[str] = ()) -> None:
         self.connections: Connections | None = None
         self.bodies = bodies
         self._tiers = frozenset(tiers)
@@ -74,7 +74,7 @@ class Metrics:
         )
         self._suspect = Gauge(
             "kvkeep_router_suspect",
-            "1: left out until it answers a probe",
+            "1: the instance gets no requests until it answers a probe",
             ["instance"],
             registry=own,
         )
@@ -83,7 +83,7 @@ class Metrics:
         )
         self._doubts = Counter(
             "kvkeep_router_doubts",
-            "Times an instance was left out until it answers a probe, by reason",
+            "Times an instance became suspect, by reason",
             ["instance", "why"],
             registry=own,
         )
@@ -117,7 +117,7 @@ class Metrics:
         """A probe was answered, or not."""
         self._probes.labels(instance, "answered" if answered else "failed").inc()
 
-    def tokenized(self, came: Asked) -> None:
+    def tokenized(self, came: TokenizeOutcome) -> None:
         """An instance was asked for tokens."""
         self._tokenized.labels(came.value).inc()
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Tokenize = Callable[[dict[str, Any]], TokenArray]
 
-__all__ = ["Asked", "Prompt", "Prompts"]
+__all__ = ["Prompt", "Prompts", "TokenizeOutcome"]
 
 _MOST_BYTES = 32 << 20  # of a tokenizer's answer; eight million bytes of text are not more tokens
 _MOST_NAME = 4096  # bytes of a model's name or a salt, as JSON
@@ -65,7 +65,7 @@ _text = msgspec.json.Decoder(str)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-class Asked(Enum):
+class TokenizeOutcome(Enum):
     """What came of asking for the tokens of a text."""
 
     ANSWERED = "answered"
@@ -99,7 +99,7 @@ class Prompts:
         patience: Patience,
         tokenize: Tokenize | None = None,
         *,
-        told: Callable[[Asked], None] = lambda came: None,
+        told: Callable[[TokenizeOutcome], None] = lambda came: None,
     ) -> None:
         self._upstreams = upstreams
         self._patience = patience
@@ -156,16 +156,16 @@ class Prompts:
                 async with asyncio.timeout(self._patience.tokenize_s):
                     tokens = await self._ask(name, question, own)
             except TimeoutError:
-                came = Asked.LATE
+                came = TokenizeOutcome.LATE
             except UpstreamFailed:
-                came = Asked.FAILED
+                came = TokenizeOutcome.FAILED
             else:
-                self._told(Asked.REFUSED if tokens is None else Asked.ANSWERED)
+                self._told(TokenizeOutcome.REFUSED if tokens is None else TokenizeOutcome.ANSWERED)
                 return tokens
             self._told(came)
             self._upstreams.health.doubt(name, Doubt.TOKENIZE)
         if not asked:
-            self._told(Asked.NOBODY)
+            self._told(TokenizeOutcome.NOBODY)
         return None
 
     async def _ask(

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvkeep.http import Bodies, BodyGuard, BodyRefused, body_of
+from kvkeep.http import BodyBudget, BodyGuard, BodyRefused, body_of
 from kvkeep.router.health import Patience, State
 from kvkeep.router.metrics import Metrics
 from kvkeep.router.probes import Probes
@@ -86,16 +86,16 @@ def create_proxy(
     tokenize: Tokenize | None = None,
     hosts: Sequence[str] | None = ("localhost", "127.0.0.1", "[::1]"),
     patience: Patience | None = None,
-    bodies: Bodies | None = None,
+    bodies: BodyBudget | None = None,
 ) -> Starlette:
     """An ASGI application in front of ``upstreams``, whose names are the router's instances.
 
     ``reader`` is only looked at, for /metrics. ``hosts`` are the names in a Host header that are
     served (None: all); see `Prompts` for ``tokenize``, `Patience` for how long instances are
-    waited for, and `Bodies` for the memory that requests take. Keys and bodies are passed on as
+    waited for, and `BodyBudget` for the memory that requests take. Keys and bodies are passed on as
     they are; neither is logged.
     """
-    bodies = bodies or Bodies()
+    bodies = bodies or BodyBudget()
     metrics = Metrics(bodies, router.cost.tiers)
     proxy = _Proxy(
         router, upstreams, reader, tokenize, patience=patience or Patience(), metrics=metrics

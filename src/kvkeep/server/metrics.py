@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from kvkeep.cache import CacheStats, PagedCache
-    from kvkeep.http import Bodies, Connections
+    from kvkeep.http import BodyBudget, Connections
 
 __all__ = ["Metrics"]
 
@@ -51,7 +51,7 @@ class Metrics:
         self.events: Callable[[], Mapping[str, int]] | None = None
         self.reasons: Callable[[], Mapping[str, int]] | None = None
         self.connections: Connections | None = None
-        self.bodies: Bodies | None = None
+        self.bodies: BodyBudget | None = None
         self.requests = Counter(
             "kvkeep_requests",
             "Requests for text by how they ended: stop, length, refused (400, 429, 503), timeout, "

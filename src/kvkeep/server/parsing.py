@@ -18,7 +18,7 @@ from kvkeep.server.errors import ApiError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.http import Body
+    from kvkeep.http import RequestBody
 
 __all__ = ["question"]
 
@@ -32,7 +32,7 @@ _FEW_BYTES = 32_768
 """A body of no more bytes has no more of anything."""
 
 
-def question(body: Body, model: type[BaseModel]) -> BaseModel:
+def question(body: RequestBody, model: type[BaseModel]) -> BaseModel:
     """The JSON in ``body`` as a ``model``.
 
     `ApiError` 400 for what is no JSON, or has too many values; `RequestValidationError` for fields

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvkeep.errors import QueueFull
-from kvkeep.http import Bodies
+from kvkeep.http import BodyBudget
 from kvkeep.keys import Namespace
 from kvkeep.server.errors import ApiError, outcome_of
 from kvkeep.server.lanes import Lanes
@@ -53,7 +53,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.capture = capture
-        self.bodies = Bodies(
+        self.bodies = BodyBudget(
             largest=settings.max_body_bytes,
             budget=settings.body_budget_bytes,
             seconds=min(settings.body_timeout_s, settings.request_timeout_s),

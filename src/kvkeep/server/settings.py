@@ -58,8 +58,11 @@ class Settings:
         whole("draft_tokens", self.draft_tokens, 0)
         if self.max_prompt_tokens is not None:
             whole("max_prompt_tokens", self.max_prompt_tokens, 1)
-        times = "request_timeout_s", "drain_timeout_s", "flush_timeout_s", "body_timeout_s"
-        for name in times:
+        for name in ("request_timeout_s", "drain_timeout_s", "flush_timeout_s"):
             seconds = getattr(self, name)
             if not 0 <= seconds < math.inf:
                 raise InvalidValue(f"{name} is a number of seconds, 0 or more; got {seconds}")
+        if not 0 < self.body_timeout_s < math.inf:
+            raise InvalidValue(
+                f"body_timeout_s is a number of seconds above 0, got {self.body_timeout_s}"
+            )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self, cast
 from kvkeep.errors import InvalidValue, whole
 from kvkeep.keys import KEY_BYTES, as_namespace, space_of
 from kvkeep.store.pinning import pin_memory
-from kvkeep.store.shared import Ended, Shelf, places_of
+from kvkeep.store.shared import ClosedUse, SharedStores, places_of
 from kvkeep.store.stats import closed_is_illegal, runs_of, seconds_of
 from kvkeep.store.timing import Timing
 from kvkeep.tiers import Inclusive, TieredStore, TieringPolicy, note_of, open_tiers
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockStore"]
 
 
-_SHELF: Shelf[BlockStore] = Shelf("BlockStore")
+_SHARED: SharedStores[BlockStore] = SharedStores("BlockStore")
 
 
 class BlockStore:
@@ -77,7 +77,7 @@ class BlockStore:
             "tiers": places_of(tiers),
             "policy": repr(policy or Inclusive()),
         }
-        store = _SHELF.take(name, given, lambda: BlockStore(namespace, tiers=tiers, policy=policy))
+        store = _SHARED.take(name, given, lambda: BlockStore(namespace, tiers=tiers, policy=policy))
         store._shared_as = [name]
         return store
 
@@ -290,13 +290,13 @@ class BlockStore:
     def close(self, timeout: float = 10.0) -> bool:
         """Flush and give everything back; a second call does nothing."""
         timeout = seconds_of("timeout", timeout)
-        if isinstance(self._tiered, Ended):
+        if isinstance(self._tiered, ClosedUse):
             return True
         if self._shared_as:
             with suppress(IndexError):  # two threads close it at once
                 name = self._shared_as.pop()
-                self._tiered = cast("TieredStore", Ended(self._tiered))
-                return _SHELF.give_back(name, lambda store: store.close(timeout))
+                self._tiered = cast("TieredStore", ClosedUse(self._tiered))
+                return _SHARED.give_back(name, lambda store: store.close(timeout))
             return True
         if self._unpin_memory is not None:
             self._unpin_memory()

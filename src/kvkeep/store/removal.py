@@ -1,4 +1,4 @@
-"""What has to go with a prompt: its blocks, its tails, and what is known to continue it."""
+"""The blocks that `KVStore.remove` deletes: those of a prompt, its tails, and known followers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MOST_LINKS = 1 << 15
 
 
 def ids_of(names: Names, row: TokenArray, start: int = 0) -> list[bytes]:
-    """Ids of all that may be stored of ``row`` and has a token from ``start`` on.
+    """Return the ids of all blocks of ``row`` that have a token from ``start`` on.
 
-    That are its full blocks, and every tail: also one within a full block, which a shorter prompt
-    put. Cost: about 1 µs a token.
+    These are its full blocks and every tail, also those that shorter prompts put within a full
+    block. Cost: about 1 µs a token.
     """
     size = names.block_tokens
     full = names.full(row)
@@ -35,10 +35,10 @@ def ids_of(names: Names, row: TokenArray, start: int = 0) -> list[bytes]:
 
 
 class Followers:
-    """Which blocks were seen behind which: what becomes unreachable when a block goes.
+    """Remembers which blocks follow which, so that they can be deleted with them.
 
-    Ids are hashes, so nothing else knows it. The last ``most`` links are remembered, those of
-    prompts that were put or read here.
+    Ids are hashes and do not tell it. The last ``most`` links of prompts that this store put or
+    read are kept.
 
     Thread safety: all methods. Cost: about 0.1 µs a block, and 300 bytes a link.
     """
@@ -50,7 +50,7 @@ class Followers:
         self._links = 0
 
     def note(self, blocks: Sequence[bytes]) -> None:
-        """A prompt is made of ``blocks``, in this order."""
+        """Note that a prompt consists of ``blocks``, in this order."""
         known = self._next
         new = [
             (before, block)
@@ -68,7 +68,7 @@ class Followers:
                 self._links -= len(known.popitem(last=False)[1])
 
     def take(self, blocks: Iterable[bytes]) -> list[bytes]:
-        """All blocks known to be somewhere behind ``blocks``; those links are forgotten."""
+        """Return all blocks known to follow ``blocks``, directly or not, and forget these links."""
         found: dict[bytes, None] = {}
         ahead = list(blocks)
         with self._lock:

@@ -1,4 +1,4 @@
-"""One store for each name in a process: the same for everybody who asks for it."""
+"""Stores that are shared by name within a process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from kvkeep.backends import Backend
     from kvkeep.tiers import TieredStore
 
-__all__ = ["Ended", "Shelf", "places_of"]
+__all__ = ["ClosedUse", "SharedStores", "places_of"]
 
 S = TypeVar("S")
 
 
 @dataclass(slots=True)
 class _Open(Generic[S]):
-    """One name. Its lock is held while its store is opened and closed; ``users`` of 0: closed."""
+    """The store of one name, closed if ``users`` is 0. The lock is held to open and close it."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     store: S | None = None
@@ -31,10 +31,10 @@ class _Open(Generic[S]):
     users: int = 0
 
 
-class Shelf(Generic[S]):
-    """Stores of one kind by name.
+class SharedStores(Generic[S]):
+    """The open stores of one class, by name.
 
-    Thread safety: all methods. Opening one name does not wait for another.
+    Thread safety: all methods. Opening one name does not wait for another name.
     """
 
     def __init__(self, kind: str) -> None:
@@ -43,12 +43,12 @@ class Shelf(Generic[S]):
         self._named: dict[str, _Open[S]] = {}
 
     def take(self, name: object, given: Mapping[str, object], make: Callable[[], S]) -> S:
-        """The store called ``name``, made by ``make`` if nobody has it open; one more user.
+        """Count one more user of ``name`` and return its store; ``make`` opens it for the first.
 
-        A copy of it that shares all but its own end: to be given back with `give_back`, once.
+        Each user gets a shallow copy, which is closed for that user alone. Call `give_back` once.
 
         Raises:
-            InvalidValue: it is open, and what was ``given`` for it differs.
+            InvalidValue: the store is open with another configuration than ``given``.
         """
         if not isinstance(name, str) or not name:
             raise InvalidValue(f"the name of a shared store is {name!r}; a text is needed")
@@ -63,7 +63,7 @@ class Shelf(Generic[S]):
             return copy.copy(one.store)
 
     def give_back(self, name: str, close: Callable[[S], bool]) -> bool:
-        """One user less; the last one has it closed. What ``close`` says, else True."""
+        """Count one user less. The last one calls ``close`` and returns its result, others True."""
         one = self._named[name]
         with one.lock:
             one.users -= 1
@@ -79,22 +79,22 @@ class Shelf(Generic[S]):
                 at, was, asked = _where(what, before[what], now[what])
                 there, here = repr(was), repr(asked)
                 if there == here:  # URLs are shown without their options
-                    there, here = f"{there} and some options", "with others"
+                    here = "the same with other options"
                 raise InvalidValue(
                     f"the shared {self._kind} {name!r} is open with {at}={there}, and {here} is "
-                    "asked for; give what it has, or another name"
+                    "asked for; give the same configuration or another name"
                 )
 
 
 def places_of(tiers: Sequence[str | Backend]) -> tuple[_Place, ...]:
-    """Tiers as they are compared, and shown without secrets."""
+    """Wrap tiers so that they can be compared, and shown without their secrets."""
     if isinstance(tiers, str):
-        return (_Place(tiers),)  # it is refused where it is opened
+        return (_Place(tiers),)  # the constructor refuses a bare text
     return tuple(_Place(tier) for tier in tiers)
 
 
 class _Place:
-    """A tier: equal by its URL, or as an object; shown without password."""
+    """A tier, compared by its URL or by equality of the object; its repr has no password."""
 
     def __init__(self, tier: str | Backend) -> None:
         self._tier = tier
@@ -110,7 +110,7 @@ class _Place:
 
 
 def _where(what: str, before: Any, now: Any) -> tuple[str, object, object]:
-    """What differs: a field of a namespace or a geometry, one of the tiers, else the whole."""
+    """Return what differs, a field or a tier where possible, with both values."""
     if is_dataclass(before) and is_dataclass(now) and type(before) is type(now):
         for one in fields(before):
             was, asked = getattr(before, one.name), getattr(now, one.name)
@@ -122,10 +122,10 @@ def _where(what: str, before: Any, now: Any) -> tuple[str, object, object]:
     return what, before, now
 
 
-class Ended:
-    """What a user of a shared store has in place of its tiers after closing it.
+class ClosedUse:
+    """Replaces the tiers of a shared store for a user who has closed it.
 
-    Others may use them still: it tells what they tell, and does nothing.
+    Other users may still have them open: only statistics and checks are passed on.
     """
 
     def __init__(self, tiered: TieredStore) -> None:
@@ -134,4 +134,4 @@ class Ended:
     def __getattr__(self, name: str) -> object:
         if name in ("front", "tiers", "stats", "check"):
             return getattr(self._tiered, name)
-        raise IllegalStep("the store is closed: this user of it, by a shared name, has closed it")
+        raise IllegalStep("the store is closed: this handle of a shared store was closed")

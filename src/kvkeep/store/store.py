@@ -18,7 +18,7 @@ from kvkeep.store.identity import is_loaded
 from kvkeep.store.names import Names, store_namespace
 from kvkeep.store.pinning import pin_memory
 from kvkeep.store.removal import Followers, ids_of
-from kvkeep.store.shared import Ended, Shelf, places_of
+from kvkeep.store.shared import ClosedUse, SharedStores, places_of
 from kvkeep.store.stats import Asked, Lookup, Put, closed_is_illegal, runs_of, seconds_of
 from kvkeep.store.timing import Timing
 from kvkeep.store.why import fates_behind
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVStore", "Prefetch"]
 
-_SHELF: Shelf[KVStore] = Shelf("KVStore")
+_SHARED: SharedStores[KVStore] = SharedStores("KVStore")
 PATIENCE = 60.0
 """Seconds that `KVStore.put` with ``wait`` gives every tier."""
 
@@ -220,7 +220,7 @@ class KVStore:
             InvalidValue: the name is open with another configuration; it names what differs.
         """
         given = _configuration(geometry, options)
-        store = _SHELF.take(name, given, lambda: KVStore(geometry, **options))
+        store = _SHARED.take(name, given, lambda: KVStore(geometry, **options))
         store._shared_as = [name]
         return store
 
@@ -643,13 +643,13 @@ class KVStore:
         Of a `shared` store, the last user's call does so.
         """
         timeout = seconds_of("timeout", timeout)
-        if isinstance(self._tiered, Ended):
+        if isinstance(self._tiered, ClosedUse):
             return True
         if self._shared_as:
             with suppress(IndexError):  # two threads close it at once
                 name = self._shared_as.pop()
-                self._tiered = cast("TieredStore", Ended(self._tiered))
-                return _SHELF.give_back(name, lambda store: store.close(timeout))
+                self._tiered = cast("TieredStore", ClosedUse(self._tiered))
+                return _SHARED.give_back(name, lambda store: store.close(timeout))
             return True
         self._unpin()
         return self._tiered.close(timeout)

@@ -1,4 +1,4 @@
-"""How long puts and gets take: one record each, for the log and for those who subscribe."""
+"""Timing of puts and gets: one `Operation` for each call, for the log and for hooks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+from kvkeep.errors import InvalidValue, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,16 +20,16 @@ _LOG = logging.getLogger("kvkeep.store")
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One put or get that returned.
+    """A put or get that has returned.
 
     Attributes:
         what: "put" or "get".
         asked: tokens that the caller gave or asked for; of a `BlockStore`, blocks.
-        moved: of these, how many were kept now, or returned.
-        bytes: raw bytes of what was moved.
+        moved: how many of these were stored by this put, or returned by this get.
+        bytes: raw bytes of the tokens that were moved.
         seconds: from the call to its return.
-        tiers: ``(tier, moved)`` in order: where a get read from. A put goes to the first tier;
-            slower ones follow later.
+        tiers: ``(tier, moved)`` in order, the tiers that a get read from. A put names the first
+            tier alone: slower tiers are written later.
         at: when it returned, in Unix seconds.
     """
 
@@ -46,9 +48,9 @@ class Operation:
 
 
 class Timing:
-    """Tells of the operations of one store, whose ``unit`` is "tokens" or "blocks".
+    """Times the operations of one store, whose ``unit`` is "tokens" or "blocks".
 
-    Thread safety: all methods. Cost: below a microsecond while nobody listens and the logger
+    Thread safety: all methods. Cost: below a microsecond while there is no hook and the logger
     ``kvkeep.store`` is above DEBUG.
     """
 
@@ -58,10 +60,13 @@ class Timing:
         self._hooks: tuple[Callable[[Operation], object], ...] = ()
 
     def watch(self, hook: Callable[[Operation], object]) -> Callable[[], None]:
-        """Call ``hook`` after each operation, in the thread that made it; returns what ends that.
+        """Call ``hook`` after each operation, in the thread that made it.
 
-        What it raises is logged and changes nothing else.
+        Returns a function that removes the hook. An exception of the hook is logged and has no
+        other effect. Raises `InvalidValue` if ``hook`` cannot be called.
         """
+        if not callable(hook):
+            raise InvalidValue(f"hook is {told(hook)}; a function of one Operation is needed")
 
         def call(operation: Operation) -> None:  # each `watch` is another one
             hook(operation)
@@ -76,7 +81,7 @@ class Timing:
         return stop
 
     def begin(self) -> float:
-        """The time at which an operation begins; 0.0 while nobody is to be told of it."""
+        """Return the time at which an operation begins, or 0.0 if nothing is to be timed."""
         if self._hooks or _LOG.isEnabledFor(logging.DEBUG):
             return time.perf_counter()
         return 0.0
@@ -91,14 +96,14 @@ class Timing:
         size: int,
         tiers: Sequence[tuple[str, int]],
     ) -> None:
-        """An operation for which `begin` gave a time is over."""
+        """Report an operation that has ended, and that `begin` gave a time for."""
         seconds = time.perf_counter() - began
         done = Operation(what, asked, moved, size, seconds, tuple(tiers), time.time())
         for hook in self._hooks:
             try:
                 hook(done)
-            except Exception:  # noqa: BLE001 - a fault of who watches must not make a put fail
-                _LOG.exception("a hook of the store failed")
+            except Exception:  # noqa: BLE001 - a fault of a hook must not make a put fail
+                _LOG.exception("a hook of KVStore.watch or BlockStore.watch failed")
         if _LOG.isEnabledFor(logging.DEBUG):
             _LOG.debug(
                 "%s %d of %d %s, %d bytes in %.6f s, %.2f GB/s, %s",

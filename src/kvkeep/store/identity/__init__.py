@@ -3,8 +3,8 @@
 base.py      `model_identity`, of a loaded module or of a directory
 modules.py   what a module computes, as lines of text
 values.py    attributes, functions and classes as text
-tensors.py   marks of tensors: every byte is read
-files.py     the same idea for a directory whose model is loaded elsewhere
+tensors.py   digests of tensors: every byte is read
+files.py     the identity of a model directory that another process loads
 watch.py     `ModelWatch`: notices that a loaded model changed
 """
 

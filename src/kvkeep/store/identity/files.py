@@ -4,8 +4,8 @@
     beside them  other safetensors files (an adapter's above all), configuration and code, by name
                  and content
 
-What says nothing about the numbers is left out: tokenizers (their results are the tokens), settings
-of generation, chat templates, the division into shards, pictures and texts.
+Files that do not change the numbers are left out: tokenizers (their results are the tokens),
+generation settings, chat templates, shard indexes, pictures and texts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHUNK: Final = 1 << 20
 
 
 def files_identity(path: Path, *, full: bool) -> str:
-    """Digest what lies at ``path``, a model directory or one safetensors file; 64 hex digits.
+    """Return a digest of ``path``, a model directory or one safetensors file: 64 hex digits.
 
     Raises:
         InvalidValue: as `kvkeep.store.weights_digest`; or a file cannot be read.

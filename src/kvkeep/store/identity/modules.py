@@ -1,4 +1,4 @@
-"""What a loaded module computes, as lines of text: the tree of its modules, and what each holds.
+"""Describe what a loaded module computes, as lines of text: its tree of modules and their state.
 
 For each module, in the order in which its parent holds it:
 
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch.nn.modules import module as torch_module
 
-from kvkeep.store.identity.tensors import Marks
-from kvkeep.store.identity.values import LIBRARIES, Writer, config_of, is_config, package_of
+from kvkeep.store.identity.tensors import TensorDigests
+from kvkeep.store.identity.values import LIBRARIES, ValueWriter, config_of, is_config, package_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
-    "Node", "attributes_of", "global_hooks", "hooks_of", "lines_of", "nodes_of",
+    "PlacedModule", "attributes_of", "global_hooks", "hooks_of", "lines_of", "placed_modules",
     "settings", "tensors_of",
 ]  # fmt: skip
 
@@ -47,12 +47,12 @@ NEUTRAL: Final = frozenset(torch.nn.Module().__dict__) | {
     "_hf_hook", "_old_forward", "_keys_to_ignore_on_load_missing",
     "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_no_split_modules",
     "_skip_keys_device_placement", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan",
-    # of training, and of what is returned besides
+    # training, and outputs besides the logits
     "gradient_checkpointing", "loss_type", "_loss_function", "_output_capturing_hooks_installed",
-    # the same operations, compiled, and what `generate` remembers between its calls
+    # compiled copies of the same operations, and the state of `generate` between calls
     "_compiled_call", "_compiled_call_impl", "_last_compile_config", "_previous_max_cache_length",
 }  # fmt: skip
-"""Attributes of modules that decide no number of KV, or are described in another way."""
+"""Attributes of modules that do not change KV, or that are described elsewhere."""
 
 # Rotary embeddings that compute their table anew when the length of a text passes a limit. KV is
 # kept on one side of it alone, where the table is the original one, which is described.
@@ -61,23 +61,23 @@ _RECOMPUTED: Final = ("max_seq_len_cached", "long_inv_freq", "inv_freq")
 _VERSIONED: Final = ("transformers", "peft")
 
 
-class Node(NamedTuple):
-    """A module and where it stands; one that stands at several places is several nodes."""
+class PlacedModule(NamedTuple):
+    """A module and its path in the tree; a module at several places gives several of these."""
 
     path: str
     module: nn.Module
 
 
-def nodes_of(root: nn.Module) -> Iterator[Node]:
-    """The modules below and including ``root``, parents first, in order.
+def placed_modules(root: nn.Module) -> Iterator[PlacedModule]:
+    """Yield ``root`` and the modules below it, parents first, in order.
 
-    Also those that a module holds in a plain list, tuple or dictionary, once.
+    Modules that are held in a plain list, tuple or dictionary are yielded once.
     """
     seen = {id(module) for module in root.modules()}
     stack: list[tuple[str, nn.Module, frozenset[int]]] = [("", root, frozenset())]
     while stack:
         path, module, above = stack.pop()
-        yield Node(path, module)
+        yield PlacedModule(path, module)
         below = above | {id(module)}
         children = [
             (name, child)
@@ -102,13 +102,13 @@ def _hidden(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def lines_of(root: nn.Module) -> Iterator[str]:
-    """Everything that is part of the identity of ``root``, line by line."""
+    """Yield everything that is part of the identity of ``root``, line by line."""
     root = getattr(root, "_orig_mod", root)  # what torch.compile wraps
-    nodes = list(nodes_of(root))
-    marks = Marks()
+    nodes = list(placed_modules(root))
+    digests = TensorDigests()
     tensors = [(node, name, value) for node in nodes for name, value in tensors_of(node.module)]
-    marks.read([(_join(node.path, name), value) for node, name, value in tensors])
-    writer = Writer(marks)
+    digests.read([(_join(node.path, name), value) for node, name, value in tensors])
+    writer = ValueWriter(digests)
     packages: set[str] = set()
     configs: dict[int, int] = {}  # the number of each configuration object
     kinds: dict[type, str] = {}
@@ -124,7 +124,7 @@ def lines_of(root: nn.Module) -> Iterator[str]:
             yield f"  {name}={writer.write(value)}"
         for name, value in tensors_of(module):
             beside = {each: held for each, held in vars(value).items() if each not in NEUTRAL}
-            yield f"  tensor {name!r} {marks.of(_join(path, name), value)} {writer.write(beside)}"
+            yield f"  tensor {name!r} {digests.of(_join(path, name), value)} {writer.write(beside)}"
         for hook in hooks_of(module):
             yield f"  hook {writer.write(hook)}"
         config = getattr(module, "config", None)
@@ -170,7 +170,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def settings() -> tuple[str, ...]:
-    """What changes numbers and belongs to the process."""
+    """Return the settings of the process that change numbers."""
     return (torch.get_float32_matmul_precision(),)
 
 

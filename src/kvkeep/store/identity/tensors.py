@@ -1,12 +1,12 @@
-"""Marks of tensors: 16 bytes that stand for dtype, shape and every byte of one.
+"""Digests of tensors: 16 bytes that stand for the dtype, the shape and every byte of a tensor.
 
-A tensor is read in pieces of `PIECE` bytes. A piece's mark is its XXH3 of 128 bits, which runs at
-the bandwidth of memory and releases the interpreter, so pieces are hashed in several threads. The
-mark of a tensor is the XXH3 of its description and the marks of its pieces. XXH3 finds every
-change that happens; it does not resist a person who constructs weights to collide (docs/keys.md).
+A tensor is read in pieces of `PIECE` bytes. A piece's digest is its XXH3 of 128 bits. XXH3 runs at
+the bandwidth of memory and releases the interpreter lock, so several threads hash pieces. The
+digest of a tensor is the XXH3 of its description and of the digests of its pieces. XXH3 detects
+accidental changes; it does not resist weights that were constructed to collide (docs/keys.md).
 
-Nothing of a model is copied as a whole: tensors of other devices come over in pieces, and a tensor
-that is not contiguous is made so by itself.
+The model is never copied as a whole: tensors of other devices are copied in pieces, and tensors
+that are not contiguous one at a time.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["PIECE", "Marks"]
+__all__ = ["PIECE", "TensorDigests"]
 
 PIECE: Final = 16 << 20
-"""Bytes of a piece; part of the format of marks."""
+"""Bytes of a piece; part of the format of digests."""
 
 _THREADS: Final = min(8, os.cpu_count() or 1)
 
 
-class Marks:
-    """Marks of the tensors of one model; memory that several of them share is read once.
+class TensorDigests:
+    """Digests of the tensors of one model. Memory that several tensors share is read once.
 
-    Thread safety: none. The marks of one object hold as long as its tensors do not change.
+    Thread safety: none. Valid as long as the tensors do not change.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], str] = {}
 
     def read(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Read ``(name, tensor)`` pairs, so that `of` answers for each without reading."""
+        """Read ``(name, tensor)`` pairs, so that `of` needs not read them."""
         found: dict[tuple[object, ...], tuple[str, Tensor]] = {}
         for name, tensor in tensors:
             for part_name, part in _parts(name, tensor):
@@ -50,30 +50,30 @@ class Marks:
         new = {key: part for key, part in found.items() if key not in self._known}
         with ThreadPoolExecutor(_THREADS) as threads:
             small = {key: part for key, part in new.items() if part[1].nbytes <= PIECE}
-            marks = threads.map(lambda part: _mark(part[0], part[1], map), small.values())
-            self._known.update(zip(small, marks, strict=True))
+            digests = threads.map(lambda part: _digest(part[0], part[1], map), small.values())
+            self._known.update(zip(small, digests, strict=True))
             for key in new.keys() - small.keys():
                 # One after another: their pieces share the threads, and one copy exists at a time.
                 name, tensor = new[key]
-                self._known[key] = _mark(name, tensor, threads.map)
+                self._known[key] = _digest(name, tensor, threads.map)
 
     def of(self, name: str, tensor: Tensor) -> str:
-        """The mark of ``tensor`` as hexadecimal text; ``name`` is for messages.
+        """Return the digest of ``tensor`` as hexadecimal text; ``name`` is for messages.
 
         Raises:
-            InvalidValue: its bytes are not in memory, or not where its strides say.
+            InvalidValue: the tensor is on the meta device, is not strided, or cannot be read.
         """
         parts = list(_parts(name, tensor))
         if any(_key(part) not in self._known for _, part in parts):
             self.read([(name, tensor)])
-        marks = [self._known[_key(part)] for _, part in parts]
+        digests = [self._known[_key(part)] for _, part in parts]
         if len(parts) == 1 and parts[0][1] is tensor:
-            return marks[0]
-        return f"{type(tensor).__name__}({','.join(marks)})"
+            return digests[0]
+        return f"{type(tensor).__name__}({','.join(digests)})"
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """``tensor`` itself, or what a subclass that wraps others is made of, such as a quantised one.
+    """Yield ``tensor``, or the inner tensors of a subclass that wraps some (a quantised tensor).
 
     Raises `InvalidValue` for a tensor that cannot be read.
     """
@@ -101,17 +101,17 @@ def _key(tensor: Tensor) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _mark(name: str, tensor: Tensor, each: Callable[..., Iterator[bytes]]) -> str:
-    """The mark of ``tensor``, whose pieces are hashed by ``each``, a kind of `map`."""
+def _digest(name: str, tensor: Tensor, each: Callable[..., Iterator[bytes]]) -> str:
+    """Return the digest of ``tensor``; ``each`` is the `map` that hashes its pieces."""
     shape = ",".join(map(str, tensor.shape))
     whole = require("xxhash", "store").xxh3_128(f"{tensor.dtype}[{shape}]\n".encode())
-    # Inference mode: views of weights are wanted, whatever autograd thinks of them.
+    # Inference mode allows views of weights that require gradients.
     with torch.inference_mode():
         try:
             flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
             raw = flat.view(torch.uint8)
-            for mark in each(_piece, _pieces(raw)):
-                whole.update(mark)
+            for digest in each(_piece, _pieces(raw)):
+                whole.update(digest)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             raise InvalidValue(
                 f"the weights {name!r} ({tensor.dtype} on {tensor.device}) cannot be read: {error}"
@@ -120,12 +120,12 @@ def _mark(name: str, tensor: Tensor, each: Callable[..., Iterator[bytes]]) -> st
 
 
 def _pieces(raw: Tensor) -> Iterator[Tensor]:
-    """``raw`` (uint8, one dimension) in pieces."""
+    """Yield ``raw`` (uint8, one dimension) in pieces."""
     for at in range(0, len(raw), PIECE):
         yield raw[at : at + PIECE]
 
 
 def _piece(raw: Tensor) -> bytes:
-    """The mark of a piece. Of another device's, at most one piece a thread lies in host memory."""
+    """Return the digest of a piece, copied to the host if it lies on another device."""
     digest: bytes = require("xxhash", "store").xxh3_128_digest(raw.cpu().numpy().data)
     return digest

@@ -1,10 +1,10 @@
 """Attributes, functions and classes as text: equal texts, equal behaviour, in every process.
 
-Plain values are written out. Of functions and classes that come from `LIBRARIES`, the name is
-written, because their version decides what they do; of all others the byte code, the defaults and
-what their closures hold, so that a class of the same name with another ``forward`` is another one.
-An object of an unknown class is written as its class and its attributes. Not followed are the
-globals that a function reads.
+Plain values are written out. A function or class from `LIBRARIES` is written as its name, because
+the version of the library decides what it does. Any other function or class is written as its byte
+code, defaults and closures, so two classes of one name with different ``forward`` differ.
+An object of an unknown class is written as its class and its attributes. Globals that a function
+reads are not followed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ import torch
 from kvkeep.errors import require
 
 if TYPE_CHECKING:
-    from kvkeep.store.identity.tensors import Marks
+    from kvkeep.store.identity.tensors import TensorDigests
 
 __all__ = [
-    "LIBRARIES", "NEUTRAL_CONFIG", "Writer", "config_of", "is_config", "is_plain", "package_of",
+    "LIBRARIES", "NEUTRAL_CONFIG", "ValueWriter", "config_of", "is_config", "is_plain",
+    "package_of",
 ]  # fmt: skip
 
 LIBRARIES: Final = frozenset(
     {"torch", "transformers", "peft", "accelerate", "builtins", "functools", "numpy", "kvkeep"}
 )
-"""Packages whose classes and functions are named, not read."""
+"""Packages whose classes and functions are written by name."""
 
 NEUTRAL_CONFIG: Final = frozenset({
     # names and notes
@@ -39,7 +40,7 @@ NEUTRAL_CONFIG: Final = frozenset({
     "bos_token_id", "eos_token_id", "id2label", "label2id", "output_hidden_states",
     "pad_token_id", "problem_type", "return_dict", "use_cache",
 })  # fmt: skip
-"""Attributes of configurations that decide no number of KV; a test changes each of them."""
+"""Attributes of configurations that do not change KV; a test changes each of them."""
 
 _PLAIN: Final = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device,
@@ -72,11 +73,11 @@ def config_of(config: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if name not in NEUTRAL_CONFIG}
 
 
-class Writer:
+class ValueWriter:
     """Writes values as text. Thread safety: none."""
 
-    def __init__(self, marks: Marks) -> None:
-        self._marks = marks
+    def __init__(self, digests: TensorDigests) -> None:
+        self._digests = digests
         self._above: list[int] = []  # what is being written, for cycles
         self._depth = 0  # in objects of unknown classes
 
@@ -91,7 +92,7 @@ class Writer:
         if isinstance(value, _PLAIN):
             return repr(value)
         if isinstance(value, torch.Tensor):
-            return f"tensor {self._marks.of('attribute', value)}"
+            return f"tensor {self._digests.of('attribute', value)}"
         if isinstance(value, np.ndarray | np.generic):
             array = np.asarray(value)
             return f"array {array.dtype} {array.shape} {_digest(array.tobytes())}"

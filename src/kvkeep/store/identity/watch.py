@@ -1,9 +1,9 @@
-"""`ModelWatch`: notices that a loaded model is no longer what it was when its identity was taken.
+"""`ModelWatch`: notices that a loaded model changed since its identity was taken.
 
-A snapshot holds what `kvkeep.store.identity.modules` describes, by identity where reading would
-cost too much: modules, parameters and buffers as objects, the memory, strides and version of each
-tensor, plain attributes by value, other attributes and hooks as objects, and `SAMPLES` bytes of
-each tensor, which are compared in one operation a device.
+A snapshot holds what `kvkeep.store.identity.modules` describes. Where reading would cost too much,
+objects are compared by identity: modules, parameters, buffers, hooks and attributes that are not
+plain. Plain attributes are compared by value, tensors by memory, strides and version, and by
+`SAMPLES` bytes of each tensor, in one operation a device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvkeep.store.identity.modules import (
     attributes_of,
     global_hooks,
     hooks_of,
-    nodes_of,
+    placed_modules,
     settings,
     tensors_of,
 )
@@ -37,19 +37,19 @@ _MISSING: Final = object()
 
 
 class ModelWatch:
-    """A snapshot of ``root``, and whether it still holds.
+    """A snapshot of ``root`` that can be compared with the model as it is now.
 
-    Noticed is another module, parameter, buffer, hook or class in any place, another attribute,
-    another configuration, every change to a tensor that PyTorch counts, a tensor whose memory is
-    another, and a change through ``tensor.data`` that reaches one of `SAMPLES` bytes. Not noticed
-    is a change through ``tensor.data`` (or by another library, in place) that misses all of them,
-    such as one row of an embedding, and code that is replaced in a module's own globals.
+    It notices: a replaced module, parameter, buffer, hook or class; a changed attribute or
+    configuration; a change to a tensor that PyTorch counts; a tensor with other memory; and a
+    change through ``tensor.data`` that reaches one of the `SAMPLES` bytes. It does not notice: a
+    change through ``tensor.data``, or in place by another library, that misses all of these bytes
+    (one row of an embedding); and code that is replaced in the globals of a Python module.
 
-    The watch holds the tensors it has seen: drop it together with the model. Thread safety: none.
+    The watch keeps the tensors alive: drop it together with the model. Thread safety: none.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        nodes = list(nodes_of(root))
+        nodes = list(placed_modules(root))
         self._modules = [_Module(node.path, node.module) for node in _once(nodes)]
         found: dict[int, tuple[str, Tensor]] = {}
         for node in nodes:
@@ -64,7 +64,7 @@ class ModelWatch:
         self._samples = _samples(self._tensors)
 
     def changed(self, *, samples: bool = True) -> str | None:
-        """What changed since the snapshot, in words; None if nothing was noticed.
+        """Return what changed since the snapshot, in words, or None.
 
         Without ``samples`` no byte of a tensor is read, and no other device is waited for. Cost:
         about 1.5 µs a submodule and 0.7 µs a tensor; with samples 0.6 µs a tensor more on a CPU,
@@ -80,16 +80,17 @@ class ModelWatch:
             if (name := _unlike(kept, config_of(config))) is not None:
                 return f"config.{name} was changed"
         if self._settings != settings():
-            return f"the precision of products was {self._settings}, and is {settings()}"
+            (was,), (now,) = self._settings, settings()
+            return f"torch's float32 matmul precision changed from {was!r} to {now!r}"
         if not _all_are(self._hooks, global_hooks()):
-            return "there are other hooks of every module"
+            return "the global forward hooks of torch were changed"
         if samples and not all(sample.equal() for sample in self._samples):
-            return "bytes of the weights are others"
+            return "some bytes of the weights were changed"
         return None
 
 
 class _Module:
-    """What one module held. Compared in two steps: `differs` is quick, `what` is exact."""
+    """The state of one module. It is compared in two steps: `differs` is quick, `what` exact."""
 
     __slots__ = (
         "_attributes", "_children", "_containers", "_empty", "_held", "_hooks", "_kind", "_module",
@@ -104,7 +105,7 @@ class _Module:
         self._tensors = _ids(tensors_of(module))
         self._children = list(map(id, module._modules.values()))
         self._hooks = hooks_of(module)
-        # What is changed in place is the same object afterwards: its copy is what tells.
+        # A container that is changed in place stays the same object, so a copy is compared.
         self._containers = [
             (name, value)
             for name, value in self._attributes.items()
@@ -113,7 +114,7 @@ class _Module:
         self._note()
 
     def _note(self) -> None:
-        """Remember everything as it is, also what decides nothing, so that `differs` is quick."""
+        """Remember all attributes, also neutral ones, so that `differs` is quick."""
         now = self._module.__dict__
         self._seen = dict(now)
         every = [now["_modules"], now["_parameters"], now["_buffers"]]
@@ -121,7 +122,7 @@ class _Module:
         self._empty = [held for held in every if not held]
 
     def differs(self) -> bool:
-        """Whether anything may have changed. Cost: about 1 µs."""
+        """Return whether anything may have changed. Cost: about 1 µs."""
         now = self._module.__dict__
         try:
             if now != self._seen:  # compares objects by identity first
@@ -140,25 +141,25 @@ class _Module:
         return any(now[name] != kept for name, kept in self._containers)
 
     def what(self) -> str | None:
-        """What changed, in words; None if it decides nothing."""
+        """Return what changed, in words; None if only neutral attributes did."""
         where = f"the module {self._path!r}" if self._path else "the model"
         if type(self._module) is not self._kind:
-            return f"{where} is of another class"
+            return f"the class of {where} was replaced"
         if (name := _unlike(self._attributes, attributes_of(self._module))) is not None:
-            return f"{where} has another {name}"
+            return f"the attribute {name!r} of {where} was changed"
         if _ids(tensors_of(self._module)) != self._tensors:
-            return f"{where} has other parameters or buffers"
+            return f"a parameter or buffer of {where} was replaced"
         modules = list(map(id, self._module._modules.values()))
         if modules != self._children:
-            return f"{where} has other modules in it"
+            return f"a child module of {where} was replaced"
         if not _all_are(self._hooks, hooks_of(self._module)):
-            return f"{where} has other hooks"
+            return f"the hooks of {where} were changed"
         self._note()
         return None
 
 
 class _Tensor(NamedTuple):
-    """A tensor, and what tells that it was written to."""
+    """A tensor, with what shows that it was written to or moved."""
 
     name: str
     tensor: Tensor
@@ -196,7 +197,7 @@ class _Sample:
 
 
 def _once(nodes: list[Any]) -> list[Any]:
-    """Each module once, however often it stands in the tree."""
+    """Return each module once, however often it is in the tree."""
     return list({id(node.module): node for node in reversed(nodes)}.values())[::-1]
 
 
@@ -221,7 +222,7 @@ def _samples(tensors: list[_Tensor]) -> list[_Sample]:
 
 
 def _configs(modules: Iterable[nn.Module]) -> list[tuple[Any, dict[str, Any]]]:
-    """Each configuration object of the modules, and those in it, with what they held."""
+    """Return the configurations of the modules, nested ones too, with their attributes."""
     found: dict[int, Any] = {}
     waiting: list[Any] = []
     for module in modules:
@@ -235,7 +236,7 @@ def _configs(modules: Iterable[nn.Module]) -> list[tuple[Any, dict[str, Any]]]:
 
 
 def _kept(attributes: dict[str, Any] | Any) -> dict[str, Any]:
-    """``attributes``, with copies of what can be changed in place."""
+    """Return ``attributes`` with copies of the values that can be changed in place."""
     return {
         name: copy.deepcopy(value) if is_plain(value) else value
         for name, value in attributes.items()
@@ -243,7 +244,7 @@ def _kept(attributes: dict[str, Any] | Any) -> dict[str, Any]:
 
 
 def _unlike(kept: dict[str, Any], now: Any) -> str | None:
-    """The name of an attribute that is another, or there in only one of the two."""
+    """Return the name of an attribute that differs, or that only one of the two has."""
     for name, value in now.items():
         known = kept.get(name, _MISSING)
         if known is not value and not _same(known, value):
@@ -252,7 +253,7 @@ def _unlike(kept: dict[str, Any], now: Any) -> str | None:
 
 
 def _same(kept: object, now: object) -> bool:
-    """Equal and plain; other objects are the same only as the same object."""
+    """Return whether both are plain and equal; other objects are compared by identity."""
     return type(kept) is type(now) and is_plain(kept) and is_plain(now) and bool(kept == now)
 
 
@@ -273,5 +274,5 @@ def _stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether it has bytes of its own: none has one that is made of others, or is packed."""
+    """Return whether the tensor has memory of its own: it is strided and wraps no others."""
     return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")

@@ -1,4 +1,4 @@
-"""`Seldom`: log lines that a client can cause, at most one in some seconds."""
+"""`RateLimitedLog`: for warnings that clients can cause, at most one in some seconds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     import logging
     from collections.abc import Callable
 
-__all__ = ["Seldom"]
+__all__ = ["RateLimitedLog"]
 
 
-class Seldom:
-    """Writes a warning at most every ``seconds``, with how many were left out since the last.
+class RateLimitedLog:
+    """Logs at most one warning in ``seconds``, with the number of those it left out.
 
     Thread safety: none; it belongs to an event loop.
     """
