@@ -231,6 +231,8 @@ def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
                 "--probe-interval",
                 "--probe-timeout",
                 "--tokenize-timeout",
+                "--head-timeout",
+                "--body-timeout",
             )
         ),
         (["--instances", "http://a", "--host", "nowhere.invalid"], "there is no 'nowhere.invalid'"),
