@@ -26,6 +26,10 @@ from kvkeep.server.worker import Call
 from kvkeep.telemetry.evictions import PageTimes
 from kvkeep.whatif.prompts import PromptWatch
 
+pytestmark = pytest.mark.skipif(
+    os.environ.get("KVKEEP_GROWTH") != "long", reason="takes a minute of CPU"
+)
+
 REQUESTS = 200_000
 PAGE = 16
 PAGES = 64
@@ -147,7 +151,6 @@ def observed(monkeypatch):
     one.watching.close()
 
 
-@pytest.mark.skipif(os.environ.get("KVKEEP_GROWTH") != "long", reason="takes a minute of CPU")
 def test_200_000_requests_take_no_more_than_100_000(observed):
     halves: list[OrderedDict[str, int]] = []
     blocks: list[int] = []
