@@ -242,9 +242,12 @@ def test_named_tiers_and_none(tmp_path):
         assert httpx.get(f"{url}/kv/stats").json()["store"] is None
     place = f"file://{tmp_path}/tier?size=64MiB&codec=lossless"
     for loaded in (0, 599):
-        arguments = ["--tier", place, "--block-tokens", "64"]
+        arguments = ["--tier", place, "--block-tokens", "64", "--no-answers"]
         with serving(*arguments, XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
             assert asked(url) == (text, loaded)
+            (tier,) = httpx.get(f"{url}/kv/stats").json()["store"]["tiers"][1:]
+            # The prompt's nine whole blocks and its tail; the answer would have another tail.
+            assert tier["blocks"] == (10 if loaded else tier["blocks"])
             process.send_signal(signal.SIGTERM)
             assert ended(process)[0] == 0
     assert not (tmp_path / "kvkeep" / "store").exists()

@@ -44,7 +44,11 @@ class Guarded:
         self._mine: list[socket.socket] = []
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve([self._socket]))
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._server.serve([self._socket])
 
     async def _answer(self, scope, receive, send) -> None:
         if scope["type"] == "lifespan":
@@ -92,6 +96,10 @@ class Guarded:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{lines}"
         one = self.connect(f"{head}Content-Length: {len(data)}\r\n\r\n".encode(), data)
         return int(everything(one).split(b" ", 2)[1])
+
+    def pause(self, seconds: float) -> None:
+        """Keep the event loop busy: what comes meanwhile is accepted at once."""
+        self._loop.call_soon_threadsafe(time.sleep, seconds)
 
     def stop(self) -> None:
         self.release.set()

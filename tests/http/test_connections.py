@@ -57,6 +57,20 @@ def test_requests_at_hand_are_not_closed_for_others():
         assert server.status() == 200  # one that is idle now made room
 
 
+def test_a_request_that_is_there_is_read_before_others_take_its_place():
+    """All but one connection are busy, and many come at once behind the request."""
+    with guarded(most=4, head_s=60) as server:
+        for _ in range(3):
+            server.connect(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
+        eventually(lambda: server.connections.waiting(Phase.ANSWER) == 3)
+        for _ in range(5):
+            server.pause(0.2)
+            health = server.connect(HEALTH)
+            half = [server.connect(HALF) for _ in range(10)]
+            assert answer(health) == b"200 ok"
+            eventually(lambda half=half: sum(map(is_closed, half)) >= 9)
+
+
 def test_a_body_that_is_not_whole_goes_before_a_request_is_refused():
     with guarded(most=2) as server:
         slow = server.connect(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf")

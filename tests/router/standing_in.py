@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.http import bind
@@ -46,6 +46,7 @@ class StandIn:
         self.health = "200"
         self.probes = 0
         self.chunks = CHUNKS
+        self._serving: set[asyncio.Task[Any]] = set()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._thread.start()
@@ -63,7 +64,8 @@ class StandIn:
             self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             self._ready.set()
             await self._stop.wait()
-        await asyncio.sleep(0.01)  # transports close in their own time
+        if self._serving:  # until their transports are closed
+            await asyncio.wait(self._serving, timeout=5)
 
     def wake(self) -> None:
         """Whatever waits is answered, and all that comes."""
@@ -75,6 +77,9 @@ class StandIn:
         self._thread.join()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             first, *lines = head.strip().split("\r\n")
@@ -96,6 +101,9 @@ class StandIn:
             pass
         finally:
             writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+            self._serving.discard(task)
 
     async def _answer(self, path, body, reader, writer) -> None:  # noqa: PLR0912 - one a mood
         def head(status: str, more: str = "") -> bytes:

@@ -220,7 +220,7 @@ def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
         (["--instances", "http://a", "--most-blocks", "0"], "most_blocks is 0"),
         (
             ["--instances", "http://a", "--body-budget", "1MiB"],
-            "the budget of all bodies is 1048576",
+            "body_budget_bytes is 1048576",
         ),
         (["--instances", "http://a", "--body-budget", "much"], "'much' is no amount of memory"),
         *(
@@ -231,9 +231,14 @@ def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
                 "--probe-interval",
                 "--probe-timeout",
                 "--tokenize-timeout",
+                "--head-timeout",
+                "--body-timeout",
             )
         ),
-        (["--instances", "http://a", "--host", "nowhere.invalid"], "there is no 'nowhere.invalid'"),
+        (
+            ["--instances", "http://a", "--host", "nowhere.invalid"],
+            "there is no host 'nowhere.invalid'",
+        ),
     ],
 )
 def test_wrong_input_is_one_line(arguments, said, capsys):

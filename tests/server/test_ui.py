@@ -102,16 +102,27 @@ def test_it_is_no_part_of_the_api_document(locked):
     assert not any(path == "/" or path.startswith("/ui") for path in paths)
 
 
-def test_watching_does_not_fill_the_log(locked, caplog):
-    caplog.set_level("INFO", logger="kvkeep.access")
+def test_what_is_asked_every_few_seconds_does_not_fill_the_log(locked, caplog):
+    caplog.set_level("DEBUG", logger="kvkeep.access")
     locked.http.get("/kv/live", headers={"authorization": f"Bearer {KEY}"})
     locked.http.get("/health")
+    locked.http.post("/health")
+    locked.http.get("/")
 
     def said():
-        return [r.getMessage() for r in caplog.records if r.name == "kvkeep.access"]
+        """(level, method, path, status) of each request."""
+        return [
+            (r.levelname, *r.getMessage().split()[:3])
+            for r in caplog.records if r.name == "kvkeep.access"
+        ]  # fmt: skip
 
-    eventually(lambda: any("/health" in one for one in said()))  # its line follows the answer
-    assert not any("/kv/live" in one for one in said())
+    eventually(lambda: len(said()) == 4)  # a line follows its answer
+    assert sorted(said()) == [
+        ("DEBUG", "GET", "/health", "200"),
+        ("DEBUG", "GET", "/kv/live", "200"),
+        ("INFO", "GET", "/", "200"),
+        ("INFO", "POST", "/health", "405"),
+    ]
 
 
 # --- what they are made of -------------------------------------------------------------------

@@ -96,15 +96,19 @@ def add_parser(commands: Commands) -> None:
         "--head-timeout", metavar="S", type=float, default=10.0,
         help="seconds in which the head of a request has to come (default: 10)",
     )  # fmt: skip
+    limits.add_argument(
+        "--body-timeout", metavar="S", type=float, default=60.0,
+        help="seconds in which its body has to come (default: 60)",
+    )  # fmt: skip
+    limits.add_argument(
+        "--body-budget", metavar="SIZE", type=amount, default="256MiB",
+        help="for the bodies of all requests together (default: 256MiB)",
+    )  # fmt: skip
     memory = parser.add_argument_group("memory")
     memory.add_argument(
         "--most-blocks", metavar="N", type=count, default=1_000_000,
         help="blocks that are remembered of an instance; beyond, those that were stored or looked "
         "up longest ago are forgotten (default: 1,000,000, some 250 MB)",
-    )  # fmt: skip
-    memory.add_argument(
-        "--body-budget", metavar="SIZE", type=amount, default="256MiB",
-        help="bodies of all running requests together (default: 256MiB)",
     )  # fmt: skip
     address = parser.add_argument_group("address")
     address.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine")
@@ -133,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
     from kvkeep.router.proxy import create_proxy  # noqa: PLC0415
     from kvkeep.router.upstreams import Upstreams  # noqa: PLC0415
 
+    patience = _patience(args)
     http.raise_file_limit()
     limits = http.ConnectionLimits(
         most=http.connections_for(args.max_connections, files_each=2), head_s=args.head_timeout
@@ -141,8 +146,7 @@ def run(args: argparse.Namespace) -> int:
     sources = _sources(args, names)
     upstreams = Upstreams(names)
     router = PrefixRouter(names, cost=_cost(args), ranks=args.ranks, most_blocks=args.most_blocks)
-    patience = _patience(args)
-    bodies = http.BodyBudget(budget=args.body_budget)
+    bodies = http.BodyBudget(budget=args.body_budget, seconds=args.body_timeout)
     tokenize = None if args.model is None else _tokenizer(args.model)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
@@ -216,7 +220,7 @@ def _patience(args: argparse.Namespace) -> Patience:
     from kvkeep.router.health import Patience  # noqa: PLC0415
 
     for option in ("first_byte_timeout", "idle_timeout", "probe_interval", "probe_timeout",
-                   "tokenize_timeout"):  # fmt: skip
+                   "tokenize_timeout", "head_timeout", "body_timeout"):  # fmt: skip
         seconds = getattr(args, option)
         if not 0 < seconds < math.inf:
             name = option.replace("_", "-")

@@ -66,6 +66,8 @@ class Acceptor:
 
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
+            if self._connections.settling:
+                return  # a connection that sent its head at once is not displaced before it is read
             try:
                 accepted, _ = self._bound.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

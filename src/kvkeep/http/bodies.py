@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import mmap
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
-from kvkeep.errors import whole
+from kvkeep.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,6 +58,8 @@ class BodyBudget:
     ) -> None:
         self.largest = whole("max_body_bytes", largest, 1)
         self.budget = whole("body_budget_bytes", budget, self.largest)
+        if not 0 < seconds < math.inf:
+            raise InvalidValue(f"body_timeout_s is a number of seconds above 0, got {seconds}")
         self.seconds = seconds
         self.held = 0
         """Counted bytes of the bodies that are held now."""

@@ -90,6 +90,15 @@ class Connections:
         """Whether as many connections are open as the limit allows."""
         return len(self) >= self.limits.most
 
+    @property
+    def settling(self) -> bool:
+        """Whether it is full, and the next to be displaced came too lately for its head to be read.
+
+        Over within a few turns of the event loop.
+        """
+        oldest = next(iter(self._phases[Phase.HEAD]), None)
+        return oldest is not None and not oldest.was_read and self.full
+
     def waiting(self, phase: Phase) -> int:
         """Return the number of connections in ``phase``."""
         return len(self._phases[phase])
@@ -145,6 +154,8 @@ class GuardedProtocol(H11Protocol):
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
         self._connections = connections
+        self.was_read = False
+        """Whether what the client sent at once has been read."""
         self._phase = Phase.HEAD
         self._ended = False
         self._unread = 0  # bytes of the last answer, when it was last looked
@@ -158,6 +169,11 @@ class GuardedProtocol(H11Protocol):
             transport.abort()
         else:
             self._wait(self._connections.limits.head_s)
+        # The loop reads from it in its next turn, after this call and before the one that follows.
+        self.loop.call_soon(self.loop.call_soon, self._note_read)
+
+    def _note_read(self) -> None:
+        self.was_read = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection and cancel its timers."""

@@ -41,8 +41,9 @@ PAGE_HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
-# What the dashboard asks every few seconds; a line for each would bury the others.
-_QUIET_PATHS = frozenset({"/kv/live", "/kv/map", "/kv/requests", "/kv/summary"})
+# Routers, orchestrators and the dashboard ask these every few seconds: a line for each success
+# would bury the others.
+_QUIET_PATHS = frozenset({"/health", "/kv/live", "/kv/map", "/kv/requests", "/kv/summary"})
 
 
 class HostGuard:
@@ -94,7 +95,10 @@ class KeyGuard:
 
 
 class AccessLog:
-    """One short line a request: method, path, status, seconds. No query, no body, no header."""
+    """One short line a request: method, path, status, seconds. No query, no body, no header.
+
+    At INFO; successes of paths that are asked every few seconds at DEBUG.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -119,8 +123,15 @@ class AccessLog:
             seconds = time.perf_counter() - begun
             # Quoted: no path can write a line of its own.
             path = quote(scope["path"][:200])
-            level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
-            access.log(level, "%s %s %d %.3f s", scope["method"], path, status, seconds)
+            quiet = status < 400 and scope["path"] in _QUIET_PATHS
+            access.log(
+                logging.DEBUG if quiet else logging.INFO,
+                "%s %s %d %.3f s",
+                scope["method"],
+                path,
+                status,
+                seconds,
+            )
 
 
 def _is_open(path: str) -> bool:
