@@ -139,6 +139,7 @@ def test_texts_and_conversations_are_removed(tmp_path):
         text = "A private text. " * 40
         messages = [{"role": "user", "content": text}]
         for path, asked in ((COMPLETIONS, {"prompt": text}), (CHAT, {"messages": messages})):
+            asked["cache_salt"] = path
             body = {**asked, "max_tokens": 1}
             server.http.post(path, json=body).raise_for_status()
             assert remove(server, **asked)["pages"] > 0
