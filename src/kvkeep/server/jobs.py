@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from kvkeep.tokens import TokenArray
 
 __all__ = [
-    "asked_tokens", "chat_jobs", "chat_tokens", "completion_jobs", "conversation_tokens", "echoes", "prompt_tokens",
-    "refuse_far_too_long",
+    "asked_tokens", "chat_jobs", "chat_tokens", "completion_jobs", "conversation_tokens", "echoes",
+    "prompt_tokens", "refuse_far_too_long",
 ]  # fmt: skip
 
 # As OpenAI's own.

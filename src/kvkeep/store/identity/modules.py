@@ -158,10 +158,7 @@ def _tree_of(root: nn.Module, above: set[int], marks: Marks) -> Iterator[str]:
             first = id(config) not in configs
             yield f"  config {configs.setdefault(id(config), len(configs))}"
             if first:
-                yield f"    class {writer.write(type(config))}"
-                for name, value in sorted(config_of(config).items()):
-                    yield f"    {name}={writer.write(value)}"
-                yield f"    attention {writer.write(attention_of(config))}"
+                yield from _config_lines(config, writer)
     for hook in global_hooks():
         yield f"hook of every module {writer.write(hook)}"
     for name, value in patches_of(kinds):
@@ -169,6 +166,13 @@ def _tree_of(root: nn.Module, above: set[int], marks: Marks) -> Iterator[str]:
     for package in _VERSIONED:
         if package in packages:
             yield f"{package} {_version_of(package)}"
+
+
+def _config_lines(config: Any, writer: Writer) -> Iterator[str]:
+    yield f"    class {writer.write(type(config))}"
+    for name, value in sorted(config_of(config).items()):
+        yield f"    {name}={writer.write(value)}"
+    yield f"    attention {writer.write(attention_of(config))}"
 
 
 def _digest_of(root: nn.Module, above: set[int], marks: Marks) -> str:
@@ -227,7 +231,10 @@ def settings() -> dict[str, object]:
     cuda, cpu = torch.backends.cuda, torch.backends.mkldnn
     return {
         # By backend: where they differ, torch.get_float32_matmul_precision raises.
-        "float32 precision": (cuda.matmul.fp32_precision, cpu.matmul.fp32_precision),
+        "float32 precision": tuple(
+            "ieee" if each.matmul.fp32_precision == "none" else each.matmul.fp32_precision
+            for each in (cuda, cpu)
+        ),
         "reduced precision": (
             cuda.matmul.allow_fp16_reduced_precision_reduction,
             cuda.matmul.allow_bf16_reduced_precision_reduction,

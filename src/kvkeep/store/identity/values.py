@@ -100,7 +100,7 @@ def parts_of(value: Any) -> list[Any] | None:
         return [value.__func__, value.__self__]
     if isinstance(value, types.FunctionType):
         return _held_by(value)
-    if isinstance(value, torch.Tensor | torch.nn.Module | type) or isinstance(value, _PLAIN):
+    if isinstance(value, (torch.Tensor, torch.nn.Module, type, *_PLAIN)):
         return None
     if is_config(value) or package_of(type(value)) in LIBRARIES or not hasattr(value, "__dict__"):
         return None

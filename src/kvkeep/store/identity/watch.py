@@ -87,21 +87,28 @@ class ModelWatch:
         for tensor in self._tensors:
             if tensor.differs():
                 return f"the tensor {tensor.name!r} was written to, or its memory replaced"
-        for config, kept in self._configs:
-            if (name := _unlike(kept, config_of(config))) is not None:
-                return f"config.{name} was changed"
-        for config, kept in self._attention:
-            if not _all_are(kept, attention_of(config)):
-                return "another function is registered for the attention implementation"
-        for name, value in settings().items():
-            if self._settings[name] != value:
-                return f"the setting of {name} was {self._settings[name]}, and is {value}"
-        if (name := self._code.changed()) is not None:
-            return f"the code of {name} was replaced"
+        if (what := self._changed_around()) is not None:
+            return what
         if not _all_are(self._hooks, global_hooks()):
             return "there are other hooks of every module"
         if samples and not all(sample.equal() for sample in self._samples):
             return "bytes of the weights are others"
+        return None
+
+    def _changed_around(self) -> str | None:
+        """What changed of what is in no module: configurations, settings and code."""
+        for config, kept in self._configs:
+            if (name := _unlike(kept, config_of(config))) is not None:
+                return f"config.{name} was changed"
+        for config, functions in self._attention:
+            if not _all_are(functions, attention_of(config)):
+                return "another function is registered for the attention implementation"
+        now = settings()
+        if now != self._settings:
+            name = next(name for name, value in now.items() if value != self._settings[name])
+            return f"the setting of {name} was {self._settings[name]}, and is {now[name]}"
+        if (replaced := self._code.changed()) is not None:
+            return f"the code of {replaced} was replaced"
         return None
 
 
