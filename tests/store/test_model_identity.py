@@ -98,8 +98,7 @@ def calls(other):
 
 
 def packed(factor):
-    layer = nn.Linear(8, 8)
-    nn.init.constant_(layer.weight, factor)
+    layer = constant(factor)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.ao
         warnings.simplefilter("ignore", UserWarning)

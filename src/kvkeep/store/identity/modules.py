@@ -228,7 +228,8 @@ def settings() -> dict[str, object]:
 
     Cost: about 3 µs.
     """
-    cuda, cpu = torch.backends.cuda, torch.backends.mkldnn
+    cuda: Any = torch.backends.cuda
+    cpu: Any = torch.backends.mkldnn
     return {
         # By backend: where they differ, torch.get_float32_matmul_precision raises.
         "float32 precision": tuple(
@@ -313,8 +314,9 @@ def _recomputed(module: nn.Module) -> frozenset[str]:
             found |= {f"{prefix}max_seq_len_cached", "max_seq_len_cached"}
             used = getattr(module, table, None)
             first = getattr(module, f"{prefix}original_inv_freq", None)
-            longest = getattr(module, f"{prefix}max_seq_len_cached", module.max_seq_len_cached)
-            if longest > module.original_max_seq_len or _equal(used, first):
+            held: dict[str, Any] = module.__dict__
+            longest = held.get(f"{prefix}max_seq_len_cached", held["max_seq_len_cached"])
+            if longest > held["original_max_seq_len"] or _equal(used, first):
                 found.add(table)
     return frozenset(found)
 

@@ -214,10 +214,10 @@ class _Parts:
 class _Code:
     """The methods of classes, and the functions beside them, as they were: see `patches_of`."""
 
-    def __init__(self, kinds: set[type]) -> None:
+    def __init__(self, kinds: set[type[nn.Module]]) -> None:
         self._kinds = sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__))
         own = {base for kind in kinds for base in kind.__mro__}
-        self._places = {id(place): place for place in own}
+        self._places: dict[int, Any] = {id(place): place for place in own}
         self._places |= {id(place): place for _, place in patchable(kinds)}
         self._patches = patches_of(kinds)
         self._forward = [kind.forward for kind in self._kinds]
@@ -233,13 +233,13 @@ class _Code:
                 return None
         except (RuntimeError, ValueError):  # tensors and arrays among class attributes
             pass
-        for kind, kept in zip(self._kinds, self._forward, strict=True):
-            if kind.forward is not kept:
+        for kind, forward in zip(self._kinds, self._forward, strict=True):
+            if kind.forward is not forward:
                 return f"{kind.__qualname__}.forward"
-        for place, kept in zip(self._places.values(), self._seen, strict=True):
+        for place, seen in zip(self._places.values(), self._seen, strict=True):
             if isinstance(place, type) and not place.__module__.startswith("torch."):
                 for name, value in vars(place).items():
-                    if callable(value) and kept.get(name, value) is not value:
+                    if callable(value) and seen.get(name, value) is not value:
                         return f"{place.__qualname__}.{name}"
         before = dict(self._patches)
         now = dict(patches_of(self._kinds))
