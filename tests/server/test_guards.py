@@ -68,7 +68,9 @@ def test_no_web_page_may_read_it(server):
     assert not any(name.startswith("access-control") for name in preflight.headers)
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/tokenize", "/kv/clear"])
+@pytest.mark.parametrize(
+    "path", [COMPLETIONS, "/v1/chat/completions", "/tokenize", "/kv/clear", "/kv/remove"]
+)
 def test_no_web_page_may_write_without_asking(server, path):
     """What a page can send to another's server unasked is never JSON by its type."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):

@@ -42,6 +42,7 @@ FULL = {
     "/tokenize": {"model": "kvkeep-tiny", "messages": [{"role": "user", "content": "What?"}]},
     "/detokenize": {"model": "kvkeep-tiny", "tokens": [5, 6]},
     "/kv/clear": {"cache_salt": "salt"},
+    "/kv/remove": {"prompt": "Return", "cache_salt": "salt"},
 }  # fmt: skip
 DEEP = 3.0
 for _ in range(150):

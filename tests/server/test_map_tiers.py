@@ -56,7 +56,7 @@ def test_what_memory_and_a_file_have(tmp_path):
 def test_what_was_deleted_below_is_in_the_pool_alone(tmp_path):
     with storing(BIG, f"file://{tmp_path}/tier?size=64MiB") as server:
         planted(server, *LONG)
-        assert server.engine.clear_store(server.service.namespace(None)) > 0
+        assert server.engine.clear_store(server.service.namespace(None)).bytes > 0
         _, nodes = the_map(server)
         assert [kept(node) for node in nodes] == [(160, "pool", {}), *[(96, "pool", {})] * 2]
 

@@ -162,9 +162,10 @@ def test_the_tree_as_text(planted):
 
 def test_clearing_one_tenant_leaves_the_others(planted):
     clear = planted.http.post("/kv/clear", json={"cache_salt": "tenant"})
-    assert clear.json() == {"pages": 4, "stored_bytes": 0}
+    assert clear.json() == {"pages": 4, "stored_bytes": 0, "tiers": []}
     assert planted.stats()["cache"]["pages_cached"] == 6
-    assert planted.http.post("/kv/clear", json={}).json() == {"pages": 6, "stored_bytes": 0}
+    everything = planted.http.post("/kv/clear", json={}).json()
+    assert everything == {"pages": 6, "stored_bytes": 0, "tiers": []}
     assert planted.stats()["cache"]["pages_used"] == 0
 
 
@@ -176,6 +177,7 @@ def test_the_document_describes_what_there_is(server):
     assert set(document["paths"]) == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
         "/tokenize", "/detokenize", "/health", "/metrics", "/kv/stats", "/kv/tree", "/kv/clear",
+        "/kv/remove",
         "/kv/sessions/{session}", "/kv/explain", "/kv/explain/{id}", "/kv/requests", "/kv/summary",
         "/kv/live", "/kv/map", "/kv/map/{id}", "/kv/search",
     }  # fmt: skip

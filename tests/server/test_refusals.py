@@ -19,6 +19,7 @@ GOOD = {
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
     "/kv/clear": {},
+    "/kv/remove": {"prompt": "x"},
 }
 
 # What both endpoints share: fields, and the name that the error has to give.
@@ -140,6 +141,11 @@ CASES = [
     ("/detokenize", {"tokens": "x"}, "tokens"),
     ("/kv/clear", {"cache_salt": 5}, "cache_salt"),
     ("/kv/clear", {"all": True}, "all"),
+    ("/kv/remove", {"prompt": "x", "messages": USER}, "prompt"),
+    ("/kv/remove", {"prompt": [-1]}, "prompt"),
+    ("/kv/remove", {"prompt": [[1]]}, "prompt"),
+    ("/kv/remove", {"prompt": ""}, "prompt"),
+    ("/kv/remove", {"cache_salt": 5}, "cache_salt"),
 ]
 
 

@@ -17,12 +17,14 @@ from kvkeep.store import KVStore
 
 pytestmark = pytest.mark.model
 
+CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+KEY = "a key of this server"
 PROMPT = [7, 8, 9, 10] * 80
 
 
 @contextmanager
-def serving(folder):
+def serving(folder, **settings):
     runner = Runner.load(bundled_model(), num_pages=512, page_size=16, device="cpu")
     tiers = ["memory://16MiB", f"file://{folder}/tier?size=256MiB"]
     revision = runner.identity
@@ -31,7 +33,10 @@ def serving(folder):
     ) as store:
         cache, tokenizer = PagedCache(512, 16), Tokenizer.load(bundled_model())
         engine = Engine(runner, cache, tokenizer, limits=Limits(max_running=8), store=store)
-        server = Running(engine, Settings(name=NAME))
+        server = Running(engine, Settings(name=NAME, **settings))
+        server.store = store
+        if "api_key" in settings:
+            server.http.headers["Authorization"] = f"Bearer {settings['api_key']}"
         try:
             yield server
         finally:
@@ -45,6 +50,10 @@ def ask(server, salt=None, **more):
 
 def loaded(answer):
     return answer["usage"]["kvkeep"]["loaded_tokens"]
+
+
+def cached(answer):
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def metrics(server):
@@ -80,9 +89,11 @@ def test_clearing_one_salt_and_all(tmp_path):
     with serving(tmp_path) as server:
         for salt in (None, "a", "b"):
             ask(server, salt)
-        cleared = server.http.post("/kv/clear", json={"cache_salt": "a"}).json()
-        assert cleared["pages"] > 0
-        assert cleared["stored_bytes"] > 0
+        gone = server.http.post("/kv/clear", json={"cache_salt": "a"}).json()
+        assert gone["pages"] > 0
+        assert gone["stored_bytes"] > 0
+        assert sum(tier["freed_bytes"] for tier in gone["tiers"]) == gone["stored_bytes"]
+        assert all(tier["complete"] for tier in gone["tiers"])
         assert loaded(ask(server, "a")) == 0
         server.engine.cache.clear()
         assert loaded(ask(server, "b")) == len(PROMPT) - 1
@@ -90,6 +101,88 @@ def test_clearing_one_salt_and_all(tmp_path):
         for salt in (None, "a", "b"):
             answer = ask(server, salt)
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def remove(server, **asked):
+    return server.http.post("/kv/remove", json=asked).raise_for_status().json()
+
+
+def test_a_prompt_is_removed_from_the_pool_and_all_tiers(tmp_path):
+    with serving(tmp_path, api_key=KEY) as server:
+        for salt in (None, "a"):
+            ask(server, salt)
+        other = {"prompt": [3, 4, 5, 6] * 40}
+        ask(server, **other)
+        server.store.flush(10)
+        gone = remove(server, prompt=PROMPT, cache_salt="a")
+        assert gone["complete"]
+        assert gone["tokens"] == len(PROMPT)
+        assert gone["pages"] == len(PROMPT) // 16
+        assert gone["pages_in_use"] == 0
+        assert [tier["name"] for tier in gone["tiers"]] == ["memory", "file"]
+        assert all(tier["freed_bytes"] > 0 and tier["complete"] for tier in gone["tiers"])
+        again = remove(server, prompt=PROMPT, cache_salt="a")
+        assert (again["pages"], [tier["freed_bytes"] for tier in again["tiers"]]) == (0, [0, 0])
+        assert cached(ask(server, "a")) == 0
+        assert cached(ask(server)) == len(PROMPT) - 1  # another salt's
+        assert cached(ask(server, **other)) == 159
+        server.assert_idle()
+        remove(server, prompt=PROMPT, cache_salt="a")
+    with serving(tmp_path) as server:  # nothing of it lies on the disk
+        assert cached(ask(server, "a")) == 0
+        assert loaded(ask(server)) == len(PROMPT) - 1
+        assert loaded(ask(server, **other)) == 159
+
+
+def test_texts_and_conversations_are_removed(tmp_path):
+    with serving(tmp_path, api_key=KEY) as server:
+        text = "A private text. " * 40
+        messages = [{"role": "user", "content": text}]
+        for path, asked in ((COMPLETIONS, {"prompt": text}), (CHAT, {"messages": messages})):
+            asked["cache_salt"] = path
+            body = {**asked, "max_tokens": 1}
+            server.http.post(path, json=body).raise_for_status()
+            assert remove(server, **asked)["pages"] > 0
+            assert cached(server.http.post(path, json=body).json()) == 0
+
+
+def test_what_a_running_request_uses_is_named(tmp_path):
+    with serving(tmp_path, api_key=KEY) as server:
+        ask(server)
+        cache = server.engine.cache
+        with cache.open([*PROMPT, 1], server.service.namespace(None)):
+            gone = remove(server, prompt=PROMPT)
+            assert (gone["pages"], gone["pages_in_use"]) == (0, len(PROMPT) // 16)
+            assert not gone["complete"]
+        gone = remove(server, prompt=PROMPT)
+        assert (gone["pages"], gone["pages_in_use"]) == (len(PROMPT) // 16, 0)
+
+
+@pytest.mark.parametrize("what", ["clear", "remove"])
+def test_a_tier_that_cannot_delete_is_named(tmp_path, what):
+    with serving(tmp_path, api_key=KEY) as server:
+        ask(server)
+        server.store.flush(10)
+        (tier,) = server.store._tiered.tiers
+
+        def fail(*_):
+            raise OSError("the disk is gone")
+
+        tier.backend.delete = fail
+        body = {"prompt": PROMPT} if what == "remove" else {}
+        gone = server.http.post(f"/kv/{what}", json=body).raise_for_status().json()
+        assert [(one["name"], one["complete"]) for one in gone["tiers"]] == [
+            ("memory", True), ("file", False),
+        ]  # fmt: skip
+        assert cached(ask(server)) == 0
+
+
+def test_without_a_key_nobody_removes(tmp_path):
+    with serving(tmp_path) as server:
+        ask(server)
+        refused = server.http.post("/kv/remove", json={"prompt": PROMPT})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "no_api_key")
+        assert cached(ask(server)) == len(PROMPT) - 1
 
 
 def test_requests_that_are_not_to_be_stored(tmp_path):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import warnings
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -75,6 +78,37 @@ def carries(module):
     module[1].weight.quant_state = {"scale": torch.ones(2)}
 
 
+def partial_hook(factor):
+    def times(factor, _module, _given, out):
+        return out * factor
+
+    return lambda module: module[1].register_forward_hook(partial(times, factor))
+
+
+def wrapped_hook(module):
+    @wraps(nn.Linear.forward)  # copies the name of the library's module
+    def times(_module, _given, out):
+        return out * 2
+
+    module[1].register_forward_hook(times)
+
+
+def calls(other):
+    return lambda module: module[1].register_forward_hook(lambda _, __, out: out + other(out))
+
+
+def packed(factor):
+    layer = constant(factor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.ao
+        warnings.simplefilter("ignore", UserWarning)
+        return [torch.ao.quantization.quantize_dynamic(nn.Sequential(layer), {nn.Linear})]
+
+
+def pack(module):
+    set_in("packed", packed(2.0))(module)
+
+
 DECIDES = {
     "a parameter": lambda module: module[1].weight.data.view(-1)[17:18].add_(1e-3),
     "a parameter's dtype": lambda module: module[1].bfloat16(),
@@ -95,6 +129,11 @@ DECIDES = {
     "a module in a list": set_in("hidden", [nn.Linear(2, 2)]),
     "an operator": set_in("activation", torch.tanh),
     "what a tensor carries": carries,
+    "a hook with arguments": partial_hook(2.0),
+    "a hook under a library's name": wrapped_hook,
+    "a hook with other arguments": partial_hook(3.0),
+    "a hook that calls a module": calls(nn.Linear(8, 8)),
+    "packed weights": pack,
     "a type of norm": lambda module: module.append(nn.LayerNorm(8)),
 }
 
@@ -118,6 +157,97 @@ def test_code_with_other_constants_or_closures_is_other_code():
         module.register_forward_hook(hook)
         told.add(model_identity(module))
     assert len(told) == 4
+
+
+@pytest.mark.parametrize("change", [partial_hook, lambda factor: set_in("packed", packed(factor)),
+                                    lambda factor: calls(constant(factor))])  # fmt: skip
+def test_what_hooks_and_packed_layers_hold_is_read(change):
+    told = []
+    for factor in (2.0, 2.0, -3.0):
+        module = model()
+        change(factor)(module)
+        told.append(model_identity(module))
+    assert told[0] == told[1] != told[2]
+
+
+def constant(factor):
+    layer = nn.Linear(8, 8)
+    nn.init.constant_(layer.weight, factor)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def test_functions_that_code_reads_are_followed(monkeypatch):
+    module = model()
+    module[1].register_forward_hook(reads)
+    before = model_identity(module)
+    assert model_identity(module) == before
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
+    other = model_identity(module)
+    monkeypatch.setattr(sys.modules[__name__], "helper", lambda out: out + 1)
+    assert len({before, other, model_identity(module)}) == 3
+
+
+FACTOR = 2.0
+
+
+def helper(out):
+    return out * FACTOR
+
+
+def reads(_module, _given, out):
+    return helper(out)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(nn.Linear, "forward"), (nn.functional, "linear"), (nn.Linear, "extra_repr")],
+)
+def test_code_in_the_place_of_a_librarys(monkeypatch, place, name):
+    module = model().append(nn.Linear(8, 8))
+    before = model_identity(module)
+    monkeypatch.setattr(place, name, lambda *_: None)
+    assert model_identity(module) != before
+    monkeypatch.undo()
+    assert model_identity(module) == before
+
+
+def test_settings_of_the_thread_and_the_process():
+    module = model()
+    before = model_identity(module)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model_identity(module) != before
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert model_identity(module) != before
+    kept = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # torch's own getter raises then
+    try:
+        assert model_identity(module) != before
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = kept
+    torch.set_float32_matmul_precision("highest")  # as it is
+    assert model_identity(module) == before
+
+
+def dynamic_model():
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_the_table_of_dynamic_positions():
+    module = dynamic_model()
+    before = model_identity(module)
+    module(torch.arange(50)[None])  # computes another one, for long texts
+    assert model_identity(module) == before
+    module(torch.arange(9)[None])
+    assert model_identity(module) == before
+    module.model.rotary_emb.inv_freq = module.model.rotary_emb.inv_freq * 1.5
+    assert model_identity(module) != before
 
 
 def test_functions_of_libraries_are_told_apart_by_their_names():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.store.identity import ModelWatch, watch
 
@@ -167,6 +171,70 @@ def test_tensors_that_are_no_buffers(model):
         assert snapshot.changed() is None
         change()
         assert "table" in snapshot.changed()
+
+
+class Factor:
+    def __init__(self, value):
+        self.value = value
+
+
+def test_what_hooks_hold(model):
+    vector, other = torch.ones(32), nn.Linear(32, 32)
+    factor, scales = Factor(1.0), [torch.ones(3)]
+    attention(model).k_proj.register_forward_hook(
+        partial(lambda one, _, __, out: out * one.value, factor)
+    )
+    model.model.layers[0].register_forward_hook(lambda _, __, out: out + vector + other(out))
+    attention(model).scales = scales
+    for change in (
+        lambda: vector.mul_(2),
+        lambda: other.weight.data.mul_(2),
+        lambda: setattr(other, "bias", None),
+        lambda: setattr(factor, "value", 2.0),
+        lambda: scales[0].add_(1),
+    ):
+        snapshot = ModelWatch(model)
+        assert snapshot.changed() is None
+        change()
+        assert snapshot.changed() is not None
+
+
+def test_code_that_is_replaced(model, monkeypatch):
+    block = attention(model)
+    code = sys.modules[type(block).__module__]
+    for place, name in (
+        (type(block), "forward"), (code, "apply_rotary_pos_emb"),
+        (nn.functional, "scaled_dot_product_attention"),
+    ):  # fmt: skip
+        snapshot = ModelWatch(model)
+        monkeypatch.setattr(place, name, lambda *_: None)
+        assert name in snapshot.changed()
+        monkeypatch.undo()
+        assert snapshot.changed() is None
+
+
+def test_attention_that_is_registered_anew(model):
+    snapshot = ModelWatch(model)
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("sdpa", lambda *_: None)
+    try:
+        assert "attention" in snapshot.changed()
+    finally:
+        AttentionInterface.register("sdpa", before)
+    assert snapshot.changed() is None
+
+
+def test_autocast(model):
+    snapshot = ModelWatch(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "autocast" in snapshot.changed()
+    assert snapshot.changed() is None
+
+
+def test_checkpoints_of_gradients_do_not_count(model):
+    snapshot = ModelWatch(model)
+    model.activation_checkpointing_enable()
+    assert snapshot.changed() is None
 
 
 def test_hooks_of_every_module(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvkeep.cache.paged import CachedPrefix, PagedCache
+from kvkeep.cache.paged import CachedPrefix, PagedCache, RemovedPages
 from kvkeep.cache.pins import Pin
 from kvkeep.cache.sequence import Sequence
 from kvkeep.cache.sessions import Session
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockNames", "Blocks", "CacheMap", "CacheStats", "CachedPrefix", "Found", "MapNode",
-    "NodeView", "PagedCache", "Pin", "Sequence", "Session",
+    "NodeView", "PagedCache", "Pin", "RemovedPages", "Sequence", "Session",
 ]  # fmt: skip
 
 _LOOKING = {

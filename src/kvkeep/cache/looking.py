@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Looking"]
 
+_ALL = 1 << 20
+"""Runs looked at in one go, where nobody is let in between."""
 _STEP = 512
 """Runs looked at under the lock at a time: half a millisecond, so that a step of an engine, which
 takes the lock many times, is not kept waiting each time."""
@@ -245,17 +247,32 @@ class Looking:
     def evict_below(self, number: int) -> int:
         """See `PagedCache.evict_below`."""
         top = self._find(number)
+        with self._core:
+            self._core.pins.expire()
+            self._core.sessions.settle()
+            self._check(top, number)
+            return self._evict(top)
+
+    def evict_family(self, top: Any) -> tuple[int, int]:
+        """Forget a run of the index and all behind it: pages freed, and pages that stay in use."""
         core = self._core
         with core:
-            core.pins.expire()
-            core.sessions.settle()
-            self._check(top, number)
-            for pin in core.pins.soft_below(top):
-                core.pins.end(pin)
-            pages = core.index.evict_below(top)
-            core.forget(pages, "asked")
-            self._changed()
-            return len(pages)
+            pages = self._evict(top)
+            if not core.index.keeps(top):
+                return pages, 0
+            rest = core.index.walk(["size"], top)
+            while not rest.done:
+                rest.step(_ALL)
+            return pages, int(rest.numbers("size").sum())
+
+    def _evict(self, top: Any) -> int:
+        core = self._core
+        for pin in core.pins.soft_below(top):
+            core.pins.end(pin)
+        pages = core.index.evict_below(top)
+        core.forget(pages, "asked")
+        self._changed()
+        return len(pages)
 
     def _check(self, node: Any, number: int) -> None:
         """It may have gone since it was found."""

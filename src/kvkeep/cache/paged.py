@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvkeep.tokens import TokenArray, TokensLike
     from kvkeep.whatif import MemoryPoint, MissRatioCurve
 
-__all__ = ["CachedPrefix", "PagedCache"]
+__all__ = ["CachedPrefix", "PagedCache", "RemovedPages"]
 
 _MAX_PAGE_SIZE = 65_536
 BLOCK_TOKENS = 512
@@ -56,6 +56,13 @@ class CachedPrefix:
     pages: PageArray
     partial_page: int = -1
     partial_tokens: int = 0
+
+
+class RemovedPages(NamedTuple):
+    """What `PagedCache.remove` did: ``pages`` that are free now, and pages still ``in_use``."""
+
+    pages: int
+    in_use: int
 
 
 class PagedCache:
@@ -296,6 +303,36 @@ class PagedCache:
             self._core.forget(pages, "cleared")
             self._core.pins.expire()  # soft pins of what has gone
             return len(pages)
+
+    def remove(
+        self,
+        tokens: TokensLike,
+        namespace: NamespaceLike = "",
+        *,
+        extra: ExtraLike | None = None,
+    ) -> RemovedPages:
+        """Forget a prompt: every cached page that begins as it does, and all behind, pinned or not.
+
+        Pages that running sequences or hard pins hold stay, and so do the pages before them:
+        `RemovedPages.in_use` counts them. Other prompts that share the first page go, too, since
+        their pages stand behind it. What a running sequence publishes later is cached again. Of a
+        prompt that is shorter than a page nothing is cached. ``extra`` as in `open`.
+
+        Cost: that of `match`, and all runs behind the first page.
+        """
+        prompt = as_row(tokens)
+        space = as_namespace(namespace)
+        extras = as_extras(extra, len(prompt))
+        core = self._core
+        with core:
+            core.pins.expire()
+            core.sessions.settle()
+            match = self._find(prompt, space, extras)
+            self._check_range(prompt, match)
+            top = None if match is None else core.index.top_of(match)
+            if top is None:
+                return RemovedPages(0, 0)
+            return RemovedPages(*self._looking.evict_family(top))
 
     def pin(
         self,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvkeep.engine.text import Tokenizer
     from kvkeep.keys import NamespaceLike
     from kvkeep.store import KVStore
+    from kvkeep.tiers import Removed
     from kvkeep.tokens import TokenArray, TokensLike
 
 __all__ = ["Engine"]
@@ -190,14 +191,22 @@ class Engine:
             flushed = keeper is None or keeper.close(timeout)
         return flushed
 
-    def clear_store(self, namespace: NamespaceLike | None = None) -> int:
-        """Delete what the store has of one namespace, or of all seen here; returns the bytes.
+    def clear_store(self, namespace: NamespaceLike | None = None) -> Removed | None:
+        """Delete what the store has of one namespace, or of all seen here; None without a store.
 
-        Safe from any thread. Without a store there is nothing to delete.
+        Safe from any thread.
         """
         space = None if namespace is None else as_namespace(namespace)
         keeper = self._keeper
-        return 0 if keeper is None else keeper.clear(space)
+        return None if keeper is None else keeper.clear(space)
+
+    def remove_stored(self, tokens: TokensLike, namespace: NamespaceLike = "") -> Removed | None:
+        """Delete what the store has of a prompt, as `KVStore.remove` does; None without a store.
+
+        Safe from any thread. What running requests go on to compute of it is stored again.
+        """
+        keeper = self._keeper
+        return None if keeper is None else keeper.remove(as_tokens(tokens), as_namespace(namespace))
 
     def store_tenant(self, namespace: NamespaceLike) -> str | None:
         """As which tenant the store keeps what is of ``namespace``; None without a store.

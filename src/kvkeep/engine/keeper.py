@@ -20,9 +20,10 @@ from kvkeep.engine.observe import LoadReport, Watch
 from kvkeep.engine.writes import Writes
 from kvkeep.errors import IllegalStep, InvalidValue
 from kvkeep.keys import Namespace
+from kvkeep.tiers import Removed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from kvkeep.cache import PagedCache
     from kvkeep.engine.loads import Load, Piece
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kvkeep.engine.runner import Runner
     from kvkeep.engine.stats import EngineStats
     from kvkeep.store import KVStore
+    from kvkeep.tokens import TokenArray
 
 __all__ = ["Keeper"]
 
@@ -234,16 +236,26 @@ class Keeper:
 
     # --- the end -----------------------------------------------------------------------------
 
-    def clear(self, namespace: Namespace | None = None) -> int:
-        """Delete what the store has of one namespace, or of all seen here; returns the bytes.
+    def clear(self, namespace: Namespace | None = None) -> Removed:
+        """Delete what the store has of one namespace, or of all seen here.
 
         Safe from any thread. What running requests go on to write is there again afterwards.
         """
         spaces = list(self._tenants) if namespace is None else [namespace]
         self._writes.flush(_CLEAR_S)  # else it would come back by itself
-        freed = sum(self._store.clear(tenant=self.tenant_of(space)).bytes for space in spaces)
+        removed = [self._store.clear(tenant=self.tenant_of(space)) for space in spaces]
         self._writes.known.clear()
-        return freed
+        return _together(self._store.tiers, removed)
+
+    def remove(self, tokens: TokenArray, namespace: Namespace) -> Removed:
+        """Delete what the store has of a prompt, as `KVStore.remove` does; safe from any thread.
+
+        What running requests go on to write is there again afterwards.
+        """
+        self._writes.flush(_CLEAR_S)
+        removed = self._store.remove(tokens, tenant=self.tenant_of(namespace))
+        self._writes.known.clear()
+        return removed
 
     def close(self, timeout: float) -> bool:
         """Wait until the store has and keeps all that was handed over; whether it came to that."""
@@ -254,3 +266,13 @@ class Keeper:
             return self._store.flush(max(0.0, end - time.monotonic())) and written
         except IllegalStep:  # its owner closed it before: that flushed what it had
             return written
+
+
+def _together(tiers: Sequence[str], removed: Sequence[Removed]) -> Removed:
+    """Several removals as one, whose tiers are ``tiers``."""
+    freed = dict.fromkeys(tiers, 0)
+    for one in removed:
+        for name, size in one.tiers:
+            freed[name] += size
+    failed = {name for one in removed for name in one.failed}
+    return Removed(tuple(freed.items()), tuple(name for name in tiers if name in failed))

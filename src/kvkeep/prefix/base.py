@@ -296,6 +296,10 @@ class PrefixIndex(ABC, Generic[Hold]):
         """The soft pins at the end of runs that `evict_below` of ``place`` takes away."""
         raise InvalidValue(f"the {self.name} index has no map")
 
+    def top_of(self, match: PrefixMatch[Hold]) -> Hold | None:
+        """The run with which the path of a match begins; None for a match without a full page."""
+        raise InvalidValue(f"the {self.name} index has no map")
+
     def evict_below(self, place: Hold) -> PageArray:
         """Forget a run and all behind it, pinned or not, so far as nobody holds it."""
         raise InvalidValue(f"the {self.name} index has no map")

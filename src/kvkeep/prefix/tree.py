@@ -481,6 +481,15 @@ class RunTree(PrefixIndex[Node]):
         root = self._roots.get(namespace)
         return EMPTY_PAGES if root is None else self.evict_below(root)
 
+    def top_of(self, match: PrefixMatch[Node]) -> Node | None:
+        """The run with which the path of a match begins; None for a match without a full page."""
+        if not len(match.pages):
+            return None
+        node = match.end
+        while node.parent is not None and node.parent.parent is not None:
+            node = node.parent
+        return node
+
     def evict_below(self, place: Node) -> PageArray:
         """Forget a run and all behind it, pinned or not, so far as nobody holds it."""
         freed: list[PageArray] = []

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from kvkeep.server.schemas.base import SamplingQuestion
     from kvkeep.server.schemas.chat import ChatQuestion, Message
     from kvkeep.server.schemas.completions import CompletionQuestion, Prompt
+    from kvkeep.server.schemas.kv import RemoveQuestion
+    from kvkeep.server.schemas.see import ExplainQuestion
     from kvkeep.server.service import Service
     from kvkeep.tokens import TokenArray
 
 __all__ = [
-    "chat_jobs", "chat_tokens", "completion_jobs", "conversation_tokens", "echoes", "prompt_tokens",
-    "refuse_far_too_long",
+    "asked_tokens", "chat_jobs", "chat_tokens", "completion_jobs", "conversation_tokens", "echoes",
+    "prompt_tokens", "refuse_far_too_long",
 ]  # fmt: skip
 
 # As OpenAI's own.
@@ -136,6 +138,13 @@ def conversation_tokens(service: Service, messages: Sequence[Message]) -> TokenA
     """The tokens of a conversation; `ApiError` for one that this server refuses."""
     refuse_far_too_long(service, "messages", *(turn.text for turn in messages))
     return _that_fit(service, "messages", chat_tokens(service.tokenizer, messages))
+
+
+def asked_tokens(service: Service, asked: ExplainQuestion | RemoveQuestion) -> TokenArray:
+    """The tokens of the prompt or the conversation that is asked about, as `prompt_tokens`."""
+    if asked.messages is not None:
+        return conversation_tokens(service, asked.messages)
+    return prompt_tokens(service, asked.prompt or "")
 
 
 def _that_fit(service: Service, field: str, prompt: TokenArray) -> TokenArray:

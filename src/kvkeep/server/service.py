@@ -22,11 +22,13 @@ from kvkeep.server.worker import EngineStopped, Generation, Worker
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from kvkeep.cache import CacheStats
+    from kvkeep.cache import CacheStats, RemovedPages
     from kvkeep.engine import Delta, Engine, Tokenizer
     from kvkeep.server.settings import Settings
     from kvkeep.server.worker import Call, Job
     from kvkeep.telemetry import RequestWatch
+    from kvkeep.tiers import Removed
+    from kvkeep.tokens import TokenArray
     from kvkeep.traces import Capture
 
 __all__ = ["Service", "Ticket"]
@@ -139,14 +141,25 @@ class Service:
         store = self.engine.store
         return None if store is None else (await asyncio.to_thread(store.stats)).as_dict()
 
-    async def clear(self, salt: str | None) -> tuple[int, int]:
-        """Forget one ``cache_salt`` or all, in the pool and in the store: pages, and bytes there.
+    async def clear(self, salt: str | None) -> tuple[int, Removed | None]:
+        """Forget one ``cache_salt`` or all, in the pool and in the store: pages, and what there.
 
         The store first: what is loaded meanwhile is in the pool, and goes with it.
         """
         space = None if salt is None else self.namespace(salt)
         stored = await asyncio.to_thread(self.engine.clear_store, space)
         return await asyncio.to_thread(self.engine.cache.clear, space), stored
+
+    async def remove(
+        self, tokens: TokenArray, salt: str | None
+    ) -> tuple[RemovedPages, Removed | None]:
+        """Forget one prompt of a ``cache_salt``, in the pool and in the store.
+
+        The store first, as `clear`.
+        """
+        space = self.namespace(salt)
+        stored = await asyncio.to_thread(self.engine.remove_stored, tokens, space)
+        return await asyncio.to_thread(self.engine.cache.remove, tokens, space), stored
 
     async def hint(
         self, session: str, salt: str | None, action: str, eta_s: float | None

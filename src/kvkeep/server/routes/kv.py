@@ -2,26 +2,41 @@
 
 import asyncio
 from dataclasses import asdict
-from typing import Annotated, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query
 from starlette.responses import PlainTextResponse, Response
 
 from kvkeep.server import tree
+from kvkeep.server.errors import ApiError
+from kvkeep.server.jobs import asked_tokens
 from kvkeep.server.routes.base import ERRORS, READ_ERRORS, JSONRoute, ServiceOf
+from kvkeep.server.schemas.answers import ErrorAnswer
+from kvkeep.server.schemas.chat import characters
 from kvkeep.server.schemas.kv import (
     ClearAnswer,
     ClearQuestion,
     KVStats,
     KVTree,
     MemoryPoint,
+    RemoveAnswer,
+    RemoveQuestion,
     SessionAnswer,
     SessionQuestion,
+    TierFreed,
 )
+
+if TYPE_CHECKING:
+    from kvkeep.tiers import Removed
 
 __all__ = ["router"]
 
 router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
+
+_LOCKED: dict[int | str, dict[str, Any]] = {
+    403: {"model": ErrorAnswer, "description": "This server has no API key, so nobody may."}
+}
 
 
 @router.get("/stats", responses=READ_ERRORS, operation_id="kv_stats")
@@ -65,7 +80,29 @@ async def show(
 async def clear(asked: ClearQuestion, service: ServiceOf) -> ClearAnswer:
     """Forget what no running request uses, in the store as well."""
     pages, stored = await service.clear(asked.cache_salt)
-    return ClearAnswer(pages=pages, stored_bytes=stored)
+    freed = 0 if stored is None else stored.bytes
+    return ClearAnswer(pages=pages, stored_bytes=freed, tiers=_tiers(stored))
+
+
+@router.post("/remove", responses={**ERRORS, **_LOCKED}, operation_id="kv_remove")
+async def remove(asked: RemoveQuestion, service: ServiceOf) -> RemoveAnswer:
+    """Delete the KV of one prompt in the pool and all tiers: on servers with an API key alone.
+
+    What continues the prompt goes, too, and so do prompts that share its first page or block.
+    """
+    if service.settings.api_key is None:
+        message = "this server lets nobody remove prompts; start it with --api-key-file"
+        raise ApiError(403, message, code="no_api_key")
+    size = characters(asked.messages or ()) + len(asked.prompt or ())
+    tokens = await service.counting(partial(asked_tokens, service, asked), size)
+    pool, stored = await service.remove(tokens, asked.cache_salt)
+    return RemoveAnswer(
+        tokens=len(tokens),
+        pages=pool.pages,
+        pages_in_use=pool.in_use,
+        tiers=_tiers(stored),
+        complete=not pool.in_use and (stored is None or stored.complete),
+    )
 
 
 @router.post("/sessions/{session:path}", responses=ERRORS, operation_id="kv_session")
@@ -79,3 +116,13 @@ async def session(
     """Say that a session is away, over, or begins anew: what is evicted first follows that."""
     known, pages = await service.hint(session, asked.cache_salt, asked.action, asked.eta_s)
     return SessionAnswer(known=known, pages=pages)
+
+
+def _tiers(removed: "Removed | None") -> list[TierFreed]:
+    """What each tier deleted, and whether it did; of no store nothing."""
+    if removed is None:
+        return []
+    return [
+        TierFreed(name=name, freed_bytes=freed, complete=name not in removed.failed)
+        for name, freed in removed.tiers
+    ]

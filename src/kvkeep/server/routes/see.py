@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 from starlette.responses import Response
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from kvkeep.explain import Explainer
 from kvkeep.server import explaining
 from kvkeep.server.errors import ApiError
-from kvkeep.server.jobs import conversation_tokens, prompt_tokens
+from kvkeep.server.jobs import asked_tokens
 from kvkeep.server.routes.base import ERRORS, READ_ERRORS, JSONRoute, ServiceOf, errors
 from kvkeep.server.schemas.chat import characters
 from kvkeep.server.schemas.see import (
@@ -23,9 +23,6 @@ from kvkeep.server.schemas.see import (
 )
 from kvkeep.server.service import Service
 from kvkeep.server.stored import stored
-
-if TYPE_CHECKING:
-    from kvkeep.tokens import TokenArray
 
 __all__ = ["router"]
 
@@ -61,7 +58,7 @@ async def explain_prompt(asked: ExplainQuestion, service: ServiceOf) -> Explanat
     """The same for a prompt, as if it were asked now. Changes nothing."""
     explainer = _explainer(service)
     size = characters(asked.messages or ()) + len(asked.prompt or ())
-    tokens = await service.counting(partial(_tokens, service, asked), size)
+    tokens = await service.counting(partial(asked_tokens, service, asked), size)
     space = service.namespace(asked.cache_salt)
     cached = await asyncio.to_thread(service.engine.cache.match, tokens[:-1], space)
     sources, missing = await stored(service.engine, tokens, space, cached.num_tokens)
@@ -102,12 +99,6 @@ async def summary(
 async def live(service: ServiceOf) -> Response:
     """The server at this moment, half a second old at most: to be asked every second."""
     return Response(await service.live.told(), media_type="application/json")
-
-
-def _tokens(service: Service, asked: ExplainQuestion) -> "TokenArray":
-    if asked.messages is not None:
-        return conversation_tokens(service, asked.messages)
-    return prompt_tokens(service, asked.prompt or "")
 
 
 def _explainer(service: Service) -> Explainer:

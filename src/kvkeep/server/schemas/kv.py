@@ -5,10 +5,15 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from kvkeep.server.schemas.base import Answer, Question, wrong
+from kvkeep.server.schemas.chat import Messages
+from kvkeep.server.schemas.completions import Token
 
 __all__ = ["ClearAnswer", "ClearQuestion", "HealthAnswer", "Hidden", "KVStats", "KVTree",
-           "MemoryPoint", "Run",
-           "SessionAnswer", "SessionQuestion", "Space"]  # fmt: skip
+           "MemoryPoint", "RemoveAnswer", "RemoveQuestion", "Run",
+           "SessionAnswer", "SessionQuestion", "Space", "TierFreed"]  # fmt: skip
+
+
+_Text = Annotated[str, Field(min_length=1)]
 
 
 class MemoryPoint(Answer):
@@ -74,11 +79,64 @@ class ClearQuestion(Question):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
+class TierFreed(Answer):
+    """What one tier deleted."""
+
+    name: str
+    freed_bytes: int
+    complete: bool = Field(
+        description="False: the tier failed or was late, and may have some of it still. This "
+        "server does not read it any more; ask again when the tier is back."
+    )
+
+
 class ClearAnswer(Answer):
     """What was forgotten."""
 
     pages: int
     stored_bytes: int = Field(description="In all tiers; of salts that were used since the start.")
+    tiers: list[TierFreed] = Field(description="Fastest first; empty for a server without tiers.")
+
+
+class RemoveQuestion(Question):
+    """The prompt whose KV is to go: a text, tokens, or a conversation."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"prompt": "My number is 0123"},
+                {"prompt": [1, 2, 3], "cache_salt": "tenant-1"},
+                {"messages": [{"role": "user", "content": "My number is 0123"}]},
+            ]
+        }
+    )
+
+    prompt: _Text | Annotated[list[Token], Field(min_length=1, fail_fast=True)] | None = Field(
+        default=None, description="Text or token ids, as /v1/completions takes it."
+    )
+    messages: Messages | None = Field(
+        default=None, description="A conversation, as /v1/chat/completions takes it."
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> "RemoveQuestion":
+        if (self.prompt is None) == (self.messages is None):
+            raise wrong("prompt", "or messages is needed, one of the two")
+        return self
+
+
+class RemoveAnswer(Answer):
+    """What was deleted: everything that begins with the prompt's first page or block."""
+
+    tokens: int = Field(description="Of the prompt.")
+    pages: int = Field(description="Freed in the pool.")
+    pages_in_use: int = Field(
+        description="Left in the pool, because running requests or pins that never yield use them "
+        "or what follows them."
+    )
+    tiers: list[TierFreed] = Field(description="Fastest first; empty for a server without tiers.")
+    complete: bool = Field(description="True: no page is in use, and no tier failed.")
 
 
 class SessionQuestion(Question):

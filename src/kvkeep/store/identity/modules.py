@@ -12,13 +12,21 @@ For each module, in the order in which its parent holds it:
                     itself to collect outputs
     configuration   every attribute, defaults included, of each configuration object once
 
-and once: the versions of Transformers and PEFT where classes of theirs are part of the tree, and
-the precision of float32 products. `NEUTRAL` and
-`NEUTRAL_CONFIG` (values.py) name what is left out.
+    saved           what a module saves besides: the packed weights of a quantised layer
+    attention       the functions registered for the attention implementation
+
+and once: the versions of Transformers and PEFT where classes of theirs are part of the tree,
+functions that were put in the place of theirs (`patches_of`), and `settings` of the process.
+Modules that hooks and functions call and that are not part of the tree are described where they are
+met. `NEUTRAL` and `NEUTRAL_CONFIG` (values.py) name what is left out.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import sys
+import types
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -26,16 +34,33 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from kvkeep.store.identity.tensors import TensorDigests
-from kvkeep.store.identity.values import LIBRARIES, ValueWriter, config_of, is_config, package_of
+from kvkeep.store.identity.values import (
+    LIBRARIES,
+    ValueWriter,
+    config_of,
+    is_config,
+    is_library,
+    package_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor, nn
 
 __all__ = [
-    "PlacedModule", "attributes_of", "global_hooks", "hooks_of", "lines_of", "placed_modules",
-    "settings", "tensors_of",
+    "PlacedModule",
+    "attention_of",
+    "attributes_of",
+    "global_hooks",
+    "hooks_of",
+    "lines_of",
+    "packed_of",
+    "patchable",
+    "patches_of",
+    "placed_modules",
+    "settings",
+    "tensors_of",
 ]  # fmt: skip
 
 NEUTRAL: Final = frozenset(torch.nn.Module().__dict__) | {
@@ -47,18 +72,22 @@ NEUTRAL: Final = frozenset(torch.nn.Module().__dict__) | {
     "_hf_hook", "_old_forward", "_keys_to_ignore_on_load_missing",
     "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_no_split_modules",
     "_skip_keys_device_placement", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan",
-    # training, and outputs besides the logits
-    "gradient_checkpointing", "loss_type", "_loss_function", "_output_capturing_hooks_installed",
-    # compiled copies of the same operations, and the state of `generate` between calls
+    # of training, and of what is returned besides
+    "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
+    "_require_grads_hooks",
+    "loss_type", "_loss_function", "_output_capturing_hooks_installed",
+    # the same operations, compiled, and what `generate` remembers between its calls
     "_compiled_call", "_compiled_call_impl", "_last_compile_config", "_previous_max_cache_length",
 }  # fmt: skip
 """Attributes of modules that do not change KV, or that are described elsewhere."""
 
-# Rotary embeddings that compute their table anew when the length of a text passes a limit. KV is
-# kept on one side of it alone, where the table is the original one, which is described.
-_RECOMPUTED_ROPE: Final = ("dynamic", "longrope")
-_RECOMPUTED: Final = ("max_seq_len_cached", "long_inv_freq", "inv_freq")
+# Where Transformers looks up the function of an attention implementation, and of its masks.
+_REGISTERS: Final = (
+    ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
+    ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"),
+)
 _VERSIONED: Final = ("transformers", "peft")
+_MODEL_CODE: Final = ("transformers.models.", "peft.tuners.")
 
 
 class PlacedModule(NamedTuple):
@@ -102,17 +131,22 @@ def _hidden(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def lines_of(root: nn.Module) -> Iterator[str]:
-    """Yield everything that is part of the identity of ``root``, line by line."""
+    """Everything that is part of the identity of ``root``, line by line."""
+    yield f"settings {settings()!r}"
+    yield from _tree_of(root, set(), TensorDigests())
+
+
+def _tree_of(root: nn.Module, above: set[int], digests: TensorDigests) -> Iterator[str]:
+    """The lines of a tree; ``above``: ids of modules that are described elsewhere."""
     root = getattr(root, "_orig_mod", root)  # what torch.compile wraps
     nodes = list(placed_modules(root))
-    digests = TensorDigests()
     tensors = [(node, name, value) for node in nodes for name, value in tensors_of(node.module)]
     digests.read([(_join(node.path, name), value) for node, name, value in tensors])
-    writer = ValueWriter(digests)
+    inside = above | {id(node.module) for node in nodes}
+    writer = ValueWriter(digests, inside, lambda module: _digest_of(module, inside, digests))
     packages: set[str] = set()
     configs: dict[int, int] = {}  # the number of each configuration object
     kinds: dict[type, str] = {}
-    yield f"settings {settings()!r}"
     for node in nodes:
         module, path = node.module, node.path
         kind = type(module)
@@ -125,6 +159,8 @@ def lines_of(root: nn.Module) -> Iterator[str]:
         for name, value in tensors_of(module):
             beside = {each: held for each, held in vars(value).items() if each not in NEUTRAL}
             yield f"  tensor {name!r} {digests.of(_join(path, name), value)} {writer.write(beside)}"
+        for name, value in sorted(packed_of(module).items()):
+            yield f"  saved {name!r} {writer.write(value)}"
         for hook in hooks_of(module):
             yield f"  hook {writer.write(hook)}"
         config = getattr(module, "config", None)
@@ -132,56 +168,174 @@ def lines_of(root: nn.Module) -> Iterator[str]:
             first = id(config) not in configs
             yield f"  config {configs.setdefault(id(config), len(configs))}"
             if first:
-                yield f"    class {writer.write(type(config))}"
-                for name, value in sorted(config_of(config).items()):
-                    yield f"    {name}={writer.write(value)}"
+                yield from _config_lines(config, writer)
     for hook in global_hooks():
         yield f"hook of every module {writer.write(hook)}"
+    for name, value in patches_of(kinds):
+        yield f"patch {name} {writer.write(value)}"
     for package in _VERSIONED:
         if package in packages:
             yield f"{package} {_version_of(package)}"
 
 
+def _config_lines(config: Any, writer: ValueWriter) -> Iterator[str]:
+    yield f"    class {writer.write(type(config))}"
+    for name, value in sorted(config_of(config).items()):
+        yield f"    {name}={writer.write(value)}"
+    yield f"    attention {writer.write(attention_of(config))}"
+
+
+def _digest_of(root: nn.Module, above: set[int], digests: TensorDigests) -> str:
+    """A module outside of the tree, which a hook or a function calls, as one word."""
+    lines = "\n".join(_tree_of(root, above, digests))
+    return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()
+
+
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Its own parameters and buffers."""
-    recomputed = _recomputes(module)
+    recomputed = _recomputed(module)
     return [
         (name, value)
         for held in (module._parameters, module._buffers)
         for name, value in held.items()
-        if value is not None and not (recomputed and _is_recomputed(name))
+        if value is not None and name not in recomputed
     ]
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """Its own attributes that may decide a number."""
-    recomputed = _recomputes(module)
+    recomputed = _recomputed(module)
     return {
         name: value
         for name, value in module.__dict__.items()
-        if name not in NEUTRAL and not (recomputed and _is_recomputed(name))
+        if name not in NEUTRAL and name not in recomputed
     }
+
+
+def packed_of(module: nn.Module) -> dict[str, Any]:
+    """What it saves besides parameters and buffers: packed weights of a quantised layer, as one."""
+    kind = type(module)
+    base = torch.nn.Module
+    if (
+        kind._save_to_state_dict is base._save_to_state_dict
+        and kind.get_extra_state is base.get_extra_state
+    ):
+        return {}
+    saved: dict[str, Any] = {}
+    module._save_to_state_dict(saved, "", keep_vars=True)
+    held = module._parameters.keys() | module._buffers.keys()
+    return {name: value for name, value in saved.items() if name not in held}
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
     """Hooks of its ``forward`` that do not come from a library."""
     every = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return [hook for hook in every if package_of(hook) not in LIBRARIES]
+    return [hook for hook in every if not is_library(hook)]
 
 
-def settings() -> tuple[str, ...]:
-    """Return the settings of the process that change numbers."""
-    return (torch.get_float32_matmul_precision(),)
+def settings() -> dict[str, object]:
+    """What changes numbers and belongs to the process, or to the thread, as autocast does.
+
+    Cost: about 3 µs.
+    """
+    cuda: Any = torch.backends.cuda
+    cpu: Any = torch.backends.mkldnn
+    return {
+        # By backend: where they differ, torch.get_float32_matmul_precision raises.
+        "float32 precision": tuple(
+            "ieee" if each.matmul.fp32_precision == "none" else each.matmul.fp32_precision
+            for each in (cuda, cpu)
+        ),
+        "reduced precision": (
+            cuda.matmul.allow_fp16_reduced_precision_reduction,
+            cuda.matmul.allow_bf16_reduced_precision_reduction,
+            cuda.matmul.allow_fp16_accumulation,
+        ),
+        "attention kernels": (
+            cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ),
+        "autocast": tuple(
+            str(torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        ),
+    }  # fmt: skip
 
 
-def _recomputes(module: nn.Module) -> bool:
+def attention_of(config: Any) -> list[Any]:
+    """The functions that Transformers has registered under the names of a configuration."""
+    registered = []
+    for module, name in _REGISTERS:
+        register = getattr(sys.modules.get(module), name, None)
+        if register is not None:
+            key = getattr(config, "_attn_implementation", None)
+            registered.append(register.get(key) if isinstance(key, str) else None)
+    return registered
+
+
+def patchable(kinds: Iterable[type]) -> list[tuple[str, Any]]:
+    """Classes of libraries and modules of code that `patches_of` looks at, by name."""
+    bases = {base for kind in kinds for base in kind.__mro__ if package_of(base) in LIBRARIES}
+    names = {base.__module__ for base in bases if base.__module__.startswith(_MODEL_CODE)}
+    places: list[tuple[str, Any]] = [(_full_name(base), base) for base in bases]
+    places += [(name, sys.modules[name]) for name in names if name in sys.modules]
+    return [*places, ("torch.nn.functional", torch.nn.functional)]
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def patches_of(kinds: Iterable[type]) -> list[tuple[str, Any]]:
+    """Functions from elsewhere in the place of a library's: in classes, and beside them.
+
+    As ``LlamaMLP.forward = mine`` and ``modeling_llama.apply_rotary_pos_emb = mine``. Modules of
+    Transformers and PEFT that ``kinds`` come from are looked at, and ``torch.nn.functional``.
+    """
+    return sorted(
+        (
+            (f"{place}.{name}", value)
+            for place, holder in patchable(kinds)
+            for name, value in vars(holder).items()
+            if isinstance(value, types.FunctionType | functools.partial | types.MethodType)
+            and not is_library(value)
+            and package_of(value) not in sys.stdlib_module_names
+        ),
+        key=lambda patch: patch[0],
+    )
+
+
+def _recomputed(module: nn.Module) -> frozenset[str]:
+    """Names of tensors and attributes that ``module`` computes anew by the length of a text.
+
+    A table in use (``inv_freq``) is one of them only while it may be that of a long text: one that
+    was edited in its first state stays in use.
+    """
     kinds = module.__dict__.get("rope_type", "")
-    every = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return any(name in str(kind) for kind in every for name in _RECOMPUTED_ROPE)
+    every = kinds.items() if isinstance(kinds, dict) else [("", kinds)]
+    found: set[str] = set()
+    for layers, kind in every:
+        prefix = f"{layers}_" if layers else ""
+        table = f"{prefix}inv_freq"
+        if "longrope" in str(kind):  # written at each call
+            found |= {table, f"{prefix}long_inv_freq"}
+        elif "dynamic" in str(kind):
+            found |= {f"{prefix}max_seq_len_cached", "max_seq_len_cached"}
+            used = getattr(module, table, None)
+            first = getattr(module, f"{prefix}original_inv_freq", None)
+            held: dict[str, Any] = module.__dict__
+            longest = held.get(f"{prefix}max_seq_len_cached", held["max_seq_len_cached"])
+            if longest > held["original_max_seq_len"] or _equal(used, first):
+                found.add(table)
+    return frozenset(found)
 
 
-def _is_recomputed(name: str) -> bool:
-    return name.endswith(_RECOMPUTED) and not name.endswith("original_inv_freq")
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two tensors of any devices hold the same."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    return one is other or torch.equal(one.detach().cpu(), other.detach().cpu())
 
 
 def global_hooks() -> list[Any]:
@@ -190,7 +344,7 @@ def global_hooks() -> list[Any]:
         *torch_module._global_forward_pre_hooks.values(),
         *torch_module._global_forward_hooks.values(),
     )
-    return [hook for hook in every if package_of(hook) not in LIBRARIES]
+    return [hook for hook in every if not is_library(hook)]
 
 
 def _version_of(package: str) -> str:

@@ -40,14 +40,19 @@ class TensorDigests:
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], str] = {}
+        # What was read: as long as it is here, no other tensor can lie where it lies.
+        self._held: list[Tensor] = []
 
     def read(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Read ``(name, tensor)`` pairs, so that `of` needs not read them."""
+        """Read ``(name, tensor)`` pairs, so that `of` answers for each without reading."""
+        self._read_parts([part for name, tensor in tensors for part in _parts(name, tensor)])
+
+    def _read_parts(self, parts: Sequence[tuple[str, Tensor]]) -> None:
         found: dict[tuple[object, ...], tuple[str, Tensor]] = {}
-        for name, tensor in tensors:
-            for part_name, part in _parts(name, tensor):
-                found.setdefault(_key(part), (part_name, part))
+        for name, part in parts:
+            found.setdefault(_key(part), (name, part))
         new = {key: part for key, part in found.items() if key not in self._known}
+        self._held += [part for _, part in new.values()]
         with ThreadPoolExecutor(_THREADS) as threads:
             small = {key: part for key, part in new.items() if part[1].nbytes <= PIECE}
             digests = threads.map(lambda part: _digest(part[0], part[1], map), small.values())
@@ -65,7 +70,7 @@ class TensorDigests:
         """
         parts = list(_parts(name, tensor))
         if any(_key(part) not in self._known for _, part in parts):
-            self.read([(name, tensor)])
+            self._read_parts(parts)
         digests = [self._known[_key(part)] for _, part in parts]
         if len(parts) == 1 and parts[0][1] is tensor:
             return digests[0]
@@ -86,6 +91,17 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             f"the weights {name!r} are on no device (meta): load them, or take offloading off, "
             "before KV of this model is kept"
         )
+    elif tensor.is_quantized:
+        yield f"{name}.int_repr", tensor.int_repr()
+        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            measures = [
+                torch.tensor([tensor.q_scale(), tensor.q_zero_point()], dtype=torch.float64)
+            ]
+        else:
+            axis = torch.tensor(tensor.q_per_channel_axis())
+            measures = [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), axis]
+        for measure in measures:
+            yield f"{name}.scale", measure
     elif tensor.layout is not torch.strided:
         raise InvalidValue(
             f"the weights {name!r} are {tensor.layout}; only strided tensors can be identified"

@@ -1,16 +1,20 @@
 """Attributes, functions and classes as text: equal texts, equal behaviour, in every process.
 
-Plain values are written out. A function or class from `LIBRARIES` is written as its name, because
-the version of the library decides what it does. Any other function or class is written as its byte
-code, defaults and closures, so two classes of one name with different ``forward`` differ.
-An object of an unknown class is written as its class and its attributes. Globals that a function
-reads are not followed.
+Plain values are written out. Of functions and classes that come from `LIBRARIES`, the name is
+written, because their version decides what they do; of all others the byte code, the defaults and
+what their closures hold, so that a class of the same name with another ``forward`` is another one.
+An object of an unknown class is written as its class and its attributes. Of the globals that such
+a function reads, functions, classes, tensors and plain constants are followed.
+
+Where a function comes from is read off its globals: `functools.wraps` copies the name of another
+module into ``__module__``.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import sys
 import types
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,11 +24,13 @@ import torch
 from kvkeep.errors import require
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Container
+
     from kvkeep.store.identity.tensors import TensorDigests
 
 __all__ = [
-    "LIBRARIES", "NEUTRAL_CONFIG", "ValueWriter", "config_of", "is_config", "is_plain",
-    "package_of",
+    "LIBRARIES", "NEUTRAL_CONFIG", "ValueWriter", "config_of", "is_config", "is_library",
+    "is_plain", "package_of", "parts_of",
 ]  # fmt: skip
 
 LIBRARIES: Final = frozenset(
@@ -46,12 +52,70 @@ _PLAIN: Final = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device,
     enum.Enum,
 )  # fmt: skip
+_Constant = bool | int | float | complex | str | bytes | torch.dtype
 _DEPTH: Final = 6  # of objects in objects; deeper ones are named by their class
 
 
 def package_of(value: object) -> str:
     """The package that ``value``, a class or function, comes from."""
     return str(getattr(value, "__module__", None) or "builtins").partition(".")[0]
+
+
+def is_library(function: object) -> bool:
+    """Whether ``function``, and each function that it wraps, comes from one of `LIBRARIES`.
+
+    A ``functools.partial`` never does: it carries arguments of somebody's choice.
+    """
+    while function is not None:
+        if isinstance(function, functools.partial):
+            return False
+        if isinstance(function, types.MethodType):
+            function = function.__func__
+        if _home(function) not in LIBRARIES:
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def _home(value: object) -> str:
+    """The package whose code ``value`` runs, whatever name it was given."""
+    if isinstance(value, types.FunctionType):
+        return str(value.__globals__.get("__name__", "")).partition(".")[0]
+    return package_of(value)
+
+
+def parts_of(value: Any) -> list[Any] | None:
+    """What ``value`` is made of, where its behaviour depends on that; None for what has no parts.
+
+    Elements of containers, arguments of a partial function, closures and defaults of functions,
+    and attributes of objects from outside of `LIBRARIES`. Modules and tensors have none.
+    """
+    if isinstance(value, dict):
+        return [each for pair in value.items() for each in pair]
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.items()]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, types.FunctionType):
+        return _held_by(value)
+    if isinstance(value, (torch.Tensor, torch.nn.Module, type, *_PLAIN)):
+        return None
+    if is_config(value) or package_of(type(value)) in LIBRARIES or not hasattr(value, "__dict__"):
+        return None
+    return [each for pair in vars(value).items() for each in pair]
+
+
+def _held_by(function: types.FunctionType) -> list[Any]:
+    """Defaults and what the closure of ``function`` holds."""
+    parts: list[Any] = [function.__defaults__, function.__kwdefaults__]
+    for cell in function.__closure__ or ():
+        try:
+            parts.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            parts.append("empty cell")
+    return parts
 
 
 def is_plain(value: object) -> bool:
@@ -76,10 +140,19 @@ def config_of(config: Any) -> dict[str, Any]:
 class ValueWriter:
     """Writes values as text. Thread safety: none."""
 
-    def __init__(self, digests: TensorDigests) -> None:
+    def __init__(
+        self,
+        digests: TensorDigests,
+        inside: Container[int],
+        describe: Callable[[torch.nn.Module], str],
+    ) -> None:
         self._digests = digests
+        self._inside = inside  # ids of modules whose tree is described elsewhere
+        self._describe = describe  # of another module, such as one that a hook calls
         self._above: list[int] = []  # what is being written, for cycles
         self._depth = 0  # in objects of unknown classes
+        # Functions and classes that were written; each is kept alive by the model.
+        self._written: dict[int, str] = {}
 
     def write(self, value: object) -> str:
         """The text of ``value``."""
@@ -113,21 +186,29 @@ class ValueWriter:
         if isinstance(value, list | tuple):
             return "[" + ",".join(map(self.write, value)) + "]"
         if isinstance(value, type):
-            return self._class(value)
+            return self._once(value, self._class)
         if isinstance(value, functools.partial):
             return f"partial({self.write([value.func, value.args, value.keywords])})"
         if isinstance(value, types.MethodType):
             return f"method({self.write(value.__func__)} of {self.write(value.__self__)})"
         if isinstance(value, types.FunctionType):
-            return self._function(value)
+            return self._once(value, self._function)
         if isinstance(value, property | staticmethod | classmethod | functools.cached_property):
             parts = [getattr(value, name, None) for name in ("fget", "__func__", "func")]
             return f"{type(value).__name__}({self.write([part for part in parts if part])})"
         if is_config(value):
             return f"<{_name(type(value))} {self.write(config_of(value))}>"
         if isinstance(value, torch.nn.Module):
-            return f"<module {_name(type(value))}>"  # its tree stands elsewhere
+            if id(value) in self._inside:
+                return f"<module {_name(type(value))}>"
+            return f"<module {_name(type(value))} {self._describe(value)}>"
         return self._object(value)
+
+    def _once(self, value: Any, write: Callable[[Any], str]) -> str:
+        text = self._written.get(id(value))
+        if text is None:
+            text = self._written[id(value)] = write(value)
+        return text
 
     def _object(self, value: Any) -> str:
         """Class and attributes; of a library's object its class, and its name if it has one."""
@@ -157,17 +238,33 @@ class ValueWriter:
         return f"{_name(kind)}={_digest(self.write(bodies).encode('utf-8', 'surrogatepass'))}"
 
     def _function(self, function: types.FunctionType) -> str:
-        name = f"{function.__module__}.{function.__qualname__}"
-        if package_of(function) in LIBRARIES and "<locals>" not in name:
-            return name
-        parts: list[object] = [function.__defaults__, function.__kwdefaults__]
-        for cell in function.__closure__ or ():
-            try:
-                parts.append(cell.cell_contents)
-            except ValueError:  # not filled yet
-                parts.append("empty cell")
-        text = f"{_code(function.__code__)} {self.write(parts)}"
+        code = function.__code__
+        name = f"{function.__globals__.get('__name__', '')}.{code.co_qualname}"
+        if _home(function) in LIBRARIES:
+            # A version decides its code, and not what a decorator was given.
+            return f"{name}{self.write(_held_by(function))}" if "<locals>" in name else name
+        read = [
+            [each, function.__globals__[each]]
+            for each in sorted(_names(code))
+            if each in function.__globals__ and _decides(function.__globals__[each])
+        ]
+        text = f"{_code(code)} {self.write([_held_by(function), read])}"
         return f"{name}={_digest(text.encode('utf-8', 'surrogatepass'))}"
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names of globals and attributes in ``code`` and the functions in it."""
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _decides(value: object) -> bool:
+    """Whether a global can change what a function computes: no module, logger or cache can."""
+    if isinstance(value, types.FunctionType | type):
+        return _home(value) not in LIBRARIES and _home(value) not in sys.stdlib_module_names
+    if isinstance(value, tuple | frozenset):
+        return is_plain(value)
+    return isinstance(value, torch.Tensor | np.ndarray | _Constant)
 
 
 def _code(code: types.CodeType) -> str:

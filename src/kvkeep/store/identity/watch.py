@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from kvkeep.store.identity.modules import (
+    PlacedModule,
+    attention_of,
     attributes_of,
     global_hooks,
     hooks_of,
+    patchable,
+    patches_of,
     placed_modules,
     settings,
     tensors_of,
 )
-from kvkeep.store.identity.values import config_of, is_config, is_plain
+from kvkeep.store.identity.values import config_of, is_config, is_plain, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,33 +38,40 @@ SAMPLES: Final = 16
 """Bytes of each tensor that are compared, spread over all of it."""
 
 _MISSING: Final = object()
+_MOST_PARTS: Final = 1000  # of one value; what has more is compared as an object
 
 
 class ModelWatch:
     """A snapshot of ``root`` that can be compared with the model as it is now.
 
-    It notices: a replaced module, parameter, buffer, hook or class; a changed attribute or
-    configuration; a change to a tensor that PyTorch counts; a tensor with other memory; and a
-    change through ``tensor.data`` that reaches one of the `SAMPLES` bytes. It does not notice: a
-    change through ``tensor.data``, or in place by another library, that misses all of these bytes
-    (one row of an embedding); and code that is replaced in the globals of a Python module.
+    Noticed is another module, parameter, buffer, hook or class in any place, another attribute,
+    another configuration, every change to a tensor that PyTorch counts, a tensor whose memory is
+    another, and a change through ``tensor.data`` that reaches one of `SAMPLES` bytes. Not noticed
+    is a change through ``tensor.data`` (or by another library, in place) that misses all of them,
+    such as one row of an embedding, and code that is replaced in the globals of a module outside of
+    Transformers and PEFT. Of hooks, functions and objects that modules hold, what they are made of
+    is compared, too: closures, arguments, attributes, and the tensors and modules among these.
 
     The watch keeps the tensors alive: drop it together with the model. Thread safety: none.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        nodes = list(placed_modules(root))
+        nodes = _with_called(list(placed_modules(root)))
         self._modules = [_Module(node.path, node.module) for node in _once(nodes)]
         found: dict[int, tuple[str, Tensor]] = {}
         for node in nodes:
-            held = [*tensors_of(node.module), *attributes_of(node.module).items()]
-            for name, value in held:
-                if isinstance(value, torch.Tensor):
-                    found.setdefault(id(value), (f"{node.path}.{name}".lstrip("."), value))
+            for name, value in tensors_of(node.module):
+                found.setdefault(id(value), (f"{node.path}.{name}".lstrip("."), value))
+            for name, value in _values_of(node.module):
+                for part in _Parts(value).leaves:
+                    if isinstance(part, torch.Tensor):
+                        found.setdefault(id(part), (f"{node.path}.{name}".lstrip("."), part))
         self._tensors = [_Tensor.of(name, tensor) for name, tensor in found.values()]
         self._configs = _configs(node.module for node in nodes)
+        self._attention = [(config, attention_of(config)) for config, _ in self._configs]
         self._settings = settings()
         self._hooks = global_hooks()
+        self._code = _Code({type(node.module) for node in nodes})
         self._samples = _samples(self._tensors)
 
     def changed(self, *, samples: bool = True) -> str | None:
@@ -76,16 +87,28 @@ class ModelWatch:
         for tensor in self._tensors:
             if tensor.differs():
                 return f"the tensor {tensor.name!r} was written to, or its memory replaced"
-        for config, kept in self._configs:
-            if (name := _unlike(kept, config_of(config))) is not None:
-                return f"config.{name} was changed"
-        if self._settings != settings():
-            (was,), (now,) = self._settings, settings()
-            return f"torch's float32 matmul precision changed from {was!r} to {now!r}"
+        if (what := self._changed_around()) is not None:
+            return what
         if not _all_are(self._hooks, global_hooks()):
             return "the global forward hooks of torch were changed"
         if samples and not all(sample.equal() for sample in self._samples):
             return "some bytes of the weights were changed"
+        return None
+
+    def _changed_around(self) -> str | None:
+        """What changed of what is in no module: configurations, settings and code."""
+        for config, kept in self._configs:
+            if (name := _unlike(kept, config_of(config))) is not None:
+                return f"config.{name} was changed"
+        for config, functions in self._attention:
+            if not _all_are(functions, attention_of(config)):
+                return "another function is registered for the attention implementation"
+        now = settings()
+        if now != self._settings:
+            name = next(name for name, value in now.items() if value != self._settings[name])
+            return f"the setting of {name} was {self._settings[name]}, and is {now[name]}"
+        if (replaced := self._code.changed()) is not None:
+            return f"the code of {replaced} was replaced"
         return None
 
 
@@ -94,7 +117,7 @@ class _Module:
 
     __slots__ = (
         "_attributes", "_children", "_containers", "_empty", "_held", "_hooks", "_kind", "_module",
-        "_path", "_seen", "_tensors",
+        "_parts", "_path", "_seen", "_tensors",
     )  # fmt: skip
 
     def __init__(self, path: str, module: nn.Module) -> None:
@@ -110,6 +133,11 @@ class _Module:
             (name, value)
             for name, value in self._attributes.items()
             if isinstance(value, dict | list | set)
+        ]
+        self._parts = [
+            parts
+            for _, value in _values_of(module)
+            if not is_plain(value) and (parts := _Parts(value)).several
         ]
         self._note()
 
@@ -138,6 +166,8 @@ class _Module:
             return True
         if type(self._module) is not self._kind:
             return True
+        if self._parts and any(parts.differ() for parts in self._parts):
+            return True
         return any(now[name] != kept for name, kept in self._containers)
 
     def what(self) -> str | None:
@@ -153,9 +183,75 @@ class _Module:
         if modules != self._children:
             return f"a child module of {where} was replaced"
         if not _all_are(self._hooks, hooks_of(self._module)):
-            return f"the hooks of {where} were changed"
+            return f"{where} has other hooks"
+        if any(parts.differ() for parts in self._parts):
+            return f"{where} holds something that was changed: a hook, a function or an object"
         self._note()
         return None
+
+
+class _Parts:
+    """What a value is made of, down to tensors, modules, numbers and texts."""
+
+    __slots__ = ("_value", "leaves")
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+        self.leaves = _leaves_of(value)
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more to compare than the value as an object."""
+        return len(self.leaves) != 1 or self.leaves[0] is not self._value
+
+    def differ(self) -> bool:
+        now = _leaves_of(self._value)
+        return len(now) != len(self.leaves) or not all(
+            one is other or _same(one, other) for one, other in zip(now, self.leaves, strict=True)
+        )
+
+
+class _Code:
+    """The methods of classes, and the functions beside them, as they were: see `patches_of`."""
+
+    def __init__(self, kinds: set[type[nn.Module]]) -> None:
+        self._kinds = sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__))
+        own = {base for kind in kinds for base in kind.__mro__}
+        self._places: dict[int, Any] = {id(place): place for place in own}
+        self._places |= {id(place): place for _, place in patchable(kinds)}
+        self._patches = patches_of(kinds)
+        self._forward = [kind.forward for kind in self._kinds]
+        self._note()
+
+    def _note(self) -> None:
+        self._seen = [dict(vars(place)) for place in self._places.values()]
+
+    def changed(self) -> str | None:
+        """The name of what was replaced; None if nothing that decides a number."""
+        try:
+            if all(map(_equal_names, self._places.values(), self._seen)):
+                return None
+        except (RuntimeError, ValueError):  # tensors and arrays among class attributes
+            pass
+        for kind, forward in zip(self._kinds, self._forward, strict=True):
+            if kind.forward is not forward:
+                return f"{kind.__qualname__}.forward"
+        for place, seen in zip(self._places.values(), self._seen, strict=True):
+            if isinstance(place, type) and not place.__module__.startswith("torch."):
+                for name, value in vars(place).items():
+                    if callable(value) and seen.get(name, value) is not value:
+                        return f"{place.__qualname__}.{name}"
+        before = dict(self._patches)
+        now = dict(patches_of(self._kinds))
+        for name in before.keys() | now.keys():
+            if before.get(name) is not now.get(name):
+                return name
+        self._note()
+        return None
+
+
+def _equal_names(place: object, seen: dict[str, Any]) -> bool:
+    return vars(place) == seen
 
 
 class _Tensor(NamedTuple):
@@ -194,6 +290,54 @@ class _Sample:
     def _read(self) -> Tensor:
         with torch.inference_mode():
             return torch.cat(self._views)
+
+
+def _values_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """Attributes and hooks, by name."""
+    return [*attributes_of(module).items(), *(("hook", hook) for hook in hooks_of(module))]
+
+
+def _with_called(nodes: list[PlacedModule]) -> list[PlacedModule]:
+    """``nodes``, and modules outside of the tree that their hooks and attributes call."""
+    known = {id(node.module) for node in nodes}
+    waiting = [
+        *((node.path, value) for node in nodes for _, value in _values_of(node.module)),
+        *(("a hook of every module", hook) for hook in global_hooks()),
+    ]
+    found = list(nodes)
+    while waiting:
+        path, value = waiting.pop()
+        for part in _leaves_of(value):
+            if isinstance(part, torch.nn.Module) and id(part) not in known:
+                below = [
+                    PlacedModule(f"{path} › {node.path}", node.module)
+                    for node in placed_modules(part)
+                ]
+                known |= {id(node.module) for node in below}
+                found += below
+                waiting += [(n.path, each) for n in below for _, each in _values_of(n.module)]
+    return found
+
+
+def _leaves_of(value: object) -> list[Any]:
+    """What ``value`` is made of, in order: what has no parts, and the objects that have.
+
+    Cost: about 1 µs a part.
+    """
+    leaves: list[Any] = []
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        one = stack.pop()
+        parts = None if id(one) in seen else parts_of(one)
+        if parts is None or not isinstance(one, dict | list | tuple):
+            leaves.append(one)
+        if parts is not None:
+            seen.add(id(one))
+            stack += reversed(parts)
+        if len(leaves) + len(stack) > _MOST_PARTS:
+            return [value]
+    return leaves
 
 
 def _once(nodes: list[Any]) -> list[Any]:
