@@ -188,3 +188,21 @@ def test_looking_at_pins_looks_at_no_other(look: str) -> None:
         return steps(lambda: cache.unpin_node(top.id))
 
     flat(cost)
+
+
+# --- eviction --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_evicting_does_not_depend_on_what_is_stored_or_how_it_begins(alike: bool) -> None:
+    def cost(count: int) -> int:
+        cache = PagedCache(4 * count, SIZE)
+        for i in range(count):
+            with cache.open([0 if alike else i + 1, *range(i, i + 2 * SIZE)]) as sequence:
+                sequence.copies()
+                sequence.publish()
+        evict = steps(lambda: cache.evict(20))
+        cache.check()
+        return evict
+
+    flat(cost)

@@ -13,6 +13,7 @@ import pytest
 from kvkeep import Namespace
 from kvkeep.eviction import LRU
 from kvkeep.prefix import RadixIndex
+from kvkeep.prefix.pinned import Pinned
 from kvkeep.prefix.tree import _GROW_PAGES
 from kvkeep.tokens import as_tokens
 
@@ -47,7 +48,7 @@ class Store:
         self.next_page += new
         hold = self.index.insert(hold, self.symbols(tokens[start * self.size :]), pages, 0).hold
         if source is not None:
-            self.index.release(source)
+            self.index.release(source, used=False)
         if release:
             self.index.release(hold)
         return hold
@@ -164,6 +165,67 @@ def test_a_partial_hit_protects_one_page_more_not_the_run_behind_it(
     assert store.index.protects(store.index.match(store.symbols(prompt), SPACE)) == 0
 
 
+def cut(store: Store) -> tuple[Any, Any]:
+    """The holds of a prompt that begins like the stored one, whose first page it wants."""
+    hold, source = store.index.hold(store.index.match(store.symbols([1, 2, 9]), SPACE), SPACE)
+    assert store.runs() == [(0, 0, [0]), (1, 1, [1, 2])]
+    return hold, source
+
+
+def test_a_run_that_was_cut_for_a_hold_is_one_run_again(store: Store) -> None:
+    (before,) = (child for root in store.index._roots.values() for child in root.children.values())
+    hold, source = cut(store)
+    store.index.release(source, used=False)
+    assert store.runs() == [(0, 0, [0, 1, 2])]
+    assert store.index.keeps(before), "the end is the run that it was"
+    store.index.check([hold])
+    assert store.match(*range(1, 13)) == ([0, 1, 2], -1, 0)
+    assert store.match(1, 2, 9) == ([], 0, 2)
+    assert store.index.evict(2).tolist() == [1, 2], "and it still goes tail first"
+    store.index.check([hold])
+
+
+def test_a_run_stays_cut_where_its_parts_differ(store: Store) -> None:
+    def used(source: Any) -> list[Any]:
+        return [store.index.release(store.index.again(source))]
+
+    def held(source: Any) -> list[Any]:
+        return [store.index.again(source)]
+
+    def pinned(source: Any) -> list[Any]:
+        store.index.pin(source, Pinned())
+        return []
+
+    def branched(source: Any) -> list[Any]:
+        store.put([1, 2, 3, 4, 50, 60, 70, 80])
+        return []
+
+    def reused(source: Any) -> list[Any]:
+        return [store.index.hold(store.index.match(store.symbols([1, 2, 3, 4]), SPACE), SPACE)[0]]
+
+    for differ in (used, held, pinned, branched, reused):
+        store = Store()
+        store.put([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
+        hold, source = cut(store)
+        held_now = [one for one in differ(source) if one is not None]
+        store.index.release(source, used=False)
+        assert (0, 0, [0]) in store.runs(), differ.__name__
+        store.index.check([hold, *held_now])
+
+
+def test_prompts_that_begin_alike_by_chance_stay_one_run_each_and_go_in_order() -> None:
+    store = Store()
+    prompts = [[1, *range(100 * i, 100 * i + 11)] for i in range(1, 40)]
+    for prompt in prompts:
+        store.put(prompt)
+    assert sorted(pages for _, _, pages in store.runs()) == [
+        [3 * i, 3 * i + 1, 3 * i + 2] for i in range(len(prompts))
+    ]
+    assert not store.index.policy._queue._between, "no age belongs between others"  # type: ignore[attr-defined]
+    assert store.index.evict(30).tolist() == list(range(30))
+    store.index.check([])
+
+
 def test_what_protects_says_is_what_hold_takes(store: Store) -> None:
     store.put([1, 2, 3, 4, 5, 6, 70, 80, 90, 100, 110, 120])
     prompts = [[], [1], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7], list(range(1, 13)),
@@ -211,7 +273,7 @@ def test_a_run_that_others_stand_on_does_not_grow() -> None:
             other = [store.index.again(hold)]
         else:
             other = []
-            store.index.pin(hold)
+            store.index.pin(hold, Pinned())
         pinned = hold
         hold = grow(store, 2, hold, first=2000)
         assert [len(run.pages) for run in store.index.runs(SPACE)] == [2, 2], stand

@@ -261,7 +261,8 @@ class Core:
             if not on_page.claims:
                 del self._claimed[claim.copy.src]
             if claim.hold is not None:
-                self.index.release(claim.hold)
+                # No use of the source: what it has in common with the copy is the copy's from here.
+                self.index.release(claim.hold, used=False)
             self.pool.release([claim.copy.src])
 
     def now_stored(self, pages: PageArray, hold: Any, start: int) -> None:

@@ -31,6 +31,10 @@ class Forks:
     def __init__(self) -> None:
         self._groups: dict[int, dict[Sequence, None]] = {}
 
+    def __bool__(self) -> bool:
+        """Whether any sequences share an unpublished page."""
+        return bool(self._groups)
+
     def join(self, page: int, sequence: Sequence, other: Sequence) -> None:
         """``other`` was forked from ``sequence``, whose first unpublished page is ``page``."""
         self._groups.setdefault(page, {sequence: None})[other] = None

@@ -255,12 +255,11 @@ class PagedCache:
         """
         prompt = as_row(tokens)
         space = as_namespace(namespace)
-        extras = as_extras(extra, len(prompt))
+        extras = () if extra is None else as_extras(extra, len(prompt))
         core = self._core
         with core:
             match = self._find(prompt, space, extras)
-            self._check_range(prompt, match)
-            found = self._matched(match)
+            found = self._check_range(prompt, match)
             if match is None:
                 return CachedPrefix(0, EMPTY_PAGES)
             return CachedPrefix(found, match.pages.copy(), match.partial_page, match.partial_tokens)
@@ -268,19 +267,22 @@ class PagedCache:
     def _find(
         self, prompt: TokenArray, space: Namespace, extras: Extras
     ) -> PrefixMatch[Any] | None:
-        """What the index has of a prompt; `open` does it itself, for speed."""
+        """The longest match of a prompt in the index; `open` does it itself, for speed."""
         if not self.reuse:
             return None
         index = self._core.index
-        return index.match(index.encoder(space).lookup(index.marks.known(prompt, extras)), space)
+        row = index.marks.known(prompt, extras) if extras else prompt
+        return index.match(index.encoder(space).lookup(row), space)
 
-    def _check_range(self, prompt: TokenArray, match: PrefixMatch[Any] | None) -> None:
-        """Refuse negative ids; what equals stored tokens has none, unless marks are stored."""
-        check_range(prompt, 0 if len(self._core.marks) else self._matched(match))
+    def _check_range(self, prompt: TokenArray, match: PrefixMatch[Any] | None) -> int:
+        """Refuse negative ids, and return how many tokens the match covers.
 
-    def _matched(self, match: PrefixMatch[Any] | None) -> int:
-        """Tokens that a match covers."""
-        return 0 if match is None else len(match.pages) * self.page_size + match.partial_tokens
+        Tokens that equal stored ones are not negative, unless marks are stored: then all of the
+        prompt is checked.
+        """
+        found = 0 if match is None else len(match.pages) * self.page_size + match.partial_tokens
+        check_range(prompt, 0 if len(self._core.marks) else found)
+        return found
 
     # --- memory ------------------------------------------------------------------------------
 

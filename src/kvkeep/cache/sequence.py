@@ -365,13 +365,13 @@ class Sequence:
             self._hold, symbols, own, self.priority, known=known, owner=self._line
         )
         existing = inserted.existing
-        forks = core.forks.take(int(own[0]))
+        forks = core.forks.take(int(own[0])) if core.forks else ()
         self._hold = inserted.hold
         self._shared = stop
         new = own[len(existing) :]
-        size = core.page_size
-        row = self._tokens.values[(stop - len(new)) * size : stop * size]
         if len(new):
+            size = core.page_size
+            row = self._tokens.values[(stop - len(new)) * size : stop * size]
             core.pool.retain(new)
             core.marks.stored(new, row)
             core.now_stored(new, self._hold, stop - len(new))
@@ -387,7 +387,8 @@ class Sequence:
                 other._shared = other._opened_pages = start + sharing
                 other._exchange(start, own[:sharing], existing[:sharing])
                 other._drop_needless_claims()
-        core.forks.regroup(forks)
+        if forks:
+            core.forks.regroup(forks)
         if core.hooks and len(new):
             at = stop - len(new)
             parent = int(self._table.values[at - 1]) if at else -1
@@ -405,9 +406,10 @@ class Sequence:
 
     def _leave_forks(self) -> None:
         """Its first unpublished page, if it has one, is about to go from its table."""
-        page = self.first_unpublished
+        forks = self._core.forks
+        page = self.first_unpublished if forks else None
         if page is not None:
-            self._core.forks.leave(page, self)
+            forks.leave(page, self)
 
     def _exchange(self, start: int, own: PageArray, existing: PageArray) -> None:
         """Use ``existing`` pages in the place of ``own`` ones with the same content."""

@@ -66,7 +66,8 @@ class EvictionPolicy(ABC):
     """A victim may be worth keeping but for its tail, and `portion` says how much that is."""
     sized = True
     """What it keeps of an added entry depends on the size or depth of that, so the entry is taken
-    out and added again when it loses its front (`split`). False saves that, and keeps its place."""
+    out and added again when it loses its front (`split`) or gets it back, which no call announces:
+    the front goes, and all that was recorded of it. False saves that, and keeps its place."""
     taken = False
     """An index uses it: a policy orders the entries of one index, not of two."""
 

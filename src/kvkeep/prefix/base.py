@@ -210,7 +210,10 @@ class PrefixIndex(ABC, Generic[Hold]):
 
     @abstractmethod
     def release(self, hold: Hold, *, used: bool = True) -> None:
-        """End a hold; ``used`` counts as a use of its path."""
+        """End a hold; ``used`` counts as a use of its path.
+
+        After a hold that was no use, the index may join what it had cut for that hold.
+        """
 
     @abstractmethod
     def drop(self, hold: Hold, keep: int) -> PageArray:

@@ -122,6 +122,11 @@ class Owners:
                 upper.due = lower.due
                 upper.sleepers += 1
 
+    def rejoined(self, upper: Node) -> None:
+        """``upper`` goes: it is the front of the run behind it again, which has the same hints."""
+        if upper.owner is not None and not upper.died:
+            del upper.owner.nodes[upper]
+
     def resized(self, node: Node, pages: int) -> None:
         """``node`` has so many pages more than it had."""
         if node.died:

@@ -206,14 +206,16 @@ class RunTree(PrefixIndex[Node]):
             assert node.holders > 0, "released more often than held"
             node.holders -= 1
             if node.holders:
-                return
+                break
             if node.parent is None:
                 self._forget_if_empty(node)
-                return
+                break
             self.num_evictable += node.size
             if not node.children:
                 self._enter(node)
             node = node.parent
+        if not used and len(hold.children) == 1:
+            self._rejoin(hold)
 
     def shorten(self, hold: Node, pages: int) -> Node:
         """Move a hold back so that it covers the first ``pages`` pages."""
@@ -369,6 +371,45 @@ class RunTree(PrefixIndex[Node]):
         if requeued:
             self._enter(node)
         return upper
+
+    def _rejoin(self, upper: Node) -> None:
+        """Undo a split that was made for a hold, which ended and was no use: one run again.
+
+        Without this, most prompts that begin with the same token by chance would end up in two
+        runs each. It is done where nothing tells the two apart: no hold, pin, use or owner of the
+        front's own. A run that is longer than `_GROW_PAGES` then stays cut, which bounds the bytes
+        copied; its front is a small part of it.
+        """
+        parent = upper.parent
+        (lower,) = upper.children.values()
+        if (
+            parent is None
+            or upper.holders > bool(lower.holders)
+            or upper.spot is not None
+            or upper.hits
+            or upper.uses
+            or upper.last_used > lower.last_used
+            or upper.priority > lower.priority
+            or upper.owner is not lower.owner
+            or (upper.died, upper.due) != (lower.died, lower.due)
+            or upper.size + lower.size > _GROW_PAGES
+        ):
+            return
+        requeued = self.policy.sized and not (lower.children or lower.holders or lower.pins)
+        if requeued:
+            self._leave(lower)
+        if self.owners is not None:
+            self.owners.rejoined(upper)
+        lower.run = b"".join((upper.run, lower.run))
+        lower.key = upper.key
+        lower.pages = np.concatenate((upper.pages, lower.pages))
+        lower.size += upper.size
+        lower.depth = upper.depth
+        lower.parent = parent
+        parent.children[lower.key] = lower  # in the place of upper
+        upper.parent = None
+        if requeued:
+            self._enter(lower)
 
     # --- forgetting --------------------------------------------------------------------------
 
