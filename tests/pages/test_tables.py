@@ -63,3 +63,8 @@ def test_a_wrong_buffer_is_refused(out: Any, said: str) -> None:
 def test_the_pad_is_an_int32(pad: Any) -> None:
     with pytest.raises(InvalidValue, match="pad"):
         page_tables([], pad=pad)
+
+
+def test_one_row_alone_is_refused() -> None:
+    with pytest.raises(InvalidValue, match=r"page_tables\(\[sequence.pages\]\)"):
+        page_tables(np.arange(3, dtype=np.int32))

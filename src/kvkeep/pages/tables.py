@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -44,10 +45,15 @@ def page_tables(
     reads is always complete.
 
     Read the tables anew for each step: `Sequence.publish` may exchange pages anywhere in a table.
-    Raises `InvalidValue` for an ``out`` that is too small or of another type. Thread safety: as
+    Raises `InvalidValue` for a single row in place of several, and for an ``out`` that is too small
+    or of another type. Thread safety: as
     that of the sequences. Cost: one copy, about 0.5 µs a row and 0.1 ns a byte.
     """
     pad = whole("pad", pad, int(_INT32.min), int(_INT32.max))
+    if not all(isinstance(table, Sized) for table in tables):
+        raise InvalidValue(
+            "tables are rows of page ids, got a single row; write page_tables([sequence.pages])"
+        )
     lengths = np.fromiter(map(len, tables), np.int32, len(tables))
     width = int(lengths.max(initial=0))
     if out is None:

@@ -246,7 +246,7 @@ class Tier:
             unlike, same_model = found
             _LOG.log(
                 logging.WARNING if same_model else logging.INFO,
-                "tier %s: blocks of others lie in %s and none of this store; of the nearest, %s",
+                "tier %s: %s holds blocks, but none of this store; of those nearest to it, the %s",
                 self.name, self.backend.describe(), ", ".join(unlike),
             )  # fmt: skip
 

@@ -1094,7 +1094,8 @@ class TieredStore:
 
     def check(self) -> None:
         """Recount; for when nothing is on its way. An AssertionError is a fault of kvkeep."""
-        self.front.check()
+        if not self._closed:  # its memory has been given back
+            self.front.check()
         for tier in self.tiers:
             tier.catalogue.check()
 
