@@ -197,11 +197,6 @@ class PagedModel:
         self.events = []
         self.held_before = self.held(without=closing)
         self.soft_before = self.soft_pinned()
-        self.claims_before = {
-            claim: self.naive.path(claim.copy.src)
-            for claim in self.claims()
-            if claim.hold is not None
-        }
         self.pins_before = [p for p in self.pins if p.pin.active]
 
     def unchanged(self) -> object:
@@ -219,10 +214,6 @@ class PagedModel:
     def end(self) -> None:
         """After a step: follow what it did, scribble over free pages, look at everything."""
         self._follow_events()
-        claims = set(self.claims())
-        for claim, path in self.claims_before.items():
-            if claim not in claims:
-                self.touch(path)
         for pinned in self.pins_before:
             if pinned.hard and not pinned.pin.active:
                 self.touch(pinned.path)

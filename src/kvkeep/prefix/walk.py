@@ -29,7 +29,8 @@ class Walk:
     ``columns`` are the fields of nodes that are noted in passing. Between two steps the tree may
     change: what is evicted meanwhile is known to be gone if it was not looked at yet, what is
     stored meanwhile may be missing, and of a run that is split meanwhile the new front is. A front
-    that is joined again with its end may be counted twice. Without such changes, or with a single step, all is as it is.
+    that is joined again with its end may be counted twice. Without such changes, or with a single
+    step, all is as it is.
 
     Thread safety: `step` and `find` run under the cache's lock, all else anywhere. It keeps the
     nodes that it saw alive: let go of it soon. Cost: about 1 µs a node, as memory goes.
