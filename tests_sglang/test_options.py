@@ -36,7 +36,7 @@ def test_what_sglang_reads_itself_is_not_ours() -> None:
         ({"save_timeout": True}, "save_timeout is True"),
         ({"flush_timeout": float("nan")}, "flush_timeout is nan"),
         ({"flush_timeout": 1e300}, "flush_timeout is 1e.300"),
-        ({"save_timeout": 10**400}, "save_timeout is 10000"),
+        ({"save_timeout": 10**400}, "save_timeout is a whole number of 1329 bits"),
         ({"threads": 0}, "threads is 0"),
         ({"threads": 2.5}, "threads is 2.5"),
     ],
