@@ -102,7 +102,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Backen
 def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[tuple[int, str]]]]:
     with caplog.at_level(logging.INFO, "kvkeep.tiers"):
         yield lambda: [
-            (one.levelno, one.getMessage()) for one in caplog.records if "none of this store" in one.msg
+            (one.levelno, one.getMessage())
+            for one in caplog.records
+            if "none of this store" in one.msg
         ]
 
 
