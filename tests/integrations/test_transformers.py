@@ -525,6 +525,44 @@ def test_a_live_model_that_changes_is_noticed_at_the_next_call(change):
             KeptModel(model, store=kept.store)
 
 
+def scaled(model):
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):  # attention has a number so named
+            module.scaling["one"] = 7.0
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # two adapters are meant
+@pytest.mark.filterwarnings("ignore:Adapter one was active")  # and one that is used is deleted
+@pytest.mark.parametrize(
+    "change",
+    [
+        scaled,
+        lambda model: model.disable_adapters(),
+        lambda model: model.set_adapter("two"),
+        lambda model: model.delete_adapter("one"),
+        lambda model: model.get_parameter(
+            "model.layers.0.self_attn.k_proj.lora_B.one.weight"
+        ).data.mul_(2),
+    ],
+    ids=["scaling", "disabled", "another", "deleted", "weights"],
+)
+def test_adapters_that_change_are_noticed_at_the_next_call(change):
+    peft = pytest.importorskip("peft")
+    model = build()
+    for name in ("two", "one"):
+        how = peft.LoraConfig(r=4, target_modules=["k_proj"], init_lora_weights=False)
+        model.add_adapter(how, name)
+    model.set_adapter("one")
+    model.eval()
+    with KeptModel(model, tiers=["memory://16MiB"], block_tokens=BLOCK) as kept:
+        kept.generate(prompt(40), max_new_tokens=1)
+        kept.generate(prompt(40), max_new_tokens=1)
+        assert kept.last.loaded == 39
+        change(model)
+        with pytest.raises(IllegalStep, match=r"the model was changed.*make another one"):
+            kept.generate(prompt(40), max_new_tokens=1)
+
+
 def test_a_model_that_is_as_it_was_goes_on():
     """What it looks like is compared at each call, and what it is where that is another."""
     model = build()
