@@ -71,6 +71,14 @@ def on_pin(do: Callable[[Pin], object], stage: Stage) -> None:
     stage.cache.unpin(pin)
 
 
+def remove(stage: Stage) -> None:
+    """Of a prompt that begins as no other does: all that begins alike goes with it."""
+    own = [1000 + token for token in stage.prompt[2:]] * 2
+    with stage.cache.open(own) as sequence:
+        sequence.publish()
+    stage.cache.remove(own)
+
+
 def subscribe(stage: Stage) -> None:
     stage.cache.subscribe(lambda event: None)()
 
@@ -97,6 +105,8 @@ ARGUMENTS: dict[str, Callable[[Stage], object]] = {
     "PagedCache.match": lambda stage: stage.cache.match(stage.prompt),
     "PagedCache.evict": lambda stage: stage.cache.evict(1),
     "PagedCache.clear": lambda stage: stage.cache.clear("nobody's"),
+    "PagedCache.remove": remove,
+    "PagedCache.bind": lambda stage: stage.cache.bind(stage.cache),
     "PagedCache.pin": unpin,
     "PagedCache.unpin": unpin,
     "PagedCache.pin_node": pin_node,

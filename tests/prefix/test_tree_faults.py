@@ -40,16 +40,18 @@ def test_a_pin_whose_last_run_went_keeps_what_is_left(prefix: str) -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "priority"])
 def test_a_run_that_loses_its_front_keeps_its_place(policy: str) -> None:
-    """Prompts that begin alike in the middle of a page cut the runs they copy from.
+    """Prompts that part behind the first page of others cut their runs there.
 
     The ends of those runs are as old as before: they need no place between others in the queue.
     """
     cache = PagedCache(1000, 4, eviction=policy)
-    for i in range(100):
-        with cache.open([7, *range(10 * i, 10 * i + 7)]) as sequence:
-            sequence.copies()
-            sequence.publish()
-    assert sum(1 for _ in cache.runs()) > 140
+    for end in (0, 50):
+        for i in range(100):
+            front = [7, *range(10 * i, 10 * i + 3)]
+            with cache.open([*front, *range(10 * i + end, 10 * i + end + 4)]) as sequence:
+                sequence.copies()
+                sequence.publish()
+    assert sum(1 for _ in cache.runs()) == 300
     orders = cache._core.index.policy
     assert isinstance(orders, QueuePolicy | LevelPolicy)
     queues = [orders._queue] if isinstance(orders, QueuePolicy) else [*orders._queues.values()]

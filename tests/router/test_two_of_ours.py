@@ -222,7 +222,6 @@ def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
             ["--instances", "http://a", "--body-budget", "1MiB"],
             "body_budget_bytes is 1048576",
         ),
-        (["--instances", "http://a", "--body-budget", "much"], "'much' is no amount of memory"),
         *(
             (["--instances", "http://a", option, "nan"], f"{option} is a number of seconds above 0")
             for option in (
@@ -237,7 +236,7 @@ def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
         ),
         (
             ["--instances", "http://a", "--host", "nowhere.invalid"],
-            "there is no host 'nowhere.invalid'",
+            "cannot resolve the host 'nowhere.invalid'",
         ),
     ],
 )
@@ -246,6 +245,13 @@ def test_wrong_input_is_one_line(arguments, said, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"kvkeep: error: {said}")
     assert error.count("\n") == 1
+
+
+def test_an_amount_that_is_none_is_refused_with_its_option(capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(["route", "--instances", "http://a", "--body-budget", "much"])
+    assert refused.value.code == 2
+    assert "--body-budget: 'much' is no amount of memory" in capsys.readouterr().err
 
 
 def test_serve_needs_events_for_a_replay(capsys):

@@ -33,6 +33,7 @@ def tier(name, **more):
     return TierStats(
         name=name, place="x", codec="raw", blocks=3, used_bytes=10, capacity=100, pinned_bytes=1,
         queued_bytes=2, breaker="closed", breaker_opened=1, counters=Counters(hits=5).as_dict(),
+        breakers={"read": "closed"},
     ).as_dict() | more  # fmt: skip
 
 

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from kvkeep.engine.runner import Runner
     from kvkeep.engine.text import Tokenizer
     from kvkeep.keys import NamespaceLike
-    from kvkeep.store import KVStore
-    from kvkeep.tiers import Removed
+    from kvkeep.store import KVStore, Removed
     from kvkeep.tokens import TokenArray, TokensLike
 
 __all__ = ["Engine"]

@@ -20,7 +20,7 @@ from kvkeep.engine.observe import LoadReport, Watch
 from kvkeep.engine.writes import Writes
 from kvkeep.errors import IllegalStep, InvalidValue
 from kvkeep.keys import Namespace
-from kvkeep.tiers import Removed
+from kvkeep.store import Removed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
     from kvkeep.http.connections import Connections, GuardedProtocol
 
-__all__ = ["Acceptor"]
+__all__ = ["BACKLOG", "Acceptor"]
 
-_BACKLOG = 2048
+BACKLOG = 2048
+"""Connections that the system keeps until they are accepted."""
 _AT_ONCE = 16
 """Fewer than the files in reserve: a connection that is displaced is closed a moment later."""
 _PAUSE_S = 0.1
@@ -53,8 +54,7 @@ class Acceptor:
         self._paused: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Listen. Raises `OSError` where that cannot be."""
-        self._bound.listen(_BACKLOG)
+        """Accept from now on; the socket listens already."""
         self._bound.setblocking(False)
         self._loop.add_reader(self._bound.fileno(), self._accept)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from kvkeep.errors import InvalidValue
-from kvkeep.http.accepting import Acceptor
+from kvkeep.http.accepting import BACKLOG, Acceptor
 from kvkeep.http.connections import ConnectionLimits, Connections, GuardedProtocol
 from kvkeep.http.files import connections_for
 
@@ -51,6 +51,8 @@ class GuardedServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, with an accept loop of our own."""
         assert sockets, "a guarded server is given the sockets to listen on"
+        for bound in sockets:  # first: whoever sees that it has started may connect at once
+            bound.listen(BACKLOG)
         await super().startup([])  # the application's, and no accept loop of asyncio's
         if not self.started:
             return
