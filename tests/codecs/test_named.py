@@ -30,7 +30,7 @@ def test_what_a_number_says_is_what_was_made(name):
         assert (found.name, found.number) == (made.name, made.number)
 
 
-@pytest.mark.parametrize("number", [-1, 4, 63, 68, 128, 255, 2**31])
+@pytest.mark.parametrize("number", [-1, 4, 63, 68, 127, 132, 255, 2**31])
 def test_numbers_that_nobody_has(number):
     assert codec_of(number, LLAMA, KEY) is None
 
