@@ -15,9 +15,10 @@ import pytest
 from serving import Served
 
 from kvkeep.feed import EventReader, Source
+from kvkeep.http import bind
 from kvkeep.models import bundled_model
 from kvkeep.router import CostModel, PrefixRouter
-from kvkeep.router.listening import Server, bind
+from kvkeep.router.listening import Server
 from kvkeep.router.proxy import create_proxy
 from kvkeep.router.upstreams import Upstreams
 
