@@ -58,11 +58,16 @@ class Acceptor:
         self._bound.setblocking(False)
         self._loop.add_reader(self._bound.fileno(), self._accept)
 
-    def close(self) -> None:
-        """Accept no more; the socket stays its owner's."""
+    async def close(self) -> None:
+        """Accept no more, and wait until what was accepted is open; the socket stays its owner's.
+
+        A connection that opens later would be in nobody's list, and stay open.
+        """
         if self._paused is not None:
             self._paused.cancel()
         self._loop.remove_reader(self._bound.fileno())
+        if self._opening:
+            await asyncio.wait(self._opening)
 
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):

@@ -71,7 +71,7 @@ class GuardedServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more, and wait for what runs."""
         for acceptor in self._acceptors:
-            acceptor.close()
+            await acceptor.close()
         await super().shutdown(sockets)
 
 
