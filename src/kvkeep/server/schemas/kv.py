@@ -5,15 +5,11 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from kvkeep.server.schemas.base import Answer, Question, wrong
-from kvkeep.server.schemas.chat import Messages
-from kvkeep.server.schemas.completions import Token
+from kvkeep.server.schemas.prompt import PromptQuestion
 
 __all__ = ["ClearAnswer", "ClearQuestion", "HealthAnswer", "Hidden", "KVStats", "KVTree",
            "MemoryPoint", "RemoveAnswer", "RemoveQuestion", "Run",
            "SessionAnswer", "SessionQuestion", "Space", "TierFreed"]  # fmt: skip
-
-
-_Text = Annotated[str, Field(min_length=1)]
 
 
 class MemoryPoint(Answer):
@@ -98,7 +94,7 @@ class ClearAnswer(Answer):
     tiers: list[TierFreed] = Field(description="Fastest first; empty for a server without tiers.")
 
 
-class RemoveQuestion(Question):
+class RemoveQuestion(PromptQuestion):
     """The prompt whose KV is to go: a text, tokens, or a conversation."""
 
     model_config = ConfigDict(
@@ -110,20 +106,6 @@ class RemoveQuestion(Question):
             ]
         }
     )
-
-    prompt: _Text | Annotated[list[Token], Field(min_length=1, fail_fast=True)] | None = Field(
-        default=None, description="Text or token ids, as /v1/completions takes it."
-    )
-    messages: Messages | None = Field(
-        default=None, description="A conversation, as /v1/chat/completions takes it."
-    )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-
-    @model_validator(mode="after")
-    def _one_of_them(self) -> "RemoveQuestion":
-        if (self.prompt is None) == (self.messages is None):
-            raise wrong("prompt", "or messages is needed, one of the two")
-        return self
 
 
 class RemoveAnswer(Answer):

@@ -1,12 +1,11 @@
 """``/kv/explain``, ``/kv/requests``, ``/kv/summary``, ``/kv/live``: what is asked and answered."""
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from kvkeep.server.schemas.base import Answer, Question, wrong
-from kvkeep.server.schemas.chat import Messages
-from kvkeep.server.schemas.completions import Token
+from kvkeep.server.schemas.base import Answer
+from kvkeep.server.schemas.prompt import PromptQuestion
 
 __all__ = [
     "CauseAnswer", "DivergedText", "ExplainQuestion", "ExplanationAnswer", "LiveAnswer",
@@ -14,13 +13,12 @@ __all__ = [
     "LiveTtft", "RequestsAnswer", "SeenRequest", "SpanAnswer", "SummaryAnswer",
 ]  # fmt: skip
 
-_Text = Annotated[str, Field(min_length=1)]
 _REUSED = "Tokens by where they came from: pool, or the name of a tier."
 _COMPUTED = "Tokens by the reason why they were computed."
 _SALT = "The cache_salt; empty for requests without one."
 
 
-class ExplainQuestion(Question):
+class ExplainQuestion(PromptQuestion):
     """A prompt or a conversation; one of the two."""
 
     model_config = ConfigDict(
@@ -31,20 +29,6 @@ class ExplainQuestion(Question):
             ]
         }
     )
-
-    prompt: _Text | Annotated[list[Token], Field(min_length=1, fail_fast=True)] | None = Field(
-        default=None, description="Text or token ids, as /v1/completions takes it."
-    )
-    messages: Messages | None = Field(
-        default=None, description="A conversation, as /v1/chat/completions takes it."
-    )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-
-    @model_validator(mode="after")
-    def _one_of_them(self) -> "ExplainQuestion":
-        if (self.prompt is None) == (self.messages is None):
-            raise wrong("prompt", "or messages is needed, one of the two")
-        return self
 
 
 class SpanAnswer(Answer):
