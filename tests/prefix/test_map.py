@@ -52,6 +52,20 @@ class Tree:
             index.release(hold)
         return hold
 
+    def probe(self, tokens: Iterable[int], space: int = 0) -> Node:
+        """A hold as far as these tokens are stored: within a run it cuts that in two."""
+        index, name = self.index, SPACES[space]
+        row = as_tokens(list(tokens))
+        found = index.match(index.encoder(name).lookup(row), name)
+        hold, source = index.hold(found, name, used=False)
+        if source is not None:
+            index.release(source, used=False)
+        return hold
+
+    def unprobe(self, hold: Node) -> None:
+        """The hold was no use: what it cut in two is one run again."""
+        self.index.release(hold, used=False)
+
     def roots(self) -> list[Node]:
         return list(self.index._roots.values())
 
@@ -222,10 +236,49 @@ def test_what_goes_between_two_steps_counts_for_nothing():
     assert len(survey.largest(9)) == 4
 
 
-@given(prompts, prompts, st.integers(1, 4), st.lists(st.integers(0, 2), max_size=30))
+@pytest.mark.parametrize("looked_at", [1, 2, 3], ids=["before", "front", "both"])
+def test_a_front_that_is_joined_again_counts_once(looked_at):
+    tree = Tree()
+    tree.put([1, 1, 2, 2, 3, 3])
+    hold = tree.probe([1, 1])
+    assert len(tree.nodes()) == 2
+    walk = tree.index.walk(Survey.COLUMNS)
+    walk.step(1)
+    for _ in range(looked_at - 1):
+        walk.step(1)
+    tree.unprobe(hold)
+    assert len(tree.nodes()) == 1
+    while not walk.done:
+        walk.step(1)
+    survey = Survey(walk)
+    assert survey.below_pages[0] == 3
+    assert not survey.gone.any()
+    rows = survey.largest(9)
+    assert rows.tolist() == list(range(len(survey.nodes)))
+
+
+def test_a_top_that_is_joined_again_is_gone():
+    tree = Tree()
+    tree.put([1, 1, 2, 2, 3, 3])
+    hold = tree.probe([1, 1])
+    walk = tree.index.walk(Survey.COLUMNS, tree.nodes()[0])
+    tree.unprobe(hold)
+    while not walk.done:
+        walk.step(1)
+    assert Survey(walk).gone[0]
+
+
+@given(
+    prompts, prompts, st.integers(1, 4), st.lists(st.integers(0, 2), max_size=30),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), max_size=8),
+)  # fmt: skip
 @settings(max_examples=150, deadline=None)
-def test_any_change_between_steps_leaves_sums_that_fit_together(asked, later, step, evicted):
+def test_any_change_between_steps_leaves_sums_that_fit_together(asked, later, step, evicted, cuts):
     tree = grown(asked)
+    holds = [
+        tree.probe(asked[which % len(asked)][0][:count], asked[which % len(asked)][1])
+        for which, count in cuts
+    ]
     walk = tree.index.walk({*Survey.COLUMNS, *Finding.COLUMNS})
     coming = iter(later)
     going = iter(evicted)
@@ -235,6 +288,8 @@ def test_any_change_between_steps_leaves_sums_that_fit_together(asked, later, st
         for tokens, space in [next(coming, ([], 0))]:
             if tokens:
                 tree.put(tokens, space)
+        if holds:
+            tree.unprobe(holds.pop())
     survey = Survey(walk)
     assert survey.below_pages[survey.parents < 0].sum() == survey.sizes.sum()
     assert (survey.below_pages >= survey.sizes).all()
