@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import warm
+from warm import PYTHON
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -25,8 +26,8 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("where", "code"), blocks("python"), ids=lambda value: value[:24])
 def test_python_blocks_run_as_pasted(where: str, code: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+    done = warm.run(
+        [*PYTHON, "-c", code],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -40,8 +41,8 @@ def test_python_blocks_run_as_pasted(where: str, code: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_examples_run(example: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(example)],
+    done = warm.run(
+        [*PYTHON, str(example)],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+import warm
+from warm import KVKEEP
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -60,8 +63,8 @@ def asked(url: str, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvkeep", *words],
+    done = warm.run(
+        [*KVKEEP, *words],
         capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"COLUMNS": "80"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

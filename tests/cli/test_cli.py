@@ -7,13 +7,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
 
+import warm
 from kvkeep.cli import main
+from warm import KVKEEP, PYTHON
 
-KVKEEP = [sys.executable, "-W", "error", "-m", "kvkeep"]
 LLAMA = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -26,10 +26,11 @@ LLAMA = {
 }
 
 
-def run(*arguments, code=None, **how):
-    command = KVKEEP if code is None else [sys.executable, "-W", "error", "-c", code]
-    command = [*command, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **how)
+def run(*arguments, code=None, warmed=True):
+    """A process that runs the command, or ``code`` in a new one."""
+    command = [*(KVKEEP if code is None else (*PYTHON, "-c", code)), *map(str, arguments)]
+    start = warm.run if code is None and warmed else subprocess.run
+    return start(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def assert_one_clear_line(done, *words):
@@ -213,7 +214,7 @@ def generate_json(capsys, *arguments):
 
 @pytest.mark.model
 def test_generate_prints_the_text_and_says_what_it_took():
-    done = run(*ASK)
+    done = run(*ASK, warmed=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     (figures,) = done.stderr.splitlines()
@@ -279,9 +280,7 @@ def test_a_stop_text_ends(capsys):
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_an_interrupt_ends_without_a_traceback(endless):
     command = [*KVKEEP, *ENDLESS, "--model", str(endless)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.read(1)  # it generates
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
@@ -292,9 +291,7 @@ def test_an_interrupt_ends_without_a_traceback(endless):
 @pytest.mark.skipif(os.name != "posix", reason="pipes")
 def test_a_reader_that_goes_away_is_no_traceback(endless):
     command = [*KVKEEP, *ENDLESS, "--model", str(endless)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.read(1)
         process.stdout.close()
         err = process.stderr.read()
@@ -308,9 +305,7 @@ def test_on_a_terminal_progress_is_shown():
     import pty
 
     ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [*KVKEEP, *ASK, "--json"], stdout=subprocess.PIPE, stderr=theirs
-    ) as process:
+    with warm.Popen([*KVKEEP, *ASK, "--json"], stdout=subprocess.PIPE, stderr=theirs) as process:
         os.close(theirs)
         shown = b""
         with contextlib.suppress(OSError):  # a terminal that nobody has open any more

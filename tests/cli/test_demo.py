@@ -10,17 +10,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 
 import pytest
 
+import warm
 from kvkeep.cli import demo, main
+from warm import KVKEEP
 
 pytestmark = pytest.mark.model
-
-KVKEEP = [sys.executable, "-W", "error", "-m", "kvkeep"]
-
 
 OTHERS: set[threading.Thread] = set()
 
@@ -183,9 +181,7 @@ def test_what_the_service_refuses_is_one_line(short, capsys):
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
 def test_a_signal_ends_it_and_nothing_is_left(sent, code):
     command = [*KVKEEP, "demo", "--max-tokens", "1000"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         url = url_in(process.stdout.readline())  # it serves, and asks
         process.send_signal(sent)
         _, err = process.communicate(timeout=30)

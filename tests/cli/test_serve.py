@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+import warm
 from kvkeep.cli import main
+from warm import KVKEEP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +31,6 @@ pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals"),
 ]
 
-KVKEEP = [sys.executable, "-m", "kvkeep"]
 SMALL = ["--port", "0", "--memory", "64MiB"]
 KEY = "a-long-secret"
 ENDLESS = {"prompt": "Return a copy", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}
@@ -38,7 +39,7 @@ ENDLESS = {"prompt": "Return a copy", "max_tokens": 8000, "ignore_eos": True, "t
 @contextmanager
 def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen, str, str]]:
     """The process, its address, and the curl that it prints."""
-    with tempfile.TemporaryDirectory() as cache, subprocess.Popen(
+    with tempfile.TemporaryDirectory() as cache, warm.Popen(
         [*KVKEEP, "serve", *SMALL, *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache, **environment},

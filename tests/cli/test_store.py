@@ -8,12 +8,12 @@ import pty
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import warm
 from kvkeep.backends import TierURL
 from kvkeep.backends.buffers import aligned
 from kvkeep.backends.disk import DiskBackend
@@ -22,12 +22,12 @@ from kvkeep.cli.store_look import codec_name
 from kvkeep.cli.store_place import age
 from kvkeep.tiers import open_backend
 from kvkeep.tiers.record import HEADER_BYTES, seal
+from warm import KVKEEP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-KVKEEP = [sys.executable, "-W", "error", "-m", "kvkeep"]
 DAY = 86_400
 A, B = b"\xa0" * 16, b"\xa1" + b"\xb0" * 15
 PAYLOAD = 70_000
@@ -341,7 +341,7 @@ def on_terminal(arguments: list[str], typed: str) -> subprocess.CompletedProcess
     ours, theirs = pty.openpty()
     try:
         os.write(ours, typed.encode())
-        process = subprocess.Popen(
+        process = warm.Popen(
             [*KVKEEP, *arguments], stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, text=True
         )
         out, _ = process.communicate(timeout=60)
@@ -363,7 +363,7 @@ def test_rm_asks(typed: str, place: Path, url: str) -> None:
 
 
 def test_nobody_to_ask(place: Path, url: str) -> None:
-    done = subprocess.run(
+    done = warm.run(
         [*KVKEEP, "store", "rm", url, "--all"],
         input="y\n", capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip

@@ -8,7 +8,6 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -20,10 +19,12 @@ from hypothesis import strategies as st
 from said_live import live, request, summary
 from told_server import failure, told
 
+import warm
 from kvkeep.cli import main
 from kvkeep.cli.top_sections import main_reason
 from kvkeep.cli.top_view import draw
 from kvkeep.cli.watch import Picture, entries
+from warm import KVKEEP
 
 AT = 1_790_000_000.0
 OFF = (404, failure("this server explains nothing", "explain_off"))
@@ -194,10 +195,10 @@ def test_json_is_an_object_a_line(capsys):
 
 
 def test_json_goes_on_while_the_server_is_gone():
-    command = [sys.executable, "-m", "kvkeep", "top", "--json", "--interval", "0.1"]
+    command = [*KVKEEP, "top", "--json", "--interval", "0.1"]
     with told(answers()) as server:
         url, port = server.url, server.server_address[1]
-        process = subprocess.Popen([*command, url], stdout=subprocess.PIPE, text=True)
+        process = warm.Popen([*command, url], stdout=subprocess.PIPE, text=True)
         assert "live" in json.loads(process.stdout.readline())
     try:
         while "error" not in (said := json.loads(process.stdout.readline())):
@@ -258,8 +259,8 @@ def terminal(url, *arguments, columns=80, rows=24):
     environment = {**os.environ, "TERM": "xterm-256color"}
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
         environment.pop(name, None)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvkeep", "top", url, "--interval", "0.1", *arguments],
+    process = warm.Popen(
+        [*KVKEEP, "top", url, "--interval", "0.1", *arguments],
         stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
     )  # fmt: skip
     written = []

@@ -14,10 +14,12 @@ import pytest
 from said_live import live, request, summary
 from told_server import failure, told
 
+import warm
 from kvkeep.cli import main
 from kvkeep.cli.client import Address, Client, Gone, Refused
 from kvkeep.cli.watch import Watcher, entries, number, text, tokens_by, whole
 from kvkeep.errors import InvalidValue
+from warm import KVKEEP
 
 ANSWERS = {"/kv/live": live, "/kv/requests": {"requests": [request()]}, "/kv/summary": summary}
 
@@ -301,11 +303,9 @@ def test_nothing_heavy_is_imported_to_watch():
 
 
 def test_a_reader_that_hangs_up_is_no_server_that_is_gone():
-    command = [sys.executable, "-m", "kvkeep", "top", "--json", "--interval", "0.1"]
+    command = [*KVKEEP, "top", "--json", "--interval", "0.1"]
     with told(ANSWERS) as server:
-        process = subprocess.Popen(
-            [*command, server.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        process = warm.Popen([*command, server.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()

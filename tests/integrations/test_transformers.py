@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,11 +11,13 @@ from random_models import BLOCK, FAMILIES, build, computed, prompt
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
+import warm
 from kvkeep.errors import IllegalStep, InvalidValue, UnsupportedModel
 from kvkeep.geometry import KVGeometry
 from kvkeep.integrations.transformers import KeptModel, revision_of
 from kvkeep.models import bundled_model
 from kvkeep.store import KVStore
+from warm import PYTHON
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -362,8 +362,8 @@ print(kept.last.loaded, *text[0].tolist())
 
 
 def run_again(url):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", AGAIN, url],
+    done = warm.run(
+        [*PYTHON, "-c", AGAIN, url],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

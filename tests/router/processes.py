@@ -6,13 +6,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from contextlib import ExitStack
 
 import httpx
 
-KVKEEP = [sys.executable, "-m", "kvkeep"]
+import warm
+from warm import KVKEEP
 
 
 def free_ports(count: int) -> list[int]:
@@ -26,7 +26,7 @@ class Process:
 
     def __init__(self, *arguments: str) -> None:
         self.lines: list[str] = []
-        self.process = subprocess.Popen(
+        self.process = warm.Popen(
             [*KVKEEP, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip

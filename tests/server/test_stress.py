@@ -29,7 +29,9 @@ from swarm import (
     told_alone,
 )
 
+import warm
 from kvkeep.engine import Limits
+from warm import KVKEEP
 
 pytestmark = pytest.mark.model
 
@@ -191,8 +193,8 @@ def test_a_storm_of_clients_that_go_all_at_once(tiny, alone, number):
 @contextmanager
 def serving(*more):
     """``kvkeep serve`` in a process of its own, and its address."""
-    command = [sys.executable, "-m", "kvkeep", "serve", "--port", "0", *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [*KVKEEP, "serve", "--port", "0", *more]
+    process = warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         address = process.stdout.readline().partition(" at ")[2].split()[0]
         yield process, address

@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 
 import httpx
 import pytest
+
+import warm
+from warm import KVKEEP
 
 pytestmark = [
     pytest.mark.model,
@@ -31,8 +33,8 @@ def test_a_request_is_seen_by_the_collector_and_said_by_nobody(collector, tmp_pa
         "XDG_CACHE_HOME": str(tmp_path),
         "KVKEEP_API_KEY": "a-long-secret",
     }
-    command = [sys.executable, "-m", "kvkeep", "serve", "--port", "0", "--memory", "64MiB"]
-    with subprocess.Popen(
+    command = [*KVKEEP, "serve", "--port", "0", "--memory", "64MiB"]
+    with warm.Popen(
         [*command, "--log-format", "json"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ,
     ) as process:  # fmt: skip
