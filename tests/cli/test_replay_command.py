@@ -190,7 +190,9 @@ def test_a_report_that_fails_is_one_line(trace, tmp_path, capsys, monkeypatch):
     assert "report.html: No space left on device\n" in capsys.readouterr().err
 
 
-def test_plan_ends_in_words(trace, tmp_path, capsys):
+def test_plan_ends_in_words(tmp_path, capsys):
+    trace = str(tmp_path / "agent.jsonl.gz")  # a plan replays it some forty times
+    write_trace(generate("agent", seed=1, requests=50), trace)
     out = tmp_path / "plan.html"
     words = ["--memory", "50k", "--disk", "500k", "--jobs", "1", "--out", str(out)]
     assert main(["plan", trace, *words]) == 0

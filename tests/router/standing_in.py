@@ -64,8 +64,10 @@ class StandIn:
             self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             self._ready.set()
             await self._stop.wait()
+        for _ in range(10):  # what was accepted just now becomes a task within some turns
+            await asyncio.sleep(0)
         if self._serving:  # until their transports are closed
-            await asyncio.wait(self._serving, timeout=5)
+            await asyncio.wait(self._serving, timeout=20)
 
     def wake(self) -> None:
         """Whatever waits is answered, and all that comes."""

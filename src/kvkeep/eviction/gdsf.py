@@ -69,24 +69,24 @@ class GDSF(QueuePolicy):
         """Requests that asked for it, times what a page in its middle costs to compute again."""
         return (1 + entry.hits) * (1 + (entry.depth + entry.size / 2) / self._even)
 
-    def age(self, entry: Entry) -> float:
-        """Its worth, above the floor it stands on."""
-        return _floor_of(entry) + self.worth(entry)
+    def age(self, entry: Entry) -> tuple[float, int]:
+        """Its worth, above the floor it stands on; of equals, what was used longest ago."""
+        return _floor_of(entry) + self.worth(entry), entry.last_used
 
     def pop(self) -> Entry | None:
         """Take out the entry of the least worth; the floor rises to that."""
         oldest = self._queue.oldest
         if oldest is not None:
-            self._floor = oldest
+            self._floor = oldest[0]
         return super().pop()
 
     def put_back(self, entry: Entry) -> None:
         """The entry just popped is next again: nothing is below the floor."""
-        self._queue.put_back(entry, self._floor)
+        self._queue.put_back(entry, (self._floor, 0))
 
     def describe(self, entry: Entry) -> str:
         """Its worth, and how far above the floor that is."""
-        above = self.age(entry) - self._floor
+        above = _floor_of(entry) + self.worth(entry) - self._floor
         return f"{entry.hits} hits, worth {self.worth(entry):.2f}, {above:.2f} above the floor"
 
 

@@ -33,8 +33,8 @@ class Hinted(EvictionPolicy):
         self.remembers = inner.remembers
         self.portions = inner.portions
         self.sized = inner.sized
-        self._dead = AgeQueue()
-        self._awaited = AgeQueue()
+        self._dead = AgeQueue[float]()
+        self._awaited = AgeQueue[float]()
         self._deaths = 0
         self._added = 0
         self._turn: float = 0  # the age with which the last awaited victim lay in its queue

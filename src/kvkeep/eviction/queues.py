@@ -5,13 +5,16 @@ from __future__ import annotations
 import heapq
 from abc import abstractmethod
 from collections import OrderedDict
+from typing import Any, Generic, TypeVar
 
 from kvkeep.eviction.base import Entry, EvictionPolicy
 
 __all__ = ["AgeQueue", "LevelPolicy", "OncePolicy", "QueuePolicy"]
 
+Age = TypeVar("Age", float, tuple[float, int])
 
-class AgeQueue:
+
+class AgeQueue(Generic[Age]):
     """Entries, oldest first, each with the age it was pushed with.
 
     Ages mostly come rising (what was used last becomes evictable last), and a parent that is left
@@ -23,8 +26,8 @@ class AgeQueue:
     __slots__ = ("_between", "_heap", "_line", "_pushed")
 
     def __init__(self) -> None:
-        self._line: OrderedDict[Entry, float] = OrderedDict()
-        self._heap: list[tuple[float, int, Entry]] = []
+        self._line: OrderedDict[Entry, Age] = OrderedDict()
+        self._heap: list[tuple[Age, int, Entry]] = []
         self._between: dict[Entry, int] = {}  # entry → the serial number of its living heap item
         self._pushed = 0
 
@@ -35,7 +38,7 @@ class AgeQueue:
         return entry in self._line or entry in self._between
 
     @property
-    def oldest(self) -> float | None:
+    def oldest(self) -> Age | None:
         """The age of what `pop` would give."""
         line, heap = self._line, self._heap
         first = line[next(iter(line))] if line else None
@@ -45,7 +48,7 @@ class AgeQueue:
             heapq.heappop(heap)
         return heap[0][0] if first is None else min(first, heap[0][0])
 
-    def push(self, entry: Entry, age: float) -> None:
+    def push(self, entry: Entry, age: Age) -> None:
         """Put in an entry that is not there."""
         line = self._line
         if not line or age >= line[next(reversed(line))]:
@@ -58,7 +61,7 @@ class AgeQueue:
             self._between[entry] = self._pushed
             heapq.heappush(self._heap, (age, self._pushed, entry))
 
-    def put_back(self, entry: Entry, age: float) -> None:
+    def put_back(self, entry: Entry, age: Age) -> None:
         """Put in the entry that was just popped: it goes before others of its age, too."""
         self._line[entry] = age
         self._line.move_to_end(entry, last=False)
@@ -91,11 +94,14 @@ class QueuePolicy(EvictionPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._queue = AgeQueue()
+        self._queue = AgeQueue[Any]()
 
     @abstractmethod
-    def age(self, entry: Entry) -> float:
-        """What the queue is ordered by, smallest first."""
+    def age(self, entry: Entry) -> float | tuple[float, int]:
+        """What the queue is ordered by, smallest first.
+
+        No two entries have the same, or what is held for a moment would go behind its equals.
+        """
 
     def add(self, entry: Entry) -> None:
         """``entry`` may be evicted from now on."""
@@ -122,7 +128,7 @@ class LevelPolicy(EvictionPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._queues: dict[int, AgeQueue] = {}
+        self._queues: dict[int, AgeQueue[float]] = {}
         self._levels: list[int] = []  # a heap of the levels that have a queue
         self._length = 0
 
@@ -136,7 +142,7 @@ class LevelPolicy(EvictionPolicy):
         entry.state = level  # where to find it again, whatever happens to what level() reads
         queue = self._queues.get(level)
         if queue is None:
-            queue = self._queues[level] = AgeQueue()
+            queue = self._queues[level] = AgeQueue[float]()
             heapq.heappush(self._levels, level)
         queue.push(entry, entry.last_used)
         self._length += 1
@@ -175,8 +181,8 @@ class OncePolicy(EvictionPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._once = AgeQueue()
-        self._again = AgeQueue()
+        self._once = AgeQueue[float]()
+        self._again = AgeQueue[float]()
         self._once_size = 0
         self._beyond = 0  # by how much the first queue had too much before the last `pop`
 

@@ -63,7 +63,7 @@ class Reuse(EvictionPolicy):
         self._stored = 0.0  # what was stored since `_since`, both fading
         self._events = 0.0
         self._since = 0
-        self._queues = [[AgeQueue() for _ in range(_BUCKETS)] for _ in range(_HITS)]
+        self._queues = [[AgeQueue[float]() for _ in range(_BUCKETS)] for _ in range(_HITS)]
         self.ranks = self._ranked(math.inf)
         """Hits and bucket of the queues, least likely to be reused first."""
         self._order = self._ordered()
@@ -124,7 +124,7 @@ class Reuse(EvictionPolicy):
             self.ranks = other.ranks
             self._order = self._ordered()
 
-    def _ordered(self) -> list[AgeQueue]:
+    def _ordered(self) -> list[AgeQueue[float]]:
         return [self._queues[hits][bucket] for hits, bucket in self.ranks]
 
     def _ranked(self, horizon: float, seen: Hazards | None = None) -> list[tuple[int, int]]:
@@ -266,6 +266,6 @@ def _start(bucket: int) -> int:
     return (1 << (bucket + _YOUNG)) >> 1 if bucket else 0
 
 
-def _queue_of(entry: Entry) -> AgeQueue:
+def _queue_of(entry: Entry) -> AgeQueue[float]:
     assert isinstance(entry.state, AgeQueue)
     return entry.state

@@ -54,8 +54,8 @@ class S3FIFO(EvictionPolicy):
         self.again = whole("the reuses that are asked for", again, 1, _MOST)
         self._size = 0
         self._ghost = Ghost(1, small, again)
-        self._new = AgeQueue()
-        self._main = AgeQueue()
+        self._new = AgeQueue[float]()
+        self._main = AgeQueue[float]()
         self._new_size = 0
         self._beyond = 0
 

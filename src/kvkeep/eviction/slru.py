@@ -24,8 +24,8 @@ class SLRU(EvictionPolicy):
         if not 0 <= protected <= 1:
             raise InvalidValue(f"the protected share lies in 0 … 1, got {protected}")
         self.protected = protected
-        self._probation = AgeQueue()
-        self._protected = AgeQueue()
+        self._probation = AgeQueue[float]()
+        self._protected = AgeQueue[float]()
         self._protected_pages = 0
         self._pages = 0
 

@@ -37,8 +37,8 @@ class TLRU(EvictionPolicy):
         self.block_tokens = whole("block_tokens", block_tokens, 1)
         self._budget = 0.0  # in pages; until `fit` says how large those are, it is LRU
         self._added: float | None = None  # pages that a continuation adds, on average
-        self._spare = AgeQueue()
-        self._needed = AgeQueue()
+        self._spare = AgeQueue[float]()
+        self._needed = AgeQueue[float]()
 
     def fit(self, size: int, block: int) -> None:
         """It serves a memory of ``size``, in blocks of ``block``."""

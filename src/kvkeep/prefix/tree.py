@@ -73,7 +73,7 @@ class RunTree(PrefixIndex[Node]):
         self._pins = Pins()
         self.broken = self._pins.broken
         self._roots: dict[Namespace, Root] = {}
-        self._pinned = AgeQueue()  # leaves that could go, but for their pins
+        self._pinned = AgeQueue[float]()  # leaves that could go, but for their pins
         self._serial = 0  # of the node made last
 
     def keep_owners(self) -> Owners:
