@@ -4,6 +4,7 @@ record.py     a block as it lies in a tier: header, checksum, payload
 catalogue.py  what a tier holds, in which order it may go, pins and quotas
 breaker.py    leaves alone who fails again and again
 workers.py    threads with a bounded queue
+turns.py      who makes room gets it
 tier.py       a place below memory; where its failures become misses
 front.py      the memory in front
 flight.py     a block on its way up

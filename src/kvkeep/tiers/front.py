@@ -14,6 +14,7 @@ from kvkeep.tiers.catalogue import Catalogue
 from kvkeep.tiers.counters import Counters, TierStats
 from kvkeep.tiers.fates import Fates
 from kvkeep.tiers.record import HEADER_BYTES
+from kvkeep.tiers.turns import AGAIN, Again, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Front", "Held"]
 
 _TRIES = 8
+_THREADS = 64
+"""Of requests that put at a time, and of readers of the tiers below: about as many at most."""
 
 
 class Held:
@@ -83,6 +86,7 @@ class Front:
         self.leaving_bytes = 0
         self._leaving: dict[bytes, int] = {}  # still in the arena, in no order any more
         self._lock = threading.Lock()
+        self._turns = Turns(_TRIES, threads=_THREADS)
 
     def __contains__(self, block: object) -> bool:
         assert isinstance(block, bytes)
@@ -105,15 +109,15 @@ class Front:
             over = self.catalogue.over_quota(space, size)
         if over:
             return None
-        for _ in range(_TRIES):
+
+        def attempt() -> Draft | Again | None:
             try:
                 return self.backend.reserve(block, size)
             except OutOfRoom as short:
-                if short.needed > self.capacity:
-                    return None
-                if not self._evict(short.needed):
-                    return None
-        return None
+                possible = short.needed <= self.capacity and self._evict(short.needed)
+                return AGAIN if possible else None
+
+        return self._turns.take(attempt)
 
     def commit(self, draft: Draft, block: bytes) -> Held:
         """Make a draft's record findable; access to it, writable until it was sealed.

@@ -28,6 +28,7 @@ from kvkeep.tiers.record import (
     seal,
     verify,
 )
+from kvkeep.tiers.turns import AGAIN, Again, Turns
 from kvkeep.tiers.workers import Workers
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ class Tier:
     _listed: float = field(init=False, default=0.0)
     _list_seconds: float = field(init=False, default=0.0)  # that the last listing took
     _listing: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _turns: Turns = field(init=False)
     _quota_lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _coming: dict[bytes, int] = field(init=False, default_factory=dict)
     """Bytes that are being written, by namespace."""
@@ -159,6 +161,7 @@ class Tier:
             unit=self.backend.unit,
         )
         self.breaker = Breakers(self.name, limit=options.breaker_limit, pause=options.breaker_pause)
+        self._turns = Turns(_TRIES, options.writers)
         self.reading = Workers(f"{self.name} reader", options.readers, 4096)
         self.writing = Workers(
             f"{self.name} writer", options.writers, options.queue_bytes or sys.maxsize
@@ -603,18 +606,17 @@ class Tier:
         return len(encoded)
 
     def _put(self, block: bytes, encoded: memoryview) -> bool:
-        for _ in range(_TRIES):
+        def attempt() -> bool | Again:
             started = time.monotonic()
             try:
                 self.backend.put(block, encoded)
             except OutOfRoom as short:
-                if not self.make_room(short.needed):
-                    return False
-                continue
+                return AGAIN if self.make_room(short.needed) else False
             took = time.monotonic() - started
             self.counters.count(writes=1, written_bytes=len(encoded), write_seconds=took)
             return True
-        return False
+
+        return bool(self._turns.take(attempt))
 
     def _encoded(self, block: bytes, record: memoryview) -> memoryview:
         raw = record[HEADER_BYTES:]
