@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import seed
 from hypothesis.stateful import run_state_machine_as_test
 from paged_hints import HintedRadixMachine
+from planted import SEARCH
 
 from kvkeep.cache.sequence import Sequence
 from kvkeep.cache.sessions import SessionBoard
@@ -20,16 +21,6 @@ from kvkeep.prefix.owners import Owners
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-SEARCH = settings(
-    max_examples=2_000,
-    stateful_step_count=50,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-    report_multiple_bugs=False,
-)
 
 Patch = pytest.MonkeyPatch
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from paged_machine import ChainMachine, RadixMachine
+from planted import SEARCH
 
 from kvkeep import PagedCache
 from kvkeep.cache import sequence as sequence_module
@@ -29,16 +30,6 @@ from kvkeep.prefix.tree import RunTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-SEARCH = settings(
-    max_examples=20_000,  # the rarest is found after some 700, so that it is missed once in e^28
-    stateful_step_count=50,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],  # it is enough to know that there is one
-    suppress_health_check=list(HealthCheck),
-    report_multiple_bugs=False,
-)
 
 Patch = pytest.MonkeyPatch
 
@@ -265,5 +256,5 @@ def test_the_machine_finds(fault: Callable[[Patch], None], monkeypatch: Patch) -
 
 def test_the_machine_finds_nothing_where_nothing_is_wrong(monkeypatch: Patch) -> None:
     monkeypatch.setattr(PagedCache, "check", lambda self: None)
-    few = settings(SEARCH, max_examples=5)
+    few = settings(SEARCH, max_examples=50, phases=[Phase.reuse, Phase.generate])
     run_state_machine_as_test(seed(1)(RadixMachine), settings=few)
