@@ -28,6 +28,7 @@ __all__ = [
     "ABSENT",
     "create_locked",
     "kind_of",
+    "open_known",
     "open_plain",
     "open_record",
     "padded",
@@ -112,6 +113,11 @@ def open_record(path: str) -> tuple[int, int] | None:
 
 
 def open_plain(path: str, flags: int) -> int:
+    """`open_known`, without what is known of the file."""
+    return open_known(path, flags)[0]
+
+
+def open_known(path: str, flags: int) -> tuple[int, os.stat_result]:
     """Open a file that must be regular and ours; never waits for a writer, follows no symlink.
 
     Raises:
@@ -130,7 +136,7 @@ def open_plain(path: str, flags: int) -> int:
     except BaseException:
         os.close(fd)
         raise
-    return fd
+    return fd, found
 
 
 def kind_of(mode: int) -> str:

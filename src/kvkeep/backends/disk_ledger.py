@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvkeep.backends.disk_files import open_plain, padded, pin, size_of
+from kvkeep.backends.disk_files import open_known, padded, pin, size_of
 from kvkeep.backends.disk_home import LEDGER_MAGIC as _MAGIC
 from kvkeep.errors import BackendFailed
 from kvkeep.keys import BLOCK_ID_BYTES
@@ -48,6 +48,7 @@ _LAYOUT: Final = struct.Struct("<8sQQ")  # magic, 1 when unmarked, bytes used
 _MORE: Final = struct.Struct("<16sQ")  # which ledger this is, which recount keeps a journal
 _NOT_YET: Final = bytes(16)
 _HEAD: Final = 64  # bytes; the journal, a row of block ids, follows
+_FIRST_PAUSE: Final = 0.0001  # seconds
 JOURNAL_AT_MOST: Final = 1 << 24
 """Bytes: a journal that becomes longer is given up. The recount is repeated later."""
 
@@ -237,17 +238,16 @@ class DiskLedger:
     def _open_locked(self, timeout: float) -> int:
         while True:
             try:
-                fd = open_plain(self.path, os.O_RDWR)
+                fd, found = open_known(self.path, os.O_RDWR)
             except FileNotFoundError:
                 if self._restore is None:
                     raise
                 self._restore()
-                fd = open_plain(self.path, os.O_RDWR)
+                fd, found = open_known(self.path, os.O_RDWR)
             try:
-                self._lock(fd, timeout)
-                found = os.fstat(fd)
+                waited = self._lock(fd, timeout)
                 self._file = found.st_dev, found.st_ino
-                if _file_at(self.path) == self._file:
+                if not waited or _file_at(self.path) == self._file:
                     return fd
             except BaseException:
                 os.close(fd)
@@ -270,9 +270,10 @@ class DiskLedger:
             self._replaced()
         return count
 
-    def _lock(self, fd: int, timeout: float) -> None:
+    def _lock(self, fd: int, timeout: float) -> bool:
+        """Lock it; whether that took a while, in which the file may have been taken away."""
         until = time.monotonic() + timeout
-        pause = 0.0001
+        pause = _FIRST_PAUSE
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -283,7 +284,7 @@ class DiskLedger:
                         "processes that write there is stopped or hangs"
                     ) from None
             else:
-                return
+                return pause > _FIRST_PAUSE
             time.sleep(pause)
             pause = min(pause * 1.5, 0.005)
 
