@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+MAKEFLAGS += --jobs=3  # what `test` needs first is set up side by side
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve demo docs docs-serve servers test check bench soak clean
@@ -77,9 +78,9 @@ check: setup     ## lint, format and strict types
 	@echo "== mypy --strict"; $(BIN)/mypy
 
 test: check servers .venv-vllm/.installed .venv-sglang/.installed ## check, then all the tests
-	@echo "== pytest, two workers with a core each (12 to 15 minutes)"
+	@echo "== pytest, two workers with a core each (10 to 15 minutes)"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(PYTEST_ARGS)
-	@test -n "$(PYTEST_ARGS)" || { echo "== beside vLLM (3 to 5 minutes)"; .venv-vllm/bin/python -m pytest tests_vllm; }
+	@test -n "$(PYTEST_ARGS)" || { echo "== beside vLLM (4 to 7 minutes)"; .venv-vllm/bin/python -m pytest tests_vllm; }
 	@test -n "$(PYTEST_ARGS)" || { echo "== beside SGLang"; OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests_sglang; }
 
 bench: setup     ## measure the core, the store beside the machine, the engine beside Transformers

@@ -245,6 +245,9 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     if args.events_replay is not None and args.events is None:
         raise InvalidValue("--events-replay has nothing to replay without --events")
+    for said, given in (("--no-store", args.no_store), ("--no-reuse", args.no_reuse)):
+        if given and args.tier:
+            raise InvalidValue(f"{said} and --tier exclude each other: {said} uses no tiers")
     telemetry.configure(args.log_level, args.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     limits = Limits(
@@ -337,12 +340,8 @@ def _tracing(args: argparse.Namespace) -> Iterator[Tracing | None]:
 
 
 def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | None:
-    for option in ("no_store", "no_reuse"):
-        if getattr(args, option):
-            if args.tier:
-                said = f"--{option.replace('_', '-')}"
-                raise InvalidValue(f"{said} and --tier exclude each other: {said} uses no tiers")
-            return None
+    if args.no_store or args.no_reuse:
+        return None
     if args.tier:
         return open_store(args, runner, name=name, tiers=args.tier)
     return open_default_store(args, runner, name=name)
