@@ -740,8 +740,11 @@ class Tier:
     def fetch(self, block: bytes) -> memoryview | None:
         """The raw record of ``block`` in memory of its own, read in this thread, to take it away.
 
-        What its header says is not to be relied on.
+        What its header says is not to be relied on. None of what counts as not here: a record
+        that could not be deleted must not be spread.
         """
+        if block in self._refused:
+            return None
 
         def anything(size: int) -> memoryview:
             return aligned(size)
