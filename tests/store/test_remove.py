@@ -232,6 +232,40 @@ def test_a_read_that_begins_during_the_removal_does_not_bring_it_back(
         assert get(store, LONG) == 0
 
 
+@pytest.mark.parametrize("call", ["sizes", "get"])
+def test_an_answer_from_before_the_removal_is_not_believed_behind_it(
+    call: str, place: FaultyBackend, tmp_path: Path
+) -> None:
+    """Else the next put would skip what is not there."""
+    with opened(place) as store:
+        with opened(disk(tmp_path / "slow")) as another:
+            put(another, LONG[:4])
+            assert another.flush()
+        late, removed = threading.Event(), threading.Event()
+        inner = getattr(place, call)
+
+        def waits(*given: Any) -> Any:
+            said = inner(*given)
+            late.set()
+            assert removed.wait(5)
+            return said
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place, call, waits)
+            ask = store.lookup if call == "sizes" else store.get
+            asking = threading.Thread(target=ask, args=(LONG[:4],))
+            asking.start()
+            assert late.wait(5)
+            patch.undo()
+            assert store.remove(LONG[:4]).complete
+            removed.set()
+            asking.join(10)
+        assert put(store, LONG[:4]).tokens == 4
+        assert store.flush()
+        forgotten(store)
+        assert get(store, LONG[:4]) == 4
+
+
 def test_what_moves_down_does_not_bring_it_back(tmp_path: Path, place: FaultyBackend) -> None:
     """From tier to tier, while the lower one is slow."""
     upper = FaultyBackend(MemoryBackend(8 * 4096))

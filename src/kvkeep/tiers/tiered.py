@@ -884,7 +884,8 @@ class TieredStore:
             return
         patience = time.monotonic() + _PATIENCE * min(source.timeout, tier.timeout)
         stuck = tier.is_away(block) or tier.stuck_for() > _PATIENCE * tier.timeout
-        record = None if stuck else source.fetch(block)
+        # What could not be deleted there must not be spread.
+        record = None if stuck or source.is_hidden(block) else source.fetch(block)
         if record is None:
             lost()
             return
