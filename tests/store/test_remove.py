@@ -232,6 +232,40 @@ def test_a_read_that_begins_during_the_removal_does_not_bring_it_back(
         assert get(store, LONG) == 0
 
 
+@pytest.mark.parametrize("call", ["sizes", "get"])
+def test_an_answer_from_before_the_removal_is_not_believed_behind_it(
+    call: str, place: FaultyBackend, tmp_path: Path
+) -> None:
+    """Else the next put would skip what is not there."""
+    with opened(place) as store:
+        with opened(disk(tmp_path / "slow")) as another:
+            put(another, LONG[:4])
+            assert another.flush()
+        late, removed = threading.Event(), threading.Event()
+        inner = getattr(place, call)
+
+        def waits(*given: Any) -> Any:
+            said = inner(*given)
+            late.set()
+            assert removed.wait(5)
+            return said
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place, call, waits)
+            ask = store.lookup if call == "sizes" else store.get
+            asking = threading.Thread(target=ask, args=(LONG[:4],))
+            asking.start()
+            assert late.wait(5)
+            patch.undo()
+            assert store.remove(LONG[:4]).complete
+            removed.set()
+            asking.join(10)
+        assert put(store, LONG[:4]).tokens == 4
+        assert store.flush()
+        forgotten(store)
+        assert get(store, LONG[:4]) == 4
+
+
 def test_what_moves_down_does_not_bring_it_back(tmp_path: Path, place: FaultyBackend) -> None:
     """From tier to tier, while the lower one is slow."""
     upper = FaultyBackend(MemoryBackend(8 * 4096))
@@ -246,6 +280,73 @@ def test_what_moves_down_does_not_bring_it_back(tmp_path: Path, place: FaultyBac
         for first in range(0, 400, 40):
             assert get(store, range(first, first + 20)) == 0
         store.check()
+
+
+def test_what_one_tier_deletes_moves_down_to_none_that_is_done(
+    tmp_path: Path, place: FaultyBackend
+) -> None:
+    """The upper one is to evict a block that it deletes just now; the lower one is done by then."""
+    with opened(place, disk(tmp_path / "low"), policy=Exclusive()) as store:
+        put(store, LONG[:4])
+        assert store.flush()
+        tiered = store._tiered
+        (block,) = store._names_of(None).full(np.arange(4, dtype=np.int32))
+        forgotten(store)
+        place.slow(0.2, "delete")
+        removing = threading.Thread(target=store.remove, args=(LONG[:4],))
+        removing.start()
+        place.wait_inside("delete")
+        while (block, tiered.tiers[1].name) in tiered._queued:
+            time.sleep(0.001)
+        tiered._demote_below(1, block)
+        removing.join(10)
+        assert store.flush()
+        assert store.lookup(LONG[:4]).tokens == 0
+        assert not records(tmp_path / "low")
+
+
+def test_what_a_tier_could_not_delete_does_not_move_down(
+    tmp_path: Path, place: FaultyBackend
+) -> None:
+    """It is listed again, and has to make room one day."""
+    with opened(place, disk(tmp_path / "low"), policy=Exclusive()) as store:
+        put(store, LONG[:4])
+        assert store.flush()
+        upper = store._tiered.tiers[0]
+        (block,) = store._names_of(None).full(np.arange(4, dtype=np.int32))
+        forgotten(store)
+        place.fail("delete")
+        assert store.remove(LONG[:4]).failed == (upper.name,)
+        place.heal()
+        upper.relist()
+        store._tiered._demote_below(1, block)
+        assert store.flush()
+        assert store.lookup(LONG[:4]).tokens == 0
+        assert not records(tmp_path / "low")
+
+
+def test_what_memory_has_still_is_given_to_no_tier_that_is_done(
+    place: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another request writes it down again from there, as soon as the tier has deleted it."""
+    with opened(place) as store:
+        put(store, LONG[:4])
+        assert store.flush()
+        tiered = store._tiered
+        (block,) = store._names_of(None).full(np.arange(4, dtype=np.int32))
+        remove = tiered.front.remove
+
+        def late(blocks: list[bytes]) -> int:
+            until = time.monotonic() + 0.2
+            while (block, tiered.tiers[0].name) in tiered._queued and time.monotonic() < until:
+                time.sleep(0.001)
+            tiered._queue(tiered.tiers[0], block, 0.0, lambda saved: None)
+            return remove(blocks)
+
+        monkeypatch.setattr(tiered.front, "remove", late)
+        assert store.remove(LONG[:4]).complete
+        assert store.flush()
+        assert store.lookup(LONG[:4]).tokens == 0
 
 
 def test_many_threads_put_get_and_remove_the_same_prompt(place: FaultyBackend) -> None:

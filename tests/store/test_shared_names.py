@@ -38,6 +38,17 @@ def test_all_who_ask_for_a_name_have_the_same_store(tmp_path: Path) -> None:
     second.close()
 
 
+def test_it_belongs_to_the_first_model_that_any_user_brings(tmp_path: Path) -> None:
+    first, second = "loaded-" + "1" * 40, "loaded-" + "2" * 40
+    with opened("bound", tmp_path) as one, opened("bound", tmp_path) as another:
+        one.bind(first)
+        another.bind(first)
+        with pytest.raises(InvalidValue, match="holds KV of the model loaded-1"):
+            another.bind(second)
+    with opened("bound", tmp_path) as again:
+        again.bind(second)
+
+
 def test_the_last_one_closes_it(tmp_path: Path) -> None:
     stores = [opened("last", tmp_path) for _ in range(3)]
     tiered = stores[0]._tiered

@@ -119,6 +119,27 @@ def test_names_are_those_of_the_description() -> None:
         assert tails[-1] == full[2]
 
 
+@pytest.mark.parametrize("position", range(len(TOKENS)))
+def test_what_stands_behind_an_extra_is_removed_and_replaced(tmp_path: Path, position: int) -> None:
+    """By a process that did not put it: it knows the blocks by their names alone."""
+    extra = [(position, b"an image")]
+    url = disk(tmp_path / "d")
+    old, new = as_given(GQA, numbers_of(TOKENS, None)), as_given(GQA, numbers_of(TOKENS, extra))
+    with open_store("memory://1MiB", url) as store:
+        store.put(TOKENS, old, tail=True, extra=extra)
+        assert store.flush()
+    with open_store("memory://1MiB", url) as store:
+        done = store.put(TOKENS, new, tail=True, replace=True, extra=extra)
+        assert (done.tokens, done.skipped) == (len(TOKENS), 0)
+        assert get(store, TOKENS, extra) == len(TOKENS)
+        assert store.flush()
+    with open_store("memory://1MiB", url) as store:
+        assert store.remove(TOKENS, 12, extra=extra).complete
+        assert store.lookup(TOKENS, extra=extra).tokens == 12
+        assert store.remove(TOKENS, extra=extra).complete
+        assert store.stats().tiers[1].blocks == 0
+
+
 EXTRA = st.lists(st.tuples(st.integers(0, 9), st.sampled_from([b"", b"a"])), max_size=2)
 
 

@@ -131,17 +131,20 @@ class Names:
         keys = chain_keys(self._root, tokens.tobytes(), self._block_bytes, self._extras)
         return [space + key for key in keys]
 
-    def tails(self, blocks: list[bytes], tokens: TokenArray) -> list[bytes]:
+    def tails(
+        self, blocks: list[bytes], tokens: TokenArray, *, start: int | None = None
+    ) -> list[bytes]:
         """Ids of all tails that may follow ``blocks``: of ``tokens[:1]``, ``tokens[:2]``, …
 
-        A tail's key is hashed as a block's is. Cost: about 1 µs each.
+        ``start`` is where in the prompt they begin, for who gives only the last of the blocks
+        before them. A tail's key is hashed as a block's is. Cost: about 1 µs each.
         """
         parent = blocks[-1][len(self.space) :] if blocks else self._root
         digest = hashlib.sha256(parent)
         raw = tokens.tobytes()
         ids = []
         if self._extras:
-            start = len(blocks) * self.block_tokens
+            start = len(blocks) * self.block_tokens if start is None else start
             extras = extras_between(self._extras, start, start + len(tokens))
             for length in range(1, len(tokens) + 1):
                 digest.update(raw[(length - 1) * TOKEN_BYTES : length * TOKEN_BYTES])

@@ -29,7 +29,8 @@ def ids_of(names: Names, row: TokenArray, start: int = 0) -> list[bytes]:
     ids: list[bytes] = []
     for number in range(start // size, -(-len(row) // size)):
         begin = number * size
-        tails = names.tails(full[max(0, number - 1) : number], row[begin : begin + size])
+        before = full[max(0, number - 1) : number]
+        tails = names.tails(before, row[begin : begin + size], start=begin)
         ids += tails[max(0, start - begin) :]  # the tail of a whole block is that block
     return ids
 

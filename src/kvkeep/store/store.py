@@ -189,7 +189,8 @@ class KVStore:
             model=model, revision=revision, tenant=tenant, lora=lora, rank=rank,
         )  # fmt: skip
         revision = self.namespace.revision
-        self._model = revision if is_loaded(revision) else None  # whose KV this is, once known
+        # Whose KV this is, once known; a list, so that all users of a `shared` store have the same.
+        self._bound = [revision] if is_loaded(revision) else []
         self._binding = threading.Lock()
         self._names: dict[str, Names] = {}
         self._notes: dict[bytes, bytes] = {}
@@ -247,13 +248,13 @@ class KVStore:
                 "model is needed"
             )
         with self._binding:
-            if self._model is None:
-                self._model = identity
-        if self._model != identity:
+            if not self._bound:
+                self._bound.append(identity)
+        if self._bound != [identity]:
             raise InvalidValue(
-                f"the store {self.namespace.model!r} holds KV of the model {self._model}, and this "
-                f"model is {identity}: its weights, configuration or adapters are others; open a "
-                "store for it with KVStore(geometry, model=…)"
+                f"the store {self.namespace.model!r} holds KV of the model {self._bound[0]}, and "
+                f"this model is {identity}: its weights, configuration or adapters are others; "
+                "open a store for it with KVStore(geometry, model=…)"
             )
 
     # --- the three that matter -------------------------------------------------------------------

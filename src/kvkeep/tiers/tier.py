@@ -137,6 +137,8 @@ class Tier:
     _coming: dict[bytes, int] = field(init=False, default_factory=dict)
     """Bytes that are being written, by namespace."""
     _doubts: int = field(init=False, default=0)  # of the backend, when it was listed last
+    _removals: int = field(init=False, default=0)  # that began, by request
+    _removing: int = field(init=False, default=0)  # of these, that did not end yet
     _excess: int = field(init=False, default=0)  # bytes above the budget when it was listed last
     _trouble: Happened | None = field(init=False, default=None)
     _heard: bool = field(init=False, default=False)  # it said once what it holds
@@ -388,6 +390,7 @@ class Tier:
         if until is not None:
             patience = min(patience, max(0.0, until - time.monotonic()))
         end = time.monotonic() + patience
+        since = self._moment()
         asked = [_Question(self, part, found) for part, found in parts.items()]
         for question in asked:
             question.ask()
@@ -400,9 +403,20 @@ class Tier:
             if size is None or block in self._refused or self.catalogue.outlived(block):
                 break
             leading += 1
-            if self.indexed and block not in self.catalogue:
-                self.catalogue.add(block, size)
+            self._learn(block, size, since)
         return leading
+
+    def _moment(self) -> int | None:
+        """What `_learn` is to be told of when a question was asked: None, while removals go on."""
+        with self._quota_lock:
+            return None if self._removing else self._removals
+
+    def _learn(self, block: bytes, size: int, since: int | None) -> None:
+        """``block`` was here ``since`` then; it is known from now on, unless it may be removed."""
+        if self.indexed and block not in self.catalogue:
+            with self._quota_lock:
+                if since is not None and since == self._removals:
+                    self.catalogue.add(block, size)
 
     def _parted(self, blocks: Sequence[bytes]) -> dict[str, list[bytes]]:
         """``blocks`` by the part of the place that has them."""
@@ -445,7 +459,7 @@ class Tier:
             self.counters.count(skipped_calls=1)
             self.failed("unavailable", "breaker")
             return None
-        known = self.knows(block)
+        known, since = self.knows(block), self._moment()
         started = time.monotonic()
         room = _RecordRoom(self, raw_bytes, place)
         record: memoryview | None = None
@@ -466,7 +480,7 @@ class Tier:
                 self.fates.note([block], self.name, "removed", "gone")
             self.counters.count(misses=1)
             return None
-        return self._checked(block, raw_bytes, record, bad, room)
+        return self._checked(block, raw_bytes, record, bad, room, since=since)
 
     def _checked(
         self,
@@ -475,6 +489,8 @@ class Tier:
         record: memoryview | None,
         bad: str | None,
         room: _RecordRoom,
+        *,
+        since: int | None,
     ) -> memoryview | None:
         try:
             if record is None:
@@ -495,8 +511,7 @@ class Tier:
         except (BadRecord, Damaged) as damage:
             self._quarantine(block, str(damage))
             return None
-        if self.indexed and block not in self.catalogue:
-            self.catalogue.add(block, header.record_bytes)
+        self._learn(block, header.record_bytes, since)
         self.counters.count(hits=1, read_bytes=header.record_bytes)
         return record
 
@@ -705,10 +720,17 @@ class Tier:
 
         Those are not read here any more, until they are written anew.
         """
-        for block in blocks:
-            self.catalogue.forget(block)
-        self._tell_of_hung("delete")
-        freed, left = self._delete(blocks)
+        with self._quota_lock:
+            self._removals += 1
+            self._removing += 1
+        try:
+            for block in blocks:
+                self.catalogue.forget(block)
+            self._tell_of_hung("delete")
+            freed, left = self._delete(blocks)
+        finally:
+            with self._quota_lock:
+                self._removing -= 1
         self.hide(left)
         return freed, left
 
@@ -736,6 +758,10 @@ class Tier:
             hidden[block] = None
         while len(hidden) > _REFUSED_KEPT:
             hidden.pop(next(iter(hidden)), None)
+
+    def is_hidden(self, block: bytes) -> bool:
+        """Whether ``block`` counts as not here, whatever the place holds."""
+        return block in self._refused
 
     def fetch(self, block: bytes) -> memoryview | None:
         """The raw record of ``block`` in memory of its own, read in this thread, to take it away.

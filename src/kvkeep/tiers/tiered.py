@@ -867,11 +867,12 @@ class TieredStore:
 
         with self._lock:
             before = self._queued.get((block, tier.name))
-            if before is None:
+            leaves = self._deletes(source, block)  # `tier` may have done so before
+            if before is None and not leaves:
                 queued = self._queued[block, tier.name] = _Queued(ended)
-        if before is not None:
+        if before is not None or leaves:
             # From memory, or it is being deleted: then it is not to come back from here.
-            ended(moved=not before.deleting)
+            ended(moved=before is not None and not before.deleting)
             return
 
         def lost() -> None:
@@ -883,7 +884,8 @@ class TieredStore:
             return
         patience = time.monotonic() + _PATIENCE * min(source.timeout, tier.timeout)
         stuck = tier.is_away(block) or tier.stuck_for() > _PATIENCE * tier.timeout
-        record = None if stuck else source.fetch(block)
+        # What could not be deleted there must not be spread.
+        record = None if stuck or source.is_hidden(block) else source.fetch(block)
         if record is None:
             lost()
             return
@@ -943,11 +945,12 @@ class TieredStore:
         blocks = list(dict.fromkeys(blocks))
         there = [block for block in blocks if self._level_of(block) is not None]
         works = self._call_off(blocks)
-        for work in works:
-            work.start()
         try:
+            # Memory first: a tier that is done could be given the old again from there.
             freed = [(self.front.name, self.front.remove(blocks))]
         finally:
+            for work in works:
+                work.start()
             for work in works:
                 work.wait()
         self.fates.note(there, self.front.name, "removed", "removed")
