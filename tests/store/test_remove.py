@@ -548,3 +548,25 @@ def raw_of(store: KVStore, rows: np.ndarray) -> bytes:
 def forgotten_softly(store: KVStore) -> None:
     front = store._tiered.front
     front.remove([item.block for item in front.backend.list()][:2])
+
+
+def test_replacements_of_one_prompt_do_not_mix() -> None:
+    """Two at once: what is there at rest is of one of them, whole."""
+    long = list(range(400))
+    values = [given(GQA, numbers(GQA, long)), other_kv(long)]
+    with opened() as store:
+        for _ in range(30):
+            together = threading.Barrier(2)
+
+            def replace(kv: Any, together: threading.Barrier = together) -> None:
+                together.wait(10)
+                store.put(long, kv, replace=True)
+
+            threads = [threading.Thread(target=replace, args=(kv,)) for kv in values]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+            found, count = store.get(long)
+            assert count == 400
+            assert any(np.array_equal(plain(GQA, found), plain(GQA, kv)) for kv in values)

@@ -150,3 +150,11 @@ def test_blocks_by_a_name() -> None:
     with pytest.raises(InvalidValue, match=r"namespace\.tenant"):
         BlockStore.shared("blocks", "another", tiers=["memory://1MiB"])
     assert second.close()
+
+
+def test_what_the_constructor_refuses_is_refused_of_an_open_name(tmp_path: Path) -> None:
+    with opened("checked", tmp_path):
+        with pytest.raises(TypeError, match="'bloc_tokens'"):
+            opened("checked", tmp_path, bloc_tokens=7)
+        with pytest.raises(InvalidValue, match="list of URLs"):
+            opened("checked", tmp_path, tiers="memory://1MiB")

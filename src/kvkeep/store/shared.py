@@ -89,7 +89,7 @@ class SharedStores(Generic[S]):
 def places_of(tiers: Sequence[str | Backend]) -> tuple[_Place, ...]:
     """Wrap tiers so that they can be compared, and shown without their secrets."""
     if isinstance(tiers, str):
-        return (_Place(tiers),)  # the constructor refuses a bare text
+        raise InvalidValue("tiers are a list of URLs, fastest first, and not one text")
     return tuple(_Place(tier) for tier in tiers)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -192,6 +192,7 @@ class KVStore:
         # Whose KV this is, once known; a list, so that all users of a `shared` store have the same.
         self._bound = [revision] if is_loaded(revision) else []
         self._binding = threading.Lock()
+        self._replacing = threading.Lock()
         self._names: dict[str, Names] = {}
         self._notes: dict[bytes, bytes] = {}
         self._asked = Asked()
@@ -220,6 +221,9 @@ class KVStore:
         Raises:
             InvalidValue: the name is open with another configuration; it names what differs.
         """
+        unknown = sorted(options.keys() - StoreOptions.__annotations__.keys())
+        if unknown:
+            raise TypeError(f"KVStore.shared() got an unexpected keyword argument {unknown[0]!r}")
         given = _configuration(geometry, options)
         store = _SHARED.take(name, given, lambda: KVStore(geometry, **options))
         store._shared_as = [name]
@@ -285,7 +289,8 @@ class KVStore:
         ``replace`` puts it in place of what is stored: that goes first, as by `remove` from the
         first whole block on, and what is known to continue the prompt goes with it. A `get` that
         began before returns old KV alone, one that begins later new KV alone, and less of it until
-        this returns. `Put.failed` names tiers that could not delete the old.
+        this returns. `Put.failed` names tiers that could not delete the old. Replacements wait for
+        each other; a put of the old without ``replace`` that goes on meanwhile may be kept.
 
         Returns as soon as memory has it. With ``wait`` it returns when the slower tiers have it,
         too, or have failed to: 60 seconds at most for each.
@@ -307,15 +312,15 @@ class KVStore:
             blocks.append(names.tails(full, row[end:])[-1])
             lengths.append(len(row) - end)
         failed: tuple[str, ...] = ()
-        if replace:
-            failed = self._remove(names, row, first * size, self._tiered.supersede).failed
-        self._followers.note([*full[:first], *blocks])
 
         def fill(at: int, raw: memoryview) -> None:
             begin = (first + at) * size - start
             self._form.write(self._form.cut(kv, begin, begin + lengths[at]), raw, lengths[at])
 
-        with closed_is_illegal():
+        with self._replacing if replace else nullcontext(), closed_is_illegal():
+            if replace:
+                failed = self._remove(names, row, first * size, self._tiered.supersede).failed
+            self._followers.note([*full[:first], *blocks])
             written = self._tiered.write(
                 blocks, self._sizes(lengths), fill, wait=PATIENCE if wait else None
             )

@@ -14,6 +14,7 @@ import gzip
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
@@ -24,7 +25,6 @@ from kvkeep.traces.files import BadLine
 from kvkeep.traces.request import Request, Served, units_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from types import TracebackType
 
     from kvkeep.traces.request import Trace, UnitArray
@@ -155,7 +155,8 @@ class TraceWriter:
     overwritten. Only its owner may read it. Thread safety: none.
     """
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
+        path = Path(path)
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError as error:
@@ -222,7 +223,7 @@ class TraceWriter:
         self.close()
 
 
-def write_trace(trace: Trace, path: Path) -> int:
+def write_trace(trace: Trace, path: str | os.PathLike[str]) -> int:
     """Write all of ``trace`` in kvkeep's format; returns how many requests there were.
 
     A file that could not be finished is removed. Raises what reading and `TraceWriter` raise.
@@ -234,7 +235,7 @@ def write_trace(trace: Trace, path: Path) -> int:
                 writer.write(request)
                 written += 1
         except BaseException:
-            path.unlink()
+            os.unlink(path)
             raise
     return written
 
