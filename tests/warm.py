@@ -132,7 +132,7 @@ def _started() -> socket.socket:
 
 
 def _fork_on_demand(asked: socket.socket) -> dict[str, Any] | None:
-    """Until nobody asks any more: None. In each process that was forked: what it is to be."""
+    """Fork for each request. Return None at their end, and in a forked process its request."""
     while True:
         message, files, _, _ = socket.recv_fds(asked, _MESSAGE_BYTES, 3)
         if not message:

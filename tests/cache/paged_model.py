@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import copyreg
+import pickle
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -339,7 +339,7 @@ class PagedModel:
     def snapshot(self) -> object:
         """All there is to know about the cache, down to the order of eviction."""
         core = self.cache._core
-        index = copy.deepcopy(core.index)
+        index = pickle.loads(pickle.dumps(core.index, -1))
         order = [index.evict(1).tolist() for _ in range(index.num_evictable)]
         runs = {
             space: [

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import seed
+from hypothesis import seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from paged_hints import HintedRadixMachine
 from planted import SEARCH
@@ -145,4 +145,6 @@ def test_the_hinted_machine_finds(fault: Callable[[Patch], None], monkeypatch: P
     monkeypatch.setattr(SessionBoard, "check", lambda self: None)
     fault(monkeypatch)
     with pytest.raises((Exception, pytest.fail.Exception)):  # it may show in any way
-        run_state_machine_as_test(seed(1)(HintedRadixMachine), settings=SEARCH)
+        run_state_machine_as_test(
+            seed(1)(HintedRadixMachine), settings=settings(SEARCH, max_examples=2_000)
+        )

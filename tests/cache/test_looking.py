@@ -417,6 +417,8 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
     assert all(done[name] > 5 for name in ("request 1", "look", "seek")), done
     assert done["change"] + done["change refused"] > 5
     cache.check()
+    pages = sum(len(run.pages) for space in cache.namespaces() for run in cache.runs(space))
+    assert afresh(cache).pages == pages <= 64
     cache.clear()
     assert cache.map("zzz").nodes == ()
 

@@ -64,8 +64,11 @@ class StandIn:
             self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             self._ready.set()
             await self._stop.wait()
-        for _ in range(10):  # what was accepted just now becomes a task within some turns
-            await asyncio.sleep(0)
+            # asyncio never closes a connection that was accepted just before its server closed: no
+            # new ones, and what was accepted just now becomes a task within some turns.
+            self._loop.remove_reader(server.sockets[0].fileno())
+            for _ in range(10):
+                await asyncio.sleep(0)
         if self._serving:  # until their transports are closed
             await asyncio.wait(self._serving, timeout=20)
 

@@ -21,12 +21,6 @@ from kvkeep.http.bodies import FREE_BYTES
 from kvkeep.router.health import State
 from kvkeep.router.upstreams import Upstreams, passed_on
 
-# One run in some leaves a connection open when one of these servers ends; whose is not known yet.
-# It is seen in whatever test runs when it is collected.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
-)
-
 WHOLE = b"".join(CHUNKS)
 ASK = {"model": "m", "prompt": [1, 2, 3, 4], "stream": True}
 

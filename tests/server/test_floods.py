@@ -65,7 +65,7 @@ def test_bodies_that_are_never_whole_leave_room_for_small_ones(server):
     eventually(lambda: server.service.bodies.held == 0)
     large = server.http.post(COMPLETIONS, json={"prompt": "a", "user": "x" * (6 << 20)})
     assert large.status_code == 200
-    assert server.service.bodies.held == 0
+    eventually(lambda: server.service.bodies.held == 0)  # the client has the answer a moment before
 
 
 def test_a_full_budget_says_when_to_come_again(server):

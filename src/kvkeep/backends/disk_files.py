@@ -113,12 +113,14 @@ def open_record(path: str) -> tuple[int, int] | None:
 
 
 def open_plain(path: str, flags: int) -> int:
-    """`open_known`, without what is known of the file."""
+    """`open_known`; only the file descriptor."""
     return open_known(path, flags)[0]
 
 
 def open_known(path: str, flags: int) -> tuple[int, os.stat_result]:
-    """Open a file that must be regular and ours; never waits for a writer, follows no symlink.
+    """Open a file that must be regular and ours; return its descriptor and what `os.fstat` says.
+
+    Never waits for a writer, follows no symlink.
 
     Raises:
         OSError: EINVAL when it is something else or belongs to another user; and what opening a

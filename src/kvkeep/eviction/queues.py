@@ -100,7 +100,7 @@ class QueuePolicy(EvictionPolicy):
     def age(self, entry: Entry) -> float | tuple[float, int]:
         """What the queue is ordered by, smallest first.
 
-        No two entries have the same, or what is held for a moment would go behind its equals.
+        Where two entries are equal, what was held for a moment goes behind the other.
         """
 
     def add(self, entry: Entry) -> None:

@@ -136,8 +136,9 @@ class Names:
     ) -> list[bytes]:
         """Ids of all tails that may follow ``blocks``: of ``tokens[:1]``, ``tokens[:2]``, …
 
-        ``start`` is where in the prompt they begin, for who gives only the last of the blocks
-        before them. A tail's key is hashed as a block's is. Cost: about 1 µs each.
+        ``start`` is where in the prompt they begin; without it ``blocks`` are all that come before
+        them, with it the last one is enough. A tail's key is hashed as a block's is. Cost: about
+        1 µs each.
         """
         parent = blocks[-1][len(self.space) :] if blocks else self._root
         digest = hashlib.sha256(parent)

@@ -1,4 +1,4 @@
-"""`Turns`: who makes room gets it, also where others are quicker to take it."""
+"""`Turns`: a thread that makes room also gets it, even if others are quicker to take it."""
 
 from __future__ import annotations
 
