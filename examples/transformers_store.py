@@ -9,9 +9,9 @@ closed and opened again, answered from disk. Replace the model by your own: noth
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
 import tempfile
-import textwrap
 import time
 from typing import Any
 
@@ -23,7 +23,7 @@ from kvkeep.models import bundled_model
 
 model: Any = AutoModelForCausalLM.from_pretrained(bundled_model())
 tokenizer = AutoTokenizer.from_pretrained(bundled_model())
-document = inspect.getsource(textwrap)
+document = inspect.getsource(fnmatch)
 
 
 def ask(kept: KeptModel, question: str) -> None:
@@ -48,8 +48,8 @@ with tempfile.TemporaryDirectory() as folder:
     tiers = ["memory://256MiB", f"file://{folder}?size=1GiB"]
     with KeptModel(model, tiers=tiers) as kept:
         print("cold and warm:")
-        ask(kept, "\n# What does dedent do?\n")
-        ask(kept, "\n# What does shorten do?\n")
+        ask(kept, "\n# What does translate do?\n")
+        ask(kept, "\n# What does filter do?\n")
     print("closed, and opened again, as another process would:")
     with KeptModel(model, tiers=tiers) as kept:
-        ask(kept, "\n# Where is fill defined?\n")
+        ask(kept, "\n# Where is fnmatchcase defined?\n")

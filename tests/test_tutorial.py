@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +36,8 @@ def serving(folder: Path) -> Iterator[str]:
     # Not inherited by processes of others in this run: the key, which the tutorial has not.
     env = {key: value for key, value in os.environ.items() if key != "KVKEEP_API_KEY"}
     env |= {"XDG_CACHE_HOME": str(folder), "PYTHONUNBUFFERED": "1", "COLUMNS": "80"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvkeep", "serve", "--port", "0", "--memory", "64MiB"],
+    process = warm.Popen(
+        [*KVKEEP, "serve", "--port", "0", "--memory", "64MiB"],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

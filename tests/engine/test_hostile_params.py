@@ -60,11 +60,17 @@ def run(engine, request):
     return ended
 
 
+@pytest.fixture(scope="module")
+def alone(bench, prompt):
+    engine = Engine(bench.runner, bench.cache, limits=Limits(max_running=8))
+    (alone,) = engine.generate([prompt(9, 1)], MATE)
+    return alone
+
+
 @given(asked=hostile)
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_mate_gets_its_answer_whatever_is_asked_beside_it(bench, prompt, asked):
+def test_a_mate_gets_its_answer_whatever_is_asked_beside_it(bench, prompt, alone, asked):
     limits = Limits(max_running=8)
-    (alone,) = Engine(bench.runner, bench.cache, limits=limits).generate([prompt(9, 1)], MATE)
     engine = Engine(bench.runner, bench.cache, limits=limits)
     mate = engine.add(prompt(9, 1), MATE)
     with contextlib.suppress(InvalidValue):
