@@ -57,7 +57,7 @@ def test_ample_memory_needs_no_other_policy_and_no_more_of_it():
 
 
 def test_scans_ask_for_a_policy_that_withstands_them():
-    advice, outcomes = advice_for(scans(3000), Plan(30 * 10 * 4))
+    advice, outcomes = advice_for(scans(1000), Plan(30 * 10 * 4))
     rates = {run.policy: one.token_hit_rate for run, one in outcomes.items() if not run.below
              and run.capacity_tokens == 1200}  # fmt: skip
     assert rates["adaptive"] > rates["lru"] + 0.02
