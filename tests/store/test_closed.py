@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -108,7 +110,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
 ANSWERS: dict[type, set[str]] = {
     KVStore: {"close", "stats", "check", "root", "tiers", "shared"},
     BlockStore: {"close", "stats", "check", "shared"},
-    TieredStore: {"close", "stats", "check", "closed"},
+    TieredStore: {"close", "stats", "check", "closed", "inherited"},
     Prefetch: {"done", "cancel", "start"},
     BlockPrefetch: {"done", "cancel"},
 }
@@ -205,3 +207,51 @@ def test_who_waits_for_a_prefetch_hears_that_the_store_is_closed(tmp_path: Path)
     assert handle.done
     with pytest.raises(IllegalStep, match="closed"):
         handle.wait(1)
+
+
+@pytest.mark.parametrize("kind", [KVStore, BlockStore, TieredStore], ids=lambda k: k.__name__)
+def test_a_forked_process_is_told_to_open_a_store_of_its_own(kind: type, tmp_path: Path) -> None:
+    """It has no thread that would write or read; sockets and queues are its parent's."""
+    one, close = opened(kind, tmp_path)
+    shared: dict[str, Any] = {"tiers": ["memory://1MiB", disk(tmp_path / "d")]}
+    named = BlockStore.shared("named", Namespace(), **shared)
+
+    def ask() -> None:
+        for name, call in CALLS[kind].items():
+            with pytest.raises(IllegalStep, match="forked"):
+                pytest.fail(f"{name} answers {call(one)!r}")
+        assert one.close()
+        assert one.stats()
+        with BlockStore.shared("named", Namespace(), **shared) as mine:
+            named.close()
+            assert mine.get(KEYS, [memoryview(bytearray(100)) for _ in KEYS]) == kept
+            mine.put([b"n" * 32], [b"new"])
+            assert mine.flush(20.0)
+
+    kept = 0 if kind is KVStore else 4
+    assert forked(ask) == ""
+    assert named.close()
+    assert close()
+    with BlockStore(Namespace(), **shared) as again:
+        assert again.get([b"n" * 32], [memoryview(bytearray(3))]) == 1
+
+
+def forked(ask: Callable[[], None]) -> str:
+    """What went wrong when a forked process called ``ask``."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads: the subject
+        process = os.fork()
+    if not process:
+        said = ""
+        try:
+            ask()
+        except BaseException as error:  # noqa: BLE001 - the parent raises it
+            said = f"{error!r}" or "an error"
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        said = answer.read()
+    os.waitpid(process, 0)
+    return said

@@ -290,7 +290,7 @@ class BlockStore:
     def close(self, timeout: float = 10.0) -> bool:
         """Flush and give everything back; a second call does nothing."""
         timeout = seconds_of("timeout", timeout)
-        if isinstance(self._tiered, ClosedUse):
+        if isinstance(self._tiered, ClosedUse) or self._tiered.inherited:
             return True
         if self._shared_as:
             with suppress(IndexError):  # two threads close it at once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -34,11 +35,16 @@ class _Open(Generic[S]):
 class SharedStores(Generic[S]):
     """The open stores of one class, by name.
 
-    Thread safety: all methods. Opening one name does not wait for another name.
+    A forked process begins with none. Thread safety: all methods. Opening one name does not wait
+    for another name.
     """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._named: dict[str, _Open[S]] = {}
 

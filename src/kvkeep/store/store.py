@@ -649,7 +649,7 @@ class KVStore:
         Of a `shared` store, the last user's call does so.
         """
         timeout = seconds_of("timeout", timeout)
-        if isinstance(self._tiered, ClosedUse):
+        if isinstance(self._tiered, ClosedUse) or self._tiered.inherited:
             return True
         if self._shared_as:
             with suppress(IndexError):  # two threads close it at once

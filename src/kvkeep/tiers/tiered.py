@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -183,7 +184,9 @@ class TieredStore:
     counted. `policy` says what moves where.
 
     Thread safety: all methods. Cost: a few µs a block in memory, besides the copy, which is the
-    caller's; everything slow is done by threads of the tiers, but for `remove` and `clear`.
+    caller's; everything slow is done by threads of the tiers, but for `remove` and `clear`. A
+    forked process has none of these threads: there every method but `stats` and `close` raises
+    `IllegalStep`.
     """
 
     def __init__(
@@ -206,6 +209,7 @@ class TieredStore:
         self._replacements = 0
         self._prefetching = Workers("prefetch", 4, 256)
         self._closed = False
+        self._process = os.getpid()
         self.fates = Fates([front.name, *(tier.name for tier in self.tiers)])
         front.fates = self.fates
         places: list[Front | Tier] = [front, *self.tiers]
@@ -1067,8 +1071,10 @@ class TieredStore:
     def close(self, timeout: float = 10.0) -> bool:
         """Flush, ``timeout`` seconds at most, and give everything back; whether all was written.
 
-        A second call does nothing.
+        A second call does nothing, nor does one in a forked process: all of it is its parent's.
         """
+        if self.inherited:
+            return True
         with self._lock:
             if self._closed:
                 return True
@@ -1107,10 +1113,20 @@ class TieredStore:
         """Whether it was closed, or is being closed."""
         return self._closed
 
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked from the one that opened it."""
+        return os.getpid() != self._process
+
     def check_open(self) -> None:
-        """Raise `IllegalStep` once it was closed."""
+        """Raise `IllegalStep` once it was closed, and in a forked process."""
         if self._closed:
             raise IllegalStep("the store is closed")
+        if self.inherited:
+            raise IllegalStep(
+                f"the store was opened by process {self._process}, and this one was forked from "
+                "it; open another store here"
+            )
 
     @contextmanager
     def _closed_is_illegal(self) -> Iterator[None]:
