@@ -282,6 +282,62 @@ def test_what_moves_down_does_not_bring_it_back(tmp_path: Path, place: FaultyBac
         store.check()
 
 
+@pytest.mark.parametrize("call", ["room", "get"])
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_prefetch_on_its_way_does_not_bring_it_back(
+    call: str, hangs: bool, place: FaultyBackend
+) -> None:
+    """Its file is open, or will be opened when it goes on; it may take longer than the tier may."""
+    with opened(place) as store:
+        put(store, LONG, wait=True)
+        forgotten(store)
+        if hangs:
+            place.hang(call)
+        else:
+            place.slow(0.15, call)
+        prefetch = store.prefetch(LONG)
+        place.wait_inside(call)
+        assert store.remove(LONG).complete
+        assert get(store, LONG) == 0
+        place.heal()
+        prefetch.wait(10)
+        quiet(store)
+        assert len(store._tiered.front.backend) == 0
+        assert get(store, LONG) == 0
+        put(store, LONG, wait=True)
+        forgotten(store)
+        end = time.monotonic() + 10
+        while get(store, LONG) != 20:  # a tier that hung is left alone for a second
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        store.check()
+
+
+@pytest.mark.parametrize("call", ["delete", "list"])
+def test_a_place_listed_again_meanwhile_does_not_bring_it_back(
+    call: str, place: FaultyBackend
+) -> None:
+    """The listing begins before the removal, or while it deletes; it may end after that."""
+    with opened(place) as store:
+        put(store, LONG, wait=True)
+        forgotten(store)
+        place.slow(0.15, call)
+        first, second = store.remove, store._tiered.tiers[0].relist
+        if call == "list":
+            first, second = second, first
+        threads = [threading.Thread(target=first, args=() if call == "list" else (LONG,))]
+        threads[0].start()
+        place.wait_inside(call)
+        threads.append(threading.Thread(target=second, args=(LONG,) if call == "list" else ()))
+        threads[1].start()
+        for thread in threads:
+            thread.join(10)
+        quiet(store)
+        assert get(store, LONG) == 0
+        assert store.lookup(LONG).tokens == 0
+        store.check()
+
+
 def test_what_one_tier_deletes_moves_down_to_none_that_is_done(
     tmp_path: Path, place: FaultyBackend
 ) -> None:
