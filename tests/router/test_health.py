@@ -37,6 +37,17 @@ def test_a_failure_is_over_after_a_rest_and_a_probe(health, now):
     assert health.state("a") is State.UP
 
 
+def test_a_suspect_is_logged_once(health, caplog):
+    health.doubt("a", Doubt.CLIENT_LEFT)
+    health.doubt("a", Doubt.CLIENT_LEFT)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"a is suspect ({Doubt.CLIENT_LEFT.value}): no requests until it answers a probe"
+    ]
+    health.probed("a", answered=True)
+    health.doubt("a", Doubt.CLIENT_LEFT)
+    assert len([one for one in caplog.records if "suspect" in one.getMessage()]) == 2
+
+
 def test_rests_grow_while_nothing_is_answered(health, now):
     rests = []
     for _ in range(8):

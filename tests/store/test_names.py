@@ -45,11 +45,27 @@ SHAPES = {
 }
 
 
+# Blocks that are stored already are found by these texts.
+TEXTS = [
+    (KVGeometry(2, 4, 8), "2x4x8"),
+    (KVGeometry(2, 4, 8, tp=2), "2x2x8"),
+    (KVGeometry(2, 4, 4, value_dim=12), "2x4x4/v12"),
+    (KVGeometry.mla(2, latent_dim=24, rope_dim=8), "2x1x32/latent24"),
+]
+
+
 def finds(url: str, **options: Any) -> int:
     with open_store("memory://1MiB", url, **(BASE | options)) as store:
         asked = store.lookup(TOKENS).tokens
         assert get(store, TOKENS) == asked
         return asked
+
+
+@pytest.mark.parametrize(("shape", "text"), TEXTS, ids=[text for _, text in TEXTS])
+def test_the_shape_in_a_name_stays_as_it_is(shape: KVGeometry, text: str) -> None:
+    named = {"model": "m", "revision": "r", "tenant": "", "lora": "", "rank": "tp0/2"}
+    space = store_namespace(shape, "NHD", 4, **named)
+    assert (space.geometry, space.layout, space.dtype) == (text, "NHD/4", "bfloat16")
 
 
 def test_what_must_not_be_mixed_does_not_find_each_other(tmp_path: Path) -> None:

@@ -130,6 +130,9 @@ def test_followers_are_bounded_and_forgotten() -> None:
         followers.note([b"root", b"%d" % number, b"%d end" % number])
     assert followers._links <= 100
     assert sum(map(len, followers._next.values())) == followers._links
+    followers = Followers(most=2)
+    followers.note([b"a", b"b", b"c"])
+    assert followers.take([b"a"]) == [b"b", b"c"], "as many as are allowed"
     followers = Followers(most=100)
     followers.note([b"a", b"b", b"c"])
     followers.note([b"a", b"b", b"d"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -46,6 +46,7 @@ def test_each_put_and_get_is_told(tmp_path: Path) -> None:
     for one in told:
         assert one.seconds > 0
         assert one.bandwidth == one.bytes / 1e9 / one.seconds
+    assert replace(told[0], seconds=0.0).bandwidth == 0.0, "a clock that stands still"
     with pytest.raises(FrozenInstanceError):
         told[0].moved = 5  # type: ignore[misc]
 
