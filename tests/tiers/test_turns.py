@@ -59,6 +59,25 @@ def test_one_that_always_loses_goes_alone():
     assert attempts > 5 * 4  # else nothing was taken from it
 
 
+def test_others_wait_while_one_goes_alone():
+    turns, other_tried = Turns(1, threads=2), threading.Event()
+    other = threading.Thread(target=lambda: turns.take(lambda: other_tried.set() or True))
+    attempts = 0
+
+    def attempt():
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            return AGAIN
+        other.start()
+        assert not other_tried.wait(0.2)
+        return True
+
+    assert turns.take(attempt)
+    other.join(20)
+    assert other_tried.is_set()
+
+
 def thread_of(work, stop):
     def run():
         try:
