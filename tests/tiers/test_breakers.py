@@ -245,3 +245,13 @@ def test_breakers_are_bounded_however_many_parts_a_place_names() -> None:
         breakers.of("read", f"node{number}").failed("why")
     assert len(breakers._all) < 2_000
     assert breakers.opened == 5_000
+
+
+def test_an_open_breaker_is_forgotten_last() -> None:
+    breakers = Breakers("here", limit=1)
+    for number in range(5_000):
+        breakers.of("read", f"node{number}")
+        if number == 100:
+            breakers.of("read", "node100").failed("why")
+    assert len(breakers._all) < 2_000
+    assert breakers.blocks("read", "node100")
