@@ -44,6 +44,13 @@ def test_a_ledger_that_cannot_be_trusted_is_counted_anew(tmp_path: Path, text: b
     assert backend.used() == 0
 
 
+def test_a_directory_that_becomes_empty_needs_no_recount(tmp_path: Path) -> None:
+    backend = DiskBackend(tmp_path / "store")
+    put(backend, A, b"record")
+    backend.delete([A])
+    assert (tmp_path / "store" / "ledger").read_bytes() == struct.pack("<8sQQ", b"kvledger", 1, 0)
+
+
 def test_opening_counts_whatever_the_ledger_says(tmp_path: Path) -> None:
     """Power loss may leave one that looks right and is old."""
     put(DiskBackend(tmp_path / "store"), A, b"record")
