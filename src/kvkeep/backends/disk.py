@@ -92,7 +92,8 @@ class DiskBackend(Backend):
 
     With ``flush``, a thread syncs in the background what was put, from 64 files on, so a `flush`
     has little left to do. Where the disk syncs more slowly than is put, 32,768 files may wait; then
-    each put is slowed down by a second at most, and from 65,536 on it fails.
+    each put is slowed down by a second at most, or half of ``timeout`` if that is shorter, and from
+    65,536 on it fails.
 
     The space of what was deleted or replaced is given back within milliseconds of the call; the
     count is ahead by that.
