@@ -3,6 +3,7 @@
 disk.py          the backend
 disk_home.py     the directory: what lies where, whose it is
 disk_ledger.py   the bytes used, counted by all who write
+disk_journal.py  what changes while a large directory is counted
 disk_sync.py     what is still to be made to last
 disk_files.py    whole records to and from files, with direct I/O
 """
@@ -384,7 +385,7 @@ class DiskBackend(Backend):
         tmp = f"{self._home.tmp}/{os.getpid()}-{os.urandom(12).hex()}"
         with self._ledger.held(self.timeout) as count:
             self._make_room(count, padded(size))
-            count.mark()
+            count.mark(padded(size))
             try:
                 fd = self._create(tmp, padded(size))
             except OSError:
