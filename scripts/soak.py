@@ -10,12 +10,16 @@ server  An HTTP server whose pool is too small for its clients (constant evictio
         the one that an engine without any reuse gives; the server's memory does not grow.
 cache   A `PagedCache` with forks, drafts that are taken back, soft and hard pins. Checked: every
         page that is handed out as cached holds exactly the tokens asked for; `check()` recounts.
-store   A writer over the same slow disk that is killed with SIGKILL at random instants. Checked:
-        every block that was flushed before the kill is read back by the next process, bit by bit.
+store   A writer over a slow disk with room for 800 blocks that is killed with SIGKILL at random
+        instants. Checked: the directory never has more bytes than it may. And by the next process:
+        the newest 400 blocks that were flushed before the kill are there, bit by bit; of older ones
+        no more are gone than were evicted.
 
-The script ends with a summary and with exit status 1 if a check failed. Memory is the resident set
-of each process, read every five seconds; growth is the median of the last quarter over that of the
-second quarter, since caches and bounded records fill in the first.
+The time begins when all parts stand. The script ends with a summary, and with exit status 1 if a
+check failed, or if something that a part is for never happened: evictions, clients that leave,
+forks, pins, kills, tokens from tiers. Give it a minute at least. Memory is the resident set of each
+process, read every five seconds; growth is the median of the last quarter over that of the second
+quarter, since caches and bounded records fill in the first.
 """
 
 from __future__ import annotations
@@ -48,6 +52,10 @@ ANSWER_TOKENS = 12
 KNOWN_PROMPTS = 40
 CLIENTS = 8
 RECORD_BYTES = 20_000
+DISK_BYTES = 16 << 20
+NEWEST = 400
+BATCH = 30
+"""Blocks that a writer puts between two flushes, at most."""
 
 
 def main() -> int:
@@ -69,9 +77,11 @@ def main() -> int:
 
 def soak(args: argparse.Namespace, folder: Path) -> int:
     """Run the three parts until the time is over; the exit status."""
-    until = time.monotonic() + args.minutes * 60
     parts = [ServerPart(folder, args.seed), CachePart(folder, args), StorePart(folder, args.seed)]
     parts = [part for part in parts if args.only in (None, part.name)]
+    for part in parts:
+        part.prepare()
+    until = time.monotonic() + args.minutes * 60
     threads = [threading.Thread(target=part.run, args=(until,), name=part.name) for part in parts]
     for thread in threads:
         thread.start()
@@ -94,9 +104,13 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
 
 
 class Part:
-    """One part of the soak: what it counted, what went wrong, and its child's memory."""
+    """One part of the soak: what it counted, what went wrong, and its child's memory.
+
+    ``needed`` are counts without which it did not do what it is for.
+    """
 
     name = ""
+    needed: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -118,6 +132,9 @@ class Part:
             if self.child is not None:
                 self.child.kill()
                 self.child.wait()
+
+    def prepare(self) -> None:
+        """What is to be done before the time begins."""
 
     def work(self, until: float) -> None:
         """The part's own work."""
@@ -162,8 +179,7 @@ class Part:
     def failures(self) -> list[str]:
         """What was not as it must be."""
         failures = [f"{self.name}: {error}" for error in self.errors]
-        if not self.counts:
-            failures.append(f"{self.name}: nothing was checked")
+        failures += [f"{self.name}: {what}: none" for what in self.needed if not self.counts[what]]
         growth = self.growth()
         if growth is not None and growth > GROWTH_MAX:
             failures.append(f"{self.name}: memory grew by {growth - 1:.1%}")
@@ -220,6 +236,15 @@ class ServerPart(Part):
     """Clients of the server, and what they saw."""
 
     name = "server"
+    needed = (
+        "answers compared",
+        "answers, new",
+        "answers, fork",
+        "clients that left",
+        "evicted pages",
+        "tokens from the pool",
+        "tokens from tiers",
+    )
 
     def __init__(self, folder: Path, seed: int) -> None:
         super().__init__()
@@ -227,29 +252,34 @@ class ServerPart(Part):
         self._seed = seed
         self._lock = threading.Lock()
         self._prompts = known_prompts()
+        self._expected: list[str] = []
+        self._url = ""
+
+    def prepare(self) -> None:
+        """Compute the answers to compare with, and start the server."""
+        self._expected = self._alone()
+        self.child = self.start("server", self._folder)
+        assert self.child.stdout is not None
+        self._url = self.child.stdout.readline().strip()
 
     def work(self, until: float) -> None:
         """Ask until the time is over."""
-        expected = self._expected()
-        self.child = self.start("server", self._folder)
-        assert self.child.stdout is not None
-        url = self.child.stdout.readline().strip()
+        assert self.child is not None
         clients = [
-            threading.Thread(target=self._client, args=(url, until, number, expected))
-            for number in range(CLIENTS)
+            threading.Thread(target=self._client, args=(until, number)) for number in range(CLIENTS)
         ]
         for client in clients:
             client.start()
         for client in clients:
             client.join()
-        stats = httpx.get(f"{url}/kv/stats", timeout=30).json()
+        stats = httpx.get(f"{self._url}/kv/stats", timeout=30).json()
         self.counts["evicted pages"] = int(stats["cache"].get("evicted_pages", 0))
         self.counts["tokens from the pool"] = int(stats["cache"].get("hit_tokens", 0))
         self.counts["tokens from tiers"] = int((stats["store"] or {}).get("hit_tokens", 0))
         self.child.send_signal(signal.SIGTERM)
         self.child.wait(60)
 
-    def _expected(self) -> list[str]:
+    def _alone(self) -> list[str]:
         """The answers of an engine that reuses nothing."""
         from kvkeep.cache import PagedCache  # noqa: PLC0415
         from kvkeep.engine import Engine, Runner, SamplingParams, Tokenizer  # noqa: PLC0415
@@ -266,17 +296,17 @@ class ServerPart(Part):
         params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
         return [engine.generate([prompt], params)[0].text for prompt in self._prompts]
 
-    def _client(self, url: str, until: float, number: int, expected: list[str]) -> None:
+    def _client(self, until: float, number: int) -> None:
         chance = random.Random(self._seed * 1000 + number)
-        with httpx.Client(base_url=url, timeout=60) as http:
+        with httpx.Client(base_url=self._url, timeout=60) as http:
             while time.monotonic() < until:
                 try:
-                    self._ask(http, chance, expected)
+                    self._ask(http, chance)
                 except httpx.HTTPError as error:
                     self._note("failed requests")
                     self.errors.append(f"{type(error).__name__}: {error}")
 
-    def _ask(self, http: httpx.Client, chance: random.Random, expected: list[str]) -> None:
+    def _ask(self, http: httpx.Client, chance: random.Random) -> None:
         kind = chance.choices(("known", "new", "leave", "fork", "salted"), (8, 4, 4, 2, 2))[0]
         at = chance.randrange(len(self._prompts))
         body: dict[str, Any] = {
@@ -312,8 +342,8 @@ class ServerPart(Part):
         texts = [choice["text"] for choice in answer.json()["choices"]]
         if kind in ("known", "salted"):
             self._note("answers compared")
-            if texts != [expected[at]]:
-                self.errors.append(f"prompt {at}: {texts[0]!r} instead of {expected[at]!r}")
+            if texts != [self._expected[at]]:
+                self.errors.append(f"prompt {at}: {texts[0]!r} instead of {self._expected[at]!r}")
         else:
             self._note(f"answers, {kind}")
 
@@ -323,6 +353,11 @@ class ServerPart(Part):
 
 
 # --- the cache ------------------------------------------------------------------------------------
+
+
+CHURNED = (
+    "operations", "evicted pages", "forks", "drafts taken back", "soft pins", "hard pins"
+)  # fmt: skip
 
 
 class Churn:
@@ -338,6 +373,7 @@ class Churn:
         self._memory = np.full((self.PAGES, self.PAGE_SIZE), -1, np.int32)
         self._live: list[Any] = []
         self._pins: list[Any] = []
+        self.counts = Counter[str](dict.fromkeys(CHURNED, 0))
 
     def step(self) -> None:
         """One operation, and a look at the page contents of the newest sequence."""
@@ -394,11 +430,13 @@ class Churn:
 
     def _fork(self) -> None:
         self._live.append(self._any().fork())
+        self.counts["forks"] += 1
 
     def _truncate(self) -> None:
         sequence = self._any()
         sequence.truncate(max(1, sequence.num_tokens - self._chance.randrange(1, 5)))
         self._fill(sequence, sequence.num_tokens)
+        self.counts["drafts taken back"] += 1
 
     def _publish(self) -> None:
         sequence = self._any()
@@ -408,24 +446,29 @@ class Churn:
     def _pin(self) -> None:
         text = self._prompt()
         if self.cache.match(text).num_tokens >= self.PAGE_SIZE:
-            self._pins.append(self.cache.pin(text, hard=self._chance.random() < 0.1))
+            hard = self._chance.random() < 0.1
+            self._pins.append(self.cache.pin(text, hard=hard))
+            self.counts["hard pins" if hard else "soft pins"] += 1
 
 
 def churn(args: argparse.Namespace) -> None:
-    """Child: drive a `PagedCache`; prints the number of operations."""
+    """Child: drive a `PagedCache`; prints the counts of `CHURNED`."""
     os.nice(10)  # it never waits, and must leave time to the other parts
     driver = Churn(args.seed)
     for operation in itertools.count(1):
         driver.step()
         if operation % 500 == 0:
             driver.cache.check()
-            print(operation, driver.cache.stats().evicted_pages, flush=True)
+            driver.counts["operations"] = operation
+            driver.counts["evicted pages"] = driver.cache.stats().evicted_pages
+            print(*(driver.counts[what] for what in CHURNED), flush=True)
 
 
 class CachePart(Part):
     """Watches the child that drives the cache."""
 
     name = "cache"
+    needed = CHURNED
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         super().__init__()
@@ -441,8 +484,8 @@ class CachePart(Part):
             if not line:
                 self.errors.append(f"the child ended with status {self.child.wait()}")
                 return
-            operations, evicted = map(int, line.split())
-            self.counts["operations"], self.counts["evicted pages"] = operations, evicted
+            for what, number in zip(CHURNED, line.split(), strict=True):
+                self.counts[what] = int(number)
 
 
 # --- the store ------------------------------------------------------------------------------------
@@ -464,7 +507,7 @@ def open_blocks(folder: Path) -> Any:
     from kvkeep.store import BlockStore  # noqa: PLC0415
     from kvkeep.testing import FaultyBackend  # noqa: PLC0415
 
-    disk = FaultyBackend(DiskBackend(folder, capacity=4 << 30))
+    disk = FaultyBackend(DiskBackend(folder, capacity=DISK_BYTES))
     disk.slow(SLOW_S / 4, "put", "flush")
     return BlockStore("soak", tiers=["memory://2MiB", disk])
 
@@ -472,62 +515,91 @@ def open_blocks(folder: Path) -> Any:
 def write(args: argparse.Namespace) -> None:
     """Child: verify the flushed blocks ``0 … seed``, then write more until killed.
 
-    Prints ``ok N`` once all N are verified, then ``flushed M`` after each flush.
+    Prints ``lost N`` for each of the newest that is not there, ``wrong N`` for each that is another
+    one, ``ok G`` when all are verified, of which G are gone, and ``flushed M E`` after each batch,
+    with the blocks that were evicted since this process began.
     """
     store = open_blocks(args.folder)
-    room = bytearray(RECORD_BYTES)
-    for number in range(max(0, args.seed - 400), args.seed):
-        if store.get([key_of(number)], [memoryview(room)]) != 1 or room != payload_of(number):
-            print(f"lost {number}", flush=True)
-    print(f"ok {args.seed}", flush=True)
+    room, gone = bytearray(RECORD_BYTES), 0
+    for number in range(args.seed):
+        if store.get([key_of(number)], [memoryview(room)]) != 1:
+            gone += 1
+            if number >= args.seed - NEWEST:
+                print(f"lost {number}", flush=True)
+        elif room != payload_of(number):
+            print(f"wrong {number}", flush=True)
+    print(f"ok {gone}", flush=True)
     number = args.seed
     while True:
-        count = random.randrange(1, 30)
+        count = random.randrange(1, BATCH)
         numbers = range(number, number + count)
         kept = store.put([key_of(n) for n in numbers], [payload_of(n) for n in numbers], wait=30)
         if kept == count and store.flush(60):
             number += count
-            print(f"flushed {number}", flush=True)
+        print(f"flushed {number} {store.stats()[1].counters['evictions']}", flush=True)
 
 
 class StorePart(Part):
     """Kills the writer at random instants, and starts the next."""
 
     name = "store"
+    needed = ("kills", "blocks flushed", "blocks verified after a kill", "evictions", "gone")
 
     def __init__(self, folder: Path, seed: int) -> None:
         super().__init__()
         self._folder = folder / "store"
         self._chance = random.Random(seed)
+        self._flushed = 0  # blocks 0 … of the directory
+        self._evicted = 0  # of them, by what killed writers said
+        self._kills = 0  # of writers in this directory
 
     def sample(self) -> None:
         """The writers live for seconds: their memory says nothing."""
 
     def work(self, until: float) -> None:
         """Kill and restart until the time is over."""
-        flushed = 0
         while time.monotonic() < until:
-            if flushed > 20_000:
+            if self._flushed > 20_000:
                 shutil.rmtree(self._folder)
-                flushed = 0
-            self.child = self.start("store", self._folder, "--seed", str(flushed))
+                self._flushed = self._evicted = self._kills = 0
+            self.child = self.start("store", self._folder, "--seed", str(self._flushed))
             # From the moment that it writes: processes may take long to start.
             alarm = threading.Timer(self._chance.uniform(0.5, 8), self.child.kill)
             assert self.child.stdout is not None
-            before = flushed
+            before, evicted = self._flushed, 0
             for line in self.child.stdout:
-                word, number = line.split()
-                if word == "lost":
-                    self.errors.append(f"block {number} of {before} that were flushed is gone")
-                elif word == "ok":
+                word, number, *more = line.split()
+                if word == "ok":
+                    self._account(before, int(number))
                     alarm.start()
-                    self.counts["blocks verified after a kill"] += min(400, before)
+                elif word == "flushed":
+                    self.counts["blocks flushed"] += int(number) - self._flushed
+                    self._flushed, evicted = int(number), int(more[0])
                 else:
-                    self.counts["blocks flushed"] += int(number) - flushed
-                    flushed = int(number)
+                    self.errors.append(f"block {number} of {before} that were flushed is {word}")
             alarm.cancel()
-            self.child.wait()
+            if (status := self.child.wait()) != -signal.SIGKILL:
+                self.errors.append(f"a writer ended with status {status}")
+                return
+            used = sum(-(-path.stat().st_size // 4096) * 4096 for path in self._folder.glob("*/*"))
+            if used > DISK_BYTES:
+                self.errors.append(f"the directory has {used} bytes of {DISK_BYTES}")
+            self._evicted += evicted
+            self._kills += 1
             self.counts["kills"] += 1
+            self.counts["evictions"] += evicted
+
+    def _account(self, flushed: int, gone: int) -> None:
+        """Of ``flushed`` blocks ``gone`` are not there: no more than were evicted.
+
+        A writer that was killed may have evicted for one batch more than it had said.
+        """
+        self.counts["blocks verified after a kill"] += flushed - gone
+        self.counts["gone"] = max(self.counts["gone"], gone)
+        if gone > self._evicted + self._kills * BATCH:
+            self.errors.append(
+                f"of {flushed} flushed blocks {gone} are gone, and {self._evicted} were evicted"
+            )
 
 
 CHILDREN = {"server": serve, "cache": churn, "store": write}

@@ -10,7 +10,9 @@ import os
 import random
 import sys
 import threading
+import time
 
+from kvkeep.backends import disk
 from kvkeep.backends.buffers import aligned
 from kvkeep.backends.disk import DiskBackend
 from kvkeep.errors import OutOfRoom
@@ -97,7 +99,16 @@ def fork_in_use(path: str, capacity: int, who: int, seed: int, steps: int) -> No
     del seed
 
 
-JOBS = {"work": work, "fork": fork_in_use}
+def recount(path: str, capacity: int, who: int, seed: int, steps: int) -> None:
+    """Open the directory as if it were large, and have it counted while others write there."""
+    disk.SMALL = 0
+    for _ in range(steps):
+        for _record in DiskBackend(path, capacity).list():
+            time.sleep(0.0002)
+    del who, seed
+
+
+JOBS = {"work": work, "fork": fork_in_use, "recount": recount}
 
 
 def main() -> None:

@@ -175,6 +175,30 @@ def test_the_budget_holds_at_any_instant(workers: Workers, tmp_path: Path) -> No
     Told().check(said, tmp_path)
 
 
+def test_recounts_that_are_killed_while_others_write(workers: Workers, tmp_path: Path) -> None:
+    """The count is that of the files whenever the lock is free, whoever counted it last."""
+    chance = random.Random(5)
+    DiskBackend(tmp_path, CAPACITY).close()
+    for who in (1, 2):
+        workers.start("work", tmp_path, CAPACITY, who, who, 400)
+    with open(tmp_path / "ledger", "rb", buffering=0) as ledger:
+        for _ in range(15):
+            pids = [workers.start("recount", tmp_path, CAPACITY, who, 0, 1 << 30) for who in (3, 4)]
+            for pid in pids:
+                time.sleep(chance.uniform(0, 0.03))
+                fcntl.flock(ledger, fcntl.LOCK_EX)
+                held = on_disk(tmp_path)
+                _, unmarked, used = struct.unpack("<8sQQ", os.pread(ledger.fileno(), 24, 0))
+                fcntl.flock(ledger, fcntl.LOCK_UN)
+                assert used == held if unmarked else used >= held
+                assert held <= CAPACITY
+                os.kill(pid, signal.SIGKILL)
+    said = workers.wait()
+    assert sum(line.startswith("full") for line in said) > 10
+    Told().check(said, tmp_path)
+    assert (tmp_path / "ledger").stat().st_size == 64, "the journals of the killed are ended"
+
+
 def test_a_fork_goes_on_with_the_backend(workers: Workers, tmp_path: Path) -> None:
     """While threads of its parent are in the middle of puts."""
     workers.start("fork", tmp_path, 1 << 30, 99, 0, 40)

@@ -517,10 +517,14 @@ def test_a_live_model_that_changes_is_noticed_at_the_next_call(change):
         kept.generate(prompt(40), max_new_tokens=1)
         with torch.no_grad():
             change(model)
+            model(prompt(50, seed=2), past_key_values=(cache := DynamicCache()))
         with pytest.raises(IllegalStep, match=r"the model was changed.*make another one"):
             kept.generate(prompt(40), max_new_tokens=1)
         with pytest.raises(IllegalStep, match="the model was changed"):
             kept.load(prompt(40))
+        with pytest.raises(IllegalStep, match=r"the model was changed.*make another one"):
+            kept.save(prompt(50, seed=2), cache)
+        assert kept.store.lookup(prompt(50, seed=2)[0].numpy()).tokens == 0
         with pytest.raises(InvalidValue, match="holds KV of the model"):
             KeptModel(model, store=kept.store)
 
@@ -601,11 +605,12 @@ def test_a_store_made_of_the_model_is_the_one_that_kept_models_make(model, folde
 
 def test_dropout_is_not_stored():
     model = build().train()
-    with (
-        KeptModel(model, tiers=["memory://16MiB"]) as kept,
-        pytest.raises(IllegalStep, match=r"model\.eval\(\)"),
-    ):
-        kept.generate(prompt(5), max_new_tokens=1)
+    with KeptModel(model, tiers=["memory://16MiB"]) as kept, torch.no_grad():
+        with pytest.raises(IllegalStep, match=r"model\.eval\(\)"):
+            kept.generate(prompt(5), max_new_tokens=1)
+        model(prompt(50), past_key_values=(cache := DynamicCache()))
+        with pytest.raises(IllegalStep, match=r"model\.eval\(\)"):
+            kept.save(prompt(50), cache)
 
 
 def test_models_that_cannot_be_kept_are_refused(model):

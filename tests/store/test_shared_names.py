@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from store_kv import GQA, disk, get, put
 
 from kvkeep.backends.memory import MemoryBackend
 from kvkeep.errors import IllegalStep, InvalidValue
 from kvkeep.geometry import KVGeometry
 from kvkeep.store import BlockStore, KVStore
+from kvkeep.store.store import StoreOptions
 from kvkeep.tiers import Exclusive, Inclusive
 
 if TYPE_CHECKING:
@@ -47,6 +50,28 @@ def test_it_belongs_to_the_first_model_that_any_user_brings(tmp_path: Path) -> N
             another.bind(second)
     with opened("bound", tmp_path) as again:
         again.bind(second)
+
+
+def test_a_module_names_a_store_that_is_shared(tmp_path: Path) -> None:
+    model, another = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with opened("module", tmp_path, model=model) as one, opened("module", tmp_path, model=model):
+        assert one.namespace.revision.startswith("loaded-")
+        with pytest.raises(InvalidValue, match=r"namespace\.revision"):
+            opened("module", tmp_path, model=another)
+
+
+def test_options_are_typed_as_those_of_the_constructor() -> None:
+    """Type checkers accept what runs, and nothing else."""
+    options = {
+        name: annotation.__forward_arg__
+        for name, annotation in StoreOptions.__annotations__.items()
+    }
+    taken = {
+        one.name: one.annotation if one.default is not one.empty else f"Required[{one.annotation}]"
+        for one in inspect.signature(KVStore).parameters.values()
+        if one.kind is one.KEYWORD_ONLY
+    }
+    assert options == taken
 
 
 def test_the_last_one_closes_it(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,9 +23,11 @@ from kvkeep.store import BlockStore
 from kvkeep.tiers import note_of, open_backend
 from kvkeep.tiers.notes import NOTE_BYTES, difference
 
+sys.path.append(str(Path(__file__).parents[1] / "backends"))
+from servers import Server, needs_server, server
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from kvkeep.backends import Backend
 
@@ -86,8 +90,25 @@ def test_no_note_writes_a_line_of_its_own_into_the_log() -> None:
 # --- in places -------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["file", "file without size", "objects", "objects without size"])
+@pytest.fixture(scope="module")
+def running() -> Iterator[Server]:
+    with server() as one:
+        yield one
+
+
+@pytest.fixture(
+    params=[
+        "file",
+        "file without size",
+        "objects",
+        "objects without size",
+        pytest.param("valkey", marks=needs_server),
+    ]
+)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Backend]:
+    if request.param == "valkey":
+        url = request.getfixturevalue("running").url
+        return lambda: open_backend(TierURL(url))
     if request.param.startswith("objects"):
         from obstore.store import MemoryStore
 
@@ -133,7 +154,8 @@ def test_a_store_that_finds_none_of_its_own_says_why_once(
         assert store.lookup(KEYS) == 0
         until(lambda: len(told()) == 2)
     assert told()[1][0] == logging.INFO, "another model may well share the place"
-    assert space_of(OURS) in place().noted_spaces()
+    with place() as backend:
+        assert space_of(OURS) in backend.noted_spaces()
 
 
 @pytest.mark.parametrize("what", ["fifo", "folder", "link", "garbage", "huge"])

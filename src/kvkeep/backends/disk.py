@@ -3,6 +3,7 @@
 disk.py          the backend
 disk_home.py     the directory: what lies where, whose it is
 disk_ledger.py   the bytes used, counted by all who write
+disk_journal.py  what changes while a large directory is counted
 disk_sync.py     what is still to be made to last
 disk_files.py    whole records to and from files, with direct I/O
 """
@@ -92,7 +93,8 @@ class DiskBackend(Backend):
 
     With ``flush``, a thread syncs in the background what was put, from 64 files on, so a `flush`
     has little left to do. Where the disk syncs more slowly than is put, 32,768 files may wait; then
-    each put is slowed down by a second at most, and from 65,536 on it fails.
+    each put is slowed down by a second at most, or half of ``timeout`` if that is shorter, and from
+    65,536 on it fails.
 
     The space of what was deleted or replaced is given back within milliseconds of the call; the
     count is ahead by that.
@@ -383,7 +385,7 @@ class DiskBackend(Backend):
         tmp = f"{self._home.tmp}/{os.getpid()}-{os.urandom(12).hex()}"
         with self._ledger.held(self.timeout) as count:
             self._make_room(count, padded(size))
-            count.mark()
+            count.mark(padded(size))
             try:
                 fd = self._create(tmp, padded(size))
             except OSError:

@@ -12,12 +12,13 @@ held for accounting, never while data is written, and never while a large direct
 
 A large directory is counted while others write there, in three steps (`Recount`):
 
-1. Under the lock: switch the journal on. From now on every change of a record is noted in it.
+1. Under the lock: begin a journal (`disk_journal`). From now on it has every record that changes.
 2. Without the lock: add up the sizes of all records. What changes meanwhile is seen or missed.
-3. Under the lock: look again at each record in the journal; write the count; switch it off.
+3. Under the lock: look again at each record in the journal; write the count; end the journal.
 
-Until then the count that was there goes on being used: it differs from the truth by the one change
-that a killed process was making, or by what a loss of power took back.
+Until then the count that was there goes on being used. A killed process leaves one that is too high
+at most, by the change that it was making; a loss of power leaves an old one, and whoever takes the
+ledger away leaves 0.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ import numpy as np
 
 from kvkeep.backends.disk_files import open_known, padded, pin, size_of
 from kvkeep.backends.disk_home import LEDGER_MAGIC as _MAGIC
+from kvkeep.backends.disk_journal import HEAD, Journal
 from kvkeep.errors import BackendFailed
-from kvkeep.keys import BLOCK_ID_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,12 +46,9 @@ if sys.platform != "win32":
 __all__ = ["Count", "DiskLedger", "Recount"]
 
 _LAYOUT: Final = struct.Struct("<8sQQ")  # magic, 1 when unmarked, bytes used
-_MORE: Final = struct.Struct("<16sQ")  # which ledger this is, which recount keeps a journal
-_NOT_YET: Final = bytes(16)
-_HEAD: Final = 64  # bytes; the journal, a row of block ids, follows
+_ID: Final = struct.Struct("<16s")  # which ledger this is
+_NOT_YET: Final = bytes(_ID.size)
 _FIRST_PAUSE: Final = 0.0001  # seconds
-JOURNAL_AT_MOST: Final = 1 << 24
-"""Bytes: a journal that becomes longer is given up. The recount is repeated later."""
 
 
 class Count:
@@ -59,27 +57,30 @@ class Count:
     ``used`` is set after `mark`. It is in bytes, each file counted in whole units of `ALIGNMENT`.
     """
 
-    __slots__ = ("_fd", "_journal", "_marked", "pins", "used")
+    __slots__ = ("_fd", "_marked", "journal", "pins", "used")
 
-    def __init__(self, fd: int, used: int, journal: int = 0) -> None:
+    def __init__(self, fd: int, used: int, journal: Journal) -> None:
         self._fd = fd
         self._marked = False
-        self._journal = journal
+        self.journal = journal
         self.pins: list[int] = []  # what is unlinked already, and freed when the lock is
         self.used = used
 
-    def mark(self) -> None:
-        """The directory is about to change, and ``used`` with it."""
-        if not self._marked:
+    def mark(self, more: int = 0) -> None:
+        """The directory is about to change, and ``used`` with it, by at most ``more`` bytes.
+
+        That much is written at once: whoever is killed leaves no count that is too low.
+        """
+        if more or not self._marked:
             self._marked = True
-            self._write()
+            self._write(more)
 
     def settle(self) -> None:
         """``used`` is what is in the directory: write it down and take the mark away."""
         # Below zero somebody put files here by hand, which nobody counted: the mark stays.
         if self._marked and self.used >= 0:
             self._marked = False
-            self._write()
+            self._write(0)
 
     def remove(self, path: str, block: bytes | None = None) -> int:
         """Unlink a file; how long it was, in bytes, 0 when it is not there or no regular file.
@@ -91,7 +92,8 @@ class Count:
             return 0
         self.pins.append(held[0])
         self.mark()
-        self._note(block)
+        if block is not None:
+            self.journal.note(block)
         os.unlink(path)
         self.used -= padded(held[1])
         return held[1]
@@ -100,7 +102,7 @@ class Count:
         """Move a file to ``target``, the record of ``block``, in place of what is there."""
         held = pin(target)
         self.mark()
-        self._note(block)
+        self.journal.note(block)
         if held is not None:
             self.pins.append(held[0])
         try:
@@ -113,55 +115,18 @@ class Count:
 
     def put_aside(self, source: str, target: str, block: bytes) -> None:
         """Move the record of ``block`` to quarantine, where it counts as much as before."""
-        if self._journal:
+        if self.journal:
             self.mark()
-            self._note(block)
+            self.journal.note(block)
         try:
             os.rename(source, target)
         except FileNotFoundError:
             self.settle()
             raise
 
-    def keep_journal(self, token: int) -> int:
-        """Have changes noted for the recount ``token``; where in the file its notes begin.
-
-        The notes of another recount that is going on are kept, but that one has to give up.
-        """
-        self._set_journal(token)
-        return self._end()
-
-    def journal(self, token: int, start: int) -> set[bytes] | None:
-        """The records that changed since `keep_journal`; None when another recount took over."""
-        if self._journal != token:
-            return None
-        notes = os.pread(self._fd, max(self._end() - start, 0), start)
-        return {notes[at : at + BLOCK_ID_BYTES] for at in range(0, len(notes), BLOCK_ID_BYTES)}
-
-    def end_journal(self) -> None:
-        """Note no more changes, and forget those that were noted."""
-        self._set_journal(0)
-        os.ftruncate(self._fd, _HEAD)
-
-    def _note(self, block: bytes | None) -> None:
-        """Tell who recounts that this record may change. Before it does: we may be killed."""
-        if not self._journal or block is None:
-            return
-        if self._end() > JOURNAL_AT_MOST:
-            self.end_journal()
-        else:
-            os.pwrite(self._fd, block, self._end())
-
-    def _set_journal(self, token: int) -> None:
-        self._journal = token
-        own = os.pread(self._fd, 16, _LAYOUT.size).ljust(16, b"\0")
-        os.pwrite(self._fd, _MORE.pack(own, token), _LAYOUT.size)
-
-    def _end(self) -> int:
-        return max(os.fstat(self._fd).st_size, _HEAD)
-
-    def _write(self) -> None:
+    def _write(self, more: int) -> None:
         # One call within one page: whoever is killed has written all of it or nothing.
-        data = _LAYOUT.pack(_MAGIC, not self._marked, max(self.used, 0))
+        data = _LAYOUT.pack(_MAGIC, not self._marked, max(self.used + more, 0))
         os.pwrite(self._fd, data, 0)
 
 
@@ -224,6 +189,8 @@ class DiskLedger:
             self.wants_count = True
         else:
             count.used = used
+            if count.journal:  # of a recount that goes on or was killed: nobody needs it now
+                count.journal.end()
         count.settle()
         self.counted_at = time.monotonic()
 
@@ -255,15 +222,16 @@ class DiskLedger:
             os.close(fd)  # it was taken away while we waited: that lock excludes nobody
 
     def _counted(self, fd: int) -> Count:
-        used, own, journal = self._read(fd)
+        head = os.pread(fd, HEAD, 0).ljust(HEAD, b"\0")
+        used, journal = self._trusted(head), Journal(fd, head)
+        (own,) = _ID.unpack_from(head, _LAYOUT.size)
         replaced = self.counted_at is not None and own != self._id
         if used is not None and self.counted_at is not None and not replaced:
             return Count(fd, used, journal)
-        estimate = used if used is not None else self._estimate(fd)
-        count = Count(fd, estimate, journal)
+        count = Count(fd, self._estimate(head), journal)
         if own == _NOT_YET:
-            own = os.urandom(16)
-            os.pwrite(fd, _MORE.pack(own, journal), _LAYOUT.size)
+            own = os.urandom(_ID.size)
+            os.pwrite(fd, own, _LAYOUT.size)
         self._id = own
         self.recount(count)
         if replaced and self._replaced is not None:
@@ -288,20 +256,15 @@ class DiskLedger:
             time.sleep(pause)
             pause = min(pause * 1.5, 0.005)
 
-    def _read(self, fd: int) -> tuple[int | None, bytes, int]:
-        """The count, None when it cannot be trusted; which ledger it is; whose journal is kept."""
-        data = os.pread(fd, _HEAD, 0).ljust(_HEAD, b"\0")
-        magic, unmarked, used = _LAYOUT.unpack_from(data)
-        own, journal = _MORE.unpack_from(data, _LAYOUT.size)
-        trusted = magic == _MAGIC and unmarked == 1
-        return (int(used) if trusted else None), own, journal
+    def _trusted(self, head: bytes) -> int | None:
+        """The count in the ledger's first bytes; None when it cannot be trusted."""
+        magic, unmarked, used = _LAYOUT.unpack_from(head)
+        return int(used) if magic == _MAGIC and unmarked == 1 else None
 
-    def _estimate(self, fd: int) -> int:
-        """The count that stands in a ledger with a mark: right but for one change."""
-        data = os.pread(fd, _LAYOUT.size, 0)
-        if len(data) < _LAYOUT.size or not data.startswith(_MAGIC):
-            return 0
-        return int(_LAYOUT.unpack(data)[2])
+    def _estimate(self, head: bytes) -> int:
+        """The count, also of a ledger with a mark: then it is too high by one change at most."""
+        magic, _, used = _LAYOUT.unpack_from(head)
+        return int(used) if magic == _MAGIC else 0
 
 
 class Recount:
@@ -319,7 +282,7 @@ class Recount:
         # Not zero, and not likely to be that of another one.
         self._token = int.from_bytes(os.urandom(8), "little") | 1
         with ledger.held(timeout) as count:
-            self._start = count.keep_journal(self._token)
+            count.journal.begin(self._token)
 
     def saw(self, block: bytes, size: int) -> None:
         """The scan found the record of ``block``, ``size`` bytes long."""
@@ -331,7 +294,7 @@ class Recount:
     def finish(
         self, timeout: float, path: Callable[[bytes], str], beside: Callable[[], int]
     ) -> bool:
-        """Write the count; False, and nothing written, when the journal was given up.
+        """Write the count; False, and nothing written, without a journal that can be trusted.
 
         ``path`` says where the record of a block lies, ``beside`` counts what is no record.
         """
@@ -343,7 +306,7 @@ class Recount:
         sizes = sizes[first]
         total = int(sizes.sum())
         with self._ledger.held(timeout) as count:
-            changed = count.journal(self._token, self._start)
+            changed = count.journal.changed(self._token)
             if changed is None:
                 return False
             for block in changed:
@@ -353,7 +316,7 @@ class Recount:
                 total += padded(size_of(path(block)) or 0)
             count.mark()
             count.used = total + beside()
-            count.end_journal()
+            count.journal.end()
         self._ledger.wants_count = False
         self._ledger.counted_at = time.monotonic()
         return True

@@ -50,7 +50,7 @@ PATIENCE = 60.0
 class StoreOptions(TypedDict, total=False):
     """What `KVStore` takes by name."""
 
-    model: Required[str]
+    model: Required[str | torch.nn.Module]
     revision: str
     tiers: Sequence[str | Backend]
     layout: Layout

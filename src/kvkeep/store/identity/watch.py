@@ -78,8 +78,8 @@ class ModelWatch:
         """Return what changed since the snapshot, in words, or None.
 
         Without ``samples`` no byte of a tensor is read, and no other device is waited for. Cost:
-        about 1.5 µs a submodule and 0.7 µs a tensor; with samples 0.6 µs a tensor more on a CPU,
-        and one wait for a GPU.
+        3 to 10 µs a tensor with the modules around it; with samples 1 to 3 µs a tensor more on a
+        CPU, and one wait for a GPU (`benchmarks/identity.py`).
         """
         for module in self._modules:
             if module.differs() and (what := module.what()) is not None:

@@ -1,0 +1,500 @@
+"""A large directory is counted while others write there: whatever they do, the count is right."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import struct
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvkeep.backends import disk, disk_home, disk_journal
+from kvkeep.backends.disk import DiskBackend
+from kvkeep.backends.disk_ledger import Recount
+from kvkeep.errors import OutOfRoom
+from kvkeep.testing.backend_hooks import block_id, put
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kvkeep.backends.base import Listed
+
+UNIT = 4096
+HEAD = 64  # bytes of the ledger before its journal
+A, B, C = block_id(1), block_id(2), block_id(3, space=1)
+NEW, FAR = block_id(4), block_id(5, space=2)
+
+
+@pytest.fixture(autouse=True)
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file makes a directory large."""
+    monkeypatch.setattr(disk, "SMALL", 0)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A directory of three records, six units, whose ledger says another number."""
+    with DiskBackend(tmp_path / "store") as backend:
+        for units, block in enumerate((A, B, C), 1):
+            put(backend, block, bytes(units * UNIT))
+    falsify(tmp_path / "store", 20 * UNIT)
+    return tmp_path / "store"
+
+
+def falsify(root: Path, used: int) -> None:
+    """As a loss of power leaves it: the count of another time, and no mark."""
+    with open(root / "ledger", "r+b") as ledger:
+        ledger.write(struct.pack("<8sQQ", b"kvledger", 1, used))
+
+
+def on_disk(root: Path) -> int:
+    """Bytes of all files, in whole units, without the help of the backend."""
+    files = [path for path in root.glob("*/*") if path.is_file()]
+    return sum(-(-path.stat().st_size // UNIT) * UNIT for path in files)
+
+
+def check(root: Path, backend: DiskBackend) -> None:
+    """The count is that of a scan, in all processes, and no journal is kept any more."""
+    assert not backend._ledger.wants_count
+    assert backend.used() == DiskBackend(root).used() == on_disk(root)
+    assert (root / "ledger").stat().st_size == HEAD
+
+
+class Steps:
+    """Calls ``do`` at the step ``at`` of a recount: none of them may hold the lock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, do: Callable[[], object]) -> None:
+        self.seen = 0
+        self._at = at
+        self._do = do
+        for place, name in (
+            (Recount, "__init__"),
+            (Recount, "finish"),
+            (disk_home, "_stat"),
+            (disk_home.Home, "entries"),
+        ):
+            monkeypatch.setattr(place, name, self._around(getattr(place, name)))
+
+    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def stepped(*given: Any, **named: Any) -> Any:
+            self._step()
+            try:
+                return call(*given, **named)
+            finally:
+                self._step()
+
+        return stepped
+
+    def _step(self) -> None:
+        self.seen += 1
+        if self.seen == self._at:
+            self._do()
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Do ``work`` in another process; what `os.waitpid` says of it."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1]
+
+
+_CALLS = ("open", "pwrite", "pwritev", "ftruncate", "rename", "unlink", "mkdir", "rmdir", "utime")
+
+
+def killed(at: int, work: Callable[[], object]) -> bool:
+    """Do ``work`` in another process that gets SIGKILL at its system call ``at``, before or after.
+
+    False when it ended before that.
+    """
+
+    def counted() -> None:
+        seen = 0
+
+        def around(call: Callable[..., Any]) -> Callable[..., Any]:
+            def stepped(*given: Any, **named: Any) -> Any:
+                nonlocal seen
+                done = None
+                for before in (True, False):
+                    if seen == at:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    seen += 1
+                    if before:
+                        done = call(*given, **named)
+                return done
+
+            return stepped
+
+        for name in _CALLS:
+            setattr(os, name, around(getattr(os, name)))
+        work()
+
+    status = in_child(counted)
+    assert status in (0, signal.SIGKILL)
+    return status != 0
+
+
+# --- changes while it is counted -------------------------------------------------------------
+
+
+def change(backend: DiskBackend, steps: str) -> None:
+    """Do ``steps``, words that are a block and what is done to it."""
+    backend.timeout = 0.2  # if the lock is held, this fails
+    blocks = {"A": A, "B": B, "C": C, "N": NEW, "F": FAR}
+    for word in steps.split():
+        block = blocks[word[0]]
+        if word[1:] == "-":
+            backend.delete([block])
+        elif word[1:] == "!":
+            backend.quarantine(block, "bad")
+        else:
+            put(backend, block, bytes(int(word[1:]) * UNIT))
+
+
+CHANGES = ["F7", "B9", "C1", "A-", "C!", "B- B5", "N3 N-", "A4 B! C- N1 A-"]
+
+
+@pytest.mark.parametrize("steps", CHANGES)
+@pytest.mark.parametrize("who", ["itself", "another", "process"])
+def test_a_change_at_any_step_of_a_recount_is_counted(root: Path, who: str, steps: str) -> None:
+    """And whoever makes it waits for no lock."""
+    begin = {path: path.read_bytes() for path in root.glob("*/*")}
+    at, reached = 0, True
+    while reached:
+        at += 1
+        for path in root.glob("*/*"):
+            path.unlink()
+        for path, data in begin.items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
+        falsify(root, 20 * UNIT)
+        backend, another = DiskBackend(root), DiskBackend(root)
+        another.used()  # it has counted, and trusts the ledger from now on
+        does = partial(change, another if who == "another" else backend, steps)
+        if who == "process":
+            alone = partial(change, DiskBackend(root), steps)
+
+            def does(alone: Callable[[], object] = alone) -> None:
+                assert in_child(alone) == 0
+
+        with pytest.MonkeyPatch.context() as patch:
+            seen = Steps(patch, at, does)
+            list(backend.list())
+            reached = seen.seen >= at
+        check(root, backend)
+        assert another.used() == on_disk(root)
+    assert at > 14, "the steps of three records"
+
+
+class Walk(NamedTuple):
+    """What ``who`` of two objects does, to which block, with how many units."""
+
+    name: str
+    who: int
+    block: bytes
+    units: int
+
+
+WALKS = st.lists(
+    st.builds(
+        Walk,
+        name=st.sampled_from(
+            ["put", "put", "put", "delete", "quarantine", "begin", "next", "next", "end", "leave",
+             "reopen", "falsify"]
+        ),
+        who=st.integers(0, 1),
+        block=st.sampled_from([A, B, C, NEW, FAR]),
+        units=st.integers(1, 4),
+    ),
+    min_size=8,
+    max_size=30,
+)  # fmt: skip
+
+
+class Walker:
+    """Two objects change and count one directory, as two processes do.
+
+    Attributes:
+        exact: nobody falsified the count since it was made.
+    """
+
+    CAPACITY = 10 * UNIT
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.objects = [DiskBackend(root, self.CAPACITY) for _ in range(2)]
+        self.listings: list[Iterator[Listed] | None] = [None, None]
+        self.counts = [False, False]  # whether the listing is a recount
+        self.exact = True
+
+    def take(self, step: Walk) -> None:
+        """Do it; the capacity holds in any case."""
+        getattr(self, step.name)(step)
+        assert on_disk(self.root) <= self.CAPACITY
+        if self.exact:
+            assert self.objects[step.who].used() == on_disk(self.root)
+
+    def put(self, step: Walk) -> None:
+        backend, need = self.objects[step.who], step.units * UNIT
+        room = self.CAPACITY - backend.used()
+        if need <= room:
+            put(backend, step.block, bytes(need))
+        else:
+            with pytest.raises(OutOfRoom) as full:
+                put(backend, step.block, bytes(need))
+            assert full.value.needed == need - room
+
+    def delete(self, step: Walk) -> None:
+        self.objects[step.who].delete([step.block])
+
+    def quarantine(self, step: Walk) -> None:
+        self.objects[step.who].quarantine(step.block, "bad")
+
+    def begin(self, step: Walk) -> None:
+        backend = self.objects[step.who]
+        listing = self.listings[step.who] = iter(backend.list())
+        backend.used()
+        self.counts[step.who] = backend._ledger.wants_count
+        self._go(step.who, listing)
+
+    def next(self, step: Walk) -> None:
+        if (listing := self.listings[step.who]) is not None:
+            self._go(step.who, listing)
+
+    def end(self, step: Walk) -> None:
+        while (listing := self.listings[step.who]) is not None:
+            self._go(step.who, listing)
+
+    def leave(self, step: Walk) -> None:
+        """A process that is killed leaves its journal on, too."""
+        self.listings[step.who] = None
+
+    def reopen(self, step: Walk) -> None:
+        self.listings[step.who] = None
+        self.objects[step.who] = DiskBackend(self.root, self.CAPACITY)
+
+    def falsify(self, step: Walk) -> None:
+        falsify(self.root, self.objects[step.who].used() + step.units * UNIT)
+        self.exact = False
+
+    def _go(self, who: int, listing: Iterator[Listed]) -> None:
+        if next(listing, None) is None:
+            self.listings[who] = None
+            if self.counts[who] and not self.objects[who]._ledger.wants_count:
+                self.exact = True
+
+
+@given(WALKS)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_two_processes_that_count_and_change_a_directory(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[Walk]
+) -> None:
+    root = tmp_path_factory.mktemp("walk") / "store"
+    walker = Walker(root)
+    for step in steps:
+        walker.take(step)
+    walker.falsify(Walk("falsify", 0, A, 1))
+    last = DiskBackend(root, walker.CAPACITY)
+    list(last.list())
+    check(root, last)
+
+
+def test_of_two_that_count_at_once_the_later_writes_the_count(root: Path) -> None:
+    first, second = DiskBackend(root), DiskBackend(root)
+    one, two = iter(first.list()), iter(second.list())
+    next(one)
+    put(first, NEW, bytes(7 * UNIT))
+    next(two)
+    put(first, A, bytes(3 * UNIT))
+    assert len(list(one)) >= 2
+    assert first._ledger.wants_count
+    put(first, B, bytes(5 * UNIT))
+    assert len(list(two)) >= 2
+    check(root, second)
+
+
+# --- processes that are killed, journals that are damaged ------------------------------------
+
+
+def test_a_listing_killed_at_any_call_leaves_what_the_next_one_counts(root: Path) -> None:
+    at = 0
+    while killed(at, lambda: list(DiskBackend(root).list())):
+        backend = DiskBackend(root)
+        put(backend, NEW, bytes((1 + at % 5) * UNIT))
+        list(backend.list())
+        check(root, backend)
+        falsify(root, 20 * UNIT)
+        at += 1
+    assert at > 10
+
+
+@pytest.mark.parametrize("steps", CHANGES[:-1])
+@pytest.mark.parametrize("seen", [1, 3])
+def test_a_writer_killed_at_any_call_makes_no_room(root: Path, steps: str, seen: int) -> None:
+    """The ledger never says less than there is, and a recount that goes on finds the truth."""
+    at, more = 0, True
+    while more:
+        backend = DiskBackend(root)
+        listing = iter(backend.list())
+        for _ in range(seen):
+            next(listing)
+        more = killed(at, partial(change, DiskBackend(root), steps))
+        for other in (backend, DiskBackend(root)):
+            assert other.used() >= on_disk(root), at
+        put(backend, NEW, bytes((1 + at % 5) * UNIT))
+        list(listing)
+        if backend._ledger.wants_count:  # killed while it noted the change
+            list(backend.list())
+        check(root, backend)
+        for units, block in enumerate((A, B, C), 1):
+            put(backend, block, bytes(units * UNIT))
+        backend.delete([NEW, FAR])
+        at += 1
+    assert at > 10
+
+
+def test_a_directory_that_became_small_keeps_no_journal(root: Path) -> None:
+    backend = DiskBackend(root)
+    listing = iter(backend.list())
+    next(listing)
+    backend.delete([A, B, C])
+    del listing
+    assert (root / "ledger").stat().st_size > HEAD
+    list(backend.list())
+    check(root, DiskBackend(root))
+
+
+def counting(root: Path) -> tuple[DiskBackend, Iterator[Listed]]:
+    """A recount that has seen a record, and then two of them are changed by another object."""
+    backend = DiskBackend(root)
+    listing = iter(backend.list())
+    next(listing)
+    change(DiskBackend(root), "A9 C9")
+    assert (root / "ledger").stat().st_size > HEAD
+    return backend, listing
+
+
+def test_a_note_that_was_cut_off_by_a_kill_misleads_nobody(root: Path) -> None:
+    """A write that crosses a page ends in its middle when the writer gets SIGKILL."""
+    backend, listing = counting(root)
+    write = os.pwrite
+
+    def torn(fd: int, data: bytes, at: int) -> int:
+        if at >= HEAD:
+            write(fd, data[: len(data) // 2], at)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(fd, data, at)
+
+    def work() -> None:
+        os.pwrite = torn
+        change(DiskBackend(root), "B7")
+
+    assert in_child(work) == signal.SIGKILL
+    change(DiskBackend(root), "B5 N6")
+    list(listing)
+    assert backend._ledger.wants_count, "that journal is given up"
+    list(backend.list())
+    check(root, backend)
+
+
+def cut(text: bytes) -> bytes:
+    return text[:-1]
+
+
+def without_the_last(text: bytes) -> bytes:
+    return text[: HEAD + (len(text) - HEAD) // 2]
+
+
+def without_any(text: bytes) -> bytes:
+    return text[:HEAD]
+
+
+def longer(text: bytes) -> bytes:
+    return text + bytes(52)
+
+
+def flipped(text: bytes) -> bytes:
+    return text[: HEAD + 3] + bytes([text[HEAD + 3] ^ 1]) + text[HEAD + 4 :]
+
+
+def zeroed(text: bytes) -> bytes:
+    return text[:HEAD] + bytes(len(text) - HEAD)
+
+
+def of_another(text: bytes) -> bytes:
+    return text[:40] + bytes([text[40] ^ 4]) + text[41:]
+
+
+def shorter_by_its_end(text: bytes) -> bytes:
+    (end,) = struct.unpack_from("<Q", text, 48)
+    return text[:48] + struct.pack("<Q", end - 30) + text[56:-30]
+
+
+DAMAGE = [cut, without_the_last, without_any, longer, flipped, zeroed, of_another,
+          shorter_by_its_end]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("more", ["", "B5"])
+def test_a_damaged_journal_counts_nothing(
+    root: Path, damage: Callable[[bytes], bytes], more: str
+) -> None:
+    """Whether changes are noted behind the damage or not; the next listing counts."""
+    backend, listing = counting(root)
+    ledger = root / "ledger"
+    ledger.write_bytes(damage(ledger.read_bytes()))
+    change(DiskBackend(root), more)
+    before = backend.used()
+    list(listing)
+    assert backend._ledger.wants_count
+    assert backend.used() == before
+    list(backend.list())
+    check(root, backend)
+
+
+def test_an_endless_journal_is_given_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_journal, "JOURNAL_AT_MOST", 500)
+    backend, listing = counting(root)
+    for _ in range(20):
+        change(backend, "A2 A3")
+        assert (root / "ledger").stat().st_size < 600
+    list(listing)
+    assert backend._ledger.wants_count
+    list(backend.list())
+    check(root, backend)
+
+
+@pytest.mark.parametrize("part", [None, 0, 20])
+def test_on_a_full_disk_records_are_deleted_without_a_journal(
+    root: Path, monkeypatch: pytest.MonkeyPatch, part: int | None
+) -> None:
+    """The journal needs new blocks of the filesystem; so the recount waits for the next listing."""
+    backend, listing = counting(root)
+    write = os.pwrite
+
+    def full(fd: int, data: bytes, at: int) -> int:
+        if at < HEAD:
+            return write(fd, data, at)
+        if part is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data[:part], at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert backend.delete([B]) == 2 * UNIT
+    monkeypatch.undo()
+    monkeypatch.setattr(disk, "SMALL", 0)
+    list(listing)
+    assert backend._ledger.wants_count
+    list(backend.list())
+    check(root, backend)
