@@ -48,7 +48,8 @@ def test_a_directory_that_becomes_empty_needs_no_recount(tmp_path: Path) -> None
     backend = DiskBackend(tmp_path / "store")
     put(backend, A, b"record")
     backend.delete([A])
-    assert (tmp_path / "store" / "ledger").read_bytes() == struct.pack("<8sQQ", b"kvledger", 1, 0)
+    ledger = (tmp_path / "store" / "ledger").read_bytes()
+    assert ledger[:24] == struct.pack("<8sQQ", b"kvledger", 1, 0)
 
 
 def test_opening_counts_whatever_the_ledger_says(tmp_path: Path) -> None:
