@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -78,13 +79,13 @@ class Tracing:
         self._clock = clock
         self._most = most
         self._lock = threading.Lock()
-        self._open: dict[str, _Open] = {}
+        self._open: OrderedDict[str, _Open] = OrderedDict()
         self._propagator = TraceContextTextMapPropagator()
 
     def close(self) -> None:
         """End what is open, and hand what was not exported yet to the exporter."""
         with self._lock:
-            left, self._open = list(self._open.values()), {}
+            left, self._open = list(self._open.values()), OrderedDict()
         for one in left:
             one.span.end(self._clock())
         if self._end is not None:
@@ -111,7 +112,7 @@ class Tracing:
         given_up = None
         with self._lock:
             if len(self._open) >= self._most:
-                given_up = self._open.pop(next(iter(self._open)))
+                _, given_up = self._open.popitem(last=False)
             self._open[id] = _Open(span)
         if given_up is not None:
             given_up.span.end(self._clock())

@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
@@ -149,7 +150,7 @@ class Tier:
     _noted: set[bytes] = field(init=False, default_factory=set)
     _sought: bytes | None = field(init=False, default=None)
     """A namespace of which blocks are expected, until it was looked for."""
-    _refused: dict[bytes, None] = field(init=False, default_factory=dict)
+    _refused: OrderedDict[bytes, None] = field(init=False, default_factory=OrderedDict)
     """Blocks as if not here, to be written anew: records not for us, or not to be deleted."""
 
     def __post_init__(self) -> None:
@@ -757,7 +758,7 @@ class Tier:
         for block in blocks:
             hidden[block] = None
         while len(hidden) > _REFUSED_KEPT:
-            hidden.pop(next(iter(hidden)), None)
+            hidden.popitem(last=False)
 
     def is_hidden(self, block: bytes) -> bool:
         """Whether ``block`` counts as not here, whatever the place holds."""
