@@ -28,7 +28,8 @@ class Naive:
     def __init__(self) -> None:
         self.blocks: dict[tuple, tuple[tuple, int]] = {}
         self.copies: Counter[tuple] = Counter()
-        self.sizes: dict[str, set[int]] = {tier: set() for tier in TIERS}
+        self.sizes: set[tuple[Place, str, int]] = set()
+        """Who told of blocks of which size in which tier."""
 
     def find(self, place, block):
         for tier in TIERS:
@@ -40,7 +41,7 @@ class Naive:
         before = (space,) if parent is None else self.find(place, parent)
         if before is None:
             return
-        self.sizes[tier].add(size)
+        self.sizes.add((place, tier, size))
         for number, block in enumerate(hashes):
             before += tuple(tokens[number * size : (number + 1) * size])
             name = (place, tier, block)
@@ -60,6 +61,7 @@ class Naive:
         for name in [name for name in self.blocks if name[0] == place]:
             del self.blocks[name]
             del self.copies[name]
+        self.sizes = {told for told in self.sizes if told[0] != place}
 
     def lookup(self, place, tokens, space, sizes) -> tuple[int, list[dict]]:
         """Tokens, and the ways in which tiers may share them (one for each block size)."""
@@ -68,7 +70,11 @@ class Naive:
         for size in sizes:
             tiers: Counter[str] = Counter()
             at = 0
-            these = [one for one in TIERS if any(size % other == 0 for other in self.sizes[one])]
+            these = [
+                one
+                for one in TIERS
+                if any(tier == one and size % other == 0 for _, tier, other in self.sizes)
+            ]
             while at + size <= len(tokens):
                 prefix = (space, *tokens[: at + size])
                 there = [
@@ -159,6 +165,20 @@ class Indexing(RuleBasedStateMachine):
 
 TestIndexing = Indexing.TestCase
 TestIndexing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_block_sizes_go_with_a_place_that_is_cleared():
+    """Another place is looked up as if the cleared one had never told of blocks of three."""
+    life = Indexing()
+    life.begin()
+    more = {"salt": "", "skip": 0, "doubled": False}
+    life.store(place=PLACES[1], tier="GPU", tokens=[0] * 3, size=3, **more)
+    life.clear(place=PLACES[1], really=True)
+    life.store(place=PLACES[0], tier="GPU", tokens=[0] * 6, size=2, **more)
+    life.store(place=PLACES[0], tier="CPU", tokens=[0] * 9, size=3, **more)
+    life.look(tokens=[0] * 9, salt="")
+    held = life.index.lookup(np.zeros(9, np.int32))
+    assert held[PLACES[0]].tiers == {"CPU": 9}
 
 
 class Bounded(Indexing):
