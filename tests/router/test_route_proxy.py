@@ -9,6 +9,7 @@ import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 
 import httpx
 import pytest
@@ -146,6 +147,28 @@ def test_another_one_is_asked_before_the_first_byte(mood):
         # Who failed is left alone for a while; who has too much to do is not ill.
         assert len(bad.paths) == (2 if mood == "429" else 1)
         assert len(good.paths) == 2
+
+
+@pytest.mark.parametrize("mood", ["503", "429", "hangs up"])
+def test_the_second_best_is_asked_next(mood):
+    prompt = list(range(12))
+    with routing(mood, "well", "well") as (proxy, (best, third, second)):
+        for one, tokens in ((best, 8), (second, 6), (third, 2)):
+            holds(proxy, one, prompt[:tokens])
+        assert ask(proxy, {**ASK, "prompt": prompt}).content == WHOLE
+        assert [len(one.paths) for one in (best, second, third)] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_the_third_is_asked_after_the_second_best(order):
+    prompt = list(range(12))
+    with routing("hangs up", "hangs up", "hangs up", patience={"tries": 3}) as (proxy, made):
+        best, second, third = (made[at] for at in order)
+        for one, tokens in ((best, 8), (second, 6), (third, 2)):
+            holds(proxy, one, prompt[:tokens])
+        third.mood = "well"
+        assert ask(proxy, {**ASK, "prompt": prompt}).content == WHOLE
+        assert [len(one.paths) for one in (best, second, third)] == [1, 1, 1]
 
 
 def test_one_that_is_not_there_is_left_alone_and_comes_back():

@@ -17,6 +17,7 @@ from kvkeep.models import bundled_model
 from kvkeep.server import jobs
 from kvkeep.server.errors import ApiError
 from kvkeep.server.lanes import LARGE
+from kvkeep.server.routes import base
 
 pytestmark = pytest.mark.model
 
@@ -162,6 +163,33 @@ def test_small_texts_are_never_behind_large_ones(server, monkeypatch, path):
         finally:
             go.set()
         assert {one.result()[0] for one in large} == {200}
+
+
+def test_small_bodies_are_never_behind_large_ones(server, monkeypatch):
+    """Large ones are parsed off the event loop, one after the other."""
+    go = threading.Event()
+    parsing = []
+    before = base.question
+
+    def slow(body, model):
+        if body.size > LARGE:
+            parsing.append(1)
+            assert go.wait(60)
+        return before(body, model)
+
+    monkeypatch.setattr(base, "question", slow)
+    asked = {"prompt": "a", "max_tokens": 1}
+    with ThreadPoolExecutor(3) as clients:
+        body = {**asked, "user": "x" * 2 * LARGE}
+        large = [clients.submit(post, server, COMPLETIONS, body) for _ in range(2)]
+        try:
+            eventually(lambda: parsing)
+            small = clients.submit(post, server, COMPLETIONS, asked)
+            assert small.result(20)[0] == 200
+            assert len(parsing) == 1, "large ones wait for each other"
+        finally:
+            go.set()
+        assert [one.result()[0] for one in large] == [200, 200]
 
 
 @given(

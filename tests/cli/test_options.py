@@ -1,0 +1,271 @@
+"""Every option of ``kvkeep route`` and ``kvkeep serve`` arrives at what it is for.
+
+The commands run; what they make is replaced, and its arguments are noted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import socket
+from contextlib import nullcontext
+from operator import attrgetter
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+from kvkeep.cli import _parser, main
+from kvkeep.feed import Source
+from kvkeep.server import LOOPBACK_HOSTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.model
+
+A, B = "http://a:1", "http://b:2"
+EVENTS = "--events tcp://a:5,tcp://b:6"
+HOSTS = "--allow-host a.test --allow-host B.test"
+
+
+class Option(NamedTuple):
+    """An option in use: the words, where its value arrives (several: a tuple), and the value.
+
+    ``{tmp}`` in the words is a folder of the test's own.
+    """
+
+    words: str
+    arrives: str
+    value: object
+
+
+ROUTE = {
+    "--instances": Option(
+        f"--instances {A}/", "PrefixRouter.instances Upstreams.instances", ([A], [A])
+    ),
+    "--events": Option(
+        EVENTS, "EventReader.sources", [Source(A, "tcp://a:5"), Source(B, "tcp://b:6")]
+    ),
+    "--replay": Option(
+        f"{EVENTS} --replay tcp://a:7,",
+        "EventReader.sources",
+        [Source(A, "tcp://a:5", "tcp://a:7"), Source(B, "tcp://b:6")],
+    ),
+    "--topic": Option(
+        f"{EVENTS} --topic t",
+        "EventReader.sources",
+        [Source(A, "tcp://a:5", topic="t"), Source(B, "tcp://b:6", topic="t")],
+    ),
+    "--ranks": Option(
+        "--events tcp://a:5, --ranks 2",
+        "PrefixRouter.ranks EventReader.sources",
+        (2, [Source(A, "tcp://a:5"), Source(A, "tcp://a:6")]),
+    ),
+    "--model": Option(
+        "--model {tmp}/mine",
+        "load_tokenizer.path.name create_proxy.tokenize.__name__",
+        ("mine", "tokenize"),
+    ),
+    "--prefill-speed": Option("--prefill-speed 500", "PrefixRouter.cost.token_s", 0.002),
+    "--balance": Option("--balance 0.5", "PrefixRouter.cost.balance", 0.5),
+    "--first-byte-timeout": Option(
+        "--first-byte-timeout 7", "create_proxy.patience.first_byte_s", 7.0
+    ),
+    "--idle-timeout": Option("--idle-timeout 7", "create_proxy.patience.idle_s", 7.0),
+    "--probe-interval": Option("--probe-interval 7", "create_proxy.patience.probe_every_s", 7.0),
+    "--probe-timeout": Option("--probe-timeout 7", "create_proxy.patience.probe_s", 7.0),
+    "--tokenize-timeout": Option("--tokenize-timeout 7", "create_proxy.patience.tokenize_s", 7.0),
+    "--tries": Option("--tries 7", "create_proxy.patience.tries", 7),
+    "--max-connections": Option("--max-connections 7", "serve.limits.most", 7),
+    "--head-timeout": Option("--head-timeout 7", "serve.limits.head_s", 7.0),
+    "--body-timeout": Option("--body-timeout 7", "create_proxy.bodies.seconds", 7.0),
+    "--body-budget": Option("--body-budget 9MiB", "create_proxy.bodies.budget", 9 << 20),
+    "--most-blocks": Option("--most-blocks 7", "PrefixRouter.most_blocks", 7),
+    "--host": Option("--host 0.0.0.0", "bind.host create_proxy.hosts", ("0.0.0.0", None)),
+    "--port": Option("--port 7", "bind.port", 7),
+    "--allow-host": Option(
+        HOSTS,
+        "create_proxy.hosts",
+        ["a.test", "b.test", "localhost", "127.0.0.1", "[::1]", "127.0.0.1"],
+    ),
+    "--log-level": Option("--log-level error", "basicConfig.level", "ERROR"),
+}
+
+SERVE = {
+    "--model": Option(
+        "--model {tmp}/mine",
+        "load.path.name load_tokenizer.path.name create_app.settings.name",
+        ("mine", "mine", "mine"),
+    ),
+    "--memory": Option("--memory 7MiB", "load.memory", "7MiB"),
+    "--page-size": Option("--page-size 32", "load.page_size", 32),
+    "--device": Option("--device cpu", "load.device", "cpu"),
+    "--dtype": Option("--dtype bfloat16", "load.dtype", "bfloat16"),
+    "--tier": Option(
+        "--tier memory://1MiB --tier file:///x", "KVStore.tiers", ["memory://1MiB", "file:///x"]
+    ),
+    "--tiering": Option(
+        "--tiering exclusive:3",
+        "KVStore.policy.admit_after KVStore.policy.__class__.__name__",
+        (3, "Exclusive"),
+    ),
+    "--block-tokens": Option("--block-tokens 512", "KVStore.block_tokens", 512),
+    "--no-store": Option("--no-store", "Engine.store", None),
+    "--no-answers": Option("--no-answers", "create_app.settings.answers", False),
+    "--no-reuse": Option("--no-reuse", "PagedCache.reuse Engine.store", (False, None)),
+    "--name": Option("--name mine", "create_app.settings.name", "mine"),
+    "--host": Option("--host 0.0.0.0", "bind.host create_app.settings.hosts", ("0.0.0.0", None)),
+    "--port": Option("--port 7", "bind.port", 7),
+    "--api-key": Option("--api-key secret", "create_app.settings.api_key", "secret"),
+    "--api-key-file": Option("--api-key-file {tmp}/key", "create_app.settings.api_key", "filed"),
+    "--allow-host": Option(
+        HOSTS, "create_app.settings.hosts", LOOPBACK_HOSTS | {"a.test", "b.test", "127.0.0.1"}
+    ),
+    "--events": Option(
+        "--events tcp://a:5", "EventPublisher.endpoint create_app.events", ("tcp://a:5", "stats")
+    ),
+    "--events-replay": Option(
+        "--events tcp://a:5 --events-replay tcp://a:6", "EventPublisher.replay", "tcp://a:6"
+    ),
+    "--events-topic": Option("--events tcp://a:5 --events-topic t", "EventPublisher.topic", "t"),
+    "--capture": Option(
+        "--capture {tmp}/mine", "Capture.path.name create_app.capture.made", ("mine", "Capture")
+    ),
+    "--capture-unit": Option("--capture {tmp}/mine --capture-unit 7", "Capture.unit_tokens", 7),
+    "--max-running": Option("--max-running 7", "Engine.limits.max_running", 7),
+    "--step-tokens": Option("--step-tokens 77", "Engine.limits.step_tokens", 77),
+    "--max-waiting": Option("--max-waiting 7", "Engine.limits.max_waiting", 7),
+    "--max-prompt-tokens": Option(
+        "--max-prompt-tokens 7", "create_app.settings.max_prompt_tokens", 7
+    ),
+    "--max-connections": Option("--max-connections 7", "Listener.limits.most", 7),
+    "--head-timeout": Option("--head-timeout 7", "Listener.limits.head_s", 7.0),
+    "--body-timeout": Option("--body-timeout 7", "create_app.settings.body_timeout_s", 7.0),
+    "--body-budget": Option("--body-budget 9MiB", "create_app.settings.body_budget_bytes", 9 << 20),
+    "--request-timeout": Option(
+        "--request-timeout 7",
+        "create_app.settings.request_timeout_s Listener.limits.stall_s",
+        (7.0, 7.0),
+    ),
+    "--drain-timeout": Option("--drain-timeout 7", "create_app.settings.drain_timeout_s", 7.0),
+    "--flush-timeout": Option("--flush-timeout 7", "create_app.settings.flush_timeout_s", 7.0),
+    "--load-timeout": Option("--load-timeout 7", "Engine.load_timeout", 7.0),
+    "--draft-tokens": Option("--draft-tokens 7", "create_app.settings.draft_tokens", 7),
+    "--eviction": Option("--eviction lfu", "PagedCache.eviction", "lfu"),
+    "--no-what-if": Option("--no-what-if", "PagedCache.what_if", None),
+    "--no-text": Option("--no-text", "create_app.settings.text", False),
+    "--no-explain": Option("--no-explain", "create_app.settings.explain", False),
+    "--log-level": Option("--log-level error", "configure.level", "error"),
+    "--log-format": Option("--log-format json", "configure.form", "json"),
+    "--otel": Option("--otel", "start.always", True),
+}
+
+
+class Made(SimpleNamespace):
+    """The arguments of what a command made, by its name."""
+
+    def replace(self, patch: pytest.MonkeyPatch, where: str, result: object, *more: str) -> None:
+        """Note the arguments of what is at ``where``, and give ``result``."""
+        signature = inspect.signature(resolve_name(where))
+        (name,) = more or (where.rpartition(".")[2],)
+
+        def make(*args: Any, **named: Any) -> object:
+            given = signature.bind(*args, **named)
+            given.apply_defaults()
+            arguments = {**given.arguments, **given.arguments.get("kwargs", {})}
+            setattr(self, name, SimpleNamespace(**arguments))
+            return result
+
+        patch.setattr(where, make)
+
+    def find(self, names: str) -> object:
+        """What was noted there; `NOT_MADE` where there is nothing."""
+        try:
+            return attrgetter(*names.split())(self)
+        except AttributeError:
+            return NOT_MADE
+
+
+NOT_MADE = object()
+
+
+@pytest.fixture
+def made(monkeypatch, tmp_path) -> Iterator[Made]:
+    """What both commands make."""
+    monkeypatch.delenv("KVKEEP_API_KEY", raising=False)
+    (tmp_path / "key").write_text("filed\n")
+    one = Made()
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        one.replace(monkeypatch, "kvkeep.http.bind", nullcontext(bound))
+        one.replace(monkeypatch, "kvkeep.engine.Tokenizer.load", object(), "load_tokenizer")
+        one.replace(monkeypatch, "logging.basicConfig", None)
+        yield one
+
+
+@pytest.fixture
+def route(made, monkeypatch) -> Callable[..., Made]:
+    """``route(words)`` runs ``kvkeep route`` with them."""
+    made.replace(monkeypatch, "kvkeep.feed.EventReader", SimpleNamespace(close=lambda: None))
+    made.replace(monkeypatch, "kvkeep.router.PrefixRouter", None)
+    made.replace(monkeypatch, "kvkeep.router.upstreams.Upstreams", None)
+    made.replace(monkeypatch, "kvkeep.router.proxy.create_proxy", None)
+    made.replace(monkeypatch, "kvkeep.router.listening.serve", None)
+    return lambda *words: ran(made, "route", "--instances", f"{A},{B}", *words)
+
+
+@pytest.fixture
+def serve(made, monkeypatch) -> Callable[..., Made]:
+    """``serve(words)`` runs ``kvkeep serve`` with them."""
+
+    async def listen(sockets: object) -> None:
+        del sockets
+
+    runner = SimpleNamespace(num_pages=8, page_size=16, geometry=None, identity=None)
+    publisher = SimpleNamespace(stats=SimpleNamespace(as_dict="stats"), close=lambda: None)
+    capture = SimpleNamespace(
+        made="Capture", stats=lambda: SimpleNamespace(written=0, dropped=0), close=lambda: None
+    )
+    made.replace(monkeypatch, "kvkeep.engine.Runner.load", runner)
+    made.replace(monkeypatch, "kvkeep.cache.PagedCache", runner)
+    made.replace(monkeypatch, "kvkeep.store.KVStore", nullcontext("store"))
+    made.replace(monkeypatch, "kvkeep.engine.Engine", None)
+    made.replace(monkeypatch, "kvkeep.feed.EventPublisher", publisher)
+    made.replace(monkeypatch, "kvkeep.traces.Capture", capture)
+    made.replace(monkeypatch, "kvkeep.telemetry.start", SimpleNamespace(close=lambda: None))
+    made.replace(monkeypatch, "kvkeep.telemetry.configure", None)
+    made.replace(monkeypatch, "kvkeep.server.create_app", None)
+    made.replace(monkeypatch, "kvkeep.server.Listener", SimpleNamespace(serve=listen))
+    return lambda *words: ran(made, "serve", *words)
+
+
+def ran(made: Made, *words: str) -> Made:
+    vars(made).clear()
+    assert main(words) == 0
+    return made
+
+
+@pytest.mark.parametrize("option", ROUTE)
+def test_route_hands_on(option, route, tmp_path):
+    words, arrives, value = ROUTE[option]
+    assert route().find(arrives) != value, "the default shows nothing"
+    assert route(*words.format(tmp=tmp_path).split()).find(arrives) == value
+
+
+@pytest.mark.parametrize("option", SERVE)
+def test_serve_hands_on(option, serve, tmp_path):
+    words, arrives, value = SERVE[option]
+    assert serve().find(arrives) != value, "the default shows nothing"
+    assert serve(*words.format(tmp=tmp_path).split()).find(arrives) == value
+
+
+@pytest.mark.parametrize(("command", "table"), [("route", ROUTE), ("serve", SERVE)])
+def test_no_option_is_left_out_here(command, table):
+    assert options(command) == table.keys()
+
+
+def options(command: str) -> set[str]:
+    """All options of a command; of a switch and its opposite the opposite."""
+    (commands,) = (one for one in _parser()._actions if isinstance(one, argparse._SubParsersAction))
+    return {one.option_strings[-1] for one in commands.choices[command]._actions} - {"--help"}
