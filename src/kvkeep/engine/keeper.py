@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import OrderedDict
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
@@ -89,14 +90,14 @@ class Keeper:
         forms = Forms(runner.tensors, store.layout)
         self._writes = Writes(store, runner.tensors, forms, did)
         self._loads = Loads(store, runner.tensors, forms, self._writes.known, timeout=timeout)
-        self._tenants: dict[Namespace, str] = {}  # those seen, the oldest forgotten
+        self._tenants: OrderedDict[Namespace, str] = OrderedDict()  # the oldest are forgotten
 
     def _tenant(self, namespace: Namespace) -> str:
         tenant = self._tenants.get(namespace)
         if tenant is None:
             tenant = self._tenants[namespace] = self.tenant_of(namespace)
             if len(self._tenants) > _MOST_TENANTS:
-                del self._tenants[next(iter(self._tenants))]
+                self._tenants.popitem(last=False)
         return tenant
 
     def tenant_of(self, namespace: Namespace) -> str:

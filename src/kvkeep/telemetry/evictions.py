@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -75,7 +75,7 @@ class PageTimes:
         self._run = np.full(num_pages, -1, np.int32)
         self._used: list[float] = [_NEVER] * num_pages
         self._parent: list[int] = [-1] * num_pages
-        self._own: dict[int, int] = {}  # the run that a sequence adds to
+        self._own: OrderedDict[int, int] = OrderedDict()  # the run that a sequence adds to
         self._evicted = dict.fromkeys(REASONS, 0)
         self._residency = {reason: Histogram(_SECONDS) for reason in REASONS}
         self._gaps = Histogram(_SECONDS)
@@ -124,7 +124,7 @@ class PageTimes:
             first = self._own[sequence] = int(pages[0])
             self._parent[first] = parent
             if len(self._own) > _MOST_OPEN:
-                del self._own[next(iter(self._own))]  # the oldest: it has long been closed
+                self._own.popitem(last=False)  # it has long been closed
         self._run[pages] = first
         self._used[first] = now
 
