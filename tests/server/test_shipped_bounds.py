@@ -1,42 +1,60 @@
-"""The bounds as they ship hold what a server's observers remember of 200,000 unique requests.
+"""The bounds as they ship hold what a server remembers of requests that have nothing in common.
 
-`test_growth` has a real cache and small bounds. Here the observers of a server get the events of a
-cache directly, without its work, so that the bounds that ship are reached.
+`test_request_growth` has a real cache and small bounds. Here the observers of a server get the
+events of a cache directly, without its work, so that the bounds that ship are reached. What takes
+more requests than these is fed directly. With ``KVKEEP_GROWTH=long`` the observers get 200,000.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
+import tracemalloc
 from collections import OrderedDict, deque
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pytest
 
 from kvkeep import Namespace, PagedCache
+from kvkeep.backends.memory import MemoryBackend
+from kvkeep.engine.keeper import Keeper
+from kvkeep.engine.writes import Known
 from kvkeep.events import Closed, Evicted, Opened, Stored
+from kvkeep.explain import Explainer
+from kvkeep.explain.alike import Anchors
 from kvkeep.explain.answer import Span
+from kvkeep.explain.fates import Asker
 from kvkeep.explain.inbox import Inbox
+from kvkeep.explain.nearest import Prompt
 from kvkeep.explain.reasons import Reasons
+from kvkeep.keys import BLOCK_ID_BYTES
 from kvkeep.server.metrics import Metrics
 from kvkeep.server.watching import Watching
 from kvkeep.server.worker import Call
+from kvkeep.store.removal import Followers
 from kvkeep.telemetry.evictions import PageTimes
+from kvkeep.tiers import Front, Inclusive, TieredStore
 from kvkeep.whatif.prompts import PromptWatch
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("KVKEEP_GROWTH") != "long", reason="takes a minute of CPU"
-)
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sized
 
-REQUESTS = 200_000
+LONG = os.environ.get("KVKEEP_GROWTH") == "long"
+FILL, ROUND = (0, 100_000) if LONG else (10_000, 5_000)
+"""Requests until the bounds are reached, then in each of the two rounds that are compared."""
+SERVING = Path(__file__).parents[2] / "docs/serving.md"
 PAGE = 16
 PAGES = 64
 STEP = 5_000
 """Requests between two looks."""
-SLACK = 20_000
-"""Allocated blocks: those of some hundred requests of which everything is remembered."""
+SLACK = ROUND // 5
+"""Allocated blocks: a fifth of what one more object a request would take."""
 
 
 class Observed:
@@ -56,27 +74,23 @@ class Observed:
         self._free = list(range(PAGES))
         self._number = 0
 
-    def requests(self, count: int) -> None:
-        """``count`` requests, each of a new session, every fourth one with a new salt.
-
-        A prompt has four tokens; every 16th has 17 full pages.
-        """
-        tokens = self._rng.integers(0, 1 << 30, (count, 4), dtype=np.int32)
-        long = self._rng.integers(0, 1 << 30, (count // 16 + 1, 17 * PAGE), dtype=np.int32)
-        for at in range(count):
-            self._request(long[at // 16] if at % 16 == 0 else tokens[at])
-            if at % 1000 == 999:
+    def requests(self, count: int, tokens: int, *, salts: bool) -> None:
+        """``count`` requests of so many tokens, each of a new session, maybe with a new salt."""
+        for prompt in self._rng.integers(0, 1 << 30, (count, tokens), dtype=np.int32):
+            self._request(prompt, salts=salts)
+            if self._number % 1000 == 0:
                 self._settle()
 
-    def _request(self, prompt: np.ndarray) -> None:
+    def _request(self, prompt: np.ndarray, *, salts: bool) -> None:
+        """One request; every 16th leaves its pages in the cache."""
         self._number += 1
         number, name = self._number, f"cmpl-{self._number}"
-        space = Namespace(tenant="" if number % 4 else name, model="m")
+        space = Namespace(tenant=name if salts else "", model="m")
         request = SimpleNamespace(
             id=number, prompt=prompt, namespace=space, session=name, turn=None, store=True
         )
         self.watching.begin(request, name, Call(name, "completions", {}))
-        count = len(prompt) // PAGE
+        count = 0 if number % 16 else len(prompt) // PAGE
         while len(self._free) < count:
             gone = self._held.popleft()
             self._free += gone.tolist()
@@ -147,42 +161,169 @@ def observed(monkeypatch):
     monkeypatch.setattr(Inbox, "_run", lambda _: None)
     monkeypatch.setattr(Reasons, "spans", _no_reason)
     one = Observed()
+    gc.disable()  # or it goes through all that is remembered, again and again
     yield one
+    gc.enable()
     one.watching.close()
 
 
-def test_200_000_requests_take_no_more_than_100_000(observed):
-    halves: list[OrderedDict[str, int]] = []
-    blocks: list[int] = []
-    for _ in range(2):
-        peaks: OrderedDict[str, int] = OrderedDict()
-        for _ in range(REQUESTS // 2 // STEP):
-            observed.requests(STEP)
-            for path, size in observed.sizes().items():
-                peaks[path] = max(size, peaks.get(path, 0))
-        halves.append(peaks)
-        gc.collect()
-        blocks.append(sys.getallocatedblocks())
-    half, whole = halves
-    grown = {path: (half.get(path, 0), size) for path, size in whole.items()
-             if size > 1.05 * half.get(path, 0) + 64}  # fmt: skip
-    assert not grown, f"entries at {REQUESTS // 2:,} requests, and at {REQUESTS:,}"
-    more = blocks[1] - blocks[0]
-    assert more < SLACK, f"{more:,} blocks of memory more than at {REQUESTS // 2:,} requests"
+@pytest.mark.parametrize(
+    ("tokens", "salts"),
+    [
+        (97, True),
+        pytest.param(20, False, marks=pytest.mark.skipif(not LONG, reason="a minute of CPU")),
+    ],
+)
+def test_requests_take_no_more_than_those_before_them(observed, tokens, salts):
+    ask = partial(observed.requests, tokens=tokens, salts=salts)
+    before, _ = _peaks(observed, ask, FILL)
+    half, blocks = _peaks(observed, ask, ROUND)
+    before = {path: max(size, before.get(path, 0)) for path, size in half.items()}
+    whole, more = _peaks(observed, ask, ROUND)
+    grown = {path: (before.get(path, 0), size) for path, size in whole.items()
+             if size > 1.05 * before.get(path, 0) + 64}  # fmt: skip
+    assert not grown, f"entries at {FILL + ROUND:,} requests, and at {FILL + 2 * ROUND:,}"
+    assert more - blocks < SLACK, f"{more - blocks:,} blocks of memory for {ROUND:,} requests"
+
+
+def _peaks(
+    observed: Observed, ask: Callable[[int], object], requests: int
+) -> tuple[dict[str, int], int]:
+    """The largest size of each container during so many requests, and allocated blocks then."""
+    peaks: dict[str, int] = {}
+    for _ in range(requests // STEP):
+        ask(STEP)
+        for path, size in observed.sizes().items():
+            peaks[path] = max(size, peaks.get(path, 0))
+    gc.collect()
+    return peaks, sys.getallocatedblocks()
+
+
+def test_what_takes_many_short_prompts_or_few_long_ones():
+    """The three bounds of the prompts that an explainer remembers, each reached by itself."""
+    prompts = Explainer(PAGE)._mirror.prompts
+    asker, tokens = Asker("", store=True, reuse=True), np.zeros(40_000, np.int32)
+
+    def most(length: int, anchors: int) -> int:
+        """How many prompts are remembered of such."""
+        for number in range(prompts.most_tokens // max(64, length, 16 * anchors) + 10):
+            found = Anchors(np.arange(anchors, dtype=np.uint64) + number * anchors, tokens[:0])
+            shown = tokens[:length]
+            prompts.add(Prompt(asker, Namespace(), shown, [], None, found, shown), 0)
+        assert len(prompts._by_anchor) == anchors * len(prompts)
+        return len(prompts)
+
+    assert most(40_000, 0) == 100  # 4,000,000 tokens
+    assert most(500, 2_500) == 100  # 250,000 anchors
+    assert most(4, 0) == 62_500
+
+
+def test_requests_that_nobody_ends():
+    explainer = Explainer(PAGE)
+    tokens = np.zeros(4, np.int32)
+    for number in range(10_100):
+        explainer.see(Opened(number, Namespace(), 4, 0))
+        explainer.asked(f"{number}", tokens, Namespace(), cached=0, sequence=number)
+        explainer.see(Opened(-number, Namespace(), 4, 0))  # and such that nobody tells of
+    explainer.recent(0)
+    mirror = explainer._mirror
+    assert [len(explainer._running), len(mirror._open), len(mirror._opened)] == [10_000] * 3
+    assert (explainer.failed, explainer.lost) == (0, 0)
+    explainer.close()
 
 
 def test_times_of_pages_forget_the_oldest_of_200_000_sequences():
     """Each stores one page, in the place of the one before it by `PAGES`."""
     times = PageTimes(PAGES)
     tokens, space = np.zeros(PAGE, np.int32), Namespace()
-    pages = [np.array([page], np.int32) for page in range(PAGES)]
-    peaks: list[int] = []
-    for number in range(REQUESTS):
-        page = pages[number % PAGES]
-        if number >= PAGES:
-            times.see(Evicted(page, "pressure"))
-        times.see(Stored(number, space, -1, page, tokens))
-        if (number + 1) % (REQUESTS // 2) == 0:
-            times.snapshot()
-            peaks.append(len(times._own) + len(times._waiting))
-    assert peaks[1] <= peaks[0]
+    everything = np.arange(PAGES, dtype=np.int32)
+    for number in range(200_000):
+        page = number % PAGES
+        if not page:
+            times.see(Evicted(everything, "pressure"))
+        times.see(Stored(number, space, -1, everything[page : page + 1], tokens))
+    times.snapshot()
+    assert (len(times._own), len(times._waiting)) == (65_536, 0)
+
+
+class Remembers(NamedTuple):
+    """What is fed with numbers, the container that it keeps them in, and its bounds."""
+
+    feed: Callable[[int], object]
+    kept: Sized
+    most: int
+    megabytes: int
+
+
+def _keys() -> Remembers:
+    known = Known()
+
+    def arrive(number: int) -> None:
+        known.offered(key := _bytes(number, 32))
+        known.arrived(key, stored=True)
+
+    return Remembers(arrive, known._keys, 65_536, 16)
+
+
+def _salts() -> Remembers:
+    keeper = SimpleNamespace(_tenants=OrderedDict(), tenant_of=lambda space: space.tenant)
+    return Remembers(
+        lambda number: Keeper._tenant(keeper, Namespace(tenant=f"{number:032}")),
+        keeper._tenants, 65_536, 20,
+    )  # fmt: skip
+
+
+def _sessions() -> Remembers:
+    board = PagedCache(PAGES, PAGE)._core.sessions
+    return Remembers(
+        lambda number: board._begin((Namespace(tenant=f"{number:032}"), f"{number:032}")),
+        board.lines, 65_536, 36,
+    )  # fmt: skip
+
+
+def _fates() -> Remembers:
+    fates = _tiered().fates
+    note = partial(fates.note, tier="memory", what="evicted", detail="lru")
+    return Remembers(lambda number: note([_bytes(number)]), fates._last, 100_000, 36)
+
+
+def _touches() -> Remembers:
+    touches = _tiered()._planner._touches
+    return Remembers(lambda number: touches.touch(_bytes(number)), touches._counts, 131_072, 30)
+
+
+def _links() -> Remembers:
+    followers = Followers()
+    return Remembers(
+        lambda number: followers.note([_bytes(2 * number), _bytes(2 * number + 1)]),
+        followers._next, 32_768, 17,
+    )  # fmt: skip
+
+
+def _tiered() -> TieredStore:
+    return TieredStore(Front(MemoryBackend(1 << 20)), [], Inclusive())
+
+
+def _bytes(number: int, size: int = BLOCK_ID_BYTES) -> bytes:
+    return number.to_bytes(size, "little")
+
+
+@pytest.mark.parametrize("of", [_keys, _salts, _sessions, _fates, _touches, _links])
+def test_what_serving_md_says_of_the_cache_and_the_store(of):
+    """How many of each are remembered, and the memory of so many: a quarter takes a quarter."""
+    one = of()
+    part = one.most // 4
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for number in range(part):
+            one.feed(number)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    for number in range(part, one.most + 1_000):
+        one.feed(number)
+    assert len(one.kept) == one.most
+    assert 0.7 * one.megabytes < 4 * size / 1e6 < one.megabytes
+    said = " ".join(SERVING.read_text().split())
+    assert re.search(rf"{one.most:,} [a-z ]+\({one.megabytes} MB\)", said)

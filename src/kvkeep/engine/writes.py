@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 # What may wait for the store, in host memory.
 _QUEUE_BYTES = 256 << 20
 _QUEUE_BLOCKS = 64
-# Of so many blocks it is remembered that they were offered: about 10 MiB.
+# Of so many blocks it is remembered that they were offered: about 16 MB.
 _REMEMBERED = 65_536
 _TOKEN_BYTES = 4
 # How long a block waits for room in the store, and how often it asks.

@@ -91,7 +91,7 @@ class Explainer:
     Working one off takes about 0.5 ms if it was cached and 1.3 ms if it was not (pages of 16
     tokens), a quarter of a millisecond of it hashing. Memory: 200 bytes a unit of long prompts and
     700 of short ones, which share less, 4 … 11 a token of the prompts, 2 KiB a request, and 1 KiB
-    each of the last 10,000 namespaces: with the defaults 150 MB at most.
+    each of the last 10,000 namespaces: with the defaults 160 MB at most.
     """
 
     def __init__(

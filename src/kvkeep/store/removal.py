@@ -41,7 +41,7 @@ class Followers:
     Ids are hashes and do not tell it. The last ``most`` links of prompts that this store put or
     read are kept.
 
-    Thread safety: all methods. Cost: about 0.1 µs a block, and 300 bytes a link.
+    Thread safety: all methods. Cost: about 0.1 µs a block, and up to 500 bytes a link.
     """
 
     def __init__(self, most: int = _MOST_LINKS) -> None:

@@ -18,7 +18,7 @@ HEADROOM = 0.1
 _FIRST_PAUSE = 32  # blocks asked for until the room is counted anew; twice as many each time
 _EVER_TOUCHED = 1 << 30
 _COUNTED = 8  # times as many blocks as there is room for have their touches counted …
-_MOST_COUNTED = 1 << 17  # … and no more than these, at about 200 bytes each
+_MOST_COUNTED = 1 << 17  # … and no more than these, at about 220 bytes each
 
 
 class TieringPolicy(ABC):
