@@ -220,8 +220,8 @@ def remember_little() -> None:
         "kvkeep.telemetry.evictions._MOST_OPEN",
         "kvkeep.tiers.plan._MOST_COUNTED",
     ):
-        module, name = bound.rsplit(".", 1)
-        module = importlib.import_module(module)
+        where, name = bound.rsplit(".", 1)
+        module = importlib.import_module(where)
         assert isinstance(getattr(module, name), int), bound
         setattr(module, name, 200)
     defaults = Explainer.__init__.__kwdefaults__
