@@ -549,7 +549,8 @@ def write(args: argparse.Namespace) -> None:
     Prints ``lost N`` for each of the newest that is not there, ``wrong N`` for each that is another
     one, ``ok G`` when all are verified, of which G are gone, and ``flushed M E`` after each batch,
     with the blocks that were evicted since this process began. A disk that is too slow for a read
-    is a miss as well, so a block is lost if it is not there for ten seconds.
+    is a miss as well, so a block is lost if it is not there for ten seconds. One that is too slow
+    for a write drops it, and counts that; such a batch is put again.
     """
     store = open_blocks(args.folder)
     room, gone = bytearray(RECORD_BYTES), 0
@@ -570,10 +571,13 @@ def write(args: argparse.Namespace) -> None:
     while True:
         count = random.randrange(1, BATCH)
         numbers = range(number, number + count)
+        dropped = store.stats()[1].counters["drops"]
         kept = store.put([key_of(n) for n in numbers], [payload_of(n) for n in numbers], wait=30)
-        if kept == count and store.flush(60):
+        flushed = kept == count and store.flush(60)
+        now = store.stats()[1].counters
+        if flushed and now["drops"] == dropped:
             number += count
-        print(f"flushed {number} {store.stats()[1].counters['evictions']}", flush=True)
+        print(f"flushed {number} {now['evictions']}", flush=True)
 
 
 class StorePart(Part):

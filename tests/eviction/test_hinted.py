@@ -50,7 +50,9 @@ def test_it_passes_for_the_policy_inside(name: str) -> None:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["new", "new", "new", "kill", "await", "none", "pop", "trim", "hit"]),
+        st.sampled_from(
+            ["new", "new", "new", "kill", "await", "await", "none", "pop", "trim", "hit", "hold"]
+        ),
         st.integers(0, 11),
     ),
     max_size=60,
@@ -66,7 +68,7 @@ def test_the_dead_then_the_others_then_the_awaited(steps: list[tuple[str, int]])
     def key(entry: Entry) -> tuple[float, ...]:
         if entry.died:
             return 0, entry.died
-        return (2, -entry.due) if entry.due is not None else (1, entry.last_used)
+        return (1, entry.last_used) if entry.due is None else (2, -entry.due, entry.last_used)
 
     for step, number in steps:
         if step == "new":
@@ -91,8 +93,9 @@ def test_the_dead_then_the_others_then_the_awaited(steps: list[tuple[str, int]])
             hinted.discard(entry)
             if step == "hit":
                 hinted.hit(entry)
-            entry.died = hinted.death() if step == "kill" else 0
-            entry.due = number - 3.0 if step == "await" else None
+            if step != "hold":  # for a moment, as by a request that is refused
+                entry.died = hinted.death() if step == "kill" else 0
+                entry.due = number % 3 - 1.0 if step == "await" else None
             hinted.add(entry)
         assert len(hinted) == len(entries)
     order = drain(hinted)

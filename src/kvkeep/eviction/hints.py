@@ -18,8 +18,9 @@ class Hinted(EvictionPolicy):
 
     Entries that ``died`` go first, the oldest death first. Then goes what the ``inner`` policy
     says. Entries that are ``due`` (seconds, by whatever clock) go when nothing else is left, the
-    latest first. Who sets either field discards the entry before and adds it after; when ``due``
-    is over is theirs to say, too: this policy has no clock.
+    latest first; of those due at the same time, the least recently used. Who sets either field
+    discards the entry before and adds it after; when ``due`` is over is theirs to say, too: this
+    policy has no clock.
 
     The inner policy is told of all that happens, and orders what has no hint.
 
@@ -34,10 +35,8 @@ class Hinted(EvictionPolicy):
         self.portions = inner.portions
         self.sized = inner.sized
         self._dead = AgeQueue[float]()
-        self._awaited = AgeQueue[float]()
+        self._awaited = AgeQueue[tuple[float, int]]()
         self._deaths = 0
-        self._added = 0
-        self._turn: float = 0  # the age with which the last awaited victim lay in its queue
 
     def death(self) -> int:
         """The number of the next death: what to set ``died`` to."""
@@ -85,9 +84,7 @@ class Hinted(EvictionPolicy):
         if entry.died:
             self._dead.push(entry, entry.died)
         elif entry.due is not None:
-            # No two are equal, so that a victim which is put back is the oldest again.
-            self._added += 1
-            self._awaited.push(entry, (-int(entry.due * 1e6) << 64) + self._added)
+            self._awaited.push(entry, (-entry.due, entry.last_used))
         else:
             self.inner.add(entry)
 
@@ -105,8 +102,7 @@ class Hinted(EvictionPolicy):
         entry = self._dead.pop()
         if entry is None:
             entry = self.inner.pop()
-            if entry is None and (turn := self._awaited.oldest) is not None:
-                self._turn = turn
+            if entry is None:
                 entry = self._awaited.pop()
         return entry
 
@@ -117,9 +113,9 @@ class Hinted(EvictionPolicy):
     def put_back(self, entry: Entry) -> None:
         """The entry just popped lost only its tail."""
         if entry.died:
-            self._dead.push(entry, entry.died)
+            self._dead.put_back(entry, entry.died)
         elif entry.due is not None:
-            self._awaited.push(entry, self._turn)
+            self._awaited.put_back(entry, (-entry.due, entry.last_used))
         else:
             self.inner.put_back(entry)
 

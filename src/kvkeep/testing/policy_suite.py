@@ -238,6 +238,25 @@ class PolicyTests:
         policy.add(victim)
         assert len(drain(policy)) == 2
 
+    def test_what_is_held_for_a_moment_keeps_its_place(self) -> None:
+        """A request that is refused holds what it found and gives it back: no order changes."""
+
+        def order(held: int | None) -> list[int]:
+            policy = self.make_policy()
+            entries = _fill(policy, 30, size=2)
+            for entry in entries[::4]:
+                policy.discard(entry)
+                policy.hit(entry)
+                policy.add(entry)
+            if held is not None:
+                policy.discard(entries[held])
+                policy.add(entries[held])
+            numbers = {id(entry): number for number, entry in enumerate(entries)}
+            return [numbers[id(entry)] for entry in drain(policy)]
+
+        for held in range(30):
+            assert order(held) == order(None), held
+
     def test_records_may_change_while_an_entry_is_held(self) -> None:
         """Between `discard` and `add` an entry is used, inherits, grows and is cut."""
         policy = self.make_policy()
