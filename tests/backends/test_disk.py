@@ -136,6 +136,23 @@ def test_recency_is_kept_in_order(backend: DiskBackend, tmp_path: Path) -> None:
         assert used[B] < used[C] < used[A] <= time.time()
 
 
+def test_uses_are_told_of_later(backend: DiskBackend) -> None:
+    """They keep their times and their order, and take nothing from later ones."""
+    for block in (A, B, C):
+        put(backend, block, b"record")
+        os.utime(file_of(backend, block), (1e9, 1e9))
+    backend.touch([C, block_id(9), B, A], [1e9 + 5, 1e9 + 5, 1e9 + 5, 1e9 + 6])
+    used = {one.block: one.used for one in backend.list()}
+    assert 1e9 + 5 <= used[C] < used[B] < 1e9 + 5.1
+    assert used[A] == 1e9 + 6
+    backend.touch([A, C], [1e9 + 1, 1e9 + 7])
+    used = {one.block: one.used for one in backend.list()}
+    assert (used[A], used[C]) == (1e9 + 6, 1e9 + 7)
+    before = time.time() - 1
+    backend.touch([A])
+    assert next(one.used for one in backend.list() if one.block == A) > before
+
+
 def test_a_record_from_the_future_is_as_old_as_the_list(backend: DiskBackend) -> None:
     put(backend, A, b"record")
     os.utime(file_of(backend, A), (2e9, 4e9))

@@ -123,6 +123,46 @@ def test_a_look_notices_it(tmp_path: Path, way: Callable[[Path], None]) -> None:
     assert list(backend.list()) == []
 
 
+def others_count(backend: DiskBackend) -> None:
+    """Another process opens the directory."""
+    DiskBackend(backend._home.root, backend.capacity).used()
+
+
+def it_counts(backend: DiskBackend) -> None:
+    """As it does now and then while it is full."""
+    with backend._ledger.held(1.0) as count:
+        backend._ledger.recount(count)
+
+
+@pytest.mark.parametrize("sweep", [others_count, it_counts])
+@pytest.mark.parametrize("again", ["look", "read", "put"])
+def test_an_empty_namespace_that_was_swept_away_is_no_loss(
+    tmp_path: Path, sweep: Callable[[DiskBackend], None], again: str
+) -> None:
+    """Namespaces of tenants come and go; what is left of one that was evicted is no alarm."""
+    backend = DiskBackend(tmp_path / "store", 1 << 20)
+    for block in (OTHER, A, B):
+        put(backend, block, b"record")
+    backend.delete([A, B])
+    sweep(backend)
+    assert not os.path.isdir(backend._home.space(A))
+    assert os.path.isdir(backend._home.space(OTHER))
+    if again == "look":
+        assert backend.sizes([A, B, OTHER]) == [None, None, 6]
+    elif again == "read":
+        assert get(backend, A) is None
+    else:
+        put(backend, A, b"again")
+    assert backend.doubts == 0
+    put(backend, A, b"record")
+    assert backend.used() == 2 * UNIT
+    # One that is taken away with its records is noticed all the same.
+    shutil.rmtree(backend._home.space(A))
+    assert get(backend, A) is None
+    assert backend.doubts == 1
+    assert get(backend, OTHER) == b"record"
+
+
 def test_what_comes_back_is_found_again(tmp_path: Path) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, A, b"record")

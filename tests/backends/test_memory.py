@@ -302,6 +302,9 @@ def test_touch_is_listed() -> None:
         (after,) = backend.list()
         assert after.used >= before.used
         assert len(backend) == 1
+        backend.touch([A, B], [after.used + 5, after.used + 6])
+        backend.touch([A], [after.used + 4])
+        assert next(backend.list()).used == after.used + 5, "a later use stays"
 
 
 # --- many at once ----------------------------------------------------------------------------

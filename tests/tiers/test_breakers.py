@@ -143,7 +143,7 @@ def test_a_touch_that_fails_stops_nothing_but_touches(bench: Bench) -> None:
     put(store, range(4), wait=LONG)
     place.fail("touch")
     for _ in range(5):
-        tier._tell([name(0)])
+        tier._tell([(name(0), 1e9)])
         emptied(store)
         assert get(store, range(4)) == 4
     assert place.calls["touch"] == 3

@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(block=st.sampled_from(BLOCKS))
     def hold(self, block: bytes) -> None:
-        self.catalogue.hold(block)
+        assert self.catalogue.hold(block) == (block in self.known)
         if block in self.known:
             self.known[block].held += 1
 
@@ -142,6 +142,20 @@ class Machine(RuleBasedStateMachine):
         self.catalogue.free(block)
         if block in self.known:
             self.known[block].held = max(0, self.known[block].held - 1)
+
+    @rule(blocks=st.lists(st.sampled_from(BLOCKS), max_size=6))
+    def hold_all(self, blocks: list[bytes]) -> None:
+        held = self.catalogue.hold_all(blocks)
+        assert held == [block for block in blocks if block in self.known]
+        for block in held:
+            self.known[block].held += 1
+
+    @rule(blocks=st.lists(st.sampled_from(BLOCKS), max_size=6))
+    def free_all(self, blocks: list[bytes]) -> None:
+        self.catalogue.free_all(blocks)
+        for block in blocks:
+            if block in self.known:
+                self.known[block].held = max(0, self.known[block].held - 1)
 
     @rule(block=st.sampled_from(BLOCKS))
     def forget(self, block: bytes) -> None:
@@ -469,7 +483,7 @@ def test_a_use_is_told_once_in_a_while() -> None:
     catalogue = filled(A, B, clock=clock)
     clock.now += 20
     assert catalogue.used([A, B]) == []
-    assert catalogue.unnoted() == [B, A]
+    assert catalogue.unnoted() == [(B, clock.now), (A, clock.now)]
     assert catalogue.unnoted() == []
     clock.now += 30
     assert catalogue.used([A, B]) == [B, A]

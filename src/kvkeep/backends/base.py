@@ -110,8 +110,14 @@ class Backend(ABC):
         del block
         return ""
 
-    def touch(self, blocks: Sequence[bytes]) -> None:  # noqa: B027
-        """``blocks`` were just used: remember it beyond this process, where that is cheap."""
+    def touch(  # noqa: B027
+        self, blocks: Sequence[bytes], used: Sequence[float] | None = None
+    ) -> None:
+        """``blocks`` were used, in this order: remember it beyond this process, where it is cheap.
+
+        ``used`` says when, in seconds since the epoch, each not before the one before it; None:
+        just now. A later use of a block, which others may have told of, stays.
+        """
 
     def quarantine(self, block: bytes, reason: str) -> None:
         """The record under ``block`` did not verify: it must not be found again."""

@@ -204,14 +204,25 @@ class Home:
             finally:
                 os.close(fd)
 
-    def drop_empty_spaces(self) -> None:
-        """Take away the directories of namespaces without records; the ledger's lock is held."""
-        for space in self.spaces():
+    def empty_spaces(self) -> list[str]:
+        """Names of the directories of namespaces without records."""
+        return [space for space in self.spaces() if self._is_empty(space)]
+
+    def sweep(self, spaces: Iterable[str]) -> None:
+        """Take away directories of namespaces if they are empty; the ledger's lock is held."""
+        for space in spaces:
             try:
                 os.rmdir(f"{self.root}/{space}")
             except OSError as error:
                 if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
                     raise
+
+    def _is_empty(self, space: str) -> bool:
+        try:
+            with os.scandir(f"{self.root}/{space}") as listing:
+                return next(listing, None) is None
+        except FileNotFoundError:
+            return False
 
     def restore(self) -> None:
         """Make what is missing of a home that was emptied, removed or replaced while it was open.

@@ -19,6 +19,14 @@ A large directory is counted while others write there, in three steps (`Recount`
 Until then the count that was there goes on being used. A killed process leaves one that is too high
 at most, by the change that it was making; a loss of power leaves an old one, and whoever takes the
 ledger away leaves 0.
+
+The file, little-endian:
+
+     0  magic, 1 when unmarked, bytes used
+    24  which ledger this is
+    40  what the journal is for and where it ends, see disk_journal
+    56  how often directories of empty namespaces were taken away
+    64  the journal
 """
 
 from __future__ import annotations
@@ -47,6 +55,7 @@ __all__ = ["Count", "DiskLedger", "Recount"]
 
 _LAYOUT: Final = struct.Struct("<8sQQ")  # magic, 1 when unmarked, bytes used
 _ID: Final = struct.Struct("<16s")  # which ledger this is
+_SWEEPS_AT: Final = 56  # behind the journal's state
 _NOT_YET: Final = bytes(_ID.size)
 _FIRST_PAUSE: Final = 0.0001  # seconds
 
@@ -124,6 +133,11 @@ class Count:
             self.settle()
             raise
 
+    def sweep(self) -> None:
+        """Directories of empty namespaces are about to be taken away: see `DiskLedger.sweeps`."""
+        data = ((_sweeps(self._fd) + 1) % (1 << 64)).to_bytes(8, "little")
+        os.pwrite(self._fd, data, _SWEEPS_AT)
+
     def _write(self, more: int) -> None:
         # One call within one page: whoever is killed has written all of it or nothing.
         data = _LAYOUT.pack(_MAGIC, not self._marked, max(self.used + more, 0))
@@ -197,6 +211,21 @@ class DiskLedger:
     def is_there(self) -> bool:
         """Whether the file is the one that was used last. Cost: one look at the directory."""
         return self._file is None or self._file == _file_at(self.path)
+
+    def sweeps(self) -> int:
+        """How often somebody took away the directories of empty namespaces; no lock is needed.
+
+        Whoever misses such a directory, and finds this number to be another one than before, need
+        not think that records were lost with it.
+        """
+        try:
+            fd, _ = open_known(self.path, os.O_RDONLY)
+        except OSError:
+            return 0
+        try:
+            return _sweeps(fd)
+        finally:
+            os.close(fd)
 
     def forget(self) -> None:
         """It was seen that the file is not the one of the last use: ask `is_there` no more."""
@@ -325,6 +354,10 @@ class Recount:
         self._names.append(np.array(self._name_buffer, np.int64))
         self._sizes.append(np.array(self._size_buffer, np.int64))
         self._name_buffer, self._size_buffer = [], []
+
+
+def _sweeps(fd: int) -> int:
+    return int.from_bytes(os.pread(fd, 8, _SWEEPS_AT), "little")
 
 
 def _file_at(path: str) -> tuple[int, int] | None:

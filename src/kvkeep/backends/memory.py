@@ -241,14 +241,14 @@ class MemoryBackend(Backend):
                 ]
             yield from found
 
-    def touch(self, blocks: Sequence[bytes]) -> None:
-        """Note that ``blocks`` were used now."""
+    def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
+        """Note when ``blocks`` were used, or that it was now."""
         now = time.time()
         with self._lock:
-            for block in blocks:
+            for at, block in enumerate(blocks):
                 row = self._rows.get(block)
                 if row is not None:
-                    self._used[row] = now
+                    self._used[row] = now if used is None else max(self._used[row], used[at])
 
     def used(self) -> int:
         """Bytes that are not free: of records, of drafts, and of deleted records still leased."""

@@ -133,8 +133,8 @@ class ValkeyBackend(Backend):
             for first, unlinked in self._each(blocks, [(b"STRLEN",), (b"UNLINK",)])
         )
 
-    def touch(self, blocks: Sequence[bytes]) -> None:
-        """Begin the time to ``expire`` anew, or tell the server that they were used."""
+    def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
+        """Begin the time to ``expire`` anew, or tell the server that they were used, both now."""
         expiring = self.options.expire is not None
         self._each(blocks, [(b"PEXPIRE", self._expire_ms()) if expiring else (b"TOUCH",)])
 

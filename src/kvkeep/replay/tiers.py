@@ -173,15 +173,16 @@ class TierSimulator:
         if all(self.level_of(block) is None for block in keys):
             self._add(0, keys)  # all at once: it is much faster, and comes to the same
             self._write_below([(block, self.planner.put(block)) for block in keys])
-            new = set(keys)
+            self._used(keys, set(keys))
         else:
-            new = self._put_each(keys)
-        self._used(keys, new)
+            self._put_each(keys)
         self._demote_ahead()
 
-    def _put_each(self, blocks: Sequence[bytes]) -> set[bytes]:
-        """Keep blocks of which some are there, behind a gap; which are new."""
+    def _put_each(self, blocks: Sequence[bytes]) -> None:
+        """Keep blocks of which some are there, behind a gap; then all of them are used."""
         new, alone = set(), []
+        for place in self._places[1:]:
+            place.keep(blocks)  # a prompt does not push out its own beginning
         for block in blocks:
             touches = self.planner.put(block)
             level = self.level_of(block)
@@ -190,32 +191,37 @@ class TierSimulator:
             if level is None:
                 self._add(0, [block])
                 new.add(block)
-            self._write_below([(block, touches)])
+            self._write_below([(block, touches)], keep=True)
             if not any(block in place.catalogue for place in self._places[1:]):
                 self._memory.hold(block)  # what follows must not push it out
                 alone.append(block)
             self._demote_ahead()
         for block in alone:
             self._memory.free(block)
-        return new
+        self._used(blocks, new)
+        for place in self._places[1:]:
+            place.let_go()
 
-    def _write_below(self, blocks: Sequence[tuple[bytes, int]]) -> None:
+    def _write_below(self, blocks: Sequence[tuple[bytes, int]], *, keep: bool = False) -> None:
         """Blocks in memory, with their touches, go to the tiers that admit them."""
         for level in range(1, len(self._places)):
             admits = partial(self.planner.admits, level)
-            self._add(level, [block for block, touches in blocks if admits(touches)])
+            self._add(level, [block for block, touches in blocks if admits(touches)], keep=keep)
 
     # --- making room -----------------------------------------------------------------------------
 
-    def _add(self, level: int, blocks: Sequence[bytes]) -> None:
-        """Have ``level`` hold ``blocks``, as many as it can."""
+    def _add(self, level: int, blocks: Sequence[bytes], *, keep: bool = False) -> None:
+        """Have ``level`` hold ``blocks``, as many as it can, and keep them until it may let go."""
         place = self._places[level]
         catalogue, room = place.catalogue, place.level.blocks
         blocks = [block for block in blocks if block not in catalogue][:room]
         short = len(blocks) + catalogue.total_bytes - room
         if short > 0:
             self._evict(level, short)
+            blocks = blocks[: room - catalogue.total_bytes]  # some may be kept
         catalogue.add_all(blocks, 1)
+        if keep:
+            place.keep(blocks)
         place.writes += len(blocks)
 
     def _demote_ahead(self) -> None:
@@ -300,3 +306,13 @@ class _Place:
         # Of one byte each: bytes are blocks here.
         self.catalogue = Catalogue(POLICIES[level.eviction], clock=clock, budget=level.blocks)
         self.hits = self.writes = self.evictions = self.demotions = 0
+        self._kept: list[bytes] = []
+
+    def keep(self, blocks: Sequence[bytes]) -> None:
+        """What is here of ``blocks`` does not go before `let_go`."""
+        self._kept += self.catalogue.hold_all(blocks)
+
+    def let_go(self) -> None:
+        """Whatever was kept may go again."""
+        self.catalogue.free_all(self._kept)
+        self._kept = []

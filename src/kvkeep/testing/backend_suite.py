@@ -185,6 +185,7 @@ class BackendTests(_RecordTests):
         assert backend.sizes([]) == []
         assert backend.delete([]) == 0
         backend.touch([])
+        backend.touch([], [])
 
     def test_what_was_quarantined_is_not_found(self, backend: Backend) -> None:
         """By nobody and no call; its neighbour is; it may be put anew."""
@@ -206,6 +207,7 @@ class BackendTests(_RecordTests):
         put(backend, block, content(block, 1, 5000))
         for _ in range(2):
             backend.touch([block, block_id(2), block])
+            backend.touch([block_id(2), block], [time.time() - 1, time.time()])
             backend.flush()
         assert sizes_listed(backend) == {block: 5000}
         assert get(backend, block) == content(block, 1, 5000)

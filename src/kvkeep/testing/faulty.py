@@ -118,10 +118,10 @@ class CountingBackend(Backend):
         with _Call(self, "list"):
             return self.inner.list()
 
-    def touch(self, blocks: Sequence[bytes]) -> None:
+    def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
         """As ``inner`` does."""
         with _Call(self, "touch", blocks):
-            self.inner.touch(blocks)
+            self.inner.touch(blocks, used)
 
     def quarantine(self, block: bytes, reason: str) -> None:
         """As ``inner`` does."""

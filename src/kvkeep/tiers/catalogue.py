@@ -178,10 +178,12 @@ class Catalogue:
 
     # --- what changes it -------------------------------------------------------------------------
 
-    def add(self, block: bytes, size: int) -> None:
-        """``block`` is there now, ``size`` bytes long; it counts as used."""
+    def add(self, block: bytes, size: int, *, hold: bool = False) -> None:
+        """``block`` is there now, ``size`` bytes long; it counts as used. ``hold`` holds it."""
         with self._lock:
             self._add(block, size, self._clock())
+            if hold:
+                self._hold(block)
 
     def add_all(self, blocks: Iterable[bytes], size: int) -> None:
         """`add` for each of ``blocks``, ``size`` bytes long."""
@@ -269,32 +271,42 @@ class Catalogue:
                     tell.append(block)
         return tell
 
-    def unnoted(self) -> list[bytes]:
-        """Blocks used since their place was told of it, oldest use first; now it is told."""
+    def now(self) -> float:
+        """The time by which uses are noted, in seconds since the epoch."""
+        return self._clock()
+
+    def unnoted(self) -> list[tuple[bytes, float]]:
+        """Blocks used since their place was told of it, and when, oldest first; now it is told."""
         with self._lock:
             late = [kept for kept in self._kept.values() if kept.used > kept.noted]
             late.sort(key=lambda kept: kept.serial)
             for kept in late:
                 kept.noted = kept.used
-            return [kept.block for kept in late]
+            return [(kept.block, kept.used) for kept in late]
 
-    def hold(self, block: bytes) -> None:
-        """Keep ``block`` from eviction until it is freed as often as it was held."""
+    def hold(self, block: bytes) -> bool:
+        """Keep ``block`` from eviction until it is freed as often as it was held.
+
+        False, and nothing to be freed: it is not known.
+        """
         with self._lock:
-            kept = self._unpacked(block)
-            if kept is not None:
-                if kept.may_go:
-                    self._policy_of(block).discard(kept)
-                kept.held += 1
+            return self._hold(block)
+
+    def hold_all(self, blocks: Iterable[bytes]) -> list[bytes]:
+        """`hold` each of ``blocks``; those that are known, and are to be freed."""
+        with self._lock:
+            return [block for block in blocks if self._hold(block)]
 
     def free(self, block: bytes) -> None:
         """Undo one `hold`; nothing happens to what was forgotten meanwhile."""
         with self._lock:
-            kept = self._kept.get(block)
-            if kept is not None and kept.held:
-                kept.held -= 1
-                if kept.may_go:
-                    self._policy_of(block).add(kept)
+            self._free(block)
+
+    def free_all(self, blocks: Iterable[bytes]) -> None:
+        """`free` each of ``blocks``."""
+        with self._lock:
+            for block in blocks:
+                self._free(block)
 
     def forget(self, block: bytes) -> bool:
         """``block`` is not there any more; whether it was known."""
@@ -541,6 +553,22 @@ class Catalogue:
         kept.used = kept.noted = used
         kept.round = self._round
         self._order(kept, kept.hits)
+
+    def _hold(self, block: bytes) -> bool:
+        kept = self._unpacked(block)
+        if kept is None:
+            return False
+        if kept.may_go:
+            self._policy_of(block).discard(kept)
+        kept.held += 1
+        return True
+
+    def _free(self, block: bytes) -> None:
+        kept = self._kept.get(block)
+        if kept is not None and kept.held:
+            kept.held -= 1
+            if kept.may_go:
+                self._policy_of(block).add(kept)
 
     def _fit(self, size: int) -> None:
         """Blocks of ``size`` bytes come: the first one, or the first after shorter ones."""

@@ -564,13 +564,14 @@ class Tier:
 
     # --- writing: in a thread of `writing` -------------------------------------------------------
 
-    def save(self, block: bytes, record: memoryview) -> bool:
+    def save(self, block: bytes, record: memoryview, *, hold: bool = False) -> bool:
         """Write ``record``, whose payload is raw KV behind room for a header; whether it is here.
 
         ``record`` stays as it is but for its header. Whoever else may write here is asked first:
-        what is there is not sent again.
+        what is there is not sent again. With ``hold``, what is here is held in the catalogue, for
+        the caller to free.
         """
-        if self.knows(block):
+        if self.knows(block) and (not hold or self.catalogue.hold(block)):
             self.counters.count(already=1)
             return True
         part = self.backend.part(block)
@@ -584,13 +585,13 @@ class Tier:
                 there = self.backend.sizes([block])[0]
                 self.breaker.of("lookup", part).succeeded()
             if there is None:
-                there = self._write(block, record)
+                there = self._write(block, record, hold=hold)
                 edge.done = there is not None  # what found no room was not written
             else:
                 edge.done = False
                 self.counters.count(already=1)
                 if self.indexed:
-                    self.catalogue.add(block, there)
+                    self.catalogue.add(block, there, hold=hold)
         if edge.failed or there is None:
             self.counters.count(drops=1)
             why = "write failed" if edge.failed else "no room"
@@ -601,7 +602,7 @@ class Tier:
             self._note(block[:SPACE_BYTES])
         return True
 
-    def _write(self, block: bytes, record: memoryview) -> int | None:
+    def _write(self, block: bytes, record: memoryview, *, hold: bool) -> int | None:
         """Encode and put; bytes of the record, None without room."""
         encoded = self._encoded(block, record)
         if len(encoded) > (self.backend.capacity or len(encoded)):
@@ -613,7 +614,7 @@ class Tier:
             if not self._put(block, encoded):
                 return None
             if self.indexed:
-                self.catalogue.add(block, len(encoded))
+                self.catalogue.add(block, len(encoded), hold=hold)
         finally:
             with self._quota_lock:
                 left = self._coming.pop(space) - len(encoded)
@@ -810,7 +811,9 @@ class Tier:
         """
         tell = self.catalogue.used(blocks, new=new) if self.indexed else list(reversed(blocks))
         if tell and not self._writers_hang():
-            self.writing.submit(lambda: self._tell(tell), _TELL_COST * len(tell))
+            now = self.catalogue.now()
+            told = [(block, now) for block in tell]
+            self.writing.submit(lambda: self._tell(told), _TELL_COST * len(tell))
         every = _EXPIRE_EVERY + _LISTING_SHARE * self._list_seconds
         if self.options.ttl is not None and time.monotonic() - self._expired > every:
             self._expired = time.monotonic()
@@ -824,11 +827,13 @@ class Tier:
         if self.indexed:
             self.catalogue.used(blocks, grain=float("inf"), new=set(blocks))
 
-    def _tell(self, blocks: Sequence[bytes]) -> None:
-        for part, found in self._parted(blocks).items():
+    def _tell(self, uses: Sequence[tuple[bytes, float]]) -> None:
+        """Have the place know of these uses, oldest first."""
+        when = dict(uses)
+        for part, found in self._parted(list(when)).items():
             if self.breaker.of("touch", part).allows():
                 with _Edge(self, "touch", "touch", part):
-                    self.backend.touch(found)
+                    self.backend.touch(found, [when[block] for block in found])
 
     def expire(self) -> None:
         """Take away what outlived its time, unless others used it."""

@@ -136,7 +136,8 @@ class _Writing:
     """Blocks of one prompt on their way to tiers: a tier that got all has them in its order.
 
     It notes them as they are written, the beginning first. That would be what goes first, and
-    without it the rest is not found.
+    without it the rest is not found. So a tier that has the beginning from before does not let it
+    go for the rest either, however long ago it was used.
 
     Thread safety: all methods.
     """
@@ -147,15 +148,36 @@ class _Writing:
         self._lock = threading.Lock()
         self._count: dict[str, int] = {}
         self._left: dict[str, int] = {}
+        self._kept: dict[str, list[bytes]] = {}
+        self.dropped: dict[str, bytes] = {}
+        """The first block that a tier, by its name, dropped: what is behind it is of no use there.
+        """
         self.refused: dict[str, list[bytes]] = {}
         """Blocks that a tier, by its name, would take if they were asked for more often."""
 
-    def one_more(self, tier: Tier) -> Callable[[bool], None]:
+    def one_more(self, tier: Tier, block: bytes) -> Callable[[bool], None]:
         """Another block goes to ``tier``; what to call when it is over."""
         with self._lock:
+            first = tier.name not in self._count
             self._count[tier.name] = self._count.get(tier.name, 0) + 1
             self._left[tier.name] = self._left.get(tier.name, 1) + 1
-        return lambda saved: self._over(tier.name)
+        if first:
+            self._keep(tier, self._blocks)
+
+        def over(saved: bool) -> None:
+            if saved:
+                self._keep(tier, [block])
+            else:
+                self.dropped.setdefault(tier.name, block)
+            self._over(tier.name)
+
+        return over
+
+    def _keep(self, tier: Tier, blocks: Sequence[bytes]) -> None:
+        """Have ``tier`` keep what it has of ``blocks`` until it has the others, too."""
+        held = tier.catalogue.hold_all(blocks)
+        with self._lock:
+            self._kept.setdefault(tier.name, []).extend(held)
 
     def end(self) -> None:
         """No more come."""
@@ -170,9 +192,11 @@ class _Writing:
     def _over(self, name: str) -> None:
         with self._lock:
             self._left[name] -= 1
-            complete = not self._left[name] and self._count[name] > 1
-        if complete:
-            self._tiers[name].reorder(self._blocks)
+            over = not self._left[name]
+        if over:
+            if self._count[name] > 1:
+                self._tiers[name].reorder(self._blocks)
+            self._tiers[name].catalogue.free_all(self._kept.pop(name))
 
 
 class TieredStore:
@@ -572,7 +596,7 @@ class TieredStore:
         for level in new:
             tier = self.tiers[level - 1]
             if not tier.knows(block) and block in self.front:
-                self._queue(tier, block, 0.0, writing.one_more(tier))
+                self._queue(tier, block, 0.0, writing.one_more(tier, block))
 
     def prefetch(self, plan: Callable[[], tuple[Sequence[bytes], Sequence[int]]]) -> Prefetch:
         """Bring blocks into memory, as far as half of it holds them; returns at once.
@@ -639,7 +663,6 @@ class TieredStore:
         until = 0.0 if wait is None else time.monotonic() + wait
         written = Written()
         writing = _Writing(self.tiers, blocks)
-        full: set[str] = set()  # what comes behind a block that a tier dropped is of no use there
         alone: list[bytes] = []  # only in memory: what follows must not push out its own beginning
         if blocks:
             self._asked(blocks, raw_bytes[0])
@@ -659,18 +682,18 @@ class TieredStore:
                         written.kept.append(at)
                     if held is not None:
                         try:
-                            if not self._write_below(block, touches, until, full, writing):
+                            if not self._write_below(block, touches, until, writing):
                                 self.front.catalogue.hold(block)
                                 alone.append(block)
                         finally:
                             held.release()
                         self._demote_ahead()  # a long prompt needs more than what is kept free
+            kept, already = len(written.kept), len(written.already)
+            self._used(blocks[: kept + already], {blocks[at] for at in written.kept})
         finally:
             for block in alone:
                 self.front.catalogue.free(block)
-        kept, already = len(written.kept), len(written.already)
-        self._used(blocks[: kept + already], {blocks[at] for at in written.kept})
-        writing.end()
+            writing.end()
         writing.note_refused(self.fates)
         self._demote_ahead()
         self.front.counters.count(writes=kept, already=already, drops=len(blocks) - kept - already)
@@ -700,9 +723,7 @@ class TieredStore:
             self.front.counters.count(written_bytes=len(draft.view))
             return self.front.commit(draft, block)
 
-    def _write_below(
-        self, block: bytes, touches: int, until: float, full: set[str], writing: _Writing
-    ) -> bool:
+    def _write_below(self, block: bytes, touches: int, until: float, writing: _Writing) -> bool:
         """Have the tiers that admit ``block`` write it; whether one has it, or will."""
         below = False
         for level, tier in enumerate(self.tiers, start=1):
@@ -714,12 +735,11 @@ class TieredStore:
             elif not admitted:
                 if later:
                     writing.refused.setdefault(tier.name, []).append(block)
-            elif tier.name in full:
-                self._dropped(tier, block, "queue full")
-            elif self._queue(tier, block, _left(until), writing.one_more(tier)):
+            elif tier.name in writing.dropped:
+                first = self.fates.of(writing.dropped[tier.name])
+                self._dropped(tier, block, "queue full" if first is None else first.detail)
+            elif self._queue(tier, block, _left(until), writing.one_more(tier, block)):
                 below = True
-            else:
-                full.add(tier.name)
         return below
 
     def _queue(
@@ -755,16 +775,18 @@ class TieredStore:
             self._ended(tier, block, queued, saved=saved)
 
         def save() -> None:
-            saved = False
+            saved = wrote = False
             try:
                 if held is None:  # it left memory meanwhile
                     saved = tier.knows(block)
                     if not saved:
                         self._dropped(tier, block, "no time")
                 elif self._begins(tier, block, queued):
-                    saved = tier.save(block, held.record)
+                    saved = wrote = tier.save(block, held.record, hold=True)
             finally:
                 done(saved)
+                if wrote:  # those who waited for it may hold it for longer
+                    tier.catalogue.free(block)
 
         def drop() -> None:
             self._dropped(tier, block, "breaker" if tier.is_away(block) else "queue full")

@@ -1,0 +1,116 @@
+"""A prompt does not push its own beginning out of a tier, without which the rest is not found."""
+
+from __future__ import annotations
+
+import pytest
+from tier_bench import RAW, Bench, content, get, name, put, settle, there
+
+from kvkeep.tiers import Inclusive, Tier, TieredStore
+
+
+def written_one_by_one(store: TieredStore, tier: Tier, numbers: range) -> None:
+    """Put a prompt so slowly that each block is written before the next one comes."""
+    blocks = [name(number) for number in numbers]
+
+    def fill(at: int, raw: memoryview) -> None:
+        assert tier.writing.wait(10)
+        raw[:] = content(blocks[at])
+
+    store.write(blocks, [RAW] * len(blocks), fill, wait=20)
+    settle(store)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_what_it_had_from_before_stays_for_what_is_new(bench: Bench, in_memory: bool) -> None:
+    place = bench.disk(8)
+    tier = bench.tier(place)
+    store = bench.store(16, tier)
+    put(store, range(4), wait=20)
+    put(store, range(20, 24), wait=20)  # used later than 0 to 3
+    if not in_memory:
+        store.front.remove([name(number) for number in range(4)])
+    written_one_by_one(store, tier, range(8))
+    assert there(tier) == list(range(8)), "others went for it"
+    assert tier.counters.evictions == 4
+
+
+@pytest.mark.parametrize("writers", [1, 2])
+@pytest.mark.parametrize("known", [0, 3])
+def test_one_that_is_too_long_keeps_its_beginning(bench: Bench, writers: int, known: int) -> None:
+    tier = bench.tier(bench.disk(8), writers=writers)
+    store = bench.store(32, tier)
+    put(store, range(known), wait=20)
+    put(store, range(20, 24), wait=20)
+    put(store, range(16), wait=20)
+    settle(store)
+    # Several writers take blocks out of turn: of the last ones some may be missing.
+    sure = 8 if writers == 1 else 5
+    assert there(tier)[:sure] == list(range(sure))
+    assert tier.counters.drops >= 8
+    store.front.remove([name(number) for number in range(16)])
+    assert get(store, range(16)) >= sure
+    put(store, range(30, 34), wait=20)
+    settle(store)
+    assert [number for number in there(tier) if number >= 30] == list(range(30, 34)), (
+        "it stays for no longer than until it was written"
+    )
+
+
+def test_what_a_read_writes_pushes_out_nothing_of_it(bench: Bench) -> None:
+    """A tier that takes blocks at their second use gets the rest of a prompt."""
+    small, large = bench.disk(8), bench.disk(64, at="large")
+    tiers = [bench.tier(small, writers=1), bench.tier(large)]
+    store = bench.store(32, *tiers, policy=Inclusive(admit_after=2))
+    for _ in range(2):
+        put(store, range(4), wait=20)
+    for _ in range(2):
+        put(store, range(20, 24), wait=20)
+    settle(store)
+    put(store, range(12), wait=20)
+    assert get(store, range(12)) == 12
+    settle(store)
+    assert there(tiers[0]) == list(range(8))
+
+
+def test_it_lets_go_when_a_put_fails(bench: Bench) -> None:
+    place = bench.disk(8)
+    tier = bench.tier(place)
+    store = bench.store(16, tier)
+    put(store, range(4), wait=20)
+
+    def fill(at: int, raw: memoryview) -> None:
+        if at == 6:
+            raise KeyboardInterrupt
+        raw[:] = content(name(at))
+
+    with pytest.raises(KeyboardInterrupt):
+        store.write([name(number) for number in range(8)], [RAW] * 8, fill)
+    settle(store)
+    put(store, range(30, 38), wait=20)
+    settle(store)
+    assert there(tier) == list(range(30, 38))
+
+
+def test_a_place_that_fails_lets_go(bench: Bench) -> None:
+    place = bench.disk(8)
+    tier = bench.tier(place)
+    store = bench.store(16, tier)
+    put(store, range(4), wait=20)
+    place.fail("put", times=1)
+    put(store, range(8), wait=20)
+    settle(store)
+    place.heal()
+    put(store, range(30, 38), wait=20)
+    settle(store)
+    assert there(tier) == list(range(30, 38))
+
+
+def test_what_is_behind_a_block_without_room_was_dropped_for_that(bench: Bench) -> None:
+    tier = bench.tier(bench.disk(4), writers=1)
+    store = bench.store(32, tier)
+    written_one_by_one(store, tier, range(8))
+    assert there(tier) == list(range(4))
+    for number in range(4, 8):
+        fate = store.fates.of(name(number))
+        assert fate is not None
+        assert (fate.tier, fate.what, fate.detail) == (tier.name, "dropped", "no room")
