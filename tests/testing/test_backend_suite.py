@@ -283,7 +283,7 @@ class ListsTheBad(DictBackend):
 
 
 class TouchBringsBack(DictBackend):
-    def touch(self, blocks: Sequence[bytes]) -> None:
+    def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
         for block in blocks:
             self._records.setdefault(block, (b"", 0.0))
 

@@ -149,9 +149,8 @@ class _Writing:
         self._count: dict[str, int] = {}
         self._left: dict[str, int] = {}
         self._kept: dict[str, list[bytes]] = {}
-        self.dropped: dict[str, bytes] = {}
-        """The first block that a tier, by its name, dropped: what is behind it is of no use there.
-        """
+        self.full: set[str] = set()
+        """Names of tiers whose queue was full: what comes behind that block is of no use there."""
         self.refused: dict[str, list[bytes]] = {}
         """Blocks that a tier, by its name, would take if they were asked for more often."""
 
@@ -167,8 +166,6 @@ class _Writing:
         def over(saved: bool) -> None:
             if saved:
                 self._keep(tier, [block])
-            else:
-                self.dropped.setdefault(tier.name, block)
             self._over(tier.name)
 
         return over
@@ -735,11 +732,12 @@ class TieredStore:
             elif not admitted:
                 if later:
                     writing.refused.setdefault(tier.name, []).append(block)
-            elif tier.name in writing.dropped:
-                first = self.fates.of(writing.dropped[tier.name])
-                self._dropped(tier, block, "queue full" if first is None else first.detail)
+            elif tier.name in writing.full:
+                self._dropped(tier, block, "queue full")
             elif self._queue(tier, block, _left(until), writing.one_more(tier, block)):
                 below = True
+            else:
+                writing.full.add(tier.name)
         return below
 
     def _queue(
