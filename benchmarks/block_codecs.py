@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvkeep.codecs import CODECS, BlockShape, make_codec
-from kvkeep.models import bundled_model
+from kvkeep.serve.models import bundled_model
+from kvkeep.store.codecs import CODECS, BlockShape, make_codec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from kvkeep.codecs import Codec
+    from kvkeep.store.codecs import Codec
 
 BLOCK = 256  # tokens
 KEY = bytes(range(32))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep import Namespace, PagedCache
-from kvkeep.keys import chain_keys, root_key
+from kvkeep.core.keys import chain_keys, root_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable

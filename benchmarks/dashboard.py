@@ -33,10 +33,10 @@ PICTURE = "#picture [role=treeitem]"
 
 def serve(nodes: int) -> None:
     """Fill a cache and serve it; says its URL on a line, and ends with the process."""
-    from kvkeep.cache import PagedCache  # noqa: PLC0415 - seconds, in this process alone
-    from kvkeep.engine import Engine, Runner, Tokenizer  # noqa: PLC0415
-    from kvkeep.models import bundled_model  # noqa: PLC0415
-    from kvkeep.server import Listener, Settings, bind, create_app, url_of  # noqa: PLC0415
+    from kvkeep.core.cache import PagedCache  # noqa: PLC0415 - seconds, in this process alone
+    from kvkeep.serve.engine import Engine, Runner, Tokenizer  # noqa: PLC0415
+    from kvkeep.serve.models import bundled_model  # noqa: PLC0415
+    from kvkeep.serve.server import Listener, Settings, bind, create_app, url_of  # noqa: PLC0415
 
     pages = 4 * nodes
     runner = Runner.load(bundled_model(), num_pages=pages, page_size=PAGE_SIZE, device="cpu")
@@ -51,7 +51,7 @@ def serve(nodes: int) -> None:
 
 def fill(cache: object, nodes: int) -> None:
     """Prompts of some tenants: each goes on from a place in an earlier one, or begins anew."""
-    from kvkeep.cache import PagedCache  # noqa: PLC0415
+    from kvkeep.core.cache import PagedCache  # noqa: PLC0415
 
     assert isinstance(cache, PagedCache)
     chance = random.Random(7)

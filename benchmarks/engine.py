@@ -30,9 +30,9 @@ import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
-from kvkeep.cache import PagedCache
-from kvkeep.engine import Engine, Runner, SamplingParams, Tokenizer
-from kvkeep.models import bundled_model
+from kvkeep.core.cache import PagedCache
+from kvkeep.serve.engine import Engine, Runner, SamplingParams, Tokenizer
+from kvkeep.serve.models import bundled_model
 from peers import PAGE, Generate, GenerateBatch, GenerateOnPrefix, Work
 from rounds import Bench, Row, alone, random_tokens, ratios
 

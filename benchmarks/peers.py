@@ -23,14 +23,14 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from kvkeep.cache import PagedCache
-from kvkeep.engine import Engine, Limits, Runner, SamplingParams
+from kvkeep.core.cache import PagedCache
+from kvkeep.serve.engine import Engine, Limits, Runner, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from kvkeep.engine import Piece
+    from kvkeep.serve.engine import Piece
 
 __all__ = [
     "Contender", "Generate", "GenerateBatch", "GenerateOnPrefix", "Ours", "TimedRunner", "Tokens",

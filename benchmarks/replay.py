@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from kvkeep import PagedCache
-from kvkeep.errors import KVKeepError
-from kvkeep.replay import BELADY, INFINITE, Run, Workload, replay, simulate
-from kvkeep.traces import open_trace
+from kvkeep.bench.replay import BELADY, INFINITE, Run, Workload, replay, simulate
+from kvkeep.bench.traces import open_trace
+from kvkeep.core.errors import KVKeepError
 
 CAPACITIES = (3_000, 5_859, 10_000, 20_000)
 TIERS = ((1_500, 3_000), (1_500, 6_000), (3_000, 20_000))

@@ -34,15 +34,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep import PagedCache
-from kvkeep.feed import BlockRemoved, BlockStored, Journal
-from kvkeep.feed.wire import Batch, decode, encode
-from kvkeep.router import CostModel, PrefixRouter
+from kvkeep.serve.kv_events import BlockRemoved, BlockStored, Journal
+from kvkeep.serve.kv_events.wire import Batch, decode, encode
+from kvkeep.serve.router import CostModel, PrefixRouter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.events import Event
-    from kvkeep.router import Ticket
+    from kvkeep.core.events import Event
+    from kvkeep.serve.router import Ticket
 
 BLOCK = 16
 RUN = 64

@@ -38,12 +38,12 @@ import numpy as np
 import torch
 
 from figures import Figure
-from kvkeep.backends.buffers import aligned
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.backends.memory import MemoryBackend
-from kvkeep.geometry import KVGeometry
-from kvkeep.keys import SPACE_BYTES, chain_keys
+from kvkeep.core.geometry import KVGeometry
+from kvkeep.core.keys import SPACE_BYTES, chain_keys
 from kvkeep.store import KVStore
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.testing import FaultyBackend
 
 if TYPE_CHECKING:
@@ -241,8 +241,8 @@ def raw_get(wire: socket.socket, name: bytes, out: memoryview) -> None:
 
 def valkey(bench: Bench) -> None:
     """Put and get of blocks on a server beside a bare socket's SET and GET."""
-    from kvkeep.backends import TierURL  # noqa: PLC0415
-    from kvkeep.backends.valkey import ValkeyBackend  # noqa: PLC0415
+    from kvkeep.store.backends import TierURL  # noqa: PLC0415
+    from kvkeep.store.backends.valkey import ValkeyBackend  # noqa: PLC0415
 
     value, room = aligned(BLOCK_BYTES), aligned(BLOCK_BYTES)
     value[:] = np.random.default_rng(4).bytes(BLOCK_BYTES)

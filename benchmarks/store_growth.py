@@ -19,11 +19,11 @@ import tempfile
 import time
 import tracemalloc
 
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.eviction import LRU
+from kvkeep.core.eviction import LRU
 from kvkeep.store import BlockStore
-from kvkeep.tiers.catalogue import Catalogue
-from kvkeep.tiers.tier import ORDERED
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.tiers.catalogue import Catalogue
+from kvkeep.store.tiers.tier import ORDERED
 
 _LINKS = 30_000  # hard links that a file may have on most filesystems
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep import PagedCache
-from kvkeep.traces import generate, open_trace
-from kvkeep.whatif import MissRatioCurve
+from kvkeep.bench.traces import generate, open_trace
+from kvkeep.core.miss_ratio import MissRatioCurve
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvkeep.integrations.transformers import KeptModel
-from kvkeep.models import bundled_model
+from kvkeep.serve.models import bundled_model
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--model", default=bundled_model(), help="a directory, or a name on the hub")

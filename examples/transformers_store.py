@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvkeep.integrations.transformers import KeptModel
-from kvkeep.models import bundled_model
+from kvkeep.serve.models import bundled_model
 
 model: Any = AutoModelForCausalLM.from_pretrained(bundled_model())
 tokenizer = AutoTokenizer.from_pretrained(bundled_model())

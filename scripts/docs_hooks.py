@@ -6,7 +6,7 @@ built, so that it cannot go stale:
     <!-- kvkeep: command line -->          every command, from the parsers
     <!-- kvkeep: http -->                  every endpoint, from the OpenAPI document
     <!-- kvkeep: api kvkeep.store -->      every public name of a room, from its docstrings
-    <!-- kvkeep: docstring kvkeep.keys --> a module's own text
+    <!-- kvkeep: docstring kvkeep.core.keys --> a module's own text
 
 Links that are named after a file are named after what they lead to.
 """

@@ -206,19 +206,19 @@ def remember_little() -> None:
     As they ship they are reached after hours and some hundred MB. These are reached at once, so
     memory that grows is a leak.
     """
-    from kvkeep.explain.explainer import Explainer  # noqa: PLC0415
+    from kvkeep.observe.explain.explainer import Explainer  # noqa: PLC0415
 
     for bound in (
-        "kvkeep.cache.sessions._MOST_SESSIONS",
-        "kvkeep.engine.keeper._MOST_TENANTS",
-        "kvkeep.engine.writes._REMEMBERED",
-        "kvkeep.explain.explainer._MOST_NAMESPACES",
-        "kvkeep.explain.ledger._SLACK",
-        "kvkeep.server.figures._MOST_SESSIONS",
-        "kvkeep.server.figures._MOST_TENANTS",
-        "kvkeep.server.figures._MOST_TIMES",
-        "kvkeep.telemetry.evictions._MOST_OPEN",
-        "kvkeep.tiers.plan._MOST_COUNTED",
+        "kvkeep.core.cache.sessions._MOST_SESSIONS",
+        "kvkeep.serve.engine.keeper._MOST_TENANTS",
+        "kvkeep.serve.engine.writes._REMEMBERED",
+        "kvkeep.observe.explain.explainer._MOST_NAMESPACES",
+        "kvkeep.observe.explain.ledger._SLACK",
+        "kvkeep.serve.server.figures._MOST_SESSIONS",
+        "kvkeep.serve.server.figures._MOST_TENANTS",
+        "kvkeep.serve.server.figures._MOST_TIMES",
+        "kvkeep.observe.telemetry.evictions._MOST_OPEN",
+        "kvkeep.store.tiers.plan._MOST_COUNTED",
     ):
         where, name = bound.rsplit(".", 1)
         module = importlib.import_module(where)
@@ -233,12 +233,12 @@ def serve(args: argparse.Namespace) -> None:
     """Child: serve the bundled model over a slow disk; prints its URL, ends with its stdin."""
     import asyncio  # noqa: PLC0415
 
-    from kvkeep.backends.disk import DiskBackend  # noqa: PLC0415
-    from kvkeep.cache import PagedCache  # noqa: PLC0415
-    from kvkeep.engine import Engine, Limits, Runner, Tokenizer  # noqa: PLC0415
-    from kvkeep.models import bundled_model  # noqa: PLC0415
-    from kvkeep.server import Listener, Settings, bind, create_app, url_of  # noqa: PLC0415
+    from kvkeep.core.cache import PagedCache  # noqa: PLC0415
+    from kvkeep.serve.engine import Engine, Limits, Runner, Tokenizer  # noqa: PLC0415
+    from kvkeep.serve.models import bundled_model  # noqa: PLC0415
+    from kvkeep.serve.server import Listener, Settings, bind, create_app, url_of  # noqa: PLC0415
     from kvkeep.store import KVStore  # noqa: PLC0415
+    from kvkeep.store.backends.disk import DiskBackend  # noqa: PLC0415
     from kvkeep.testing import FaultyBackend  # noqa: PLC0415
 
     remember_little()
@@ -312,9 +312,9 @@ class ServerPart(Part):
 
     def _alone(self) -> list[str]:
         """The answers of an engine that reuses nothing."""
-        from kvkeep.cache import PagedCache  # noqa: PLC0415
-        from kvkeep.engine import Engine, Runner, SamplingParams, Tokenizer  # noqa: PLC0415
-        from kvkeep.models import bundled_model  # noqa: PLC0415
+        from kvkeep.core.cache import PagedCache  # noqa: PLC0415
+        from kvkeep.serve.engine import Engine, Runner, SamplingParams, Tokenizer  # noqa: PLC0415
+        from kvkeep.serve.models import bundled_model  # noqa: PLC0415
 
         runner = Runner.load(
             bundled_model(), num_pages=256, page_size=16, device="cpu", dtype="float32"
@@ -534,8 +534,8 @@ def payload_of(number: int) -> bytes:
 
 def open_blocks(folder: Path) -> Any:
     """The store under test: a small memory tier over a slow disk."""
-    from kvkeep.backends.disk import DiskBackend  # noqa: PLC0415
     from kvkeep.store import BlockStore  # noqa: PLC0415
+    from kvkeep.store.backends.disk import DiskBackend  # noqa: PLC0415
     from kvkeep.testing import FaultyBackend  # noqa: PLC0415
 
     disk = FaultyBackend(DiskBackend(folder, capacity=DISK_BYTES))

@@ -15,85 +15,98 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).parents[1] / "src"
 
-# What every room may use; among themselves they are in order, and use no room.
-BASE = {"errors", "tokens", "extras", "geometry", "keys", "events"}
+# The floors, from the ground up: a room uses rooms of its own floor and of those below. What is
+# beside each other in a row does not know each other.
+FLOORS: list[set[str]] = [
+    {"core"},
+    {"store"},
+    {"observe", "bench"},
+    {"serve"},
+    {"integrations", "testing"},
+    {"cli"},
+]
 
-# Which rooms a room may use, besides the base. Rooms that are still to be built stand here already:
-# their place is decided. "" is `kvkeep/__init__.py`, the public names.
+# What every room may use; among themselves they are in order, and use no room.
+BASE = {
+    "core.errors", "core.tokens", "core.extras", "core.geometry", "core.keys", "core.events",
+}  # fmt: skip
+
+# Which rooms a room may use, besides the base. "" is `kvkeep/__init__.py`, the public names. The
+# `__init__` of a floor is a room as well: it has the floor's public names, or nothing.
 ROOMS: dict[str, set[str]] = {
-    "": {"cache", "pages", "slots"},
-    "pages": set(),  # does not know that prefixes exist
-    "slots": set(),  # contiguous caches: nothing of theirs is a page
-    "eviction": set(),
-    "whatif": set(),  # sees keys, tokens and page ids of prompts, not the cache
-    "prefix": {"eviction"},  # its nodes are what a policy orders
-    "cache": {"pages", "prefix", "eviction", "whatif"},
-    "codecs": set(),
-    "backends": set(),  # see keys and bytes, no tokens and no tensors
-    "tiers": {"backends", "eviction", "codecs"},
-    "store": {"tiers", "codecs", "backends"},
-    "models": set(),
-    "engine": {"cache", "store", "pages", "models"},
+    "": {"core.cache", "core.pages", "core.slots"},
+    "core": set(),
+    "core.pages": set(),  # does not know that prefixes exist
+    "core.slots": set(),  # contiguous caches: nothing of theirs is a page
+    "core.eviction": set(),
+    "core.miss_ratio": set(),  # sees keys, tokens and page ids of prompts, not the cache
+    "core.prefix": {"core.eviction"},  # its nodes are what a policy orders
+    "core.cache": {"core.pages", "core.prefix", "core.eviction", "core.miss_ratio"},
+    "store": {"store.kv", "store.blocks", "store.identity", "store.tiers"},
+    "store.codecs": set(),
+    "store.backends": set(),  # see keys and bytes, no tokens and no tensors
+    "store.tiers": {"store.backends", "store.codecs", "core.eviction"},
+    "store.identity": set(),  # sees modules and files of weights, nothing that is stored
+    "store.blocks": {"store.tiers", "store.backends"},
+    "store.kv": {
+        "store.blocks", "store.identity", "store.tiers", "store.codecs", "store.backends",
+    },
+    "observe": set(),
+    "observe.explain": set(),  # sees events, tokens and what stores say; neither cache nor engine
+    "observe.telemetry": set(),
+    "bench": set(),
+    "bench.traces": set(),  # requests with their times; what replays them is another room
+    "bench.replay": {"core.cache", "core.eviction", "store.tiers", "bench.traces"},
+    "serve": set(),
+    "serve.models": set(),
+    "serve.engine": {"core.cache", "core.pages", "store", "store.identity", "serve.models"},
+    "serve.http": set(),  # holds against hostile clients: of requests it knows bytes alone
+    "serve.kv_events": set(),  # on the wire; of a cache it knows the hook
+    "serve.router": {"serve.kv_events", "serve.http"},
+    "serve.server": {
+        "core.cache",
+        "core.prefix",  # to draw it
+        "bench.traces",  # to capture one
+        "observe.explain",  # why prompts missed
+        "observe.telemetry",
+        "serve.engine",
+        "serve.http",
+    },
     "integrations": {
-        "cache",
-        "prefix",
-        "eviction",
-        "store",
-        "pages",
-        "tiers",
-        "backends",
-        "traces",  # to capture one
+        "core.cache", "core.prefix", "core.eviction", "core.pages",
+        "store", "store.kv", "store.blocks", "store.identity", "store.tiers", "store.backends",
+        "bench.traces",  # to capture one
     },
-    "server": {
-        "engine",
-        "cache",
-        "traces",  # to capture one
-        "prefix",  # to draw it
-        "explain",  # why prompts missed
-        "telemetry",
-        "http",
+    "testing": {
+        "core.cache", "core.prefix", "core.eviction", "core.pages",
+        "store", "store.tiers", "store.backends", "store.codecs",
     },
-    "http": set(),  # servers that hold against hostile clients: of requests it knows bytes alone
-    "explain": set(),  # sees events, tokens and what stores say; neither cache nor engine
-    "feed": set(),  # KV events on the wire; of a cache it knows the hook
-    "router": {"feed", "http"},
-    "traces": set(),  # requests with their times; what replays them is another room
-    "replay": {"cache", "eviction", "tiers", "traces"},
-    "telemetry": set(),
-    "testing": {"cache", "prefix", "eviction", "pages", "tiers", "backends", "codecs", "store"},
     "cli": {
-        "cache",
-        "prefix",
-        "eviction",
-        "engine",
-        "models",
-        "server",
-        "feed",
-        "http",
-        "router",
-        "replay",
-        "traces",
-        "store",
-        "tiers",
-        "backends",
-        "codecs",
-        "telemetry",
+        "core.cache", "core.prefix", "core.eviction",
+        "store", "store.tiers", "store.backends", "store.codecs", "store.identity",
+        "observe.telemetry",
+        "bench.replay", "bench.traces",
+        "serve.engine", "serve.models", "serve.server", "serve.kv_events", "serve.http",
+        "serve.router",
     },
-}
+}  # fmt: skip
 # Under TYPE_CHECKING alone: the names of types, where a room handles what is another's.
 TYPES_ONLY = {
-    "prefix": {"pages"},  # `PageArray`, the type of a row of page ids
-    "server": {"store", "tiers"},  # what the store of its engine tells
+    "core.prefix": {"core.pages"},  # `PageArray`, the type of a row of page ids
+    "serve.server": {"store", "store.tiers"},  # what the store of its engine tells
 }
 # Rooms that may not even use all of the base.
-BASE_OF = {"telemetry": {"events", "errors"}, "backends": {"errors", "keys", "events", "geometry"}}
+BASE_OF = {
+    "observe.telemetry": {"core.events", "core.errors"},
+    "store.backends": {"core.errors", "core.keys", "core.events", "core.geometry"},
+}
 
 # Who may import what is not ours and not the standard library: a room, or one module of it.
 EXTERNAL: dict[str, set[str]] = {
     "numpy": {""},  # everybody
     "torch": {
-        "pages.tensors", "pages.prepared", "slots.tensors",
-        "engine", "integrations", "store", "codecs",
+        "core.pages.tensors", "core.pages.prepared", "core.slots.tensors",
+        "store.kv", "store.identity", "store.codecs", "serve.engine", "integrations",
     },
     "vllm": {"integrations.vllm"},
     "sglang": {"integrations.sglang"},
@@ -101,36 +114,38 @@ EXTERNAL: dict[str, set[str]] = {
     "huggingface_hub": {"integrations.loaded"},
     "psutil": {"integrations.loaded"},  # when the process of an engine began; engines bring it
     "transformers": {
-        "engine", "integrations",
+        "serve.engine", "integrations",
         "cli.model",  # to quieten its progress bars
     },
-    "flash_attn": {"engine.flash"},  # if it is installed
-    "flash_attn_interface": {"engine.flash"},
-    "safetensors": {"engine"},
-    "xxhash": {"tiers", "store.identity"},
-    "numcodecs": {"codecs"},
-    "cryptography": {"codecs"},
-    "obstore": {"backends.objects"},
-    "zstandard": {"traces.files"},
-    "jinja2": {"engine"},
-    "matplotlib": {"replay.report.picture"},
-    "opentelemetry": {"telemetry"},
-    "fastapi": {"server"}, "starlette": {"server", "router", "http", "cli.route"},
-    "uvicorn": {"server", "http", "cli.route"},
-    "h11": {"http"},
-    "pydantic": {"server"}, "pydantic_core": {"server"},
-    "prometheus_client": {"server", "router", "http", "cli.route"},
+    "flash_attn": {"serve.engine.flash"},  # if it is installed
+    "flash_attn_interface": {"serve.engine.flash"},
+    "safetensors": {"serve.engine"},
+    "xxhash": {"store.tiers", "store.identity"},
+    "numcodecs": {"store.codecs"},
+    "cryptography": {"store.codecs"},
+    "obstore": {"store.backends.objects"},
+    "zstandard": {"bench.traces.files"},
+    "jinja2": {"serve.engine"},
+    "matplotlib": {"bench.replay.report.picture"},
+    "opentelemetry": {"observe.telemetry"},
+    "fastapi": {"serve.server"},
+    "starlette": {"serve.server", "serve.router", "serve.http", "cli.route"},
+    "uvicorn": {"serve.server", "serve.http", "cli.route"},
+    "h11": {"serve.http"},
+    "pydantic": {"serve.server"}, "pydantic_core": {"serve.server"},
+    "prometheus_client": {"serve.server", "serve.router", "serve.http", "cli.route"},
     # The command says which extra is missing before anything is begun.
-    "zmq": {"feed", "cli.route"}, "msgspec": {"feed", "router"},
-    "httpx": {"router", "cli.route"},
-    "rich": {"cli", "prefix.render", "server.tree"},
+    "zmq": {"serve.kv_events", "cli.route"}, "msgspec": {"serve.kv_events", "serve.router"},
+    "httpx": {"serve.router", "cli.route"},
+    "rich": {"cli", "core.prefix.render", "serve.server.tree"},
     "pytest": {"testing"},
     "hypothesis": {"testing"},
 }  # fmt: skip
 
 # Who imports what a variable names, which cannot be read here: `require`; the demo, whose prompts
-# are documentation of the standard library; the suites, each imported when it is asked for.
-COMPUTED = {"kvkeep.errors", "kvkeep.cli.demo", "kvkeep.testing"}
+# are documentation of the standard library; the suites and the store's public names, each imported
+# when it is asked for.
+COMPUTED = {"kvkeep.core.errors", "kvkeep.cli.demo", "kvkeep.testing"}
 
 Sources = dict[str, str]
 """Module name → its source text."""
@@ -228,9 +243,16 @@ def read(sources: Sources) -> dict[str, Reader]:
 
 
 def room_of(module: str) -> str:
-    """The room of one of our modules: "" for the package itself; running it is the cli's."""
-    room = module.partition(".")[2].partition(".")[0]
-    return "cli" if room == "__main__" else room
+    """The room of one of our modules, with its floor: "" for the package itself.
+
+    A floor without rooms, as `cli`, is one room. Running the package is the cli's.
+    """
+    floor, _, rest = module.partition(".")[2].partition(".")
+    if floor == "__main__":
+        return "cli"
+    room = rest.partition(".")[0]
+    has_rooms = any(name.startswith(f"{floor}.") for name in ROOMS)
+    return f"{floor}.{room}" if room and has_rooms else floor
 
 
 def within(module: str, places: set[str]) -> bool:
@@ -354,6 +376,20 @@ def test_the_table_itself_goes_one_way() -> None:
     assert not any("cli" in allowed or "" in allowed for allowed in ROOMS.values())
 
 
+def test_the_table_goes_from_floor_to_floor_downwards() -> None:
+    height = {floor: number for number, row in enumerate(FLOORS) for floor in row}
+    for room, allowed in ROOMS.items():
+        floor = room.partition(".")[0]
+        if not floor:
+            continue
+        for other in allowed:
+            below = other.partition(".")[0]
+            same = below == floor
+            assert same or height[below] < height[floor], f"{room} uses {other}, which is above it"
+    folders = {path.parent.name for path in (SOURCE / "kvkeep").glob("*/__init__.py")}
+    assert folders == set(height), "the listing of the folder is the architecture"
+
+
 def test_importing_the_package_reaches_numpy_and_nothing_heavy() -> None:
     packages = {module.split(".")[0] for module in reached(modules(), "kvkeep")}
     assert "numpy" in packages
@@ -363,24 +399,28 @@ def test_importing_the_package_reaches_numpy_and_nothing_heavy() -> None:
 def test_the_reader_sees_the_whole_house() -> None:
     """Else all of the above would hold of an empty folder."""
     found = modules()
-    assert {"kvkeep", "kvkeep.cache.paged", "kvkeep.prefix", "kvkeep.errors"} <= set(found)
-    assert all(name in {room_of(module) for module in found} for name in ("pages", "eviction"))
+    some = {"kvkeep", "kvkeep.core.cache.paged", "kvkeep.core.prefix", "kvkeep.core.errors"}
+    assert some <= set(found)
+    assert {room_of(module) for module in found} == {*ROOMS, *BASE}
     graph = run_time(found)
-    assert "kvkeep.pages.pool" in graph["kvkeep.pages"]
-    assert "numpy" in graph["kvkeep.pages.pool"]
+    assert "kvkeep.core.pages.pool" in graph["kvkeep.core.pages"]
+    assert "numpy" in graph["kvkeep.core.pages.pool"]
 
 
 # --- the test of the test --------------------------------------------------------------------
 
 HOUSE = {
-    "kvkeep": "from kvkeep.cache import PagedCache",
-    "kvkeep.cache": "from kvkeep.cache.paged import PagedCache",
-    "kvkeep.cache.paged": "from kvkeep.pages import pool\nfrom kvkeep import errors",
-    "kvkeep.pages": "",
-    "kvkeep.pages.pool": "import numpy as np\nfrom kvkeep.errors import InvalidValue",
-    "kvkeep.errors": "",
-    "kvkeep.engine": "import torch\ndef late():\n    import transformers",
+    "kvkeep": "from kvkeep.core.cache import PagedCache",
+    "kvkeep.core.cache": "from kvkeep.core.cache.paged import PagedCache",
+    "kvkeep.core.cache.paged": "from kvkeep.core.pages import pool\nfrom kvkeep.core import errors",
+    "kvkeep.core.pages": "",
+    "kvkeep.core.pages.pool": "import numpy as np\nfrom kvkeep.core.errors import InvalidValue",
+    "kvkeep.core.errors": "",
+    "kvkeep.serve.engine": "import torch\ndef late():\n    import transformers",
 }
+
+
+PAGES, PREFIX, CACHE = (f"kvkeep.core.{room}.bad" for room in ("pages", "prefix", "cache"))
 
 
 def violations(module: str, source: str) -> list[str]:
@@ -391,43 +431,45 @@ def violations(module: str, source: str) -> list[str]:
 @pytest.mark.parametrize(
     ("module", "source", "said"),
     [
-        ("kvkeep.pages.bad", "from kvkeep.prefix import RadixIndex", "pages may not use prefix"),
-        ("kvkeep.pages.bad", "import kvkeep.prefix.tree", "pages may not use prefix"),
-        ("kvkeep.pages.bad", "from ..prefix import radix", "pages may not use prefix"),
-        ("kvkeep.pages.bad", "def f():\n    from kvkeep.cache import x", "pages may not use cache"),
-        ("kvkeep.pages.bad", "class A:\n    import kvkeep.cli", "pages may not use cli"),
-        ("kvkeep.pages.bad", "try:\n    import kvkeep.cache\nexcept ImportError: ...", "cache"),
-        ("kvkeep.pages.bad",
-         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvkeep.prefix import Run",
-         "pages may not use prefix"),
-        ("kvkeep.prefix.bad", "from kvkeep.pages.table import PageArray", "may not use pages"),
-        ("kvkeep.prefix.bad", "require('kvkeep.cache', '')", "prefix may not use cache"),
-        ("kvkeep.cache.bad", "from kvkeep.engine import Engine", "cache may not use engine"),
-        ("kvkeep.errors", "from kvkeep.tokens import x\nfrom kvkeep.cache import y", "use cache"),
-        ("kvkeep.cache.bad", "import kvkeep", "cache may not use the package"),
-        ("kvkeep.telemetry.bad", "from kvkeep.keys import x", "telemetry may not use keys"),
+        (PAGES, "from kvkeep.core.prefix import RadixIndex", "core.pages may not use core.prefix"),
+        (PAGES, "import kvkeep.core.prefix.tree", "core.pages may not use core.prefix"),
+        (PAGES, "from ..prefix import radix", "core.pages may not use core.prefix"),
+        (PAGES, "def f():\n    from kvkeep.core.cache import x", "may not use core.cache"),
+        (PAGES, "class A:\n    import kvkeep.cli", "core.pages may not use cli"),
+        (PAGES, "try:\n    import kvkeep.core.cache\nexcept ImportError: ...", "core.cache"),
+        (PAGES,
+         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import kvkeep.core.prefix",
+         "core.pages may not use core.prefix"),
+        (PREFIX, "from kvkeep.core.pages.table import PageArray", "may not use core.pages"),
+        (PREFIX, "require('kvkeep.core.cache', '')", "core.prefix may not use core.cache"),
+        (CACHE, "from kvkeep.serve.engine import Engine", "core.cache may not use serve.engine"),
+        ("kvkeep.core.errors", "import kvkeep.core.tokens, kvkeep.core.cache", "use core.cache"),
+        (CACHE, "import kvkeep", "may not use the package"),
+        ("kvkeep.observe.telemetry.bad", "import kvkeep.core.keys", "may not use core.keys"),
         ("kvkeep.attic", "", "the room 'attic' is not in the table"),
-        ("kvkeep.cache.bad", "import torch", "torch has no place there"),
-        ("kvkeep.pages.bad", "import torch.nn", "torch has no place there"),
-        ("kvkeep.pages.tensors.bad", "import transformers", "transformers has no place there"),
-        ("kvkeep.cache.bad", "def f():\n    import torch", "torch has no place there"),
-        ("kvkeep.cache.bad", "import importlib\nimportlib.import_module('torch')", "torch has no"),
-        ("kvkeep.cache.bad", "require('rich', 'cli')", "rich has no place there"),
-        ("kvkeep.cache.bad", "import requests", "requests has no place there"),
-        ("kvkeep.cache.bad", "require(name, 'torch')", "imports what a variable names"),
-        ("kvkeep.cache.bad", "import_module(f'{name}.x')", "imports what a variable names"),
-        ("kvkeep.cache.bad", "import_module(f'kvkeep.cli.{name}')", "cache may not use cli"),
-        ("kvkeep.pages", "from kvkeep.pages.pool import PagePool", None),
-        ("kvkeep.pages.tensors", "import torch", None),
-        ("kvkeep.prefix.good", "if TYPE_CHECKING:\n    from kvkeep.pages.table import x", None),
-        ("kvkeep.events", "if TYPE_CHECKING:\n    from kvkeep.pages.table import x", None),
+        ("kvkeep.core.attic", "", "the room 'core.attic' is not in the table"),
+        ("kvkeep.store.kv.bad", "import kvkeep.serve.engine", "may not use serve.engine"),
+        (CACHE, "import torch", "torch has no place there"),
+        (PAGES, "import torch.nn", "torch has no place there"),
+        ("kvkeep.core.pages.tensors.bad", "import transformers", "transformers has no place there"),
+        (CACHE, "def f():\n    import torch", "torch has no place there"),
+        (CACHE, "import importlib\nimportlib.import_module('torch')", "torch has no"),
+        (CACHE, "require('rich', 'cli')", "rich has no place there"),
+        (CACHE, "import requests", "requests has no place there"),
+        (CACHE, "require(name, 'torch')", "imports what a variable names"),
+        (CACHE, "import_module(f'{name}.x')", "imports what a variable names"),
+        (CACHE, "import_module(f'kvkeep.cli.{name}')", "core.cache may not use cli"),
+        ("kvkeep.core.pages", "from kvkeep.core.pages.pool import PagePool", None),
+        ("kvkeep.core.pages.tensors", "import torch", None),
+        ("kvkeep.core.prefix.good", "if TYPE_CHECKING:\n    import kvkeep.core.pages.table", None),
+        ("kvkeep.core.events", "if TYPE_CHECKING:\n    import kvkeep.core.pages.table", None),
         ("kvkeep.__main__", "from kvkeep.cli import main", None),
-        ("kvkeep.cli", "from kvkeep.engine import Engine\nimport json, rich", None),
-        ("kvkeep.prefix.render", "def draw():\n    from rich.tree import Tree", None),
+        ("kvkeep.cli", "from kvkeep.serve.engine import Engine\nimport json, rich", None),
+        ("kvkeep.core.prefix.render", "def draw():\n    from rich.tree import Tree", None),
     ],
 )  # fmt: skip
 def test_a_planted_violation_is_found(module: str, source: str, said: str | None) -> None:
-    assert violations("kvkeep.pages", "") == []
+    assert violations("kvkeep.core.pages", "") == []
     found = violations(module, source)
     if said:
         assert any(said in line for line in found), found
@@ -438,22 +480,22 @@ def test_a_planted_violation_is_found(module: str, source: str, said: str | None
 @pytest.mark.parametrize(
     ("sources", "cycle"),
     [
-        ({"a": "import kvkeep.pages.b", "b": "from kvkeep.pages.a import x"}, "a → kvkeep.pages.b"),
-        ({"a": "from kvkeep.pages import b", "b": "from . import a"}, "a → kvkeep.pages.b"),
-        ({"a": "import kvkeep.pages.b", "b": "def f():\n    import kvkeep.pages.a"}, None),
-        ({"a": "import kvkeep.pages.b",
-          "b": "if TYPE_CHECKING:\n    import kvkeep.pages.a"}, None),
+        ({"a": "import kvkeep.house.b", "b": "from kvkeep.house.a import x"}, "a → kvkeep.house.b"),
+        ({"a": "from kvkeep.house import b", "b": "from . import a"}, "a → kvkeep.house.b"),
+        ({"a": "import kvkeep.house.b", "b": "def f():\n    import kvkeep.house.a"}, None),
+        ({"a": "import kvkeep.house.b",
+          "b": "if TYPE_CHECKING:\n    import kvkeep.house.a"}, None),
     ],
 )  # fmt: skip
 def test_a_planted_cycle_is_found(sources: Sources, cycle: str | None) -> None:
-    planted = {f"kvkeep.pages.{name}": source for name, source in sources.items()}
+    planted = {f"kvkeep.house.{name}": source for name, source in sources.items()}
     found = list(cycles({**HOUSE, **planted}))
     assert any(cycle in line for line in found) if cycle else found == []
 
 
 def test_a_heavy_import_is_found_wherever_it_is_reached() -> None:
-    deep = {**HOUSE, "kvkeep.pages.pool": "from kvkeep.pages.deeper import x",
-            "kvkeep.pages.deeper": "import torch"}  # fmt: skip
+    deep = {**HOUSE, "kvkeep.core.pages.pool": "from kvkeep.core.pages.deeper import x",
+            "kvkeep.core.pages.deeper": "import torch"}  # fmt: skip
     assert "torch" in reached(deep, "kvkeep")
-    late = {**deep, "kvkeep.pages.deeper": "def f():\n    import torch"}
+    late = {**deep, "kvkeep.core.pages.deeper": "def f():\n    import torch"}
     assert "torch" not in reached(late, "kvkeep")

@@ -15,7 +15,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from kvkeep.models import bundled_model
+from kvkeep.serve.models import bundled_model
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST = 6_000_000  # bytes: the whole directory
@@ -82,7 +82,9 @@ def test_notice_names_data_and_licence():
 
 
 def test_importing_the_module_needs_no_torch():
-    code = "import sys, kvkeep.models as m; m.bundled_model(); assert 'torch' not in sys.modules"
+    code = (
+        "import sys, kvkeep.serve.models as m; m.bundled_model(); assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import kvkeep
-from kvkeep import errors
-from kvkeep.errors import (
+from kvkeep.core import errors
+from kvkeep.core.errors import (
     BackendFailed,
     IllegalStep,
     InvalidValue,

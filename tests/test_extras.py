@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.errors import InvalidValue
-from kvkeep.extras import Extra, as_extras, extras_between, signed
-from kvkeep.keys import chain_keys
-from kvkeep.tokens import as_tokens
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.extras import Extra, as_extras, extras_between, signed
+from kvkeep.core.keys import chain_keys
+from kvkeep.core.tokens import as_tokens
 
 A, B = (hashlib.sha256(data).digest() for data in (b"a", b"b"))
 EXTRAS = st.lists(st.tuples(st.integers(0, 11), st.sampled_from([b"", b"a", b"b"])), max_size=5)

@@ -38,7 +38,9 @@ def test_it_imports_nothing_heavy_and_no_room_that_needs_an_extra() -> None:
     loaded = set(ran.stdout.split())
     assert "numpy" in loaded
     assert not loaded.intersection(HEAVY)
-    rooms = {name.split(".")[1] for name in loaded if name.startswith("kvkeep.")}
+    floors = {name.split(".")[1] for name in loaded if name.startswith("kvkeep.")}
+    assert floors == {"core"}
+    rooms = {name.split(".")[2] for name in loaded if name.startswith("kvkeep.core.")}
     assert rooms <= {
         "cache",
         "errors",
@@ -108,11 +110,11 @@ def _without(module: str, program: str) -> str:
 @pytest.mark.parametrize(
     ("module", "program", "extra"),
     [
-        ("torch", "import kvkeep.pages.tensors", "torch"),
-        ("torch", "import kvkeep.engine", "transformers"),
-        ("transformers", "from kvkeep.engine import loading; loading.load_config({path!r})",
+        ("torch", "import kvkeep.core.pages.tensors", "torch"),
+        ("torch", "import kvkeep.serve.engine", "transformers"),
+        ("transformers", "from kvkeep.serve.engine import loading; loading.load_config({path!r})",
          "transformers"),
-        ("rich", "from kvkeep.prefix import render; render.draw('', [])", "cli"),
+        ("rich", "from kvkeep.core.prefix import render; render.draw('', [])", "cli"),
     ],
 )  # fmt: skip
 def test_a_missing_package_says_which_extra_brings_it(

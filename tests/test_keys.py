@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep import InvalidValue, Namespace
-from kvkeep.extras import as_extras
-from kvkeep.keys import KEY_BYTES, as_namespace, chain_keys, root_key
-from kvkeep.tokens import as_tokens
+from kvkeep.core.extras import as_extras
+from kvkeep.core.keys import KEY_BYTES, as_namespace, chain_keys, root_key
+from kvkeep.core.tokens import as_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -178,7 +178,7 @@ def test_byte_order_of_the_machine_does_not_matter() -> None:
 
 def test_keys_are_the_same_in_every_process() -> None:
     program = (
-        "from kvkeep.keys import *; from kvkeep.tokens import as_tokens\n"
+        "from kvkeep.core.keys import *; from kvkeep.core.tokens import as_tokens\n"
         "print(chain_keys(root_key(Namespace(tenant='a', lora='b')),"
         " as_tokens(range(32)).tobytes(), 32)[-1].hex())"
     )

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from kvkeep import Namespace, OutOfPages, PageCopy, PagedCache
-from kvkeep.eviction import LRU, Entry
-from kvkeep.prefix import INDICES, tree
+from kvkeep.core.eviction import LRU, Entry
+from kvkeep.core.prefix import INDICES, tree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep import InvalidValue
-from kvkeep.tokens import TOKEN_BYTES, TOKEN_DTYPE, as_tokens, single_token
+from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE, as_tokens, single_token
 
 LARGEST = 2**31 - 1
 INTEGERS = [np.dtype(order + kind + str(size))

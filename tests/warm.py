@@ -29,7 +29,7 @@ from typing import Any
 
 PRELOADED = (
     "kvkeep.cli", "kvkeep.cli.demo", "kvkeep.cli.generate", "kvkeep.cli.serve",
-    "kvkeep.engine", "kvkeep.server", "kvkeep.server.app", "kvkeep.store",
+    "kvkeep.serve.engine", "kvkeep.serve.server", "kvkeep.serve.server.app", "kvkeep.store",
     "kvkeep.integrations.transformers",
     "torch", "transformers.models.llama.modeling_llama", "transformers.generation.utils",
     "tokenizers", "uvicorn", "httpx",

@@ -22,7 +22,7 @@ from sglang_pools import (
     storage_of,
 )
 
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     from pathlib import Path

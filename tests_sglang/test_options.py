@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.sglang.options import Options
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sglang_pools import DTYPES, Pages, hashes, page_bytes, pools, scribble, spans, storage_of
 
-from kvkeep.errors import UnsupportedModel
+from kvkeep.core.errors import UnsupportedModel
 from kvkeep.integrations.sglang.pages import pages_of
 
 if TYPE_CHECKING:

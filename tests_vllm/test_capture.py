@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from engines import BLOCK, engine, prompt
 
-from kvkeep.replay import Workload, simulate
-from kvkeep.traces import open_trace
+from kvkeep.bench.replay import Workload, simulate
+from kvkeep.bench.traces import open_trace
 
 if TYPE_CHECKING:
     from pathlib import Path

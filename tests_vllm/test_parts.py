@@ -16,7 +16,7 @@ from engines import process_begins
 from models import make_adapter
 from vllm.lora.request import LoRARequest
 
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.groups import Group, Groups
 from kvkeep.integrations.vllm.keys import keys_of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from conftest import Server
-    from kvkeep.tiers import TierStats
+    from kvkeep.store.tiers import TierStats
 
 
 def test_options() -> None:

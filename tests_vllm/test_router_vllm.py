@@ -14,13 +14,13 @@ import httpx
 import pytest
 from serving import Served
 
-from kvkeep.feed import EventReader, Source
-from kvkeep.http import bind
-from kvkeep.models import bundled_model
-from kvkeep.router import CostModel, PrefixRouter
-from kvkeep.router.listening import Server
-from kvkeep.router.proxy import create_proxy
-from kvkeep.router.upstreams import Upstreams
+from kvkeep.serve.http import bind
+from kvkeep.serve.kv_events import EventReader, Source
+from kvkeep.serve.models import bundled_model
+from kvkeep.serve.router import CostModel, PrefixRouter
+from kvkeep.serve.router.listening import Server
+from kvkeep.serve.router.proxy import create_proxy
+from kvkeep.serve.router.upstreams import Upstreams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

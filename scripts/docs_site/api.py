@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 def public_names(room: str) -> str:
     """What the room is for, then what mkdocstrings shall show of it."""
-    errors = _imported(room, "kvkeep.errors")
+    errors = _imported(room, "kvkeep.core.errors")
     shown = (f"::: {room}.{name}" for name in sorted(listed(room), key=errors.__contains__))
     return "\n\n".join([_first_paragraph(room), *shown])
 

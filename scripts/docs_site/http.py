@@ -14,7 +14,7 @@ __all__ = ["document", "endpoints"]
 @cache
 def document() -> dict[str, Any]:
     """The OpenAPI document of every endpoint; no model is loaded for it."""
-    from kvkeep.server.routes import ROUTERS  # noqa: PLC0415 - torch comes with it: seconds
+    from kvkeep.serve.server.routes import ROUTERS  # noqa: PLC0415 - torch comes with it: seconds
 
     app = FastAPI(title="kvkeep")
     for router in ROUTERS:

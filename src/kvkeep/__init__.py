@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.cache import CachedPrefix, CacheStats, PagedCache, Pin, Sequence
-from kvkeep.errors import (
+from kvkeep.core.cache import CachedPrefix, CacheStats, PagedCache, Pin, Sequence
+from kvkeep.core.errors import (
     BackendFailed,
     IllegalStep,
     InvalidValue,
@@ -21,11 +21,11 @@ from kvkeep.errors import (
     QueueFull,
     UnsupportedModel,
 )
-from kvkeep.keys import Namespace
-from kvkeep.pages import PageCopy, PageTables, page_tables
+from kvkeep.core.keys import Namespace
+from kvkeep.core.pages import PageCopy, PageTables, page_tables
 
 if TYPE_CHECKING:
-    from kvkeep.slots import SlotCache, SlotCopy, SlotLease
+    from kvkeep.core.slots import SlotCache, SlotCopy, SlotLease
 
 __version__ = "0.1.0"
 
@@ -60,7 +60,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Caches of slots are imported by those who use them."""
     if name in {"SlotCache", "SlotCopy", "SlotLease"}:
-        from kvkeep import slots  # noqa: PLC0415
+        from kvkeep.core import slots  # noqa: PLC0415
 
         return getattr(slots, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 
-from kvkeep.backends import disk
-from kvkeep.backends.buffers import aligned
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.errors import OutOfRoom
+from kvkeep.core.errors import OutOfRoom
+from kvkeep.store.backends import disk
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.backends.disk import DiskBackend
 
 KEYS = 12
 SIZES = (90, 5000, 70_000)  # of one unit, of more, and large enough for direct I/O

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvkeep import InvalidValue
-from kvkeep.backends import ALIGNMENT
-from kvkeep.backends.arena import Arena
+from kvkeep.store.backends import ALIGNMENT
+from kvkeep.store.backends.arena import Arena
 
 UNIT = ALIGNMENT
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvkeep.backends import ALIGNMENT
-from kvkeep.backends.buffers import aligned
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
+from kvkeep.store.backends import ALIGNMENT
+from kvkeep.store.backends.buffers import aligned
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, (2 << 20) - 1, 2 << 20, 5_000_001])

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvkeep import InvalidValue
-from kvkeep.backends import TierURL, disk, disk_files
-from kvkeep.backends.buffers import aligned
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.errors import BackendFailed, OutOfRoom
+from kvkeep.core.errors import BackendFailed, OutOfRoom
+from kvkeep.store.backends import TierURL, disk, disk_files
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.testing.backend_hooks import block_id, content, get, put, sizes_listed
 from kvkeep.testing.backend_suite import BackendTests
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvkeep import InvalidValue
-from kvkeep.backends.disk import DiskBackend
+from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.testing.backend_hooks import block_id, get, put, sizes_listed
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvkeep import InvalidValue
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.codecs import load_key
-from kvkeep.errors import BackendFailed
+from kvkeep.core.errors import BackendFailed
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.codecs import load_key
 from kvkeep.testing.backend_hooks import block_id, get, put, sizes_listed
 
 if TYPE_CHECKING:

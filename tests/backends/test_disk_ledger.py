@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.backends.disk_ledger import Count, DiskLedger
-from kvkeep.errors import BackendFailed
+from kvkeep.core.errors import BackendFailed
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.backends.disk_ledger import Count, DiskLedger
 from kvkeep.testing.backend_hooks import block_id, content, get, put
 from kvkeep.testing.backend_threads import together
 

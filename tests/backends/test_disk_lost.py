@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvkeep.backends import disk_home
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.errors import BackendFailed, OutOfRoom
+from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.store import BlockStore
+from kvkeep.store.backends import disk_home
+from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.testing.backend_hooks import block_id, content, get, put, sizes_listed
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def test_the_next_put_completes_it(
     tmp_path: Path, way: Callable[[Path], None], small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not small:
-        monkeypatch.setattr("kvkeep.backends.disk.SMALL", 0)
+        monkeypatch.setattr("kvkeep.store.backends.disk.SMALL", 0)
     root = tmp_path / "store"
     backend = DiskBackend(root, 16 << 20)
     for block in (A, B):
@@ -236,8 +236,8 @@ def test_a_disk_that_was_read_only_is_written_again(tmp_path: Path) -> None:
 
 AS_NOBODY = """
 import os, sys
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.errors import BackendFailed
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.core.errors import BackendFailed
 from kvkeep.testing.backend_hooks import block_id, get, put
 os.seteuid(65534)
 A, B, C = (block_id(number) for number in range(3))

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 from disk_worker import GONE, KEYS, block_of, record, version_of
 
-from kvkeep.backends.buffers import aligned
-from kvkeep.backends.disk import DiskBackend
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.backends.disk import DiskBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvkeep.backends import disk, disk_home, disk_journal
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.backends.disk_ledger import Recount
-from kvkeep.errors import OutOfRoom
+from kvkeep.core.errors import OutOfRoom
+from kvkeep.store.backends import disk, disk_home, disk_journal
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.backends.disk_ledger import Recount
 from kvkeep.testing.backend_hooks import block_id, put
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from kvkeep.backends.base import Listed
+    from kvkeep.store.backends.base import Listed
 
 UNIT = 4096
 HEAD = 64  # bytes of the ledger before its journal

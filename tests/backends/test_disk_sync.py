@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvkeep.backends import disk_sync
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.backends.disk_sync import Syncing
-from kvkeep.errors import BackendFailed
+from kvkeep.core.errors import BackendFailed
 from kvkeep.store import BlockStore
+from kvkeep.store.backends import disk_sync
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.backends.disk_sync import Syncing
 from kvkeep.testing.backend_hooks import block_id, content, get, put
 from kvkeep.testing.backend_threads import together
 

@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvkeep.backends import Listed
-from kvkeep.backends.ledger import Ledger, Move
-from kvkeep.errors import OutOfRoom
+from kvkeep.core.errors import OutOfRoom
+from kvkeep.store.backends import Listed
+from kvkeep.store.backends.ledger import Ledger, Move
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

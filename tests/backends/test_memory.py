@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvkeep import InvalidValue
-from kvkeep.backends import ALIGNMENT, TierURL
-from kvkeep.backends.buffers import aligned
-from kvkeep.backends.memory import Draft, Lease, MemoryBackend
-from kvkeep.errors import BackendFailed, IllegalStep, OutOfRoom
+from kvkeep.core.errors import BackendFailed, IllegalStep, OutOfRoom
+from kvkeep.store.backends import ALIGNMENT, TierURL
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.backends.memory import Draft, Lease, MemoryBackend
 from kvkeep.testing.backend_hooks import block_id, content, version
 from kvkeep.testing.backend_suite import BackendTests
 from kvkeep.testing.backend_threads import together

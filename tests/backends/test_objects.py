@@ -19,9 +19,9 @@ import pytest
 from object_server import ObjectServer
 from obstore.store import LocalStore, MemoryStore
 
-from kvkeep.backends import TierURL
-from kvkeep.backends.objects import AzureBackend, GoogleBackend, ObjectBackend, S3Backend
-from kvkeep.errors import BackendFailed, InvalidValue, MissingExtra, OutOfRoom
+from kvkeep.core.errors import BackendFailed, InvalidValue, MissingExtra, OutOfRoom
+from kvkeep.store.backends import TierURL
+from kvkeep.store.backends.objects import AzureBackend, GoogleBackend, ObjectBackend, S3Backend
 from kvkeep.testing.backend_hooks import Rooms, block_id, content, get, put, sizes_listed
 from kvkeep.testing.backend_suite import BackendTests
 from kvkeep.testing.proxy import FaultProxy
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from kvkeep.backends import Backend
+    from kvkeep.store.backends import Backend
 
 BLOCK = block_id(1, space=2)
 NAME = f"{BLOCK[:16].hex()}/{BLOCK[16:].hex()}"

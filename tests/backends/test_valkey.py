@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from servers import Certificates, Server, make_certificates, needs_server, server
 
-from kvkeep.backends import TierURL
-from kvkeep.backends.buffers import aligned
-from kvkeep.backends.valkey import ValkeyBackend, ValkeyOptions
-from kvkeep.errors import BackendFailed, InvalidValue, OutOfRoom
+from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom
+from kvkeep.store.backends import TierURL
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.backends.valkey import ValkeyBackend, ValkeyOptions
 from kvkeep.testing.backend_hooks import Rooms, block_id, content, get, put, sizes_listed
 from kvkeep.testing.backend_suite import BackendTests
 from kvkeep.testing.backend_threads import together

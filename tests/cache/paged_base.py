@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 from paged_model import Live, PagedModel
 
-from kvkeep.events import Evicted
-from kvkeep.eviction import POLICIES
+from kvkeep.core.events import Evicted
+from kvkeep.core.eviction import POLICIES
 
 if TYPE_CHECKING:
     from kvkeep import OutOfPages

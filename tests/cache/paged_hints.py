@@ -19,8 +19,8 @@ from paged_model import PagedModel
 from paged_requests import FORM, room
 
 from kvkeep import InvalidValue
-from kvkeep.events import Evicted
-from kvkeep.eviction import POLICIES
+from kvkeep.core.events import Evicted
+from kvkeep.core.eviction import POLICIES
 from kvkeep.testing.strategies import Recipe, recipes
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep import PagedCache
-from kvkeep.events import Closed, Evicted, Stored
-from kvkeep.keys import chain_keys, root_key
+from kvkeep.core.events import Closed, Evicted, Stored
+from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.testing.memory import TaggedPages, tags
 from kvkeep.testing.naive import NaiveCache
 
 if TYPE_CHECKING:
     from kvkeep import PageCopy, Pin, Sequence
-    from kvkeep.cache.core import Claim
+    from kvkeep.core.cache.core import Claim
 
 
 # A run cut short is a memoryview, which deepcopy takes only when told how.

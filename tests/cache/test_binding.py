@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from kvkeep import PagedCache
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 
 
 class Memory:

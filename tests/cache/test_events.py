@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from kvkeep import InvalidValue, Namespace, OutOfPages, PagedCache
-from kvkeep import events as records
-from kvkeep.cache import core as core_module
-from kvkeep.cache import paged as paged_module
-from kvkeep.cache import sequence as sequence_module
-from kvkeep.events import Closed, Event, Evicted, Opened, PagesShort, Stored
-from kvkeep.prefix import INDICES
+from kvkeep.core import events as records
+from kvkeep.core.cache import core as core_module
+from kvkeep.core.cache import paged as paged_module
+from kvkeep.core.cache import sequence as sequence_module
+from kvkeep.core.events import Closed, Event, Evicted, Opened, PagesShort, Stored
+from kvkeep.core.prefix import INDICES
 
 SIZE = 4
 

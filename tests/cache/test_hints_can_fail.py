@@ -13,11 +13,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from paged_hints import HintedRadixMachine
 from planted import SEARCH
 
-from kvkeep.cache.sequence import Sequence
-from kvkeep.cache.sessions import SessionBoard
-from kvkeep.eviction.hints import Hinted
-from kvkeep.eviction.queues import AgeQueue
-from kvkeep.prefix.owners import Owners
+from kvkeep.core.cache.sequence import Sequence
+from kvkeep.core.cache.sessions import SessionBoard
+from kvkeep.core.eviction.hints import Hinted
+from kvkeep.core.eviction.queues import AgeQueue
+from kvkeep.core.prefix.owners import Owners
 
 if TYPE_CHECKING:
     from collections.abc import Callable

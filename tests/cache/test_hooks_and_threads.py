@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvkeep import NotCached, PagedCache, Pin
-from kvkeep.cache import Sequence, looking
-from kvkeep.cache.blocks import BlockNames
-from kvkeep.cache.sessions import Session
-from kvkeep.events import Closed
+from kvkeep.core.cache import Sequence, looking
+from kvkeep.core.cache.blocks import BlockNames
+from kvkeep.core.cache.sessions import Session
+from kvkeep.core.events import Closed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

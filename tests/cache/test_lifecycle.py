@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvkeep import IllegalStep, OutOfPages, PagedCache
-from kvkeep.cache.lifecycle import STEPS, State, permit
+from kvkeep.core.cache.lifecycle import STEPS, State, permit
 
 if TYPE_CHECKING:
     from collections.abc import Callable

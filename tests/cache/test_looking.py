@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep import InvalidValue, NotCached, OutOfPages, PagedCache
-from kvkeep.cache import looking
-from kvkeep.cache.ages import Ages
-from kvkeep.events import Evicted
+from kvkeep.core.cache import looking
+from kvkeep.core.cache.ages import Ages
+from kvkeep.core.events import Evicted
 
 PAGE = 2
 
@@ -180,7 +180,7 @@ def test_seconds_of_events(steps, most):
     ages = Ages(clock)
     happened: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvkeep.cache.ages._MOST", most)
+        patch.setattr("kvkeep.core.cache.ages._MOST", most)
         for events, seconds in steps:
             clock.now += seconds
             if clock() >= ages.due:

@@ -15,18 +15,18 @@ from paged_machine import ChainMachine, RadixMachine
 from planted import SEARCH
 
 from kvkeep import PagedCache
-from kvkeep.cache import sequence as sequence_module
-from kvkeep.cache.core import Core
-from kvkeep.cache.forks import Forks
-from kvkeep.cache.sequence import Sequence
-from kvkeep.errors import IllegalStep
-from kvkeep.events import Stored
-from kvkeep.eviction import LRU
-from kvkeep.keys import as_namespace
-from kvkeep.pages import PagePool
-from kvkeep.prefix.chain import ChainIndex, _KeyEncoder
-from kvkeep.prefix.radix import RadixIndex
-from kvkeep.prefix.tree import RunTree
+from kvkeep.core.cache import sequence as sequence_module
+from kvkeep.core.cache.core import Core
+from kvkeep.core.cache.forks import Forks
+from kvkeep.core.cache.sequence import Sequence
+from kvkeep.core.errors import IllegalStep
+from kvkeep.core.events import Stored
+from kvkeep.core.eviction import LRU
+from kvkeep.core.keys import as_namespace
+from kvkeep.core.pages import PagePool
+from kvkeep.core.prefix.chain import ChainIndex, _KeyEncoder
+from kvkeep.core.prefix.radix import RadixIndex
+from kvkeep.core.prefix.tree import RunTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep import NotCached, OutOfPages, PagedCache
-from kvkeep.cache import BlockNames, looking
+from kvkeep.core.cache import BlockNames, looking
 
 PAGE = 2
 

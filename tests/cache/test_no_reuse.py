@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvkeep import InvalidValue, NotCached, OutOfPages, PagedCache
-from kvkeep.events import Evicted, Stored
-from kvkeep.eviction import POLICIES
+from kvkeep.core.events import Evicted, Stored
+from kvkeep.core.eviction import POLICIES
 
 PROMPT = list(range(20))
 

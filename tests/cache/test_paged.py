@@ -17,8 +17,8 @@ from kvkeep import (
     PageCopy,
     PagedCache,
 )
-from kvkeep.eviction import LRU, POLICIES, SLRU
-from kvkeep.prefix import INDICES
+from kvkeep.core.eviction import LRU, POLICIES, SLRU
+from kvkeep.core.prefix import INDICES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

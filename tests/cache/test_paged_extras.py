@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvkeep import InvalidValue, OutOfPages, PagedCache
-from kvkeep.cache.blocks import BlockNames
-from kvkeep.events import Stored
-from kvkeep.extras import as_extras, signed
-from kvkeep.keys import Namespace, chain_keys, root_key
-from kvkeep.prefix.marks import Marks
+from kvkeep.core.cache.blocks import BlockNames
+from kvkeep.core.events import Stored
+from kvkeep.core.extras import as_extras, signed
+from kvkeep.core.keys import Namespace, chain_keys, root_key
+from kvkeep.core.prefix.marks import Marks
+from kvkeep.core.tokens import as_tokens
 from kvkeep.testing.naive import NaiveCache
-from kvkeep.tokens import as_tokens
 
 if TYPE_CHECKING:
     from kvkeep import Sequence

@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from kvkeep import InvalidValue, NotCached, PagedCache
-from kvkeep.events import Closed
+from kvkeep.core.events import Closed
 
 
 def test_closed_counts_the_pages_that_another_keeps_from_being_forgotten() -> None:

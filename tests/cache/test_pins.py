@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep import InvalidValue, NotCached, OutOfPages, PagedCache, Pin
-from kvkeep.prefix import INDICES
+from kvkeep.core.prefix import INDICES
 
 SIZE = 4
 

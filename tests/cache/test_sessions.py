@@ -15,10 +15,10 @@ import pytest
 from paged_model import Clock
 
 from kvkeep import InvalidValue, PagedCache
-from kvkeep.prefix.node import Node
+from kvkeep.core.prefix.node import Node
 
 if TYPE_CHECKING:
-    from kvkeep.cache.sessions import SessionBoard
+    from kvkeep.core.cache.sessions import SessionBoard
 
 TRACE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl.gz"
 SENTINEL = 2**31 - 1

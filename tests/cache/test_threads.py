@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from kvkeep import NotCached, OutOfPages, PagedCache
-from kvkeep.events import Closed, Evicted, Opened, Stored
-from kvkeep.prefix import INDICES
+from kvkeep.core.events import Closed, Evicted, Opened, Stored
+from kvkeep.core.prefix import INDICES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvkeep.events import Event
+    from kvkeep.core.events import Event
 
 THREADS = 8
 SECONDS = 1.0

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from kvkeep.cache import PagedCache
-from kvkeep.engine import Engine, Runner, Tokenizer
-from kvkeep.models import bundled_model
-from kvkeep.server import Listener, Settings, bind, create_app, url_of
+from kvkeep.core.cache import PagedCache
+from kvkeep.serve.engine import Engine, Runner, Tokenizer
+from kvkeep.serve.models import bundled_model
+from kvkeep.serve.server import Listener, Settings, bind, create_app, url_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

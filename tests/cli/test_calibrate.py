@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvkeep.bench.replay.costs import PrefillCost
 from kvkeep.cli import main
-from kvkeep.replay.costs import PrefillCost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,10 +40,10 @@ def test_the_engine_is_measured(tmp_path, capsys):
 
 @pytest.mark.model
 def test_a_server_is_measured(capsys):
-    from kvkeep.cache import PagedCache
     from kvkeep.cli.demo import serving
-    from kvkeep.engine import Engine, Runner, Tokenizer
-    from kvkeep.models import bundled_model
+    from kvkeep.core.cache import PagedCache
+    from kvkeep.serve.engine import Engine, Runner, Tokenizer
+    from kvkeep.serve.models import bundled_model
 
     runner = Runner.load(bundled_model(), num_pages=192, page_size=16, device="cpu")
     cache = PagedCache(192, 16)

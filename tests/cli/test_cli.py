@@ -123,7 +123,7 @@ def endless(tmp_path_factory):
     """A model that never ends by itself, with a tokenizer."""
     import transformers
 
-    from kvkeep.models import bundled_model
+    from kvkeep.serve.models import bundled_model
 
     folder = tmp_path_factory.mktemp("endless")
     tokenizer = transformers.AutoTokenizer.from_pretrained(bundled_model())

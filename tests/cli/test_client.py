@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvkeep.cli.client import ask
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 
 STREAM = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 USAGE = {

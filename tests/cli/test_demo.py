@@ -110,7 +110,7 @@ def test_the_table(short, capsys):
 
 
 def test_a_model_without_a_chat_template(short, tmp_path, capsys):
-    from kvkeep.models import bundled_model
+    from kvkeep.serve.models import bundled_model
 
     path = tmp_path / "plain"
     shutil.copytree(bundled_model(), path)
@@ -144,7 +144,7 @@ def test_one_other_word_fails_it(short, monkeypatch, capsys):
 
 def test_lost_kv_fails_it(short, monkeypatch, capsys):
     """Not only the comparison: what the model reads from the pages decides."""
-    from kvkeep.engine import Runner
+    from kvkeep.serve.engine import Runner
 
     forward = Runner.forward
 
@@ -160,7 +160,7 @@ def test_lost_kv_fails_it(short, monkeypatch, capsys):
 
 
 def test_tenants_that_are_mixed_up_fail_it_and_nothing_is_left(short, monkeypatch, capsys):
-    from kvkeep.server.service import Service
+    from kvkeep.serve.server.service import Service
 
     namespace = Service.namespace
     monkeypatch.setattr(Service, "namespace", lambda service, _: namespace(service, None))

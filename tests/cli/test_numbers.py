@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvkeep.backends.urls import TierURL
 from kvkeep.cli import _parser, main
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.given import count_of
+from kvkeep.store.backends.urls import TierURL
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from kvkeep.cli import _parser, main
-from kvkeep.feed import Source
-from kvkeep.server import LOOPBACK_HOSTS
+from kvkeep.serve.kv_events import Source
+from kvkeep.serve.server import LOOPBACK_HOSTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -198,8 +198,8 @@ def made(monkeypatch, tmp_path) -> Iterator[Made]:
     (tmp_path / "key").write_text("filed\n")
     one = Made()
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        one.replace(monkeypatch, "kvkeep.http.bind", nullcontext(bound))
-        one.replace(monkeypatch, "kvkeep.engine.Tokenizer.load", object(), "load_tokenizer")
+        one.replace(monkeypatch, "kvkeep.serve.http.bind", nullcontext(bound))
+        one.replace(monkeypatch, "kvkeep.serve.engine.Tokenizer.load", object(), "load_tokenizer")
         one.replace(monkeypatch, "logging.basicConfig", None)
         yield one
 
@@ -207,11 +207,13 @@ def made(monkeypatch, tmp_path) -> Iterator[Made]:
 @pytest.fixture
 def route(made, monkeypatch) -> Callable[..., Made]:
     """``route(words)`` runs ``kvkeep route`` with them."""
-    made.replace(monkeypatch, "kvkeep.feed.EventReader", SimpleNamespace(close=lambda: None))
-    made.replace(monkeypatch, "kvkeep.router.PrefixRouter", None)
-    made.replace(monkeypatch, "kvkeep.router.upstreams.Upstreams", None)
-    made.replace(monkeypatch, "kvkeep.router.proxy.create_proxy", None)
-    made.replace(monkeypatch, "kvkeep.router.listening.serve", None)
+    made.replace(
+        monkeypatch, "kvkeep.serve.kv_events.EventReader", SimpleNamespace(close=lambda: None)
+    )
+    made.replace(monkeypatch, "kvkeep.serve.router.PrefixRouter", None)
+    made.replace(monkeypatch, "kvkeep.serve.router.upstreams.Upstreams", None)
+    made.replace(monkeypatch, "kvkeep.serve.router.proxy.create_proxy", None)
+    made.replace(monkeypatch, "kvkeep.serve.router.listening.serve", None)
     return lambda *words: ran(made, "route", "--instances", f"{A},{B}", *words)
 
 
@@ -227,16 +229,16 @@ def serve(made, monkeypatch) -> Callable[..., Made]:
     capture = SimpleNamespace(
         made="Capture", stats=lambda: SimpleNamespace(written=0, dropped=0), close=lambda: None
     )
-    made.replace(monkeypatch, "kvkeep.engine.Runner.load", runner)
-    made.replace(monkeypatch, "kvkeep.cache.PagedCache", runner)
+    made.replace(monkeypatch, "kvkeep.serve.engine.Runner.load", runner)
+    made.replace(monkeypatch, "kvkeep.core.cache.PagedCache", runner)
     made.replace(monkeypatch, "kvkeep.store.KVStore", nullcontext("store"))
-    made.replace(monkeypatch, "kvkeep.engine.Engine", None)
-    made.replace(monkeypatch, "kvkeep.feed.EventPublisher", publisher)
-    made.replace(monkeypatch, "kvkeep.traces.Capture", capture)
-    made.replace(monkeypatch, "kvkeep.telemetry.start", SimpleNamespace(close=lambda: None))
-    made.replace(monkeypatch, "kvkeep.telemetry.configure", None)
-    made.replace(monkeypatch, "kvkeep.server.create_app", None)
-    made.replace(monkeypatch, "kvkeep.server.Listener", SimpleNamespace(serve=listen))
+    made.replace(monkeypatch, "kvkeep.serve.engine.Engine", None)
+    made.replace(monkeypatch, "kvkeep.serve.kv_events.EventPublisher", publisher)
+    made.replace(monkeypatch, "kvkeep.bench.traces.Capture", capture)
+    made.replace(monkeypatch, "kvkeep.observe.telemetry.start", SimpleNamespace(close=lambda: None))
+    made.replace(monkeypatch, "kvkeep.observe.telemetry.configure", None)
+    made.replace(monkeypatch, "kvkeep.serve.server.create_app", None)
+    made.replace(monkeypatch, "kvkeep.serve.server.Listener", SimpleNamespace(serve=listen))
     return lambda *words: ran(made, "serve", *words)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from kvkeep.bench.replay import PrefillCost
+from kvkeep.bench.traces import generate, write_trace
 from kvkeep.cli import main
 from kvkeep.cli.replay import parse_tokens
-from kvkeep.errors import InvalidValue
-from kvkeep.replay import PrefillCost
-from kvkeep.traces import generate, write_trace
+from kvkeep.core.errors import InvalidValue
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_a_report_that_fails_is_one_line(trace, tmp_path, capsys, monkeypatch):
     def full(*_args, **_options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("kvkeep.replay.report.write_report", full)
+    monkeypatch.setattr("kvkeep.bench.replay.report.write_report", full)
     words = ["--capacity", "50k", "--policy", "lru", "--jobs", "1"]
     assert main(["replay", trace, *words, "--out", str(tmp_path / "report.html")]) == 2
     assert "report.html: No space left on device\n" in capsys.readouterr().err

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvkeep.cli import main
-from kvkeep.geometry import KVGeometry
-from kvkeep.models import bundled_model
+from kvkeep.core.geometry import KVGeometry
+from kvkeep.serve.models import bundled_model
 
 if TYPE_CHECKING:
     from pathlib import Path

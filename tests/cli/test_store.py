@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import warm
-from kvkeep.backends import TierURL
-from kvkeep.backends.buffers import aligned
-from kvkeep.backends.disk import DiskBackend
 from kvkeep.cli import main
 from kvkeep.cli.store_look import codec_name
 from kvkeep.cli.store_place import age
-from kvkeep.tiers import open_backend
-from kvkeep.tiers.record import HEADER_BYTES, seal
+from kvkeep.store.backends import TierURL
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.tiers import open_backend
+from kvkeep.store.tiers.record import HEADER_BYTES, seal
 from warm import KVKEEP
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def test_looking_changes_nothing(place: Path, url: str, capsys: pytest.CaptureFi
 
 
 def test_codecs_are_called_as_urls_call_them() -> None:
-    from kvkeep.codecs import BlockShape, codec_of
+    from kvkeep.store.codecs import BlockShape, codec_of
 
     shape = BlockShape("bfloat16", "NHD", ((2, 16), (2, 16)))
     for number in range(64):

@@ -91,7 +91,7 @@ def test_ids_that_are_not_chained_are_said(
 
 @pytest.mark.model
 def test_text_goes_through_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from kvkeep.models import bundled_model
+    from kvkeep.serve.models import bundled_model
 
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "textwrap.dedent"}\n{"prompt": "textwrap.wrap"}\n')

@@ -18,7 +18,7 @@ import warm
 from kvkeep.cli import main
 from kvkeep.cli.client import Address, Client, Gone, Refused
 from kvkeep.cli.watch import Watcher, entries, number, text, tokens_by, whole
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 from warm import KVKEEP
 
 ANSWERS = {"/kv/live": live, "/kv/requests": {"requests": [request()]}, "/kv/summary": summary}

@@ -7,8 +7,8 @@ import os
 import numpy as np
 import torch
 
-from kvkeep.codecs import BlockShape, make_codec
-from kvkeep.geometry import DTYPES
+from kvkeep.core.geometry import DTYPES
+from kvkeep.store.codecs import BlockShape, make_codec
 
 GUARD = 4096
 KEY = bytes(range(32))

@@ -9,7 +9,7 @@ from codec_blocks import KEY, NAME, SHAPES, block, decode, encode, every_codec, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.codecs import BlockShape, Damaged, OtherKey
+from kvkeep.store.codecs import BlockShape, Damaged, OtherKey
 
 TOKENS = (1, 2, 31, 32, 63, 64, 65, 100, 128, 200)
 

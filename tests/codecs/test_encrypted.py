@@ -9,9 +9,9 @@ import sys
 import pytest
 from codec_blocks import KEY, LLAMA, NAME, SHAPES, block, decode, encode, every_codec
 
-from kvkeep.codecs import Damaged, OtherKey, codec_of, make_codec
-from kvkeep.codecs.encrypted import EncryptedCodec
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
+from kvkeep.store.codecs import Damaged, OtherKey, codec_of, make_codec
+from kvkeep.store.codecs.encrypted import EncryptedCodec
 
 OTHER = bytes(reversed(KEY))
 
@@ -119,7 +119,7 @@ def test_a_forked_process_does_not_repeat_its_parent_s_nonces():
     """It has the same record key: what a counter draws would come twice."""
     code = """if True:
         import os, sys
-        from kvkeep.codecs import BlockShape, make_codec
+        from kvkeep.store.codecs import BlockShape, make_codec
         codec = make_codec("raw", BlockShape(), bytes(32))
         out = bytearray(56)
         reader, writer = os.pipe()

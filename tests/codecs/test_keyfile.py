@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from kvkeep.codecs import generate_key, load_key
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
+from kvkeep.store.codecs import generate_key, load_key
 
 
 def written(path, content: bytes, mode: int = 0o600):
@@ -54,8 +54,8 @@ def test_a_place_that_is_not_there(tmp_path):
 def test_a_file_that_cannot_be_written_leaves_no_half_a_key(tmp_path):
     code = """if True:
         import resource, sys
-        from kvkeep.codecs import generate_key
-        from kvkeep.errors import InvalidValue
+        from kvkeep.store.codecs import generate_key
+        from kvkeep.core.errors import InvalidValue
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))  # as a full disk: ten bytes go in
         try:
             generate_key(sys.argv[1])

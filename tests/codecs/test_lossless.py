@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from codec_blocks import LLAMA, block, decode, encode, token_bytes
 
-from kvkeep.codecs import BlockShape, Damaged, make_codec
+from kvkeep.store.codecs import BlockShape, Damaged, make_codec
 
 MIB = 1 << 20
 AS_IS = 1 << 31

@@ -8,8 +8,8 @@ import sys
 import pytest
 from codec_blocks import KEY, LLAMA, SHAPES
 
-from kvkeep.codecs import CODECS, BlockShape, codec_of, make_codec
-from kvkeep.errors import InvalidValue, MissingExtra
+from kvkeep.core.errors import InvalidValue, MissingExtra
+from kvkeep.store.codecs import CODECS, BlockShape, codec_of, make_codec
 
 NUMBERS = {"raw": 0, "lossless": 1, "int8": 2, "fp8": 3}
 
@@ -50,7 +50,7 @@ def test_other_names_are_refused(name):
 
 def test_importing_codecs_needs_neither_torch_nor_the_others():
     code = (
-        "import sys; import kvkeep.codecs as c; c.make_codec('raw', c.BlockShape());"
+        "import sys; import kvkeep.store.codecs as c; c.make_codec('raw', c.BlockShape());"
         "bad = {'torch', 'numcodecs', 'cryptography', 'zstandard'} & set(sys.modules);"
         "assert not bad, bad"
     )

@@ -22,10 +22,10 @@ from codec_blocks import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.codecs import BlockShape, Damaged, make_codec
-from kvkeep.codecs.tiles import Tile, per_channel, per_token, pieces, regions
-from kvkeep.errors import InvalidValue
-from kvkeep.geometry import DTYPES
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.geometry import DTYPES
+from kvkeep.store.codecs import BlockShape, Damaged, make_codec
+from kvkeep.store.codecs.tiles import Tile, per_channel, per_token, pieces, regions
 
 NAMES = ("int8", "fp8")
 # Half a unit in the last place, relative to a number, and the least such half.

@@ -10,15 +10,15 @@ import pytest
 import torch
 import transformers
 
-from kvkeep.cache import PagedCache
-from kvkeep.engine import Piece, Runner
-from kvkeep.engine.attention import Scoring
-from kvkeep.engine.batch import PagedBatch
-from kvkeep.geometry import KVGeometry
-from kvkeep.pages.tensors import PagedTensors
+from kvkeep.core.cache import PagedCache
+from kvkeep.core.geometry import KVGeometry
+from kvkeep.core.pages.tensors import PagedTensors
+from kvkeep.serve.engine import Piece, Runner
+from kvkeep.serve.engine.attention import Scoring
+from kvkeep.serve.engine.batch import PagedBatch
 
 if TYPE_CHECKING:
-    from kvkeep.cache import Sequence
+    from kvkeep.core.cache import Sequence
 
 WINDOW = 9  # smaller than the prompts, no multiple of a page
 VOCABULARY = 160

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.engine.batch import PagedBatch, Piece
-from kvkeep.engine.setting import CPU, GPU, Grain
-from kvkeep.engine.short import SHORT
-from kvkeep.geometry import KVGeometry
-from kvkeep.pages.tensors import PagedTensors
+from kvkeep.core.geometry import KVGeometry
+from kvkeep.core.pages.tensors import PagedTensors
+from kvkeep.serve.engine.batch import PagedBatch, Piece
+from kvkeep.serve.engine.setting import CPU, GPU, Grain
+from kvkeep.serve.engine.short import SHORT
 
 pytestmark = pytest.mark.model
 

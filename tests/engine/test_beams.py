@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from kvkeep.engine.beams import BeamSearch, Pick
-from kvkeep.engine.params import SamplingParams
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.engine.beams import BeamSearch, Pick
+from kvkeep.serve.engine.params import SamplingParams
 
 NOTHING = -torch.inf
 

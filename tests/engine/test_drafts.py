@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.engine.drafts import PromptLookup
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.engine.drafts import PromptLookup
 
 LENGTHS = (8, 4, 2)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvkeep.cache import PagedCache
-from kvkeep.engine import Engine, Limits, SamplingParams
-from kvkeep.errors import InvalidValue, QueueFull
+from kvkeep.core.cache import PagedCache
+from kvkeep.core.errors import InvalidValue, QueueFull
+from kvkeep.serve.engine import Engine, Limits, SamplingParams
 
 pytestmark = pytest.mark.model
 
@@ -461,8 +461,8 @@ def test_beams_that_the_pool_cannot_hold_end_with_what_they_have(make_bench, pro
 
 
 def test_a_stop_text_ends_a_beam():
-    from kvkeep.engine import Runner, Tokenizer
-    from kvkeep.models import bundled_model
+    from kvkeep.serve.engine import Runner, Tokenizer
+    from kvkeep.serve.models import bundled_model
 
     runner = Runner.load(bundled_model(), num_pages=64, dtype="float32")
     tokenizer = Tokenizer.load(bundled_model())

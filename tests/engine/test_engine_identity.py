@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvkeep.cache import PagedCache
 from kvkeep.cli import main
 from kvkeep.cli.model import load
 from kvkeep.cli.tiers import open_store
-from kvkeep.engine import Engine, Runner, SamplingParams
-from kvkeep.errors import IllegalStep, InvalidValue
-from kvkeep.geometry import KVGeometry
-from kvkeep.models import bundled_model
+from kvkeep.core.cache import PagedCache
+from kvkeep.core.errors import IllegalStep, InvalidValue
+from kvkeep.core.geometry import KVGeometry
+from kvkeep.serve.engine import Engine, Runner, SamplingParams
+from kvkeep.serve.models import bundled_model
 from kvkeep.store import KVStore, model_identity
 
 pytestmark = pytest.mark.model
@@ -151,7 +151,7 @@ def test_a_busy_engine_looks_once_a_second(make_model, prompt, monkeypatch):
     engine = Engine(runner, PagedCache(32, PAGE))
     looks, check, now = [], runner.check_model, [100.0]
     monkeypatch.setattr(runner, "check_model", lambda: (looks.append(now[0]), check()))
-    monkeypatch.setattr("kvkeep.engine.engine.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvkeep.serve.engine.engine.time.monotonic", lambda: now[0])
     for at in (100.0, 100.2, 100.9, 101.0, 101.5):
         now[0] = at
         engine.add(prompt(5, 1), FEW)

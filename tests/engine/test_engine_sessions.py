@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvkeep.cache import PagedCache
-from kvkeep.engine import Engine, Limits, SamplingParams
-from kvkeep.errors import InvalidValue
+from kvkeep.core.cache import PagedCache
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.engine import Engine, Limits, SamplingParams
 
 pytestmark = pytest.mark.model
 

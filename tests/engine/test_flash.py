@@ -12,8 +12,8 @@ import math
 import pytest
 import torch
 
-from kvkeep.engine import flash
-from kvkeep.engine.attention import Scoring
+from kvkeep.serve.engine import flash
+from kvkeep.serve.engine.attention import Scoring
 
 pytestmark = pytest.mark.model
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvkeep.cache import PagedCache
-from kvkeep.engine import Engine, Limits, SamplingParams
-from kvkeep.errors import InvalidValue, OutOfPages
+from kvkeep.core.cache import PagedCache
+from kvkeep.core.errors import InvalidValue, OutOfPages
+from kvkeep.serve.engine import Engine, Limits, SamplingParams
 
 pytestmark = pytest.mark.model
 
@@ -195,8 +195,8 @@ def test_a_sequence_ends_where_the_pool_ends(make_bench, prompt):
 
 
 def test_a_sequence_ends_where_the_model_ends(make_model, prompt):
-    from kvkeep.engine import Runner
-    from kvkeep.geometry import KVGeometry
+    from kvkeep.core.geometry import KVGeometry
+    from kvkeep.serve.engine import Runner
 
     model = make_model("llama", max_position_embeddings=20)
     geometry = KVGeometry.from_config(model.config, dtype="float32")

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvkeep.engine import Engine, Limits, SamplingParams
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.engine import Engine, Limits, SamplingParams
 
 VOCABULARY = 160
 MATE = SamplingParams(max_tokens=6, temperature=1.0, seed=3, top_p=0.9)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from kvkeep.engine import linear
-from kvkeep.engine.linear import PackedLinear, pack
+from kvkeep.serve.engine import linear
+from kvkeep.serve.engine.linear import PackedLinear, pack
 
 pytestmark = pytest.mark.model
 

@@ -8,8 +8,8 @@ import socket
 import pytest
 import transformers
 
-from kvkeep.engine import Runner, loading
-from kvkeep.errors import InvalidValue, UnsupportedModel
+from kvkeep.core.errors import InvalidValue, UnsupportedModel
+from kvkeep.serve.engine import Runner, loading
 
 pytestmark = pytest.mark.model
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.backends.memory import MemoryBackend
-from kvkeep.cache import PagedCache
-from kvkeep.engine import Engine, Limits, LoadReport, SamplingParams, writes
+from kvkeep.core.cache import PagedCache
+from kvkeep.serve.engine import Engine, Limits, LoadReport, SamplingParams, writes
 from kvkeep.store import KVStore
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.tiers import Inclusive
 from kvkeep.testing import FaultyBackend
-from kvkeep.tiers import Inclusive
 
 pytestmark = pytest.mark.model
 

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from kvkeep.engine.params import SamplingParams
-from kvkeep.errors import InvalidValue, told
+from kvkeep.core.errors import InvalidValue, told
+from kvkeep.serve.engine.params import SamplingParams
 
 
 def test_the_defaults_are_greedy():

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
-from kvkeep.engine import Runner
-from kvkeep.errors import UnsupportedModel
-from kvkeep.geometry import KVGeometry
+from kvkeep.core.errors import UnsupportedModel
+from kvkeep.core.geometry import KVGeometry
+from kvkeep.serve.engine import Runner
 
 pytestmark = pytest.mark.model
 
@@ -79,7 +79,7 @@ def test_an_assertion_of_ours_stays_one(make_model, monkeypatch):
     def wrong(*_, **__):
         raise AssertionError("a fault of kvkeep")
 
-    monkeypatch.setattr("kvkeep.engine.probe.PagedTensors", wrong)
+    monkeypatch.setattr("kvkeep.serve.engine.probe.PagedTensors", wrong)
     with pytest.raises(AssertionError, match="a fault of kvkeep"):
         over_pages(make_model("llama"))
 
@@ -126,7 +126,7 @@ def test_a_geometry_of_another_model(make_model, shape):
 
 
 def test_a_model_over_pages_refuses_to_run_without_them(make_model):
-    from kvkeep.errors import IllegalStep
+    from kvkeep.core.errors import IllegalStep
 
     model = make_model("llama")
     over_pages(model)
@@ -143,7 +143,7 @@ def test_half_precision_is_proved_too(make_model):
 @pytest.mark.parametrize("way", ["short", "long"])
 def test_each_way_to_attend_is_proved(make_model, monkeypatch, way):
     """A fault in either shows in the proof, cold or continued."""
-    module = importlib.import_module(f"kvkeep.engine.{way}")
+    module = importlib.import_module(f"kvkeep.serve.engine.{way}")
     right = module.attend
 
     def wrong(query, key, value, scoring, **more):

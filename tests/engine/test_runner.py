@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeep.engine import Piece, Runner
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.engine import Piece, Runner
 
 pytestmark = pytest.mark.model
 

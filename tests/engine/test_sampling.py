@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.engine.params import SamplingParams
-from kvkeep.engine.sampling import Row, chance_of, choose, fresh_seed, likeliest
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.engine.params import SamplingParams
+from kvkeep.serve.engine.sampling import Row, chance_of, choose, fresh_seed, likeliest
 
 LOGITS = torch.tensor([1.0, 3.0, 0.0, 2.0, -1.0])  # likeliest first: 1, 3, 0, 2, 4
 MANY = [chance_of(0, 0, i) for i in range(20_000)]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvkeep.cache import PagedCache
-from kvkeep.engine import Engine, Limits, SamplingParams
+from kvkeep.core.cache import PagedCache
+from kvkeep.serve.engine import Engine, Limits, SamplingParams
 
 pytestmark = pytest.mark.model
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeep.engine.batch import Piece
-from kvkeep.engine.setting import Grain, Placed, Setting
-from kvkeep.engine.short import SHORT, groups
-from kvkeep.geometry import KVGeometry
-from kvkeep.pages.tensors import PagedTensors
+from kvkeep.core.geometry import KVGeometry
+from kvkeep.core.pages.tensors import PagedTensors
+from kvkeep.serve.engine.batch import Piece
+from kvkeep.serve.engine.setting import Grain, Placed, Setting
+from kvkeep.serve.engine.short import SHORT, groups
 
 pytestmark = pytest.mark.model
 

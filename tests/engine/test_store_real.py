@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from kvkeep.cache import PagedCache
-from kvkeep.engine import Engine, Limits, SamplingParams
+from kvkeep.core.cache import PagedCache
+from kvkeep.serve.engine import Engine, Limits, SamplingParams
 from kvkeep.store import KVStore
 
 pytestmark = pytest.mark.model

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from kvkeep.engine.text import GrowingText, Tokenizer
-from kvkeep.errors import InvalidValue, UnsupportedModel
+from kvkeep.core.errors import InvalidValue, UnsupportedModel
+from kvkeep.serve.engine.text import GrowingText, Tokenizer
 
 BYTES = {
     symbol: index
@@ -101,7 +101,7 @@ def test_stop_texts_of_many_bytes(tokenizer, stop):
 
 @pytest.fixture(scope="module")
 def bundled():
-    from kvkeep.models import bundled_model
+    from kvkeep.serve.models import bundled_model
 
     return Tokenizer.load(bundled_model())
 

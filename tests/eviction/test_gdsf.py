@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.errors import InvalidValue
-from kvkeep.eviction import GDSF, Entry
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.eviction import GDSF, Entry
 from kvkeep.testing.policy_suite import drain, new_entry
 
 PAGES = 8  # a block; at `even` pages of context a page costs twice what the first one does

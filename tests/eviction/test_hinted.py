@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.eviction import FIFO, LRU, POLICIES, SLRU, Entry, EvictionPolicy, policy
-from kvkeep.eviction.hints import Hinted
+from kvkeep.core.eviction import FIFO, LRU, POLICIES, SLRU, Entry, EvictionPolicy, policy
+from kvkeep.core.eviction.hints import Hinted
 from kvkeep.testing import PolicyTests
 from kvkeep.testing.policy_suite import drain, new_entry
 

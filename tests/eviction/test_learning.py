@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep import PagedCache
-from kvkeep.eviction import ARC, LRU, S3FIFO, Adaptive, Entry, EvictionPolicy, Reuse, TwoQ
-from kvkeep.eviction.adaptive import _Learned, _Lists
-from kvkeep.eviction.arc import Directory
-from kvkeep.eviction.reuse import Hazards, bucket_of
-from kvkeep.eviction.s3fifo import Ghost
+from kvkeep.core.eviction import ARC, LRU, S3FIFO, Adaptive, Entry, EvictionPolicy, Reuse, TwoQ
+from kvkeep.core.eviction.adaptive import _Learned, _Lists
+from kvkeep.core.eviction.arc import Directory
+from kvkeep.core.eviction.reuse import Hazards, bucket_of
+from kvkeep.core.eviction.s3fifo import Ghost
 from kvkeep.testing.policy_suite import drain
 
 if TYPE_CHECKING:

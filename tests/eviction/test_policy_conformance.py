@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.errors import InvalidValue
-from kvkeep.eviction import (
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.eviction import (
     ARC,
     FIFO,
     GDSF,
@@ -28,7 +28,7 @@ from kvkeep.eviction import (
     TwoQ,
     policy,
 )
-from kvkeep.eviction.queues import AgeQueue
+from kvkeep.core.eviction.queues import AgeQueue
 from kvkeep.testing import PolicyTests
 from kvkeep.testing.policy_suite import drain, new_entry
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from kvkeep import Namespace, PagedCache
-from kvkeep.eviction import POLICIES, TwoQ, policy
-from kvkeep.keys import chain_keys, root_key
+from kvkeep.core.eviction import POLICIES, TwoQ, policy
+from kvkeep.core.keys import chain_keys, root_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvkeep.prefix.node import Node
+    from kvkeep.core.prefix.node import Node
 
 PAGE = 16
 REMEMBERS = sorted(name for name in POLICIES if policy(name).remembers)

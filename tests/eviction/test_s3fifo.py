@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.errors import InvalidValue
-from kvkeep.eviction import S3FIFO, Entry
-from kvkeep.eviction.s3fifo import Ghost
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.eviction import S3FIFO, Entry
+from kvkeep.core.eviction.s3fifo import Ghost
 
 SIZE = 20
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep import PagedCache
-from kvkeep.errors import InvalidValue
-from kvkeep.eviction import TLRU, Entry
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.eviction import TLRU, Entry
 from kvkeep.testing.policy_suite import new_entry
 
 BUDGET = 6

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.errors import InvalidValue
-from kvkeep.eviction import ARC, Entry, TwoQ
-from kvkeep.eviction.arc import Directory
-from kvkeep.eviction.history import History
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.eviction import ARC, Entry, TwoQ
+from kvkeep.core.eviction.arc import Directory
+from kvkeep.core.eviction.history import History
 
 if TYPE_CHECKING:
-    from kvkeep.eviction.queues import OncePolicy
+    from kvkeep.core.eviction.queues import OncePolicy
 
 STEPS = st.lists(
     st.tuples(

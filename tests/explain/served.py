@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep import Namespace, PagedCache
-from kvkeep.explain import Explainer, Explanation
-from kvkeep.keys import as_namespace
+from kvkeep.core.keys import as_namespace
+from kvkeep.observe.explain import Explainer, Explanation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
     from typing import Self
 
-    from kvkeep.cache import Sequence
-    from kvkeep.tokens import TokenArray
+    from kvkeep.core.cache import Sequence
+    from kvkeep.core.tokens import TokenArray
 
 SIZE = 4
 

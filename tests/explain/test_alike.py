@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.explain.alike import GRAM, Anchors, Stretch, alike, common_tokens
+from kvkeep.observe.explain.alike import GRAM, Anchors, Stretch, alike, common_tokens
 
 ROWS = st.lists(st.integers(0, 3), max_size=60)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from served import SIZE, Served
 
-from kvkeep.keys import as_namespace
+from kvkeep.core.keys import as_namespace
 
 PROMPT = list(range(100, 164))
 CAT, DOG = [(9, b"a cat")], [(9, b"a dog")]

@@ -17,13 +17,13 @@ from hypothesis.stateful import (
 from served import SIZE, Served, check
 
 from kvkeep import OutOfPages
-from kvkeep.events import Evicted, Stored
-from kvkeep.explain import Explanation, Missing, Span
-from kvkeep.keys import as_namespace
+from kvkeep.core.events import Evicted, Stored
+from kvkeep.core.keys import as_namespace
+from kvkeep.observe.explain import Explanation, Missing, Span
 
 if TYPE_CHECKING:
-    from kvkeep.cache import Sequence
-    from kvkeep.events import Event
+    from kvkeep.core.cache import Sequence
+    from kvkeep.core.events import Event
 
 Name = tuple[str, tuple[int, ...]]
 """A unit: its namespace, and all tokens up to its end."""

@@ -10,8 +10,8 @@ import pytest
 from served import SIZE, Served, check, evidence, tokens, told
 
 from kvkeep import Namespace, PagedCache
-from kvkeep.explain import REASONS, Explainer, Missing
-from kvkeep.prefix import INDICES
+from kvkeep.core.prefix import INDICES
+from kvkeep.observe.explain import REASONS, Explainer, Missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

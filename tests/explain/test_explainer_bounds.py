@@ -12,10 +12,10 @@ import pytest
 from served import SIZE, Served, check, evidence, tokens, told
 
 from kvkeep import InvalidValue, Namespace, PagedCache
-from kvkeep.events import Evicted, Stored
-from kvkeep.explain import Explainer, Missing, around
-from kvkeep.explain import inbox as inbox_module
-from kvkeep.explain.inbox import Inbox
+from kvkeep.core.events import Evicted, Stored
+from kvkeep.observe.explain import Explainer, Missing, around
+from kvkeep.observe.explain import inbox as inbox_module
+from kvkeep.observe.explain.inbox import Inbox
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -220,7 +220,7 @@ def test_a_conversation_is_one_prompt(served: Served) -> None:
 
 
 def test_too_much_at_once_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvkeep.explain import explainer as module
+    from kvkeep.observe.explain import explainer as module
 
     monkeypatch.setattr(module, "_MOST_TOLD", 5)
     monkeypatch.setattr(inbox_module, "_PAUSE_S", 1000.0)

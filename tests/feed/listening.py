@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.feed import AllBlocksCleared, BlockStored
+from kvkeep.serve.kv_events import AllBlocksCleared, BlockStored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvkeep.feed import KVEvent
+    from kvkeep.serve.kv_events import KVEvent
 
 
 class Mirror:

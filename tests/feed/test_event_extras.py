@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvkeep import PagedCache
-from kvkeep.extras import as_extras
-from kvkeep.feed import BlockStored, Journal
-from kvkeep.feed.wire import Batch, decode, encode
-from kvkeep.keys import as_namespace, chain_keys, root_key
-from kvkeep.router import PrefixRouter
-from kvkeep.tokens import as_tokens
+from kvkeep.core.extras import as_extras
+from kvkeep.core.keys import as_namespace, chain_keys, root_key
+from kvkeep.core.tokens import as_tokens
+from kvkeep.serve.kv_events import BlockStored, Journal
+from kvkeep.serve.kv_events.wire import Batch, decode, encode
+from kvkeep.serve.router import PrefixRouter
 
 if TYPE_CHECKING:
-    from kvkeep.events import Event
-    from kvkeep.feed.wire import KVEvent
+    from kvkeep.core.events import Event
+    from kvkeep.serve.kv_events.wire import KVEvent
 
 SIZE = 4
 PROMPT = list(range(20))

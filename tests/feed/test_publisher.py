@@ -13,11 +13,18 @@ from hypothesis import strategies as st
 from listening import Mirror, eventually
 
 from kvkeep import Namespace, PagedCache
-from kvkeep.errors import InvalidValue
-from kvkeep.feed import BlockStored, EventPublisher, EventReader, Journal, Source, salt_digest
-from kvkeep.feed.publisher import _in_batches
-from kvkeep.feed.wire import END, MOST_BYTES, SNAPSHOT, Batch, decode, encode, seq_frame
-from kvkeep.keys import chain_keys, root_key
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.keys import chain_keys, root_key
+from kvkeep.serve.kv_events import (
+    BlockStored,
+    EventPublisher,
+    EventReader,
+    Journal,
+    Source,
+    salt_digest,
+)
+from kvkeep.serve.kv_events.publisher import _in_batches
+from kvkeep.serve.kv_events.wire import END, MOST_BYTES, SNAPSHOT, Batch, decode, encode, seq_frame
 
 ANY = "tcp://127.0.0.1:*"
 
@@ -286,7 +293,7 @@ def test_a_salt_is_told_once_at_the_beginning_of_a_prompt():
 
 
 def test_what_is_kept_for_replays_has_a_bound_in_bytes(cache, monkeypatch):
-    monkeypatch.setattr("kvkeep.feed.publisher._HISTORY_BYTES", 2000)
+    monkeypatch.setattr("kvkeep.serve.kv_events.publisher._HISTORY_BYTES", 2000)
     publisher = EventPublisher(cache, ANY, ANY)
     try:
         for number in range(40):
@@ -307,7 +314,7 @@ def test_what_is_kept_for_replays_has_a_bound_in_bytes(cache, monkeypatch):
 
 
 def test_what_waits_has_a_bound_in_tokens(monkeypatch):
-    monkeypatch.setattr("kvkeep.feed.publisher._QUEUE_TOKENS", 100)
+    monkeypatch.setattr("kvkeep.serve.kv_events.publisher._QUEUE_TOKENS", 100)
     cache = PagedCache(256, 4)
     publisher = EventPublisher(cache, ANY, ANY)
     try:

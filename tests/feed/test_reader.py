@@ -15,10 +15,16 @@ from hypothesis import strategies as st
 from listening import Mirror, eventually
 
 from kvkeep import PagedCache
-from kvkeep.errors import InvalidValue
-from kvkeep.feed import AllBlocksCleared, BlockStored, EventPublisher, EventReader, Source
-from kvkeep.feed.source import Step, Stream
-from kvkeep.feed.wire import END, Batch, decode, encode, seq_frame
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.kv_events import (
+    AllBlocksCleared,
+    BlockStored,
+    EventPublisher,
+    EventReader,
+    Source,
+)
+from kvkeep.serve.kv_events.source import Step, Stream
+from kvkeep.serve.kv_events.wire import END, Batch, decode, encode, seq_frame
 
 ANY = "tcp://127.0.0.1:*"
 

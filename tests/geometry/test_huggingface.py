@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.errors import InvalidValue, KVKeepError, UnsupportedModel
-from kvkeep.geometry import KVGeometry
+from kvkeep.core.errors import InvalidValue, KVKeepError, UnsupportedModel
+from kvkeep.core.geometry import KVGeometry
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.errors import InvalidValue
-from kvkeep.geometry import DTYPES, KVGeometry, normalise_dtype, parse_bytes
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.geometry import DTYPES, KVGeometry, normalise_dtype, parse_bytes
 
 KIB = 1024
 LLAMA_8B = KVGeometry(layers=32, kv_heads=8, head_dim=128)
@@ -243,7 +243,7 @@ def test_geometry_needs_neither_torch_nor_numpy() -> None:
         "root = pathlib.Path(importlib.util.find_spec('kvkeep').origin).parent\n"
         "package = types.ModuleType('kvkeep'); package.__path__ = [str(root)]\n"
         "sys.modules['kvkeep'] = package\n"
-        "from kvkeep.geometry import KVGeometry\n"
+        "from kvkeep.core.geometry import KVGeometry\n"
         "KVGeometry.from_config(dict(n_layer=2, n_head=2, n_embd=8))\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules), sorted(sys.modules)\n"
     )

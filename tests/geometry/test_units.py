@@ -5,8 +5,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvkeep.errors import InvalidValue
-from kvkeep.geometry import format_bytes, parse_bytes, parse_count
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.geometry import format_bytes, parse_bytes, parse_count
 
 BINARY = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
 DECIMAL = ["kB", "MB", "GB", "TB", "PB", "EB"]

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect
 
-from kvkeep.http import BodyBudget, BodyGuard, BodyRefused, ConnectionLimits, GuardedServer, bind
-from kvkeep.http import body_of as body
+from kvkeep.serve.http import (
+    BodyBudget,
+    BodyGuard,
+    BodyRefused,
+    ConnectionLimits,
+    GuardedServer,
+    bind,
+)
+from kvkeep.serve.http import body_of as body
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from guarded import answer, eventually, everything, guarded
 
-from kvkeep.errors import InvalidValue
-from kvkeep.http import BodyBudget
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.http import BodyBudget
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvkeep.errors import IllegalStep, InvalidValue
+from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.integrations.mini_sglang import Handle, PrefixCache
 
 TOKENS = st.lists(st.integers(0, 2), min_size=2, max_size=14)

@@ -12,10 +12,10 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 import warm
-from kvkeep.errors import IllegalStep, InvalidValue, UnsupportedModel
-from kvkeep.geometry import KVGeometry
+from kvkeep.core.errors import IllegalStep, InvalidValue, UnsupportedModel
+from kvkeep.core.geometry import KVGeometry
 from kvkeep.integrations.transformers import KeptModel, revision_of
-from kvkeep.models import bundled_model
+from kvkeep.serve.models import bundled_model
 from kvkeep.store import KVStore
 from warm import PYTHON
 
@@ -352,7 +352,7 @@ def test_a_store_in_another_layout_is_refused(model):
 AGAIN = """
 import sys, torch, transformers
 from kvkeep.integrations.transformers import KeptModel
-from kvkeep.models import bundled_model
+from kvkeep.serve.models import bundled_model
 model = transformers.AutoModelForCausalLM.from_pretrained(bundled_model())
 ids = torch.arange(100, 300)[None]
 with KeptModel(model, tiers=["memory://16MiB", sys.argv[1]], block_tokens=16) as kept:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from random_models import BLOCK, alone, build, computed, padded, prompt
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache, StaticCache
 
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.transformers import KeptModel
-from kvkeep.models import bundled_model
+from kvkeep.serve.models import bundled_model
 
 pytestmark = pytest.mark.model
 

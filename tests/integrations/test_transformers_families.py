@@ -8,7 +8,7 @@ import transformers
 from random_models import BLOCK, alone, build, computed, padded, prompt
 from transformers import DynamicCache
 
-from kvkeep.errors import UnsupportedModel
+from kvkeep.core.errors import UnsupportedModel
 from kvkeep.integrations.transformers import KeptModel
 
 pytestmark = pytest.mark.model

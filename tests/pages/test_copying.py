@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.errors import InvalidValue
-from kvkeep.pages import PageCopy
-from kvkeep.pages.copying import checked_copies, independent, runs
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.pages import PageCopy
+from kvkeep.core.pages.copying import checked_copies, independent, runs
 
 pages = st.integers(0, 5)
 copies = st.lists(

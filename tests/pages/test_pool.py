@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvkeep import InvalidValue, OutOfPages
-from kvkeep.pages import PagePool
+from kvkeep.core.pages import PagePool
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,10 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvkeep.errors import InvalidValue  # noqa: E402 - after the skip
-from kvkeep.geometry import KVGeometry  # noqa: E402
-from kvkeep.pages import prepared  # noqa: E402
-from kvkeep.pages.tensors import PagedTensors  # noqa: E402
+from kvkeep.core.errors import InvalidValue  # noqa: E402 - after the skip
+from kvkeep.core.geometry import KVGeometry  # noqa: E402
+from kvkeep.core.pages import prepared  # noqa: E402
+from kvkeep.core.pages.tensors import PagedTensors  # noqa: E402
 
 GEOMETRIES = {
     "gqa": KVGeometry(3, 2, 8, "float32"),

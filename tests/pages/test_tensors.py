@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from kvkeep.errors import InvalidValue  # noqa: E402 - after the skip
-from kvkeep.geometry import DTYPES, KVGeometry  # noqa: E402
-from kvkeep.pages import PageCopy  # noqa: E402
-from kvkeep.pages.tensors import PagedTensors  # noqa: E402
+from kvkeep.core.errors import InvalidValue  # noqa: E402 - after the skip
+from kvkeep.core.geometry import DTYPES, KVGeometry  # noqa: E402
+from kvkeep.core.pages import PageCopy  # noqa: E402
+from kvkeep.core.pages.tensors import PagedTensors  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvkeep.pages.tensors import Layout
+    from kvkeep.core.pages.tensors import Layout
 
 LAYOUTS: list[Layout] = ["NHD", "HND"]
 GEOMETRIES = {

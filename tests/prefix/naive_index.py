@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.eviction import Entry
-from kvkeep.prefix import PrefixIndex, PrefixMatch, Run
-from kvkeep.prefix.base import Encoder, Inserted
+from kvkeep.core.eviction import Entry
+from kvkeep.core.prefix import PrefixIndex, PrefixMatch, Run
+from kvkeep.core.prefix.base import Encoder, Inserted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvkeep.eviction import EvictionPolicy
-    from kvkeep.keys import Namespace
+    from kvkeep.core.eviction import EvictionPolicy
+    from kvkeep.core.keys import Namespace
 
 
 class Bytes(Encoder):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvkeep import Namespace, PagedCache
-from kvkeep.eviction import LRU
-from kvkeep.keys import KEY_BYTES, chain_keys, root_key
-from kvkeep.prefix import ChainIndex, chain
-from kvkeep.tokens import as_tokens
+from kvkeep.core.eviction import LRU
+from kvkeep.core.keys import KEY_BYTES, chain_keys, root_key
+from kvkeep.core.prefix import ChainIndex, chain
+from kvkeep.core.tokens import as_tokens
 
 SIZE = 4
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvkeep.prefix import heads
-from kvkeep.prefix.heads import Heads, common_bytes, common_head
+from kvkeep.core.prefix import heads
+from kvkeep.core.prefix.heads import Heads, common_bytes, common_head
 
 WIDTH = 4
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 from naive_index import NaiveIndex
 
-from kvkeep.prefix import ChainIndex, RadixIndex
+from kvkeep.core.prefix import ChainIndex, RadixIndex
 from kvkeep.testing import PrefixIndexTests
 
 if TYPE_CHECKING:
-    from kvkeep.eviction import EvictionPolicy
+    from kvkeep.core.eviction import EvictionPolicy
 
 
 class TestRadixIndex(PrefixIndexTests):

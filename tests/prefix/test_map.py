@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep import InvalidValue, Namespace
-from kvkeep.eviction import LRU
-from kvkeep.prefix import ChainIndex, RadixIndex
-from kvkeep.prefix.finding import Finding
-from kvkeep.prefix.node import descend
-from kvkeep.prefix.pinned import Pinned
-from kvkeep.prefix.walk import Survey, Walk
-from kvkeep.tokens import as_tokens
+from kvkeep.core.eviction import LRU
+from kvkeep.core.prefix import ChainIndex, RadixIndex
+from kvkeep.core.prefix.finding import Finding
+from kvkeep.core.prefix.node import descend
+from kvkeep.core.prefix.pinned import Pinned
+from kvkeep.core.prefix.walk import Survey, Walk
+from kvkeep.core.tokens import as_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvkeep.prefix.node import Node
+    from kvkeep.core.prefix.node import Node
 
 PAGE = 2
 SPACES = (Namespace(), Namespace("other"))
@@ -349,7 +349,7 @@ def test_the_earliest_of_several_places_across_a_border():
 
 @pytest.mark.parametrize("batch", [1, 3, 1 << 20])
 def test_batches_do_not_matter(batch, monkeypatch):
-    monkeypatch.setattr("kvkeep.prefix.finding._BATCH_TOKENS", batch)
+    monkeypatch.setattr("kvkeep.core.prefix.finding._BATCH_TOKENS", batch)
     tree = grown([([0, 1, 2, 0, 1, 1], 0), ([0, 1, 2, 0, 2, 2], 1), ([1, 0, 1, 2, 0, 0], 0)])
     walk = tree.walk(Finding.COLUMNS)
     for needle in ([1], [0, 1], [1, 2, 0], [2, 0, 1, 1], [0, 1, 2, 0, 2, 2]):

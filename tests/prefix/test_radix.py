@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvkeep import Namespace
-from kvkeep.eviction import LRU
-from kvkeep.prefix import RadixIndex
-from kvkeep.prefix.pinned import Pinned
-from kvkeep.prefix.tree import _GROW_PAGES
-from kvkeep.tokens import as_tokens
+from kvkeep.core.eviction import LRU
+from kvkeep.core.prefix import RadixIndex
+from kvkeep.core.prefix.pinned import Pinned
+from kvkeep.core.prefix.tree import _GROW_PAGES
+from kvkeep.core.tokens import as_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

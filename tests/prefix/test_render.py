@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from kvkeep import InvalidValue, PagedCache
-from kvkeep.prefix.render import draw
+from kvkeep.core.prefix.render import draw
 
 
 def shown(cache: PagedCache, width: int = 120, **options: object) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvkeep import PagedCache
-from kvkeep.eviction.queues import LevelPolicy, QueuePolicy
+from kvkeep.core.eviction.queues import LevelPolicy, QueuePolicy
 
 
 @pytest.mark.parametrize("prefix", ["radix", "chain"])

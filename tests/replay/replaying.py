@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.replay import Workload
-from kvkeep.traces import Request
+from kvkeep.bench.replay import Workload
+from kvkeep.bench.traces import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

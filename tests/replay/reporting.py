@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 from html.parser import HTMLParser
 
-from kvkeep.replay import Outcome, Workload, belady, infinite, simulate
-from kvkeep.replay.report import Prices
-from kvkeep.traces import generate
+from kvkeep.bench.replay import Outcome, Workload, belady, infinite, simulate
+from kvkeep.bench.replay.report import Prices
+from kvkeep.bench.traces import generate
 
 CAPACITIES = (20_000, 60_000, 200_000)
 PRICES = Prices(

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.errors import InvalidValue
-from kvkeep.replay.costs import Measured, PrefillCost
-from kvkeep.router import CostModel
-from kvkeep.router.held import Held
+from kvkeep.bench.replay.costs import Measured, PrefillCost
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.router import CostModel
+from kvkeep.serve.router.held import Held
 
 COST = PrefillCost(
     seconds_fixed=0.01,

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replaying import Chained, Listed, request
 
-from kvkeep.errors import InvalidValue
-from kvkeep.replay import Outcome, Workload, simulate
-from kvkeep.replay.costs import PrefillCost
-from kvkeep.replay.loop import simulate_loop
-from kvkeep.traces import Request
-from kvkeep.traces.chain import Growing
+from kvkeep.bench.replay import Outcome, Workload, simulate
+from kvkeep.bench.replay.costs import PrefillCost
+from kvkeep.bench.replay.loop import simulate_loop
+from kvkeep.bench.traces import Request
+from kvkeep.bench.traces.chain import Growing
+from kvkeep.core.errors import InvalidValue
 
 UNIT = 4
 COST = PrefillCost(

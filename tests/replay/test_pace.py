@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replaying import Listed
 
+from kvkeep.bench.replay import Run, Workload
+from kvkeep.bench.replay.costs import PrefillCost
+from kvkeep.bench.replay.tiered import simulate_tiers
+from kvkeep.bench.traces import Request
 from kvkeep.cli import main
-from kvkeep.errors import InvalidValue
-from kvkeep.replay import Run, Workload
-from kvkeep.replay.costs import PrefillCost
-from kvkeep.replay.tiered import simulate_tiers
-from kvkeep.traces import Request
+from kvkeep.core.errors import InvalidValue
 
 UNIT = 4
 COST = PrefillCost(

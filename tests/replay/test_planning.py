@@ -7,7 +7,7 @@ import random
 import pytest
 from replaying import Chained, Listed, request, workload
 
-from kvkeep.replay import BELADY, INFINITE, Plan, Run, Workload, replay
+from kvkeep.bench.replay import BELADY, INFINITE, Plan, Run, Workload, replay
 
 
 def advice_for(work: Workload, plan: Plan):

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvkeep.cache import PagedCache
-from kvkeep.engine import Engine, Runner, SamplingParams
-from kvkeep.keys import as_namespace
-from kvkeep.models import bundled_model
-from kvkeep.replay import Workload, simulate
-from kvkeep.traces import Capture, Seen, Served, open_trace
+from kvkeep.bench.replay import Workload, simulate
+from kvkeep.bench.traces import Capture, Seen, Served, open_trace
+from kvkeep.core.cache import PagedCache
+from kvkeep.core.keys import as_namespace
+from kvkeep.serve.engine import Engine, Runner, SamplingParams
+from kvkeep.serve.models import bundled_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from kvkeep.traces import Trace
+    from kvkeep.bench.traces import Trace
 
 pytestmark = pytest.mark.model
 

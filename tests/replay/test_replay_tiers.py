@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.backends.memory import MemoryBackend
-from kvkeep.codecs import BlockShape, make_codec
-from kvkeep.errors import InvalidValue
-from kvkeep.keys import chain_keys
-from kvkeep.replay.tiers import Level, TierSimulator
-from kvkeep.tiers import (
+from kvkeep.bench.replay.tiers import Level, TierSimulator
+from kvkeep.bench.traces import generate
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.keys import chain_keys
+from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.codecs import BlockShape, make_codec
+from kvkeep.store.tiers import (
     AdaptiveTiering,
     Exclusive,
     Front,
@@ -22,14 +23,13 @@ from kvkeep.tiers import (
     Tier,
     TieredStore,
 )
-from kvkeep.tiers.record import HEADER_BYTES
-from kvkeep.tiers.workers import Workers
-from kvkeep.traces import generate
+from kvkeep.store.tiers.record import HEADER_BYTES
+from kvkeep.store.tiers.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvkeep.tiers import TieringPolicy
+    from kvkeep.store.tiers import TieringPolicy
 
 PAGE = 4096
 RAW = PAGE - HEADER_BYTES

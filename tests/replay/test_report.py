@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from reporting import CAPACITIES, HOSTILE, PRICES, Taken, made, sample, with_more
 
-from kvkeep.errors import InvalidValue
-from kvkeep.replay import REASONS, Outcome
-from kvkeep.replay.report import write_report
+from kvkeep.bench.replay import REASONS, Outcome
+from kvkeep.bench.replay.report import write_report
+from kvkeep.core.errors import InvalidValue
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from reporting import PRICES, made
 
-from kvkeep.errors import InvalidValue
-from kvkeep.replay.report import Prices
-from kvkeep.replay.report.arranged import arranged
-from kvkeep.replay.report.findings import findings
-from kvkeep.replay.report.words import duration, money, shown, tokens
+from kvkeep.bench.replay.report import Prices
+from kvkeep.bench.replay.report.arranged import arranged
+from kvkeep.bench.replay.report.findings import findings
+from kvkeep.bench.replay.report.words import duration, money, shown, tokens
+from kvkeep.core.errors import InvalidValue
 
 
 def said(*outcomes, prices=None, span_s=3600.0):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from replaying import Chained, Listed, request, workload
 
-from kvkeep.errors import InvalidValue
-from kvkeep.replay import BELADY, INFINITE, Journal, Run, Workload, replay
+from kvkeep.bench.replay import BELADY, INFINITE, Journal, Run, Workload, replay
+from kvkeep.core.errors import InvalidValue
 
 PATHS = ["abc", "abd", "xyz", "abc", "abd", "uvw", "xyz", "abc"]
 
@@ -113,7 +113,7 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from replaying import workload
-from kvkeep.replay import Run, replay
+from kvkeep.bench.replay import Run, replay
 
 if __name__ == "__main__":
     for _ in replay(workload(["abc"] * 50), [Run("lru", 16), Run("2q", 16)], jobs=2):

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replaying import Chained, Listed, best_possible, lru_by_list, request, workload
 
-from kvkeep.errors import InvalidValue
-from kvkeep.eviction import POLICIES
-from kvkeep.replay import (
+from kvkeep.bench.replay import (
     BELADY,
     REASONS,
     Outcome,
@@ -25,7 +23,9 @@ from kvkeep.replay import (
     infinite,
     simulate,
 )
-from kvkeep.traces import generate, open_trace
+from kvkeep.bench.traces import generate, open_trace
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.eviction import POLICIES
 
 CONVERSATION = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl.gz"
 

@@ -9,12 +9,12 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.http import bind
-from kvkeep.router import CostModel, PrefixRouter
-from kvkeep.router.health import Patience
-from kvkeep.router.listening import Server
-from kvkeep.router.proxy import create_proxy
-from kvkeep.router.upstreams import Upstreams
+from kvkeep.serve.http import bind
+from kvkeep.serve.router import CostModel, PrefixRouter
+from kvkeep.serve.router.health import Patience
+from kvkeep.serve.router.listening import Server
+from kvkeep.serve.router.proxy import create_proxy
+from kvkeep.serve.router.upstreams import Upstreams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

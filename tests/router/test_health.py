@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvkeep.errors import InvalidValue
-from kvkeep.router.health import Doubt, Health, Patience, State
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.router.health import Doubt, Health, Patience, State
 
 NAMES = ["a", "b", "c"]
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvkeep.router import Place, PrefixIndex
-from kvkeep.router.keys import MAX_TOKENS, PrefixKeys, length_of
+from kvkeep.serve.router import Place, PrefixIndex
+from kvkeep.serve.router.keys import MAX_TOKENS, PrefixKeys, length_of
 
 PLACES = [Place("a"), Place("a", 1), Place("b")]
 TIERS = ["GPU", "CPU"]

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.router.health import Patience
-from kvkeep.router.prompts import Prompt, Prompts
-from kvkeep.router.upstreams import Upstreams
+from kvkeep.serve.router.health import Patience
+from kvkeep.serve.router.prompts import Prompt, Prompts
+from kvkeep.serve.router.upstreams import Upstreams
 
 ROWS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=9)

@@ -15,12 +15,12 @@ import httpx
 import pytest
 from standing_in import CHUNKS, Routing, StandIn, eventually, routing
 
-from kvkeep.errors import InvalidValue
-from kvkeep.feed import BlockStored
-from kvkeep.http import BodyBudget
-from kvkeep.http.bodies import FREE_BYTES
-from kvkeep.router.health import State
-from kvkeep.router.upstreams import Upstreams, passed_on
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.http import BodyBudget
+from kvkeep.serve.http.bodies import FREE_BYTES
+from kvkeep.serve.kv_events import BlockStored
+from kvkeep.serve.router.health import State
+from kvkeep.serve.router.upstreams import Upstreams, passed_on
 
 WHOLE = b"".join(CHUNKS)
 ASK = {"model": "m", "prompt": [1, 2, 3, 4], "stream": True}

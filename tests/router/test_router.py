@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.errors import InvalidValue
-from kvkeep.feed import AllBlocksCleared, BlockRemoved, BlockStored, salt_digest
-from kvkeep.router import CostModel, Held, PrefixRouter
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, salt_digest
+from kvkeep.serve.router import CostModel, Held, PrefixRouter
 
 PROMPT = list(range(64))
 

@@ -15,10 +15,10 @@ from standing_in import eventually
 
 from kvkeep.cli import main
 from kvkeep.cli.route import _tokenizer
-from kvkeep.errors import InvalidValue
-from kvkeep.feed import EventReader, Source
-from kvkeep.models import bundled_model
-from kvkeep.router import PrefixRouter
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.kv_events import EventReader, Source
+from kvkeep.serve.models import bundled_model
+from kvkeep.serve.router import PrefixRouter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 
-from kvkeep.cache import PagedCache
-from kvkeep.engine import Engine, Limits, Runner, Tokenizer
-from kvkeep.models import bundled_model
-from kvkeep.server import Listener, Settings, bind, create_app, url_of
+from kvkeep.core.cache import PagedCache
+from kvkeep.serve.engine import Engine, Limits, Runner, Tokenizer
+from kvkeep.serve.models import bundled_model
+from kvkeep.serve.server import Listener, Settings, bind, create_app, url_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvkeep.http import ConnectionLimits
+    from kvkeep.serve.http import ConnectionLimits
 
 NAME = "kvkeep-tiny"
 PATIENCE_S = 30.0
@@ -91,7 +91,7 @@ def running(
     connections: ConnectionLimits | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
-    """Start a server and stop it; ``settings`` are those of `kvkeep.server.Settings`."""
+    """Start a server and stop it; ``settings`` are those of `kvkeep.serve.server.Settings`."""
     runner = Runner.load(bundled_model(), num_pages=num_pages, page_size=page_size, device="cpu")
     engine = Engine(
         runner,

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from real_server import NAME, Running, eventually
 
-from kvkeep.cache import PagedCache
-from kvkeep.engine import Engine, Limits, Runner, Tokenizer
-from kvkeep.models import bundled_model
-from kvkeep.server import Settings
+from kvkeep.core.cache import PagedCache
+from kvkeep.serve.engine import Engine, Limits, Runner, Tokenizer
+from kvkeep.serve.models import bundled_model
+from kvkeep.serve.server import Settings
 from kvkeep.store import KVStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvkeep.backends import Backend
+    from kvkeep.store.backends import Backend
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from real_server import eventually
 
-from kvkeep.engine import Tokenizer
-from kvkeep.models import bundled_model
-from kvkeep.server import jobs
-from kvkeep.server.errors import ApiError
-from kvkeep.server.lanes import LARGE
-from kvkeep.server.routes import base
+from kvkeep.serve.engine import Tokenizer
+from kvkeep.serve.models import bundled_model
+from kvkeep.serve.server import jobs
+from kvkeep.serve.server.errors import ApiError
+from kvkeep.serve.server.lanes import LARGE
+from kvkeep.serve.server.routes import base
 
 pytestmark = pytest.mark.model
 
@@ -107,7 +107,7 @@ def test_bodies_of_many_values_are_refused_before_they_are_parsed(
     def never(*args, **more):
         raise AssertionError("it was parsed")
 
-    monkeypatch.setattr("kvkeep.server.parsing.from_json", never)
+    monkeypatch.setattr("kvkeep.serve.server.parsing.from_json", never)
     error = refused(server, path, {"prompt": prompt})
     assert f" {what}; a request has at most " in error["message"]
 

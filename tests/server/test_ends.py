@@ -13,8 +13,8 @@ import openai
 import pytest
 from real_server import eventually
 
-from kvkeep.engine import Limits
-from kvkeep.errors import OutOfPages
+from kvkeep.core.errors import OutOfPages
+from kvkeep.serve.engine import Limits
 
 pytestmark = pytest.mark.model
 

@@ -7,8 +7,8 @@ import socket
 import pytest
 from real_server import Running, eventually
 
-from kvkeep.http import ConnectionLimits
-from kvkeep.http.connections import Phase
+from kvkeep.serve.http import ConnectionLimits
+from kvkeep.serve.http.connections import Phase
 
 pytestmark = pytest.mark.model
 

@@ -16,7 +16,7 @@ import time
 import httpx
 import pytest
 
-from kvkeep.engine import Limits
+from kvkeep.serve.engine import Limits
 
 pytestmark = pytest.mark.model
 

@@ -44,7 +44,7 @@ def test_histograms_are_called_so():
 
 def test_every_span_and_attribute_is_documented():
     pytest.importorskip("opentelemetry.sdk")
-    source = (ROOT / "src/kvkeep/telemetry/tracing.py").read_text(encoding="utf-8")
+    source = (ROOT / "src/kvkeep/observe/telemetry/tracing.py").read_text(encoding="utf-8")
     names = set(re.findall(r'"((?:gen_ai|error)\.[\w.]+|kvkeep\.[a-z_]+)"', source))
     assert len(names) > 12
     names -= {"kvkeep.loaded", "kvkeep.tier", "kvkeep.start", "kvkeep.stop"}  # of events in a span

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvkeep.cache import PagedCache
-from kvkeep.engine.stats import EngineStats
-from kvkeep.http import BodyBudget, ConnectionLimits, Connections
-from kvkeep.server import families
-from kvkeep.server.metrics import Metrics
-from kvkeep.store.stats import StoreStats
-from kvkeep.tiers.counters import Counters, TierStats
+from kvkeep.core.cache import PagedCache
+from kvkeep.serve.engine.stats import EngineStats
+from kvkeep.serve.http import BodyBudget, ConnectionLimits, Connections
+from kvkeep.serve.server import families
+from kvkeep.serve.server.metrics import Metrics
+from kvkeep.store.blocks.stats import StoreStats
+from kvkeep.store.tiers.counters import Counters, TierStats
 
 PAGE = 4
 HOSTILE = ['a"b\\c\nd', "\x1b[31m", "\u202etxt", "x" * 10_000, "a␊", "a\n", "other", ""]
@@ -154,7 +154,7 @@ def test_all_counters_of_a_tier_are_told():
 
 
 def test_all_counts_of_a_publisher_are_told():
-    feed = pytest.importorskip("kvkeep.feed")
+    feed = pytest.importorskip("kvkeep.serve.kv_events")
     counts = feed.PublisherStats(dropped=3).as_dict()
     metrics = Metrics()
     metrics.events = lambda: counts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvkeep.engine import Limits
+from kvkeep.serve.engine import Limits
 
 pytestmark = pytest.mark.model
 

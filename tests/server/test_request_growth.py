@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from kvkeep import Namespace, PagedCache
-from kvkeep.server import figures
-from kvkeep.server.metrics import Metrics
-from kvkeep.server.watching import Watching
-from kvkeep.server.worker import Call
+from kvkeep.serve.server import figures
+from kvkeep.serve.server.metrics import Metrics
+from kvkeep.serve.server.watching import Watching
+from kvkeep.serve.server.worker import Call
 
 LONG = os.environ.get("KVKEEP_GROWTH") == "long"
 REQUESTS = 200_000 if LONG else 3_000
@@ -32,10 +32,10 @@ def _small_bounds(monkeypatch):
     if LONG:
         return
     for where, most in (
-        ("kvkeep.telemetry.evictions._MOST_OPEN", 100),
-        ("kvkeep.explain.explainer._MOST_NAMESPACES", 100),
-        ("kvkeep.explain.ledger._SLACK", 100),
-        ("kvkeep.cache.sessions._MOST_SESSIONS", 100),
+        ("kvkeep.observe.telemetry.evictions._MOST_OPEN", 100),
+        ("kvkeep.observe.explain.explainer._MOST_NAMESPACES", 100),
+        ("kvkeep.observe.explain.ledger._SLACK", 100),
+        ("kvkeep.core.cache.sessions._MOST_SESSIONS", 100),
     ):
         monkeypatch.setattr(where, most)
     for name in ("_MOST_TENANTS", "_MOST_SESSIONS", "_MOST_TIMES"):

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from kvkeep.engine import Limits
+from kvkeep.serve.engine import Limits
 
 pytestmark = pytest.mark.model
 

@@ -7,7 +7,7 @@ import pytest
 from real_server import eventually
 from see_help import CHAT, COMPLETIONS, accounts, ask, explained, only, tokens_of
 
-from kvkeep.engine import Limits
+from kvkeep.serve.engine import Limits
 
 pytestmark = pytest.mark.model
 

@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from kvkeep.cache import PagedCache
-from kvkeep.keys import Namespace
-from kvkeep.server.figures import Figures
-from kvkeep.server.holdings import Holdings
+from kvkeep.core.cache import PagedCache
+from kvkeep.core.keys import Namespace
+from kvkeep.serve.server.figures import Figures
+from kvkeep.serve.server.holdings import Holdings
 
 
 class Clock:

@@ -9,7 +9,7 @@ import pytest
 from real_server import eventually
 from see_help import COMPLETIONS, accounts, storing, tokens_of
 
-from kvkeep.engine import Limits
+from kvkeep.serve.engine import Limits
 
 pytestmark = pytest.mark.model
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.server.text import showable, showable_at
+from kvkeep.serve.server.text import showable, showable_at
 
 # Code points that say nothing about how others are shown: what showable lets through of these.
 JOINERS = {"\u200c", "\u200d"}

@@ -9,7 +9,7 @@ import pytest
 from real_server import eventually
 from see_help import BLOCK, ask, explained, forget_pool, only, storing, tokens_of
 
-from kvkeep.backends.memory import MemoryBackend
+from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.testing import FaultyBackend
 
 pytestmark = pytest.mark.model

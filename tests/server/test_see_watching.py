@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from see_help import COMPLETIONS, ask, tokens_of
 
-from kvkeep.explain import Explainer
-from kvkeep.keys import Namespace
-from kvkeep.server.watching import missing
+from kvkeep.core.keys import Namespace
+from kvkeep.observe.explain import Explainer
+from kvkeep.serve.server.watching import missing
 from kvkeep.store import Fate
 
 # What a store says, and the reason and evidence that it is.

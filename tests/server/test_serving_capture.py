@@ -9,7 +9,7 @@ import httpx
 import pytest
 from real_server import eventually, running
 
-from kvkeep.traces import Capture, open_trace
+from kvkeep.bench.traces import Capture, open_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

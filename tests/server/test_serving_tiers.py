@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from real_server import NAME, Running
 
-from kvkeep.cache import PagedCache
-from kvkeep.engine import Engine, Limits, Runner, Tokenizer
-from kvkeep.events import Stored
-from kvkeep.models import bundled_model
-from kvkeep.server import Settings
+from kvkeep.core.cache import PagedCache
+from kvkeep.core.events import Stored
+from kvkeep.serve.engine import Engine, Limits, Runner, Tokenizer
+from kvkeep.serve.models import bundled_model
+from kvkeep.serve.server import Settings
 from kvkeep.store import KVStore
 
 pytestmark = pytest.mark.model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvkeep.whatif import TIMES
+from kvkeep.core.miss_ratio import TIMES
 
 pytestmark = pytest.mark.model
 

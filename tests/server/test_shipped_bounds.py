@@ -22,25 +22,25 @@ import numpy as np
 import pytest
 
 from kvkeep import Namespace, PagedCache
-from kvkeep.backends.memory import MemoryBackend
-from kvkeep.engine.keeper import Keeper
-from kvkeep.engine.writes import Known
-from kvkeep.events import Closed, Evicted, Opened, Stored
-from kvkeep.explain import Explainer
-from kvkeep.explain.alike import Anchors
-from kvkeep.explain.answer import Span
-from kvkeep.explain.fates import Asker
-from kvkeep.explain.inbox import Inbox
-from kvkeep.explain.nearest import Prompt
-from kvkeep.explain.reasons import Reasons
-from kvkeep.keys import BLOCK_ID_BYTES
-from kvkeep.server.metrics import Metrics
-from kvkeep.server.watching import Watching
-from kvkeep.server.worker import Call
-from kvkeep.store.removal import Followers
-from kvkeep.telemetry.evictions import PageTimes
-from kvkeep.tiers import Front, Inclusive, TieredStore
-from kvkeep.whatif.prompts import PromptWatch
+from kvkeep.core.events import Closed, Evicted, Opened, Stored
+from kvkeep.core.keys import BLOCK_ID_BYTES
+from kvkeep.core.miss_ratio.prompts import PromptWatch
+from kvkeep.observe.explain import Explainer
+from kvkeep.observe.explain.alike import Anchors
+from kvkeep.observe.explain.answer import Span
+from kvkeep.observe.explain.fates import Asker
+from kvkeep.observe.explain.inbox import Inbox
+from kvkeep.observe.explain.nearest import Prompt
+from kvkeep.observe.explain.reasons import Reasons
+from kvkeep.observe.telemetry.evictions import PageTimes
+from kvkeep.serve.engine.keeper import Keeper
+from kvkeep.serve.engine.writes import Known
+from kvkeep.serve.server.metrics import Metrics
+from kvkeep.serve.server.watching import Watching
+from kvkeep.serve.server.worker import Call
+from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.kv.removal import Followers
+from kvkeep.store.tiers import Front, Inclusive, TieredStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sized

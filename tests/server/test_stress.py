@@ -30,7 +30,7 @@ from swarm import (
 )
 
 import warm
-from kvkeep.engine import Limits
+from kvkeep.serve.engine import Limits
 from warm import KVKEEP
 
 pytestmark = pytest.mark.model

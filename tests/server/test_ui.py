@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from real_server import eventually
 
-from kvkeep.server.guards import PAGE_HEADERS
+from kvkeep.serve.server.guards import PAGE_HEADERS
 
 pytestmark = pytest.mark.model
 
 KEY = "a-long-secret"
 ROOT = Path(__file__).parents[2]
-FOLDER = Path(str(files("kvkeep.server") / "ui"))
+FOLDER = Path(str(files("kvkeep.serve.server") / "ui"))
 CHARTS = Path(str(files("kvkeep") / "vendor/uplot"))
 FILES = {path.name: path for path in FOLDER.iterdir()}
 FILES |= {f"vendor/{path.name}": path for path in CHARTS.iterdir()}
@@ -158,7 +158,7 @@ def test_no_text_becomes_markup(name):
 
 def test_texts_are_called_as_the_contract_calls_them():
     """Every reason that can be told has words of its own."""
-    explain = pytest.importorskip("kvkeep.explain")
+    explain = pytest.importorskip("kvkeep.observe.explain")
     words = (FOLDER / "words.js").read_text("utf-8")
     listed = words[words.index("REASONS = {") :].partition("};")[0]
     assert set(re.findall(r"^  ([a-z]\w*):", listed, re.MULTILINE)) == set(explain.REASONS)

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvkeep.errors import IllegalStep
+from kvkeep.core.errors import IllegalStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvkeep.slots import SlotCache, SlotLease, SlotStats
+    from kvkeep.core.slots import SlotCache, SlotLease, SlotStats
 
 
 class Clock:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from slot_requests import Clock, fill, seen
 
-from kvkeep.errors import IllegalStep, InvalidValue
-from kvkeep.slots import OutOfSlots, SlotCache, SlotCopy
+from kvkeep.core.errors import IllegalStep, InvalidValue
+from kvkeep.core.slots import OutOfSlots, SlotCache, SlotCopy
 
 
 def test_eviction_spares_pinned_slots() -> None:

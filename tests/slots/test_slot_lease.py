@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from slot_requests import fill, seen
 
-from kvkeep.errors import InvalidValue
-from kvkeep.slots import SlotCache
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.slots import SlotCache
 
 
 def test_generated_tokens_are_reused_after_the_request() -> None:

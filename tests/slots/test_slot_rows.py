@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from slot_requests import fill
 
-from kvkeep.slots import SlotCache
+from kvkeep.core.slots import SlotCache
 
 
 @pytest.mark.parametrize("at", [0, 1, 511, 512, 513, 4607, 4608, 4609, 20_000, 32_767, 32_768])

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from kvkeep.errors import InvalidValue
-from kvkeep.slots import SlotCache, SlotCopy
-from kvkeep.slots.tensors import copy_slot
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.slots import SlotCache, SlotCopy
+from kvkeep.core.slots.tensors import copy_slot
 
 torch = pytest.importorskip("torch")
 

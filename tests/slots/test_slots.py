@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from slot_requests import all_over, fill, seen
 
-from kvkeep.errors import IllegalStep, InvalidValue, KVKeepError, NotCached
-from kvkeep.keys import Namespace
-from kvkeep.slots import OutOfSlots, SlotCache, SlotCopy
+from kvkeep.core.errors import IllegalStep, InvalidValue, KVKeepError, NotCached
+from kvkeep.core.keys import Namespace
+from kvkeep.core.slots import OutOfSlots, SlotCache, SlotCopy
 
 # -- giving slots out --------------------------------------------------------------------------
 

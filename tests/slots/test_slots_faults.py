@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from slot_requests import all_over, fill, seen
 
-from kvkeep.errors import NotCached
-from kvkeep.slots import OutOfSlots, SlotCache
-from kvkeep.slots.table import SlotTable
+from kvkeep.core.errors import NotCached
+from kvkeep.core.slots import OutOfSlots, SlotCache
+from kvkeep.core.slots.table import SlotTable
 
 
 def test_fault_a_node_per_token() -> None:

@@ -21,11 +21,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvkeep.errors import IllegalStep, NotCached
-from kvkeep.slots import OutOfSlots, SlotCache
+from kvkeep.core.errors import IllegalStep, NotCached
+from kvkeep.core.slots import OutOfSlots, SlotCache
 
 if TYPE_CHECKING:
-    from kvkeep.slots import SlotLease, SlotPin
+    from kvkeep.core.slots import SlotLease, SlotPin
 
 MAX_TOKENS = 12
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=MAX_TOKENS)

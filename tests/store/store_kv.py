@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvkeep.geometry import DTYPES, KVGeometry
+from kvkeep.core.geometry import DTYPES, KVGeometry
 from kvkeep.store import KVStore
 
 if TYPE_CHECKING:

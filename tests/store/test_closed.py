@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from store_kv import GQA, disk, given, numbers, open_store, put
 
-from kvkeep.errors import IllegalStep
-from kvkeep.keys import Namespace, space_of
+from kvkeep.core.errors import IllegalStep
+from kvkeep.core.keys import Namespace, space_of
 from kvkeep.store import BlockStore, KVStore, Prefetch
-from kvkeep.tiers import Prefetch as BlockPrefetch
-from kvkeep.tiers import TieredStore
+from kvkeep.store.tiers import Prefetch as BlockPrefetch
+from kvkeep.store.tiers import TieredStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

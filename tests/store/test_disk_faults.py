@@ -20,7 +20,7 @@ from store_kv import counter, disk, get, open_store, put, quiet, records
 from writer_process import Processes
 
 from kvkeep.cli import main
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -26,11 +26,11 @@ from store_kv import (
     records,
 )
 
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.codecs import generate_key
-from kvkeep.errors import InvalidValue
-from kvkeep.geometry import KVGeometry
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import KVStore
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.codecs import generate_key
 from kvkeep.testing import FaultyBackend
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ def test_other_processes_find_it_whatever_their_hash_seed(filled: list[Path], ur
     """Keys were hashes of Python, which differ in every process: no hit across two of them."""
     del filled
     code = (
-        "from kvkeep.geometry import KVGeometry; from kvkeep.store import KVStore\n"
+        "from kvkeep.core.geometry import KVGeometry; from kvkeep.store import KVStore\n"
         f"store = KVStore(KVGeometry(2, 2, 8), model={MODEL!r}, block_tokens=4,\n"
         f"                tiers=['memory://1MiB', {url!r}])\n"
         "print(store.lookup(range(64)).tokens, store.get(range(64))[1])\n"

@@ -9,11 +9,11 @@ import pytest
 import torch
 from store_kv import FORMS, GEOMETRIES, GQA, geometry, given, numbers, plain, room
 
-from kvkeep.codecs import BlockShape
-from kvkeep.errors import InvalidValue
-from kvkeep.geometry import DTYPES
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.geometry import DTYPES
 from kvkeep.store import forms
-from kvkeep.store.forms import Form
+from kvkeep.store.codecs import BlockShape
+from kvkeep.store.kv.forms import Form
 
 LAYOUTS = ("NHD", "HND")
 

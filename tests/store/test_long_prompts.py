@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvkeep.geometry import KVGeometry
+from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import KVStore
-from kvkeep.tiers import Exclusive, Inclusive
+from kvkeep.store.tiers import Exclusive, Inclusive
 
 GEOMETRY = KVGeometry(2, 1, 8, "bfloat16")
 BLOCK = 16

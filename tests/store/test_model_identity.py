@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvkeep.errors import InvalidValue
-from kvkeep.models import bundled_model
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.models import bundled_model
 from kvkeep.store import model_identity
 from kvkeep.store.identity import is_loaded, tensors
 from kvkeep.store.identity.modules import lines_of

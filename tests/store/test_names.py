@@ -12,12 +12,12 @@ import pytest
 import torch
 from store_kv import GEOMETRIES, GQA, counter, disk, get, numbers, open_store, put, records
 
-from kvkeep.errors import InvalidValue
-from kvkeep.geometry import KVGeometry
-from kvkeep.keys import Namespace, root_key
-from kvkeep.models import bundled_model
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.geometry import KVGeometry
+from kvkeep.core.keys import Namespace, root_key
+from kvkeep.serve.models import bundled_model
 from kvkeep.store import KVStore, model_identity
-from kvkeep.store.names import Names, store_namespace
+from kvkeep.store.kv.names import Names, store_namespace
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,12 +10,12 @@ import pytest
 import torch
 from store_kv import GQA, disk, get, put
 
-from kvkeep.backends.memory import MemoryBackend
-from kvkeep.errors import IllegalStep, InvalidValue
-from kvkeep.geometry import KVGeometry
+from kvkeep.core.errors import IllegalStep, InvalidValue
+from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import BlockStore, KVStore
-from kvkeep.store.store import StoreOptions
-from kvkeep.tiers import Exclusive, Inclusive
+from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.kv.store import StoreOptions
+from kvkeep.store.tiers import Exclusive, Inclusive
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,11 +24,11 @@ from store_kv import (
     records,
 )
 
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.codecs import generate_key
-from kvkeep.errors import InvalidValue
-from kvkeep.geometry import DTYPES, KVGeometry
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.geometry import DTYPES, KVGeometry
 from kvkeep.store import BlockStore, KVStore
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.codecs import generate_key
 
 if TYPE_CHECKING:
     from pathlib import Path

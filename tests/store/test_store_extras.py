@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from store_kv import GQA, disk, numbers, open_store, plain
 from store_kv import given as as_given
 
-from kvkeep.errors import InvalidValue
-from kvkeep.extras import as_extras, signed
-from kvkeep.keys import chain_keys, root_key
-from kvkeep.tokens import as_tokens
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.extras import as_extras, signed
+from kvkeep.core.keys import chain_keys, root_key
+from kvkeep.core.tokens import as_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,15 +21,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from store_kv import FORMS, GQA, given, numbers, open_store, plain, quiet, room
 
 from kvkeep.store import Put
+from kvkeep.store.tiers import Exclusive, Inclusive
 from kvkeep.testing import strategies
-from kvkeep.tiers import Exclusive, Inclusive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.store import KVStore
+    from kvkeep.store.tiers import TieringPolicy
     from kvkeep.testing.strategies import Recipe
-    from kvkeep.tiers import TieringPolicy
 
 LONG = 20 if os.environ.get("KVKEEP_FUZZ") == "long" else 1
 SIZE = 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 from store_kv import GEOMETRIES, GQA, MODEL, disk, get, given, numbers, open_store, put, room
 
-from kvkeep.errors import IllegalStep, InvalidValue
+from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.store import KVStore
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from store_kv import (
     room,
 )
 
-from kvkeep.geometry import DTYPES
+from kvkeep.core.geometry import DTYPES
 from kvkeep.store import Put
 
 if TYPE_CHECKING:

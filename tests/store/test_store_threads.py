@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from store_kv import GQA, disk, given, numbers, open_store, plain, quiet, room
 
-from kvkeep.errors import IllegalStep
-from kvkeep.tiers import Exclusive, Inclusive
+from kvkeep.core.errors import IllegalStep
+from kvkeep.store.tiers import Exclusive, Inclusive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from store_kv import GQA, disk, get, open_store, put, quiet
 
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 from kvkeep.store import BlockStore, Operation
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from kvkeep import InvalidValue
 from kvkeep.store import weights_cache
-from kvkeep.store.weights import SPAN_BYTES, SPANS, weights_digest
+from kvkeep.store.identity.weights import SPAN_BYTES, SPANS, weights_digest
 
 WHOLE = SPANS * SPAN_BYTES
 

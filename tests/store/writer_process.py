@@ -18,7 +18,7 @@ from typing import Self
 
 from store_kv import counter, get, open_store, put, quiet
 
-from kvkeep.tiers import Exclusive, Inclusive
+from kvkeep.store.tiers import Exclusive, Inclusive
 
 UNIT = 4096
 """Bytes in whole numbers of which a directory counts its files."""

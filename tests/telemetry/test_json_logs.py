@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.errors import InvalidValue
-from kvkeep.telemetry.logs import JSONLines, Plain, configure, redact
+from kvkeep.core.errors import InvalidValue
+from kvkeep.observe.telemetry.logs import JSONLines, Plain, configure, redact
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_every_line_is_json(message, fields):
 
 def test_a_command_configures_all_loggers():
     code = (
-        "import logging; from kvkeep.telemetry import configure; configure('info', 'json');"
+        "import logging; from kvkeep.observe.telemetry import configure; configure('info', 'json');"
         "logging.getLogger('a.b').info('x', extra={'n': 1}); logging.getLogger('a').debug('y')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.cache import PagedCache
-from kvkeep.errors import InvalidValue
-from kvkeep.events import Evicted, Stored
-from kvkeep.keys import Namespace
-from kvkeep.telemetry import Histogram, PageTimes
+from kvkeep.core.cache import PagedCache
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.events import Evicted, Stored
+from kvkeep.core.keys import Namespace
+from kvkeep.observe.telemetry import Histogram, PageTimes
 
 PAGE = 4
 

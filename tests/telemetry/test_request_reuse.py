@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from kvkeep.errors import InvalidValue
-from kvkeep.telemetry import Reuse, Shares
+from kvkeep.core.errors import InvalidValue
+from kvkeep.observe.telemetry import Reuse, Shares
 
 
 def admit(reuse: Reuse, id: str, prompt: int, cached: int, namespace: str = "") -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.telemetry import label, visible
+from kvkeep.observe.telemetry import label, visible
 
 HOSTILE = [
     "a\nb", "a\x1b[31mred", "\x00", "\u202egnp.exe", "a\u2028b", "\ud800", "\u200b", "x" * 500,

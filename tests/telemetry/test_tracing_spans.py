@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from kvkeep.errors import InvalidValue
-from kvkeep.telemetry import start, wanted
+from kvkeep.core.errors import InvalidValue
+from kvkeep.observe.telemetry import start, wanted
 
 pytest.importorskip("opentelemetry.sdk")
 
@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 
-from kvkeep.telemetry.tracing import Tracing
+from kvkeep.observe.telemetry.tracing import Tracing
 
 SECOND = 1_000_000_000
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -299,8 +299,8 @@ def test_a_protocol_that_is_not_spoken_is_refused_to_who_insists(environment, ca
 def test_without_the_extra_who_insists_is_told_which_it_is(module):
     code = (
         f"import sys; sys.modules[{module!r}] = None\n"
-        "from kvkeep.errors import MissingExtra\n"
-        "from kvkeep.telemetry import start\n"
+        "from kvkeep.core.errors import MissingExtra\n"
+        "from kvkeep.observe.telemetry import start\n"
         "assert start() is None\n"
         "try: start(always=True)\n"
         "except MissingExtra as error: print(error)"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 from hypothesis import Phase, settings
 
-from kvkeep.backends import Backend, Listed, Room, TierURL
-from kvkeep.errors import BackendFailed, KVKeepError, OutOfRoom
+from kvkeep.core.errors import BackendFailed, KVKeepError, OutOfRoom
+from kvkeep.store.backends import Backend, Listed, Room, TierURL
 from kvkeep.testing.backend_suite import BackendTests
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvkeep.backends import TierURL
-from kvkeep.backends.memory import MemoryBackend
-from kvkeep.errors import BackendFailed, InvalidValue, OutOfRoom
+from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom
+from kvkeep.store.backends import TierURL
+from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.testing.backend_hooks import block_id, content, get, put
 from kvkeep.testing.backend_suite import BackendTests
 from kvkeep.testing.faulty import CALLS, CountingBackend, FaultyBackend

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import kvkeep.testing
 from kvkeep import PageCopy, PagedCache
+from kvkeep.core.tokens import as_tokens
 from kvkeep.testing import NaiveCache, TaggedPages
 from kvkeep.testing.memory import tags
 from kvkeep.testing.strategies import prompts, related_prompts, token_forms
-from kvkeep.tokens import as_tokens
 
 
 def test_the_suites_are_imported_when_they_are_asked_for() -> None:

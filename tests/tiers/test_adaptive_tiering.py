@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 from tier_bench import Bench, get, name, put, settle
 
-from kvkeep.errors import InvalidValue
-from kvkeep.tiers import TIERINGS, AdaptiveTiering, Exclusive, Inclusive, tiering
+from kvkeep.core.errors import InvalidValue
+from kvkeep.store.tiers import TIERINGS, AdaptiveTiering, Exclusive, Inclusive, tiering
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvkeep.tiers import TieringPolicy
+    from kvkeep.store.tiers import TieringPolicy
 
 
 def key(number: int) -> bytes:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvkeep.tiers.breaker import Breaker
+from kvkeep.store.tiers.breaker import Breaker
 
 
 class Clock:

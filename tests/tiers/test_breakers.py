@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 from tier_bench import PAGE, SHORT, Bench, get, name, put, settle, there, until
 
-from kvkeep.backends.memory import MemoryBackend
-from kvkeep.tiers.breaker import CALLS, Breakers
+from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.tiers.breaker import CALLS, Breakers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvkeep.backends.base import Room
-    from kvkeep.tiers import TieredStore
+    from kvkeep.store.backends.base import Room
+    from kvkeep.store.tiers import TieredStore
 
 LONG = 20.0
 
@@ -224,7 +224,7 @@ def test_a_part_that_is_down_does_not_stop_the_other(how: str, bench: Bench) -> 
 
 def test_breakers_of_parts_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("kvkeep.tiers.breaker.time.monotonic", lambda: now)
+    monkeypatch.setattr("kvkeep.store.tiers.breaker.time.monotonic", lambda: now)
     breakers = Breakers("here", limit=1)
     for one in breakers.of("read", "a"), breakers.of("write", "a"), breakers.of("read", "b"):
         one._clock = lambda: now

@@ -14,11 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvkeep.eviction import LRU, POLICIES
-from kvkeep.keys import SPACE_BYTES
+from kvkeep.core.eviction import LRU, POLICIES
+from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.tiers.catalogue import Catalogue
+from kvkeep.store.tiers.packed import Packed
 from kvkeep.testing.backend_hooks import block_id
-from kvkeep.tiers.catalogue import Catalogue
-from kvkeep.tiers.packed import Packed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

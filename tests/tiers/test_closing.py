@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 from tier_bench import RAW, SHORT, Bench, above, get, name, put, settle, there, threads_of, until
 
-from kvkeep.tiers import Exclusive, Inclusive
+from kvkeep.store.tiers import Exclusive, Inclusive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvkeep.tiers import TieredStore
+    from kvkeep.store.tiers import TieredStore
 
 LONG = 20.0
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tier_bench import PAGE, RAW, SHORT, Bench, get, name, put, settle, until
 
-from kvkeep.backends.buffers import aligned
-from kvkeep.tiers import Counters, Exclusive, Inclusive, TieredStore
-from kvkeep.tiers.record import HEADER_BYTES, seal
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.tiers import Counters, Exclusive, Inclusive, TieredStore
+from kvkeep.store.tiers.record import HEADER_BYTES, seal
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tier_bench import PAGE, SHORT, Bench, get, name, put, settle, until
 
-from kvkeep.backends.memory import MemoryBackend
-from kvkeep.tiers import Exclusive, Fates, Front, Inclusive
+from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.tiers import Exclusive, Fates, Front, Inclusive
 
 if TYPE_CHECKING:
-    from kvkeep.tiers import Happened, Tier, TieredStore
+    from kvkeep.store.tiers import Happened, Tier, TieredStore
 
 
 def fate(store: TieredStore, number: int, since: float | None = None) -> Happened | None:

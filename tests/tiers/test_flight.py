@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 from tier_bench import PAGE, RAW, SHORT, Bench, above, content, get, name, put, settle, there, until
 
-from kvkeep.errors import IllegalStep
+from kvkeep.core.errors import IllegalStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvkeep.store.tiers import TieredStore
     from kvkeep.testing import FaultyBackend
-    from kvkeep.tiers import TieredStore
 
 
 def below(bench: Bench, place: FaultyBackend, count: int = 8, front: int = 32) -> TieredStore:

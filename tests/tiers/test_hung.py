@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 from tier_bench import SHORT, get, name, put, settle, there, until
 
-from kvkeep.tiers import Exclusive
+from kvkeep.store.tiers import Exclusive
 
 if TYPE_CHECKING:
     from tier_bench import Bench
 
-    from kvkeep.tiers import TieredStore
+    from kvkeep.store.tiers import TieredStore
 
 LONG = 20.0
 """Seconds that nobody waits for: a call that takes a tenth of it waited for something hung."""

@@ -9,12 +9,12 @@ import pytest
 import torch
 from tier_bench import PAGE, RAW, Bench, above, checked, content, get, name, put, settle, there
 
-from kvkeep.backends.memory import MemoryBackend
-from kvkeep.errors import BackendFailed, IllegalStep
-from kvkeep.geometry import KVGeometry
+from kvkeep.core.errors import BackendFailed, IllegalStep
+from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import KVStore
-from kvkeep.tiers import Exclusive, Front, TieredStore
-from kvkeep.tiers.flight import Flight
+from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.tiers import Exclusive, Front, TieredStore
+from kvkeep.store.tiers.flight import Flight
 
 if TYPE_CHECKING:
     from collections.abc import Callable

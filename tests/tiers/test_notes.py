@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tier_bench import until
 
-from kvkeep.backends import TierURL
-from kvkeep.backends.disk_notes import NOTES, noted
-from kvkeep.backends.objects import ObjectBackend
-from kvkeep.keys import Namespace, space_of
+from kvkeep.core.keys import Namespace, space_of
 from kvkeep.store import BlockStore
-from kvkeep.tiers import note_of, open_backend
-from kvkeep.tiers.notes import NOTE_BYTES, difference
+from kvkeep.store.backends import TierURL
+from kvkeep.store.backends.disk_notes import NOTES, noted
+from kvkeep.store.backends.objects import ObjectBackend
+from kvkeep.store.tiers import note_of, open_backend
+from kvkeep.store.tiers.notes import NOTE_BYTES, difference
 
 sys.path.append(str(Path(__file__).parents[1] / "backends"))
 from servers import Server, needs_server, server
@@ -29,7 +29,7 @@ from servers import Server, needs_server, server
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvkeep.backends import Backend
+    from kvkeep.store.backends import Backend
 
 OURS = Namespace(model="m", revision="1", dtype="bfloat16", tenant="a very private name")
 KEYS = [bytes([number]) * 32 for number in range(3)]

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.backends.memory import MemoryBackend
-from kvkeep.errors import InvalidValue
-from kvkeep.eviction import POLICIES
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.eviction import POLICIES
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.tiers import TIER_OPTIONS, TieredStore, open_tiers
+from kvkeep.store.tiers.opening import BUFFER_BYTES
 from kvkeep.testing import CountingBackend
-from kvkeep.tiers import TIER_OPTIONS, TieredStore, open_tiers
-from kvkeep.tiers.opening import BUFFER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kvkeep.tiers import Tier
+    from kvkeep.store.tiers import Tier
 
 
 @pytest.fixture
@@ -226,11 +226,11 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvkeep-tape\nVersion: 1\n")
     (info / "entry_points.txt").write_text(
-        f"[kvkeep.backends]\ntape = {module}:Tape\nbroken = {module}:Broken\n"
+        f"[kvkeep.store.backends]\ntape = {module}:Tape\nbroken = {module}:Broken\n"
     )
     (site / f"{module}.py").write_text(
         textwrap.dedent("""
-        from kvkeep.backends.memory import MemoryBackend
+        from kvkeep.store.backends.memory import MemoryBackend
 
         class Tape(MemoryBackend):
             scheme = "tape"

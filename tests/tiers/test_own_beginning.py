@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tier_bench import RAW, Bench, content, get, name, put, settle, there
 
-from kvkeep.tiers import Inclusive, Tier, TieredStore
+from kvkeep.store.tiers import Inclusive, Tier, TieredStore
 
 
 def written_one_by_one(store: TieredStore, tier: Tier, numbers: range) -> None:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tier_bench import PAGE, Bench, above, get, name, put, settle, there, until
 
-from kvkeep.errors import InvalidValue
-from kvkeep.tiers import Exclusive, Inclusive
-from kvkeep.tiers.plan import Planner, Touches
+from kvkeep.core.errors import InvalidValue
+from kvkeep.store.tiers import Exclusive, Inclusive
+from kvkeep.store.tiers.plan import Planner, Touches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvkeep.tiers import TieredStore
+    from kvkeep.store.tiers import TieredStore
 
 
 def emptied(store: TieredStore) -> None:

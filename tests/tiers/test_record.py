@@ -9,9 +9,9 @@ import xxhash
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvkeep.backends.buffers import aligned
-from kvkeep.keys import BLOCK_ID_BYTES
-from kvkeep.tiers.record import (
+from kvkeep.core.keys import BLOCK_ID_BYTES
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.tiers.record import (
     HEADER_BYTES,
     BadRecord,
     OtherVersion,

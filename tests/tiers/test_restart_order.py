@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tier_bench import PAGE, Bench, get, name, put, settle
 
-from kvkeep.backends.disk import DiskBackend
+from kvkeep.store.backends.disk import DiskBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

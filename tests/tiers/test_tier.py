@@ -11,12 +11,12 @@ import pytest
 import xxhash
 from tier_bench import PAGE, RAW, Bench, above, content, get, name, put, settle, there
 
-from kvkeep.backends.buffers import aligned
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.codecs import BlockShape, make_codec
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.codecs import BlockShape, make_codec
+from kvkeep.store.tiers import Inclusive, Tier
+from kvkeep.store.tiers.record import HEADER_BYTES, read_header, seal
 from kvkeep.testing.backend_hooks import block_id
-from kvkeep.tiers import Inclusive, Tier
-from kvkeep.tiers.record import HEADER_BYTES, read_header, seal
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 from tier_bench import PAGE, RAW, Bench, above, get, name, put, settle, there
 
-from kvkeep.backends.memory import MemoryBackend
+from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.tiers import Exclusive, Front, Inclusive
 from kvkeep.testing import FaultyBackend
-from kvkeep.tiers import Exclusive, Front, Inclusive
 
 if TYPE_CHECKING:
-    from kvkeep.tiers import Tier, TieredStore
+    from kvkeep.store.tiers import Tier, TieredStore
 
 
 class Clock:

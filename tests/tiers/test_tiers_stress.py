@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tier_bench import PAGE, RAW, Bench, content, name, settle, threads_of, until
 
-from kvkeep.backends.memory import MemoryBackend
-from kvkeep.errors import BackendFailed, IllegalStep
-from kvkeep.eviction import POLICIES
+from kvkeep.core.errors import BackendFailed, IllegalStep
+from kvkeep.core.eviction import POLICIES
+from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.tiers import Exclusive, Front, Inclusive
 from kvkeep.testing import FaultyBackend
-from kvkeep.tiers import Exclusive, Front, Inclusive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvkeep.tiers import Tier, TieredStore, TieringPolicy
+    from kvkeep.store.tiers import Tier, TieredStore, TieringPolicy
 
 LONG = os.environ.get("KVKEEP_FUZZ") == "long"
 SECONDS = 10.0 if LONG else 1.8

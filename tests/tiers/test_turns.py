@@ -8,14 +8,14 @@ import time
 import numpy as np
 import pytest
 
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.backends.memory import MemoryBackend
-from kvkeep.codecs import BlockShape, make_codec
-from kvkeep.keys import BLOCK_ID_BYTES
-from kvkeep.tiers import Front
-from kvkeep.tiers.record import HEADER_BYTES
-from kvkeep.tiers.tier import Tier, TierOptions
-from kvkeep.tiers.turns import AGAIN, Turns
+from kvkeep.core.keys import BLOCK_ID_BYTES
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.codecs import BlockShape, make_codec
+from kvkeep.store.tiers import Front
+from kvkeep.store.tiers.record import HEADER_BYTES
+from kvkeep.store.tiers.tier import Tier, TierOptions
+from kvkeep.store.tiers.turns import AGAIN, Turns
 
 UNIT = 4096
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvkeep.tiers.workers import Workers
+from kvkeep.store.tiers.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,19 +13,19 @@ import time
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.backends.disk import DiskBackend
-from kvkeep.backends.memory import MemoryBackend
-from kvkeep.codecs import BlockShape, codec_of, make_codec
+from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.codecs import BlockShape, codec_of, make_codec
+from kvkeep.store.tiers import Front, Tier, TieredStore, TierOptions
+from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.testing import FaultyBackend
-from kvkeep.tiers import Front, Tier, TieredStore, TierOptions
-from kvkeep.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from kvkeep.backends import Backend
-    from kvkeep.tiers import TieringPolicy, Written
+    from kvkeep.store.backends import Backend
+    from kvkeep.store.tiers import TieringPolicy, Written
 
 PAGE = 4096
 RAW = PAGE - HEADER_BYTES

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvkeep.errors import InvalidValue
-from kvkeep.keys import Namespace
-from kvkeep.traces import Capture, Seen, Served, open_trace
-from kvkeep.traces.capture import KeyedIds
-from kvkeep.traces.chain import chain_tokens
+from kvkeep.bench.traces import Capture, Seen, Served, open_trace
+from kvkeep.bench.traces.capture import KeyedIds
+from kvkeep.bench.traces.chain import chain_tokens
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.keys import Namespace
 
 if TYPE_CHECKING:
     from pathlib import Path

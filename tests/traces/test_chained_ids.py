@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.traces.chain import Growing, chain_ids, chain_tokens, fresh_ids, words_of
-from kvkeep.traces.request import MAX_ID
+from kvkeep.bench.traces.chain import Growing, chain_ids, chain_tokens, fresh_ids, words_of
+from kvkeep.bench.traces.request import MAX_ID
 
 few = st.lists(st.integers(0, 2), max_size=12)  # so that prompts often begin alike
 

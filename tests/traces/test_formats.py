@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 from writing import mooncake, write
 
-from kvkeep.errors import InvalidValue
-from kvkeep.traces import Trace, open_trace
+from kvkeep.bench.traces import Trace, open_trace
+from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvkeep.traces import Request
+    from kvkeep.bench.traces import Request
 
 
 def common(one: Request, other: Request) -> int:

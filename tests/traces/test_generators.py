@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvkeep.errors import InvalidValue
-from kvkeep.traces import KINDS, GeneratedTrace, Trace, generate, summarise
-from kvkeep.traces.generators import API, RAG, Agents, Chat, Tenants
-from kvkeep.traces.generators.base import FIRST_TOKEN_S, TOKEN_S
-from kvkeep.traces.generators.chance import WAITS, Chance, mean_of, value_at, zipf
+from kvkeep.bench.traces import KINDS, GeneratedTrace, Trace, generate, summarise
+from kvkeep.bench.traces.generators import API, RAG, Agents, Chat, Tenants
+from kvkeep.bench.traces.generators.base import FIRST_TOKEN_S, TOKEN_S
+from kvkeep.bench.traces.generators.chance import WAITS, Chance, mean_of, value_at, zipf
+from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from kvkeep.traces import Request
+    from kvkeep.bench.traces import Request
 
 # SHA-256 over times, lengths and ids of the first 40 requests of seed 7.
 DIGESTS = {

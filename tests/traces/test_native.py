@@ -12,9 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from writing import mooncake, write
 
-from kvkeep.errors import InvalidValue
-from kvkeep.traces import Header, Request, Served, TraceWriter, generate, open_trace, write_trace
-from kvkeep.traces.request import MAX_ID
+from kvkeep.bench.traces import (
+    Header,
+    Request,
+    Served,
+    TraceWriter,
+    generate,
+    open_trace,
+    write_trace,
+)
+from kvkeep.bench.traces.request import MAX_ID
+from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from writing import mooncake, write
 
-from kvkeep.errors import InvalidValue
-from kvkeep.traces import FORMATS, files, open_trace, reading
+from kvkeep.bench.traces import FORMATS, files, open_trace, reading
+from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     from collections.abc import Callable

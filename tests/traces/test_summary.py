@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from writing import mooncake, write
 
-from kvkeep.traces import Request, Served, open_trace, summarise
-from kvkeep.traces.chain import Growing
+from kvkeep.bench.traces import Request, Served, open_trace, summarise
+from kvkeep.bench.traces.chain import Growing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,8 +7,8 @@ import pytest
 from lru_model import PlainMemory
 
 from kvkeep import Namespace, OutOfPages, PagedCache
-from kvkeep.errors import IllegalStep, InvalidValue
-from kvkeep.whatif import TIMES, MissRatioCurve, PromptWatch, prompts
+from kvkeep.core.errors import IllegalStep, InvalidValue
+from kvkeep.core.miss_ratio import TIMES, MissRatioCurve, PromptWatch, prompts
 
 PAGE = 256
 BLOCK = 256

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lru_model import PlainMemory, plain_rates, words_of
 
-from kvkeep.errors import InvalidValue
-from kvkeep.keys import Namespace, chain_keys, root_key
-from kvkeep.traces import generate
-from kvkeep.whatif import MissRatioCurve
+from kvkeep.bench.traces import generate
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.keys import Namespace, chain_keys, root_key
+from kvkeep.core.miss_ratio import MissRatioCurve
 
 CONVERSATION = "shared/traces/mooncake_conversation.jsonl.gz"
 MOST_POINTS = 1.5

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.whatif.stack import COLD, Stack, _greater_before
+from kvkeep.core.miss_ratio.stack import COLD, Stack, _greater_before
 
 # A prompt is a path in a tree where each block has two or three that can follow it.
 PATHS = st.lists(st.integers(0, 2), max_size=9)

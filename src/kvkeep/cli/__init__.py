@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.drawing import visible
-from kvkeep.errors import KVKeepError
+from kvkeep.core.errors import KVKeepError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

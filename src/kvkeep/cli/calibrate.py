@@ -6,19 +6,19 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvkeep.bench.replay.costs import PrefillCost
 from kvkeep.cli.calibrating import LENGTHS, measure_engine, measure_server
 from kvkeep.cli.model import add_model_arguments, choose_threads
 from kvkeep.cli.numbers import count
-from kvkeep.errors import InvalidValue, whole
-from kvkeep.geometry.units import parse_count
-from kvkeep.replay.costs import PrefillCost
+from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.geometry.units import parse_count
 
 if TYPE_CHECKING:
     import argparse
 
+    from kvkeep.bench.replay.costs import Fit
     from kvkeep.cli.calibrating import Readings
     from kvkeep.cli.model import Commands
-    from kvkeep.replay.costs import Fit
 
 __all__ = ["add_parser", "run"]
 

@@ -13,17 +13,17 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from kvkeep.bench.replay.costs import Measured
 from kvkeep.cli.model import load, progress
 from kvkeep.cli.watch import KEY_VARIABLE
-from kvkeep.errors import InvalidValue
-from kvkeep.replay.costs import Measured
+from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
     from http.client import HTTPResponse
 
-    from kvkeep.engine import Completion
+    from kvkeep.serve.engine import Completion
 
 __all__ = ["LENGTHS", "Readings", "Timed", "measure_engine", "measure_server"]
 
@@ -82,8 +82,8 @@ def measure_engine(args: argparse.Namespace, wanted: Sequence[int] | None) -> Re
 
     Raises `InvalidValue` for prompts longer than it takes.
     """
-    from kvkeep.cache import PagedCache  # noqa: PLC0415
-    from kvkeep.engine import Engine, SamplingParams  # noqa: PLC0415 - seconds, for torch
+    from kvkeep.core.cache import PagedCache  # noqa: PLC0415
+    from kvkeep.serve.engine import Engine, SamplingParams  # noqa: PLC0415 - seconds, for torch
 
     runner, _ = load(args, dtype=args.dtype)
     lengths = wanted or [one for one in LENGTHS if one + args.decode <= runner.max_tokens]

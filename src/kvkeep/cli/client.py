@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from kvkeep.cli.drawing import visible
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

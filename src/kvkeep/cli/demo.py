@@ -23,7 +23,7 @@ from kvkeep.cli.client import ask, get
 from kvkeep.cli.model import add_model_arguments, choose_threads, load, progress
 from kvkeep.cli.numbers import count
 from kvkeep.cli.tiers import add_store_arguments, open_store
-from kvkeep.errors import require
+from kvkeep.core.errors import require
 
 if TYPE_CHECKING:
     import argparse
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from kvkeep.cli.client import Heard
     from kvkeep.cli.model import Commands
-    from kvkeep.engine import Engine
+    from kvkeep.serve.engine import Engine
 
     Talk = list[dict[str, str]]
 
@@ -139,10 +139,10 @@ def _tiers(args: argparse.Namespace) -> Iterator[list[str]]:
 def _service(args: argparse.Namespace, name: str, tiers: list[str]) -> Iterator[tuple[Engine, str]]:
     """A model, a pool and a store, served from scratch: nothing is left of one before but tiers."""
     with progress("starting"):
-        from kvkeep.cache import PagedCache  # noqa: PLC0415
-        from kvkeep.engine import Engine  # noqa: PLC0415 - seconds, for torch
+        from kvkeep.core.cache import PagedCache  # noqa: PLC0415
+        from kvkeep.serve.engine import Engine  # noqa: PLC0415 - seconds, for torch
 
-        require("kvkeep.server", "server")  # what it lacks is said before the model is loaded
+        require("kvkeep.serve.server", "server")  # what it lacks is said before the model is loaded
     # float32: in half precision the order of summing can decide between two like tokens.
     runner, tokenizer = load(args, dtype="float32")
     with open_store(args, runner, name=name, tiers=tiers) as store:
@@ -159,7 +159,7 @@ def serving(engine: Engine, name: str) -> Iterator[str]:
     In a thread, so that neither a process nor a port outlives this one, however it ends. At the
     end of the block the requests that still run are failed.
     """
-    from kvkeep.server import Listener, Settings, bind, create_app, url_of  # noqa: PLC0415
+    from kvkeep.serve.server import Listener, Settings, bind, create_app, url_of  # noqa: PLC0415
 
     settings = Settings(name=name, drain_timeout_s=0)
     listening: Future[None] = Future()

@@ -12,8 +12,8 @@ from kvkeep.cli.client import Refused
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.numbers import count
 from kvkeep.cli.watch import add_server_arguments, asking, console, entries, path
-from kvkeep.errors import InvalidValue, require
-from kvkeep.errors import whole as integer
+from kvkeep.core.errors import InvalidValue, require
+from kvkeep.core.errors import whole as integer
 
 if TYPE_CHECKING:
     import argparse

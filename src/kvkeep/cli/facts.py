@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import MissingExtra, require
+from kvkeep.core.errors import MissingExtra, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import argparse
 
     from kvkeep.cli.model import Commands
-    from kvkeep.engine import Completion, Engine, SamplingParams, Tokenizer
-    from kvkeep.tokens import TokenArray
+    from kvkeep.core.tokens import TokenArray
+    from kvkeep.serve.engine import Completion, Engine, SamplingParams, Tokenizer
 
 __all__ = ["add_parser", "run"]
 
@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     """Generate and print."""
     choose_threads(args)
     with progress("starting"):
-        from kvkeep.cache import PagedCache  # noqa: PLC0415
-        from kvkeep.engine import Engine, SamplingParams  # noqa: PLC0415 - seconds, for torch
+        from kvkeep.core.cache import PagedCache  # noqa: PLC0415
+        from kvkeep.serve.engine import Engine, SamplingParams  # noqa: PLC0415 - seconds, for torch
 
     params = SamplingParams(
         temperature=args.temperature,

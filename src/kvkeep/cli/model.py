@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.numbers import count
-from kvkeep.errors import require
+from kvkeep.core.errors import require
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
 
-    from kvkeep.engine import Runner, Tokenizer
+    from kvkeep.serve.engine import Runner, Tokenizer
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -47,8 +47,8 @@ def load(args: argparse.Namespace, *, dtype: str | None) -> tuple[Runner, Tokeni
     """The model that `add_model_arguments` chose, with its tokenizer, ready to run."""
     choose_threads(args)
     with progress("loading the model"):
-        from kvkeep.engine import Runner, Tokenizer  # noqa: PLC0415 - seconds, for torch
-        from kvkeep.models import bundled_model  # noqa: PLC0415
+        from kvkeep.serve.engine import Runner, Tokenizer  # noqa: PLC0415 - seconds, for torch
+        from kvkeep.serve.models import bundled_model  # noqa: PLC0415
 
         theirs = require("transformers", "transformers").utils.logging
         # It has one of its own, which would write over ours.

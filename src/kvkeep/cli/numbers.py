@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from kvkeep.errors import InvalidValue
-from kvkeep.geometry.units import parse_bytes, parse_count
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.geometry.units import parse_bytes, parse_count
 
 __all__ = ["amount", "count"]
 

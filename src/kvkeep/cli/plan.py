@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvkeep.bench.replay import Plan
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.replay import (
     add_price_arguments,
@@ -22,13 +23,12 @@ from kvkeep.cli.replay import (
     report,
 )
 from kvkeep.cli.trace import add_reading_arguments
-from kvkeep.replay import Plan
 
 if TYPE_CHECKING:
     import argparse
 
+    from kvkeep.bench.replay import Workload
     from kvkeep.cli.model import Commands
-    from kvkeep.replay import Workload
 
 __all__ = ["add_parser", "run"]
 

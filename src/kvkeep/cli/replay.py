@@ -9,24 +9,24 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.bench.replay import BELADY, BOUNDS, INFINITE, Journal, Run, Workload, replay
+from kvkeep.bench.replay.planning import amount
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.model import progress
 from kvkeep.cli.numbers import count
 from kvkeep.cli.trace import add_reading_arguments, opened
-from kvkeep.errors import InvalidValue, MissingExtra, require, whole
-from kvkeep.eviction import POLICIES
-from kvkeep.geometry import KVGeometry, parse_bytes, parse_count
-from kvkeep.replay import BELADY, BOUNDS, INFINITE, Journal, Run, Workload, replay
-from kvkeep.replay.planning import amount
-from kvkeep.tiers import TIERINGS
+from kvkeep.core.errors import InvalidValue, MissingExtra, require, whole
+from kvkeep.core.eviction import POLICIES
+from kvkeep.core.geometry import KVGeometry, parse_bytes, parse_count
+from kvkeep.store.tiers import TIERINGS
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+    from kvkeep.bench.replay import Outcome
+    from kvkeep.bench.replay.report import Prices
     from kvkeep.cli.model import Commands
-    from kvkeep.replay import Outcome
-    from kvkeep.replay.report import Prices
 
 __all__ = [
     "add_parser", "add_price_arguments", "add_replay_arguments", "add_report_arguments",
@@ -233,7 +233,7 @@ def report(
     advice: str | None = None,
 ) -> None:
     """Write the page that ``--out`` names, and what lies beside it."""
-    from kvkeep.replay.report import write_report  # noqa: PLC0415 - only where one is asked for
+    from kvkeep.bench.replay.report import write_report  # noqa: PLC0415 - only where one is asked for
 
     command = shlex.join(["kvkeep", *sys.argv[1:]])
     try:
@@ -249,7 +249,7 @@ def report(
 
 def prices_of(args: argparse.Namespace) -> Prices | None:
     """What was given of prices; `InvalidValue` where a part is missing."""
-    from kvkeep.replay.report import Prices  # noqa: PLC0415 - only where one is asked for
+    from kvkeep.bench.replay.report import Prices  # noqa: PLC0415 - only where one is asked for
 
     given = {
         "--gpu-hour": args.gpu_hour,
@@ -286,7 +286,7 @@ def planned_runs(args: argparse.Namespace, *, bounds: bool) -> list[Run]:
         policies += [bound for bound in BOUNDS if bound not in policies]
     cost = None
     if args.cost is not None:
-        from kvkeep.replay.costs import PrefillCost  # noqa: PLC0415 - only where one is named
+        from kvkeep.bench.replay.costs import PrefillCost  # noqa: PLC0415 - only where one is named
 
         cost = PrefillCost.read(args.cost)
     speeds = _bandwidths(args.bandwidth)

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.cli.numbers import amount, count
-from kvkeep.errors import InvalidValue, require, whole
+from kvkeep.core.errors import InvalidValue, require, whole
 
 if TYPE_CHECKING:
     import argparse
 
     from kvkeep.cli.model import Commands
-    from kvkeep.feed import Source
-    from kvkeep.router import CostModel
-    from kvkeep.router.health import Patience
-    from kvkeep.router.prompts import Tokenize
+    from kvkeep.serve.kv_events import Source
+    from kvkeep.serve.router import CostModel
+    from kvkeep.serve.router.health import Patience
+    from kvkeep.serve.router.prompts import Tokenize
 
 __all__ = ["add_parser", "run"]
 
@@ -130,12 +130,12 @@ def run(args: argparse.Namespace) -> int:
     require("starlette", "router")
     require("uvicorn", "router")
     require("prometheus_client", "router")
-    from kvkeep import http  # noqa: PLC0415
-    from kvkeep.feed import EventReader  # noqa: PLC0415
-    from kvkeep.router import PrefixRouter  # noqa: PLC0415
-    from kvkeep.router.listening import serve  # noqa: PLC0415
-    from kvkeep.router.proxy import create_proxy  # noqa: PLC0415
-    from kvkeep.router.upstreams import Upstreams  # noqa: PLC0415
+    from kvkeep.serve import http  # noqa: PLC0415
+    from kvkeep.serve.kv_events import EventReader  # noqa: PLC0415
+    from kvkeep.serve.router import PrefixRouter  # noqa: PLC0415
+    from kvkeep.serve.router.listening import serve  # noqa: PLC0415
+    from kvkeep.serve.router.proxy import create_proxy  # noqa: PLC0415
+    from kvkeep.serve.router.upstreams import Upstreams  # noqa: PLC0415
 
     patience = _patience(args)
     http.raise_file_limit()
@@ -177,8 +177,8 @@ def _listed(text: str) -> list[str]:
 
 
 def _sources(args: argparse.Namespace, names: list[str]) -> list[Source]:
-    from kvkeep.feed import Source  # noqa: PLC0415
-    from kvkeep.router.router import MOST_RANKS  # noqa: PLC0415
+    from kvkeep.serve.kv_events import Source  # noqa: PLC0415
+    from kvkeep.serve.router.router import MOST_RANKS  # noqa: PLC0415
 
     whole("--ranks", args.ranks, 1, MOST_RANKS)
     events = _listed(args.events) if args.events else [""] * len(names)
@@ -204,7 +204,7 @@ def _of_rank(address: str, rank: int) -> str:
 
 
 def _cost(args: argparse.Namespace) -> CostModel:
-    from kvkeep.router import CostModel  # noqa: PLC0415
+    from kvkeep.serve.router import CostModel  # noqa: PLC0415
 
     given: dict[str, Any] = {}
     if args.prefill_speed is not None:
@@ -217,7 +217,7 @@ def _cost(args: argparse.Namespace) -> CostModel:
 
 
 def _patience(args: argparse.Namespace) -> Patience:
-    from kvkeep.router.health import Patience  # noqa: PLC0415
+    from kvkeep.serve.router.health import Patience  # noqa: PLC0415
 
     for option in ("first_byte_timeout", "idle_timeout", "probe_interval", "probe_timeout",
                    "tokenize_timeout", "head_timeout", "body_timeout"):  # fmt: skip
@@ -236,7 +236,7 @@ def _patience(args: argparse.Namespace) -> Patience:
 
 
 def _tokenizer(path: Path) -> Tokenize:
-    from kvkeep.engine import Tokenizer  # noqa: PLC0415 - seconds, for torch
+    from kvkeep.serve.engine import Tokenizer  # noqa: PLC0415 - seconds, for torch
 
     tokenizer = Tokenizer.load(path)
 

@@ -12,27 +12,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep import telemetry
 from kvkeep.cli.model import add_model_arguments, choose_threads, load
 from kvkeep.cli.numbers import amount, count
 from kvkeep.cli.tiers import add_store_arguments, open_default_store, open_store
 from kvkeep.cli.watch import KEY_VARIABLE, api_key
-from kvkeep.errors import InvalidValue
-from kvkeep.eviction import POLICIES
-from kvkeep.geometry.units import format_bytes
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.eviction import POLICIES
+from kvkeep.core.geometry.units import format_bytes
+from kvkeep.observe import telemetry
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
 
-    from kvkeep.cache import PagedCache
+    from kvkeep.bench.traces import Capture
     from kvkeep.cli.model import Commands
-    from kvkeep.engine import Engine, Runner
-    from kvkeep.feed import EventPublisher
-    from kvkeep.server import Listener, Settings
+    from kvkeep.core.cache import PagedCache
+    from kvkeep.observe.telemetry.tracing import Tracing
+    from kvkeep.serve.engine import Engine, Runner
+    from kvkeep.serve.kv_events import EventPublisher
+    from kvkeep.serve.server import Listener, Settings
     from kvkeep.store import KVStore
-    from kvkeep.telemetry.tracing import Tracing
-    from kvkeep.traces import Capture
 
 __all__ = ["add_parser", "run"]
 
@@ -231,10 +231,10 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; 0 after an orderly end."""
     choose_threads(args)  # before torch comes
-    from kvkeep.cache import PagedCache  # noqa: PLC0415
-    from kvkeep.engine import Engine, Limits  # noqa: PLC0415 - seconds, for torch
-    from kvkeep.http import ConnectionLimits, bind, connections_for, raise_file_limit, url_of  # noqa: PLC0415
-    from kvkeep.server import Listener, create_app  # noqa: PLC0415
+    from kvkeep.core.cache import PagedCache  # noqa: PLC0415
+    from kvkeep.serve.engine import Engine, Limits  # noqa: PLC0415 - seconds, for torch
+    from kvkeep.serve.http import ConnectionLimits, bind, connections_for, raise_file_limit, url_of  # noqa: PLC0415
+    from kvkeep.serve.server import Listener, create_app  # noqa: PLC0415
 
     raise_file_limit()
     connections = ConnectionLimits(
@@ -294,7 +294,7 @@ def _publisher(args: argparse.Namespace, cache: PagedCache) -> Iterator[EventPub
     if args.events is None:
         yield None
         return
-    from kvkeep.feed import EventPublisher  # noqa: PLC0415 - an extra of its own
+    from kvkeep.serve.kv_events import EventPublisher  # noqa: PLC0415 - an extra of its own
 
     publisher = EventPublisher(cache, args.events, args.events_replay, topic=args.events_topic)
     try:
@@ -310,7 +310,7 @@ def _capture(args: argparse.Namespace, cache: PagedCache, name: str) -> Iterator
             raise InvalidValue("--capture-unit says how --capture writes; name a file with it")
         yield None
         return
-    from kvkeep.traces import Capture  # noqa: PLC0415 - only where it is asked for
+    from kvkeep.bench.traces import Capture  # noqa: PLC0415 - only where it is asked for
 
     capture = Capture(
         args.capture,
@@ -348,7 +348,7 @@ def _store(args: argparse.Namespace, runner: Runner, name: str) -> KVStore | Non
 
 
 def _listen(listener: Listener, bound: socket.socket) -> int:
-    from kvkeep.http import url_of  # noqa: PLC0415
+    from kvkeep.serve.http import url_of  # noqa: PLC0415
 
     try:
         asyncio.run(listener.serve([bound]))
@@ -366,7 +366,7 @@ def _key(args: argparse.Namespace) -> str | None:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    from kvkeep.server import LOOPBACK_HOSTS, Settings  # noqa: PLC0415
+    from kvkeep.serve.server import LOOPBACK_HOSTS, Settings  # noqa: PLC0415
 
     allowed = frozenset(name.lower() for name in args.allow_host)
     if _is_loopback(args.host):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.cli.facts import print_facts
 from kvkeep.cli.numbers import count
-from kvkeep.geometry import KVGeometry, format_bytes, parse_bytes
+from kvkeep.core.geometry import KVGeometry, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import argparse
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bundled() -> Path:
-    from kvkeep.models import bundled_model  # noqa: PLC0415 - only where no model is named
+    from kvkeep.serve.models import bundled_model  # noqa: PLC0415 - only where no model is named
 
     return bundled_model()
 

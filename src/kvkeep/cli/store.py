@@ -6,9 +6,9 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from kvkeep.backends import TierURL
 from kvkeep.cli.numbers import count
-from kvkeep.errors import BackendFailed
+from kvkeep.core.errors import BackendFailed
+from kvkeep.store.backends import TierURL
 
 if TYPE_CHECKING:
     import argparse

@@ -9,19 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvkeep.backends.buffers import aligned
 from kvkeep.cli.store_place import Answer, bar, remove, spaces_of
-from kvkeep.errors import InvalidValue, whole
-from kvkeep.geometry.units import format_bytes, parse_bytes, parse_seconds
-from kvkeep.tiers.record import BadRecord, OtherVersion
-from kvkeep.tiers.record import verify as verify_record
+from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.geometry.units import format_bytes, parse_bytes, parse_seconds
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.tiers.record import BadRecord, OtherVersion
+from kvkeep.store.tiers.record import verify as verify_record
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Generator, Sequence
 
-    from kvkeep.backends import Backend, Listed
     from kvkeep.cli.store_place import Place
+    from kvkeep.store.backends import Backend, Listed
 
 __all__ = ["gc", "rm", "verify"]
 

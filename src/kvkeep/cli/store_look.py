@@ -8,19 +8,19 @@ from bisect import bisect_right
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.backends.buffers import aligned
 from kvkeep.cli.store_place import Answer, age, bar, columns, spaces_of
-from kvkeep.codecs import CODECS, inner_number
-from kvkeep.errors import whole
-from kvkeep.geometry.units import format_bytes
-from kvkeep.keys import SPACE_BYTES
-from kvkeep.tiers.record import BadRecord, Header, read_header
+from kvkeep.core.errors import whole
+from kvkeep.core.geometry.units import format_bytes
+from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.codecs import CODECS, inner_number
+from kvkeep.store.tiers.record import BadRecord, Header, read_header
 
 if TYPE_CHECKING:
     import argparse
 
-    from kvkeep.backends import Listed
     from kvkeep.cli.store_place import Place, Space
+    from kvkeep.store.backends import Listed
 
 __all__ = ["codec_name", "ls", "stat"]
 

@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.backends import TierURL
-from kvkeep.errors import InvalidValue, MissingExtra, require
-from kvkeep.keys import SPACE_BYTES
-from kvkeep.tiers import TIER_OPTIONS, open_backend
+from kvkeep.core.errors import InvalidValue, MissingExtra, require
+from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.backends import TierURL
+from kvkeep.store.tiers import TIER_OPTIONS, open_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvkeep.backends import Backend, Listed
+    from kvkeep.store.backends import Backend, Listed
 
 __all__ = ["Answer", "Place", "Space", "age", "bar", "columns", "opened", "remove", "spaces_of"]
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from kvkeep.cli.numbers import count
-from kvkeep.errors import InvalidValue, KVKeepError
-from kvkeep.geometry.units import format_bytes
+from kvkeep.core.errors import InvalidValue, KVKeepError
+from kvkeep.core.geometry.units import format_bytes
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from kvkeep.engine import Runner
+    from kvkeep.serve.engine import Runner
     from kvkeep.store import KVStore
 
 __all__ = ["add_store_arguments", "cache_folder", "open_default_store", "open_store"]
@@ -60,7 +60,7 @@ def open_store(
 ) -> KVStore:
     """The store of ``args``' model over ``tiers``. Raises `InvalidValue`: a URL is wrong."""
     from kvkeep.store import KVStore  # noqa: PLC0415 - torch
-    from kvkeep.tiers import tiering  # noqa: PLC0415
+    from kvkeep.store.tiers import tiering  # noqa: PLC0415
 
     block = args.block_tokens
     if block is None:
@@ -84,7 +84,7 @@ def open_default_store(args: argparse.Namespace, runner: Runner, *, name: str) -
 
     Where that cannot be had, less is kept, and said on stderr: it must not stop the service.
     """
-    from kvkeep.tiers import tiering  # noqa: PLC0415
+    from kvkeep.store.tiers import tiering  # noqa: PLC0415
 
     tiering(args.tiering)  # which is wrong is not for want of a place
     memory = f"memory://{_MEMORY_BYTES}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from kvkeep.cli.numbers import count
 from kvkeep.cli.terminal import SUSPEND, keys, suspend, terminated
 from kvkeep.cli.watch import Watcher, add_server_arguments, asking, console
-from kvkeep.errors import InvalidValue, require, whole
+from kvkeep.core.errors import InvalidValue, require, whole
 
 if TYPE_CHECKING:
     import argparse

@@ -7,18 +7,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvkeep.bench.traces import FORMATS, KINDS, generate, open_trace, summarise, write_trace
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.facts import print_facts
 from kvkeep.cli.numbers import count
-from kvkeep.errors import InvalidValue
-from kvkeep.traces import FORMATS, KINDS, generate, open_trace, summarise, write_trace
+from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     import argparse
 
+    from kvkeep.bench.traces import FileTrace, Summary
+    from kvkeep.bench.traces.formats import Tokenize
     from kvkeep.cli.model import Commands
-    from kvkeep.traces import FileTrace, Summary
-    from kvkeep.traces.formats import Tokenize
 
 __all__ = ["add_parser", "add_reading_arguments", "opened", "run"]
 
@@ -134,7 +134,7 @@ def _text(how: str) -> str | Tokenize:
         return how
     if not Path(how).is_dir():
         raise InvalidValue(f"--text is words, bytes or a model's directory; got {how!r}")
-    from kvkeep.engine.text import Tokenizer  # noqa: PLC0415 - seconds, for torch
+    from kvkeep.serve.engine.text import Tokenizer  # noqa: PLC0415 - seconds, for torch
 
     return Tokenizer.load(Path(how)).encode  # type: ignore[return-value]
 

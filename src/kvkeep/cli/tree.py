@@ -10,22 +10,22 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvkeep.cache import PagedCache
 from kvkeep.cli.numbers import count
 from kvkeep.cli.tree_live import LIVE, add_live_arguments, draw_server
 from kvkeep.cli.watch import add_server_arguments
-from kvkeep.errors import InvalidValue, require, whole
-from kvkeep.eviction import POLICIES
-from kvkeep.prefix import INDICES
-from kvkeep.prefix.render import draw
-from kvkeep.tokens import as_tokens
+from kvkeep.core.cache import PagedCache
+from kvkeep.core.errors import InvalidValue, require, whole
+from kvkeep.core.eviction import POLICIES
+from kvkeep.core.prefix import INDICES
+from kvkeep.core.prefix.render import draw
+from kvkeep.core.tokens import as_tokens
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
 
     from kvkeep.cli.model import Commands
-    from kvkeep.tokens import TokenArray
+    from kvkeep.core.tokens import TokenArray
 
 __all__ = ["add_parser", "run"]
 
@@ -175,8 +175,8 @@ def _tokenizer(
     """How to read a line, and how to show tokens; no tokenizer is loaded for token ids."""
     if all(line.lstrip().startswith("[") for line in lines):
         return _token_ids, None
-    from kvkeep.engine.text import Tokenizer  # noqa: PLC0415 - seconds, for torch
-    from kvkeep.models import bundled_model  # noqa: PLC0415
+    from kvkeep.serve.engine.text import Tokenizer  # noqa: PLC0415 - seconds, for torch
+    from kvkeep.serve.models import bundled_model  # noqa: PLC0415
 
     tokenizer = Tokenizer.load(bundled_model() if model is None else model)
     return (

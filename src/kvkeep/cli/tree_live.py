@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvkeep.cli.numbers import count
 from kvkeep.cli.watch import asking, console, path
-from kvkeep.errors import InvalidValue, require, whole
+from kvkeep.core.errors import InvalidValue, require, whole
 
 if TYPE_CHECKING:
     import argparse

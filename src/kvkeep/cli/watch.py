@@ -19,7 +19,7 @@ from urllib.parse import urlencode
 
 from kvkeep.cli.client import Address, Client, Gone, Refused
 from kvkeep.cli.drawing import visible
-from kvkeep.errors import InvalidValue, require
+from kvkeep.core.errors import InvalidValue, require
 
 if TYPE_CHECKING:
     import argparse

@@ -6,8 +6,8 @@ from difflib import get_close_matches
 from threading import TIMEOUT_MAX  # seconds that can be waited for: some hundred years
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import InvalidValue, told, whole
-from kvkeep.geometry.units import parse_count
+from kvkeep.core.errors import InvalidValue, told, whole
+from kvkeep.core.geometry.units import parse_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

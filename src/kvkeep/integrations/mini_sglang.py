@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from kvkeep.errors import IllegalStep, InvalidValue, whole
-from kvkeep.eviction import policy as named_policy
-from kvkeep.keys import Namespace
-from kvkeep.prefix import RadixIndex
-from kvkeep.tokens import TOKEN_BYTES, as_tokens
+from kvkeep.core.errors import IllegalStep, InvalidValue, whole
+from kvkeep.core.eviction import policy as named_policy
+from kvkeep.core.keys import Namespace
+from kvkeep.core.prefix import RadixIndex
+from kvkeep.core.tokens import TOKEN_BYTES, as_tokens
 
 if TYPE_CHECKING:
-    from kvkeep.eviction import EvictionPolicy
-    from kvkeep.pages.table import PageArray
-    from kvkeep.prefix import PrefixMatch
-    from kvkeep.prefix.node import Node
+    from kvkeep.core.eviction import EvictionPolicy
+    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.prefix import PrefixMatch
+    from kvkeep.core.prefix.node import Node
 
 __all__ = ["Handle", "InsertResult", "MatchResult", "PrefixCache", "SizeInfo"]
 
@@ -95,7 +95,8 @@ class PrefixCache:
     Args:
         device: where the page table lies.
         page_size: tokens of a page.
-        policy: what is evicted first (`kvkeep.eviction`); one of those that need not be told what
+        policy: what is evicted first (`kvkeep.core.eviction`); one of those that need not be told
+            what
             is asked for.
 
     Thread safety: none, as mini-sglang's own: its scheduler is one thread. Cost: `match_prefix` and

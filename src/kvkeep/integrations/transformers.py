@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-from kvkeep.errors import IllegalStep, InvalidValue
+from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.integrations.transformers_caches import check_cache, fill, grown, held, length_of
 from kvkeep.integrations.transformers_model import (
     geometry_of,
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from transformers import Cache, DynamicCache, PreTrainedModel
     from transformers.generation.utils import GenerateOutput
 
-    from kvkeep.backends import Backend
+    from kvkeep.core.tokens import TokenArray
     from kvkeep.integrations.transformers_rows import Rows
-    from kvkeep.tokens import TokenArray
+    from kvkeep.store.backends import Backend
 
 __all__ = ["KeptModel", "LoadedPrefix", "Reuse", "revision_of"]
 

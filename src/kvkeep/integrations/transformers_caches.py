@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvkeep.errors import InvalidValue, require
+from kvkeep.core.errors import InvalidValue, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.errors import UnsupportedModel, require
-from kvkeep.geometry import KVGeometry
+from kvkeep.core.errors import UnsupportedModel, require
+from kvkeep.core.geometry import KVGeometry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from transformers import Cache, DynamicCache, PreTrainedModel
 
-    from kvkeep.geometry import KVGeometry
+    from kvkeep.core.geometry import KVGeometry
+    from kvkeep.core.tokens import TokenArray
     from kvkeep.integrations.transformers_rows import Rows, Shared
-    from kvkeep.tokens import TokenArray
 
     Layers = Sequence[tuple[torch.Tensor, ...]]
     Get = Callable[[TokenArray, int], tuple[Layers | None, int]]

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import torch
 
-from kvkeep.errors import InvalidValue
-from kvkeep.tokens import as_tokens
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.tokens import as_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvkeep.tokens import TokenArray
+    from kvkeep.core.tokens import TokenArray
 
 __all__ = [
     "PASS_TOKENS",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from kvkeep.errors import InvalidValue, require
+from kvkeep.core.errors import InvalidValue, require
 from kvkeep.integrations.transformers_caches import check_fits
 from kvkeep.integrations.transformers_model import takes_positions
 from kvkeep.integrations.transformers_rows import Rows, rows_of, tensor_of

@@ -1,30 +1,43 @@
 """The store: KV that outlives the GPU, the process and the machine.
 
-store.py    KVStore: put, get, lookup, prefetch of tokens and tensors
-blocks.py   BlockStore: the same for opaque bytes under block keys
-forms.py    the forms of KV that engines have
-names.py    from tokens to block ids
-stats.py    what is answered and reported
-why.py      why tokens are not there
-removal.py  what has to go with a prompt
-shared.py   one store a name in a process
-timing.py   how long puts and gets take
-pinning.py  memory that a GPU copies fast
-identity/   `model_identity`: what decides the numbers of a model's KV, for the namespace
-weights.py  a digest of the weights in files, a part of it
+kv/        KVStore: put, get, lookup, prefetch of tokens and tensors
+blocks/    BlockStore: the same for opaque bytes under block keys
+identity/  `model_identity`: what decides the numbers of a model's KV, for the namespace
+tiers/     memory, disks and servers, one behind the other: what is where, what moves
+codecs/    KV to bytes and back: raw, lossless, quantised, encrypted
+backends/  the places: memory, a directory, Valkey or Redis, object stores
+
+`KVStore` and `model_identity` need torch; nothing else here imports it.
 """
 
 from __future__ import annotations
 
-from kvkeep.store.blocks import BlockStore
-from kvkeep.store.identity import model_identity
-from kvkeep.store.stats import Lookup, Put, StoreStats
-from kvkeep.store.store import KVStore, Prefetch
-from kvkeep.store.timing import Operation
-from kvkeep.store.weights import weights_digest
-from kvkeep.tiers import Fate, Removed
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvkeep.store.blocks import BlockStore, Lookup, Operation, Put, StoreStats
+    from kvkeep.store.identity import model_identity, weights_digest
+    from kvkeep.store.kv import KVStore, Prefetch
+    from kvkeep.store.tiers import Fate, Removed
 
 __all__ = [
     "BlockStore", "Fate", "KVStore", "Lookup", "Operation", "Prefetch", "Put", "Removed",
     "StoreStats", "model_identity", "weights_digest",
 ]  # fmt: skip
+
+_ROOMS = {
+    **dict.fromkeys(("BlockStore", "Lookup", "Operation", "Put", "StoreStats"), "blocks"),
+    **dict.fromkeys(("model_identity", "weights_digest"), "identity"),
+    **dict.fromkeys(("KVStore", "Prefetch"), "kv"),
+    **dict.fromkeys(("Fate", "Removed"), "tiers"),
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used: most of them do without torch."""
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"kvkeep.store.{_ROOMS[name]}"), name)
+    globals()[name] = found
+    return found

@@ -1,8 +1,8 @@
 """Tests for those who extend kvkeep, and what is needed to test those who use it.
 
-    PrefixIndexTests   the contract of `kvkeep.prefix.base`; subclass it with your index
-    PolicyTests        the contract of `kvkeep.eviction.base`; subclass it with your policy
-    BackendTests       the contract of `kvkeep.backends.base`; subclass it with your backend
+    PrefixIndexTests   the contract of `kvkeep.core.prefix.base`; subclass it with your index
+    PolicyTests        the contract of `kvkeep.core.eviction.base`; subclass it with your policy
+    BackendTests       the contract of `kvkeep.store.backends.base`; subclass it with your backend
     CountingBackend    a backend around another that counts the calls
     FaultyBackend      the same, failing, hanging, slow or lying on demand
     FaultProxy         a TCP proxy that refuses, hangs, cuts, slows and garbles on demand
@@ -30,7 +30,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import require
+from kvkeep.core.errors import require
 
 if TYPE_CHECKING:
     from kvkeep.testing import strategies

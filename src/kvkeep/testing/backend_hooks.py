@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvkeep.backends.buffers import aligned
-from kvkeep.keys import KEY_BYTES, SPACE_BYTES
+from kvkeep.core.keys import KEY_BYTES, SPACE_BYTES
+from kvkeep.store.backends.buffers import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kvkeep.backends import Backend
+    from kvkeep.store.backends import Backend
 
 __all__ = ["BackendHooks", "Rooms", "block_id", "content", "get", "put", "sizes_listed", "version"]
 

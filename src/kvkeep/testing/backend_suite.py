@@ -1,4 +1,4 @@
-"""`BackendTests`: the contract of `kvkeep.backends.base`, one sentence of it a test."""
+"""`BackendTests`: the contract of `kvkeep.store.backends.base`, one sentence of it a test."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvkeep.backends import Backend
-from kvkeep.errors import OutOfRoom
-from kvkeep.keys import BLOCK_ID_BYTES
+from kvkeep.core.errors import OutOfRoom
+from kvkeep.core.keys import BLOCK_ID_BYTES
+from kvkeep.store.backends import Backend
 from kvkeep.testing.backend_hooks import Rooms, block_id, content, get, put, sizes_listed
 from kvkeep.testing.backend_threads import BackendThreadTests
 from kvkeep.testing.backend_walk import BackendWalkTests

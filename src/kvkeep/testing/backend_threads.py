@@ -6,7 +6,7 @@ import random
 import threading
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import OutOfRoom
+from kvkeep.core.errors import OutOfRoom
 from kvkeep.testing.backend_hooks import (
     BackendHooks,
     block_id,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from kvkeep.backends import Backend
+    from kvkeep.store.backends import Backend
 
 __all__ = ["BackendThreadTests", "together"]
 

@@ -20,7 +20,7 @@ from kvkeep.testing.backend_hooks import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvkeep.backends import Backend
+    from kvkeep.store.backends import Backend
 
 __all__ = ["BackendWalkTests"]
 

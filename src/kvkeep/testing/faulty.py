@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
-from kvkeep.backends import Backend
-from kvkeep.backends.buffers import aligned
-from kvkeep.errors import BackendFailed, InvalidValue, OutOfRoom
+from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom
+from kvkeep.store.backends import Backend
+from kvkeep.store.backends.buffers import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvkeep.backends import TierURL
-    from kvkeep.backends.base import Listed, Room
+    from kvkeep.store.backends import TierURL
+    from kvkeep.store.backends.base import Listed, Room
 
 __all__ = ["CALLS", "CountingBackend", "FaultyBackend"]
 

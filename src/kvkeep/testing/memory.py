@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.keys import as_namespace
+from kvkeep.core.keys import as_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import numpy.typing as npt
 
-    from kvkeep.keys import NamespaceLike
-    from kvkeep.pages import PageCopy
+    from kvkeep.core.keys import NamespaceLike
+    from kvkeep.core.pages import PageCopy
 
 __all__ = ["TaggedPages", "tags"]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvkeep.events import Evicted, Stored
-from kvkeep.extras import signed
-from kvkeep.keys import as_namespace
+from kvkeep.core.events import Evicted, Stored
+from kvkeep.core.extras import signed
+from kvkeep.core.keys import as_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvkeep.events import Event
-    from kvkeep.keys import Namespace, NamespaceLike
+    from kvkeep.core.events import Event
+    from kvkeep.core.keys import Namespace, NamespaceLike
 
 __all__ = ["NaiveCache", "NaiveMatch", "NaivePage"]
 
@@ -44,7 +44,7 @@ class NaiveCache:
     It refuses events that no cache may send: a page stored twice, a page without the page before
     it, the same prefix under two ids, the eviction of what is not stored. ``exact`` says whether
     the cache finds pages that match only in part. Tokens with extras are what
-    `kvkeep.extras.signed` makes of them. Cost: everything is a scan of everything.
+    `kvkeep.core.extras.signed` makes of them. Cost: everything is a scan of everything.
     """
 
     def __init__(self, page_size: int, *, exact: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""`PolicyTests`: the contract of `kvkeep.eviction.base`, one sentence of it a test."""
+"""`PolicyTests`: the contract of `kvkeep.core.eviction.base`, one sentence of it a test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import islice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.eviction import Entry, EvictionPolicy
+from kvkeep.core.eviction import Entry, EvictionPolicy
 
 __all__ = ["PolicyTests", "drain", "new_entry"]
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.keys import as_namespace
-from kvkeep.prefix.pinned import Pinned
+from kvkeep.core.keys import as_namespace
+from kvkeep.core.prefix.pinned import Pinned
+from kvkeep.core.tokens import as_tokens
 from kvkeep.testing.naive import NaiveCache
-from kvkeep.tokens import as_tokens
 
 if TYPE_CHECKING:
-    from kvkeep.keys import Namespace
-    from kvkeep.pages.table import PageArray
-    from kvkeep.prefix import PrefixIndex, PrefixMatch
-    from kvkeep.prefix.base import Encoder
+    from kvkeep.core.keys import Namespace
+    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.prefix import PrefixIndex, PrefixMatch
+    from kvkeep.core.prefix.base import Encoder
 
 __all__ = ["Held", "IndexDriver"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvkeep.eviction import FIFO, LFU, Priority
+from kvkeep.core.eviction import FIFO, LFU, Priority
 from kvkeep.testing.prefix_hooks import PrefixHooks, pages_of
 
 if TYPE_CHECKING:

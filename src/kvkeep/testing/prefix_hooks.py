@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvkeep.eviction import LRU
+from kvkeep.core.eviction import LRU
 from kvkeep.testing.prefix_driver import IndexDriver
 
 if TYPE_CHECKING:
-    from kvkeep.eviction import EvictionPolicy
-    from kvkeep.prefix import PrefixIndex
+    from kvkeep.core.eviction import EvictionPolicy
+    from kvkeep.core.prefix import PrefixIndex
 
 __all__ = ["PrefixHooks", "pages_of"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvkeep.testing.prefix_hooks import PrefixHooks, pages_of
 
 if TYPE_CHECKING:
-    from kvkeep.prefix.pinned import Pinned
+    from kvkeep.core.prefix.pinned import Pinned
     from kvkeep.testing.prefix_driver import IndexDriver
 
 __all__ = ["PinTests"]

@@ -1,4 +1,4 @@
-"""`PrefixIndexTests`: the contract of `kvkeep.prefix.base`, one sentence of it a test."""
+"""`PrefixIndexTests`: the contract of `kvkeep.core.prefix.base`, one sentence of it a test."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.eviction import POLICIES
+from kvkeep.core.eviction import POLICIES
 from kvkeep.testing.prefix_hooks import PrefixHooks
 from kvkeep.testing.strategies import Recipe, recipes
 
 if TYPE_CHECKING:
-    from kvkeep.prefix.pinned import Pinned
+    from kvkeep.core.prefix.pinned import Pinned
     from kvkeep.testing.prefix_driver import Held, IndexDriver
 
 __all__ = ["WalkTests"]

@@ -9,7 +9,7 @@ import struct
 import threading
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
 
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     from types import TracebackType

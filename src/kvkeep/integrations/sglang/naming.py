@@ -19,10 +19,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.keys import Namespace
 from kvkeep.integrations import loaded
 from kvkeep.integrations.sglang.settings import server_setting, settings_digest
-from kvkeep.keys import Namespace
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig

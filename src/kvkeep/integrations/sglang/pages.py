@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvkeep.errors import UnsupportedModel
+from kvkeep.core.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     import numpy.typing as npt

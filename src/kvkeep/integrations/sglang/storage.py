@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from kvkeep.errors import KVKeepError
+from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.sglang.naming import is_replicated, namespace_of, page_keys, pool_digest
 from kvkeep.integrations.sglang.options import Options
 from kvkeep.integrations.sglang.pages import HostPages, bytes_of, first_tokens, pages_of
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sglang.srt.observability.metrics_collector import StorageMetrics
 
     from kvkeep.integrations.sglang.pages import Bytes
-    from kvkeep.tiers import TierStats
+    from kvkeep.store.tiers import TierStats
 
 __all__ = ["KVKeepStorage"]
 

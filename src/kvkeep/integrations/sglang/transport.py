@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import IllegalStep
+from kvkeep.core.errors import IllegalStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

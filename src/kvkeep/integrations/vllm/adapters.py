@@ -16,7 +16,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations import loaded
 from kvkeep.store.identity import model_identity
 

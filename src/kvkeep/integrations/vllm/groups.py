@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvkeep.errors import UnsupportedModel
+from kvkeep.core.errors import UnsupportedModel
 from kvkeep.integrations.vllm.keys import keys_of
 
 if TYPE_CHECKING:

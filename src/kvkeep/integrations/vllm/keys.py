@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from kvkeep.keys import KEY_BYTES
+from kvkeep.core.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvkeep.core.keys import Namespace
 from kvkeep.integrations.vllm.numbers import numbers_of, plain
 from kvkeep.integrations.vllm.weights import revision_of
-from kvkeep.keys import Namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.given import count_of, refuse_unknown, seconds_of, tiers_of, truth_of
 
 if TYPE_CHECKING:

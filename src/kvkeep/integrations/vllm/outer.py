@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from vllm.config import get_current_vllm_config_or_none
 
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig

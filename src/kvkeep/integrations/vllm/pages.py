@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs, group_kernel_blocks
 
-from kvkeep.errors import UnsupportedModel
+from kvkeep.core.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.keys import Namespace
-from kvkeep.traces import Capture, Seen, Served
+from kvkeep.bench.traces import Capture, Seen, Served
+from kvkeep.core.keys import Namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from kvkeep.errors import IllegalStep, InvalidValue
+from kvkeep.core.errors import IllegalStep, InvalidValue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from vllm import envs
 
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations import loaded
 
 if TYPE_CHECKING:

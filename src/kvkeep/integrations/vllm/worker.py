@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvkeep.errors import KVKeepError
+from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.vllm.device import DeviceCopies
 from kvkeep.integrations.vllm.messages import Answers, Save, Span
 from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
@@ -19,7 +19,7 @@ from kvkeep.integrations.vllm.outer import require_own_engine
 from kvkeep.integrations.vllm.pages import pages_of
 from kvkeep.integrations.vllm.shared import Shared, log_fault
 from kvkeep.integrations.vllm.stats import Counts
-from kvkeep.store.blocks import BlockStore
+from kvkeep.store.blocks.store import BlockStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

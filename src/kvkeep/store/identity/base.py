@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvkeep.errors import InvalidValue
+from kvkeep.core.errors import InvalidValue
 from kvkeep.store.identity.files import files_identity
 from kvkeep.store.identity.modules import lines_of
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.errors import InvalidValue
-from kvkeep.store.weights import weights_digest
-from kvkeep.store.weights_files import find_files
+from kvkeep.core.errors import InvalidValue
+from kvkeep.store.identity.weights import weights_digest
+from kvkeep.store.identity.weights_files import find_files
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvkeep.errors import InvalidValue, require
+from kvkeep.core.errors import InvalidValue, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from kvkeep.errors import require
+from kvkeep.core.errors import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container

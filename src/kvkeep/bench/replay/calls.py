@@ -1,0 +1,80 @@
+"""Who asks when: at the times of a trace, or when somebody has had an answer."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import InvalidValue, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvkeep.bench.replay.workload import Workload
+
+__all__ = ["Calls", "calls_of"]
+
+_FASTEST = 1e6
+
+
+def calls_of(workload: Workload, users: int | None, speed: float) -> Calls:
+    """At their times, ``speed`` times as fast; or of so many ``users``, one after the other.
+
+    Raises `InvalidValue` for users or a speed that are none.
+    """
+    if not 1 / _FASTEST <= speed <= _FASTEST:
+        raise InvalidValue(f"speed is how many times faster than the trace, got {speed!r}")
+    if users is None:
+        return Open(workload, speed)
+    return Closed(workload, whole("users", users, 1), speed)
+
+
+class Open:
+    """At the times of the trace."""
+
+    def __init__(self, workload: Workload, speed: float) -> None:
+        begin = float(workload.times[0])
+        self._times = ((workload.times - begin) / speed + begin).tolist()
+
+    def first(self) -> Iterator[tuple[float, int]]:
+        """Who comes whatever happens, as (seconds, request)."""
+        return ((when, number) for number, when in enumerate(self._times))
+
+    def after(self, number: int, now: float) -> None:
+        """Nobody comes because request ``number`` has ended ``now``."""
+
+
+class Closed:
+    """When somebody has had an answer."""
+
+    def __init__(self, workload: Workload, users: int, speed: float) -> None:
+        self._times = workload.times.tolist()
+        self._speed = speed
+        self._users = users
+        self._next: dict[int, int] = {}  # of its session
+        self._sessions: deque[int] = deque()  # first requests
+        latest: dict[int, int] = {}
+        for number, session in enumerate(workload.session.tolist()):
+            if session >= 0 and session in latest:
+                self._next[latest[session]] = number
+            else:
+                self._sessions.append(number)
+            latest[session] = number
+
+    def first(self) -> Iterator[tuple[float, int]]:
+        """Who comes whatever happens, as (seconds, request)."""
+        begin = self._times[0]
+        for _ in range(min(self._users, len(self._sessions))):
+            yield begin, self._sessions.popleft()
+
+    def after(self, number: int, now: float) -> tuple[float, int] | None:
+        """Who comes because request ``number`` has ended ``now``."""
+        following = self._next.get(number)
+        if following is not None:
+            pause = (self._times[following] - self._times[number]) / self._speed
+            return now + pause, following
+        return (now, self._sessions.popleft()) if self._sessions else None
+
+
+Calls = Open | Closed
+"""Who asks when."""

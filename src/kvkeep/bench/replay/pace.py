@@ -1,0 +1,87 @@
+"""`Pace`: when requests come, are loaded, computed and over, where tiers take their time."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+from kvkeep.bench.replay.latency import Times
+from kvkeep.core.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvkeep.bench.replay.calls import Calls
+    from kvkeep.bench.replay.costs import PrefillCost
+    from kvkeep.bench.replay.outcome import Outcome
+    from kvkeep.bench.replay.workload import Workload
+
+__all__ = ["Pace"]
+
+
+class Pace:
+    """One request after the other: what tiers have is read while others are computed.
+
+        arrive ──▶ read from tiers ──▶ wait for the one before ──▶ prefill ──▶ decode ──▶ end
+                   one at a time each           one at a time          beside the next one
+
+    ``speeds`` are bytes a second of each level, fastest first; None: at once. Go through it for
+    the requests in the order in which they are computed, and say with `served` what was found.
+    """
+
+    def __init__(
+        self, workload: Workload, calls: Calls, cost: PrefillCost, speeds: Sequence[float | None]
+    ) -> None:
+        if any(speeds) and not cost.kv_bytes_per_token:
+            raise InvalidValue(
+                "how long a tier takes depends on the bytes of a token, and the cost does not tell "
+                "them; give it kv_bytes_per_token"
+            )
+        self.now = float(workload.times[0])
+        """When the request at hand is looked up: whoever is before it is computed."""
+        self._work = workload
+        self._calls = calls
+        self._cost = cost
+        unit_bytes = workload.unit_tokens * cost.kv_bytes_per_token
+        self._seconds = [0.0 if speed is None else unit_bytes / speed for speed in speeds]
+        self._free = [self.now for _ in speeds]  # when each level has read what it was asked for
+        self._times = Times(len(workload))
+
+    def __iter__(self) -> Iterator[int]:
+        events = [(when, number) for when, number in self._calls.first()]
+        heapq.heapify(events)
+        while events:
+            came, number = heapq.heappop(events)
+            self._times.came[number] = came
+            self.now = max(self.now, came)
+            yield number
+            # Whoever comes because of this one comes later than all that came so far.
+            following = self._calls.after(number, float(self._times.last[number]))
+            if following is not None:
+                heapq.heappush(events, following)
+
+    def served(self, number: int, found: Sequence[int], hit_tokens: int, outcome: Outcome) -> None:
+        """So many leading units came from each level, which are ``hit_tokens``."""
+        times, cost = self._times, self._cost
+        came = float(times.came[number])
+        ready = came
+        for level, units in enumerate(found):
+            if units and self._seconds[level]:
+                begin = max(came, self._free[level])
+                self._free[level] = begin + units * self._seconds[level]
+                times.loaded[number] += self._free[level] - begin
+                ready = max(ready, self._free[level])
+        tokens = int(self._work.tokens[number])
+        # The last token is computed in any case: it is what the answer follows.
+        seconds = cost.prefill_s(min(hit_tokens, tokens - 1), tokens)
+        times.prefill[number] = seconds
+        times.saved[number] = cost.prefill_s(0, tokens) - seconds
+        times.began[number] = begin = max(self.now, ready)
+        times.first[number] = self.now = begin + seconds
+        times.last[number] = self.now + cost.decode_s(int(self._work.output_tokens[number]))
+        times.seen(begin, outcome.blocks, outcome.hit_blocks)
+
+    def finish(self, outcome: Outcome) -> None:
+        """Give ``outcome`` its latency and its timeline."""
+        outcome.latency = self._times.latency()
+        outcome.timeline = self._times.timeline()

@@ -1,0 +1,251 @@
+"""`Plan`: which replays answer what to buy and what to set, and what they say in plain words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvkeep.bench.replay.bounds import BELADY, INFINITE
+from kvkeep.bench.replay.outcome import EVICTED, NEVER, OTHER, REMAINDER
+from kvkeep.bench.replay.runs import Run
+from kvkeep.bench.replay.simulate import SESSIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvkeep.bench.replay.outcome import Outcome
+    from kvkeep.bench.replay.workload import Workload
+
+__all__ = ["Advice", "Plan", "amount"]
+
+_USUAL = "lru"
+_POLICIES = ("lru", "2q", "s3fifo", "arc", "adaptive")
+_TIERINGS = ("inclusive", "exclusive", "adaptive")
+_TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
+_WORTH = 0.01
+"""Of all prompt tokens: what is less is not worth a change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to do, and why; each a sentence or some.
+
+    ``policy`` and ``tiering`` are what to set, ``disk`` whether a tier below memory is worth it.
+    """
+
+    policy: str
+    tiering: str | None
+    disk: bool
+    recommendation: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n\n".join((self.recommendation, *self.reasons))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is asked: so many tokens of memory, perhaps so many below it.
+
+    Shares are of prompt tokens, with a page for each unit of the trace.
+    """
+
+    memory_tokens: int
+    disk_tokens: int = 0
+
+    def runs(self, workload: Workload) -> list[Run]:
+        """The replays it takes: policies, less and more memory, tiers, and the bounds."""
+        found = [Run(policy, self.memory_tokens) for policy in _POLICIES]
+        if (workload.session >= 0).any():
+            found += [Run(policy + SESSIONS, self.memory_tokens) for policy in ("lru", "adaptive")]
+        for times in _TIMES:
+            size = int(self.memory_tokens * times)
+            if size >= workload.unit_tokens:
+                found += [Run(policy, size) for policy in (_USUAL, "adaptive", BELADY)]
+        if self.disk_tokens:
+            below = (self.disk_tokens,)
+            found += [
+                Run(policy, self.memory_tokens, below=below, tiering=name)
+                for policy in _POLICIES
+                for name in _TIERINGS
+            ]
+            found.append(Run(BELADY, self.memory_tokens, below=below))
+        found.append(Run(INFINITE, 0))
+        return list(dict.fromkeys(found))
+
+    def advice(self, outcomes: Mapping[Run, Outcome]) -> Advice:
+        """What the outcomes of `runs` say."""
+        return _Reading(self, outcomes).advice()
+
+
+class _Reading:
+    def __init__(self, plan: Plan, outcomes: Mapping[Run, Outcome]) -> None:
+        self._plan = plan
+        self._all = outcomes
+        self._here = {
+            run.policy: outcome.token_hit_rate
+            for run, outcome in outcomes.items()
+            if run.capacity_tokens == plan.memory_tokens and not run.below
+        }
+        self._tiers = {
+            (run.policy, run.tiering): outcome.token_hit_rate
+            for run, outcome in outcomes.items()
+            if run.below and run.policy != BELADY
+        }
+        self._usual = self._here[_USUAL]
+        self._most = outcomes[Run(INFINITE, 0)].token_hit_rate
+
+    def advice(self) -> Advice:
+        policy, why_policy = self._policy()
+        kept = self._here[policy]
+        below, why_disk = self._disk(kept)
+        disk, tiering = below is not None, None
+        if below is not None:
+            policy, tiering = below
+            kept = self._tiers[below]
+            why_policy = f"In memory alone: {why_policy[0].lower()}{why_policy[1:]}"
+        size = amount(self._plan.memory_tokens)
+        words = [f"Keep {size} in memory with the policy {policy.removesuffix(SESSIONS)}"]
+        if policy.endswith(SESSIONS):
+            words.append(", name the session of each request,")
+        if disk:
+            words.append(
+                f" and {amount(self._plan.disk_tokens)} below it with the tiering {tiering}"
+            )
+        elif self._plan.disk_tokens:
+            words.append(" and nothing below it")
+        words.append(
+            f": {_share(kept)} of all prompt tokens need no computing, of {_share(self._most)} "
+            "that any cache could reuse."
+        )
+        reasons = [self._what_is_there(), why_policy, why_disk, self._sizes(), self._misses()]
+        return Advice(policy, tiering, disk, "".join(words), tuple(filter(None, reasons)))
+
+    def _what_is_there(self) -> str:
+        if self._most < _WORTH:
+            return (
+                f"Prompts hardly share a beginning: with endless memory {_share(self._most)} would "
+                "be reused. No cache will help this traffic."
+            )
+        said = (
+            f"With endless memory {_share(self._most)} would be reused; the rest is seen for the "
+            f"first time. Knowing the future, {_share(self._here[BELADY])} could be had here"
+        )
+        if not self._tiers:
+            return f"{said}."
+        plan = self._plan
+        both = self._all[Run(BELADY, plan.memory_tokens, below=(plan.disk_tokens,))]
+        return f"{said} in memory alone, {_share(both.token_hit_rate)} with the tier below."
+
+    def _policy(self) -> tuple[str, str]:
+        tried = {name: rate for name, rate in self._here.items() if name != BELADY}
+        plain = {name: rate for name, rate in tried.items() if not name.endswith(SESSIONS)}
+        best = max(tried, key=lambda name: tried[name])
+        best_plain = max(plain, key=lambda name: plain[name])
+        if tried[best] - plain[best_plain] < _WORTH:
+            best = best_plain
+        if plain["adaptive"] > tried[best] - _WORTH / 2:
+            best = "adaptive"  # as good, and it follows when traffic changes
+        if tried[best] - self._usual < _WORTH:
+            return _USUAL, (
+                f"No policy is worth a change: LRU reuses {_share(self._usual)}, the best of the "
+                f"others {_share(max(plain.values()))}."
+            )
+        return best, (
+            f"The policy {best} reuses {_share(tried[best])} where LRU reuses "
+            f"{_share(self._usual)}: {_points(tried[best] - self._usual)} more."
+        )
+
+    def _disk(self, kept: float) -> tuple[tuple[str, str] | None, str]:
+        """Policy and tiering of two tiers, where they are worth it beside ``kept`` by one."""
+        if not self._tiers:
+            return None, ""
+        most = max(self._tiers.values())
+        below = amount(self._plan.disk_tokens)
+        if most - kept < _WORTH:
+            return None, (
+                f"A tier of {below} below would bring {_points(max(0.0, most - kept))}: what is "
+                "reused at all is reused from memory."
+            )
+        policy, tiering = self._pair(most)
+        rates = {name: rate for (one, name), rate in self._tiers.items() if one == policy}
+        return (policy, tiering), (
+            f"A tier of {below} below brings {_points(rates[tiering] - kept)} more, with the "
+            f"policy {policy} in both and the tiering {tiering} "
+            f"(written: {self._written(policy, tiering):.2f} blocks for each that is computed). "
+            + "; ".join(f"{name} {_share(rate)}" for name, rate in rates.items())
+            + "."
+        )
+
+    def _pair(self, most: float) -> tuple[str, str]:
+        """The best policy and tiering; the usual and adaptive ones where they are as good."""
+        good = [pair for pair, rate in self._tiers.items() if rate > most - _WORTH / 2]
+        for policy in (_USUAL, "adaptive"):
+            found = [name for one, name in good if one == policy]
+            if found:
+                best = max(found, key=lambda name: self._tiers[policy, name])
+                return policy, "adaptive" if "adaptive" in found else best
+        return max(good, key=lambda pair: self._tiers[pair])
+
+    def _written(self, policy: str, tiering: str) -> float:
+        plan = self._plan
+        outcome = self._all[
+            Run(policy, plan.memory_tokens, below=(plan.disk_tokens,), tiering=tiering)
+        ]
+        computed = max(1, outcome.blocks - outcome.hit_blocks)
+        return float(sum(tier["writes"] for tier in outcome.tiers[1:]) / computed)
+
+    def _sizes(self) -> str:
+        rates = {
+            run.capacity_tokens: outcome.token_hit_rate
+            for run, outcome in self._all.items()
+            if run.policy == "adaptive" and not run.below
+        }
+        here = self._plan.memory_tokens
+        parts = [f"{amount(size)} {_share(rate)}" for size, rate in sorted(rates.items())]
+        said = "More or less memory, with the policy adaptive: " + ", ".join(parts) + "."
+        twice, half = rates.get(2 * here), rates.get(here // 2)
+        if twice is not None and twice - rates[here] < _WORTH:
+            said += " Twice the memory would bring next to nothing."
+            if half is not None and rates[here] - half < _WORTH:
+                said += " Half of it would do."
+        elif twice is not None:
+            said += f" Twice the memory would bring {_points(twice - rates[here])}."
+        return said
+
+    def _misses(self) -> str:
+        outcome = self._all[Run(_USUAL, self._plan.memory_tokens)]
+        avoidable = {
+            reason: outcome.misses.get(reason, 0) / max(1, outcome.tokens)
+            for reason in (EVICTED, NEVER, OTHER, REMAINDER)
+        }
+        worst = max(avoidable, key=lambda reason: avoidable[reason])
+        if avoidable[worst] < _WORTH:
+            return ""
+        share = _share(avoidable[worst])
+        return {
+            EVICTED: f"{share} of all prompt tokens were there and had to go before they were "
+            "asked for again (with LRU): memory or policy decide over these.",
+            NEVER: f"{share} of all prompt tokens came before and were never kept: requests too "
+            "large for the memory, or that asked not to be stored.",
+            OTHER: f"{share} of all prompt tokens were there in another namespace: look at what "
+            "keeps tenants, salts or adapters apart.",
+            REMAINDER: f"{share} of all prompt tokens lie in pages that were not full: smaller "
+            "pages would reuse them.",
+        }[worst]
+
+
+def _share(part: float) -> str:
+    return f"{100 * part:.1f} %"
+
+
+def _points(part: float) -> str:
+    return f"{100 * part:.1f} points"
+
+
+def amount(tokens: int) -> str:
+    """``1_536_000`` → 1.54 M tokens."""
+    for scale, letter in ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k")):
+        if tokens >= scale:
+            return f"{tokens / scale:.3g} {letter} tokens"
+    return f"{tokens} tokens"

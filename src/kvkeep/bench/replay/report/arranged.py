@@ -1,0 +1,121 @@
+"""Outcomes put in order: a line for each policy, and the bounds apart from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from kvkeep.bench.replay.bounds import BELADY, INFINITE
+from kvkeep.bench.replay.report.words import shown
+from kvkeep.core.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvkeep.bench.replay.outcome import Outcome
+
+__all__ = ["Arranged", "Line", "arranged"]
+
+_USUAL = "lru"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One policy with all its capacities, the smallest first."""
+
+    name: str
+    outcomes: tuple[Outcome, ...]
+
+    def at(self, capacity: int) -> Outcome | None:
+        """Its outcome with that capacity."""
+        return next((one for one in self.outcomes if one.capacity_tokens == capacity), None)
+
+    def capacity_for(self, hit_rate: float) -> float | None:
+        """Tokens with which it would reach ``hit_rate``, on straight lines between its points.
+
+        None outside of them.
+        """
+        for low, high in pairwise(self.outcomes):
+            if low.hit_rate <= hit_rate <= high.hit_rate and low.hit_rate < high.hit_rate:
+                part = (hit_rate - low.hit_rate) / (high.hit_rate - low.hit_rate)
+                return low.capacity_tokens + part * (high.capacity_tokens - low.capacity_tokens)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """All of a report's outcomes. ``capacities`` are those of the policies, smallest first."""
+
+    policies: tuple[Line, ...]
+    belady: Line | None
+    infinite: Outcome | None
+    capacities: tuple[int, ...]
+
+    @property
+    def usual(self) -> Line | None:
+        """What the others are compared with: lru, or else the first."""
+        named = (line for line in self.policies if line.name == _USUAL)
+        return next(named, self.policies[0] if self.policies else None)
+
+    def best(self, capacity: int) -> Line | None:
+        """Who reuses most with that capacity; the first of equals."""
+        there = [line for line in self.policies if line.at(capacity) is not None]
+        return max(there, key=lambda line: _rate(line.at(capacity)), default=None)
+
+    def bound(self, capacity: int) -> Outcome | None:
+        """What no policy exceeds with that capacity, where it was computed."""
+        return self.belady.at(capacity) if self.belady is not None else None
+
+    def each(self) -> Iterable[tuple[Line, Outcome]]:
+        """Every policy with every capacity: by capacity, then in the order they were given."""
+        for capacity in self.capacities:
+            for line in self.policies:
+                outcome = line.at(capacity)
+                if outcome is not None:
+                    yield line, outcome
+
+
+def arranged(outcomes: Sequence[Outcome]) -> Arranged:
+    """Put them in order.
+
+    Raises `InvalidValue` where there are none, or they are of different traces.
+    """
+    if not outcomes:
+        raise InvalidValue("a report needs at least one outcome")
+    traces = {outcome.digest for outcome in outcomes}
+    if len(traces) > 1:
+        raise InvalidValue(f"a report is about one trace; these outcomes are of {len(traces)}")
+    policies = [one for one in outcomes if one.policy not in {BELADY, INFINITE}]
+    sizes = len({one.page_tokens for one in policies}) > 1
+    lines: dict[str, list[Outcome]] = {}
+    for outcome in policies:
+        _place(lines, outcome, sizes=sizes)
+    bound = [one for one in outcomes if one.policy == BELADY]
+    infinite = [one for one in outcomes if one.policy == INFINITE]
+    return Arranged(
+        policies=tuple(Line(name, _sorted(found)) for name, found in lines.items()),
+        belady=Line(BELADY, _sorted(bound)) if bound else None,
+        infinite=infinite[0] if infinite else None,
+        capacities=tuple(sorted({one.capacity_tokens for one in policies or bound})),
+    )
+
+
+def _place(lines: dict[str, list[Outcome]], outcome: Outcome, *, sizes: bool) -> None:
+    """Give it to its line. The same policy and capacity once more is another line, numbered."""
+    name = shown(outcome.policy, 40)
+    if sizes:
+        name += f", pages of {outcome.page_tokens}"
+    own, number = name, 1
+    while any(one.capacity_tokens == outcome.capacity_tokens for one in lines.get(own, ())):
+        number += 1
+        own = f"{name} ({number})"
+    lines.setdefault(own, []).append(outcome)
+
+
+def _sorted(found: Iterable[Outcome]) -> tuple[Outcome, ...]:
+    return tuple(sorted(found, key=lambda one: one.capacity_tokens))
+
+
+def _rate(outcome: Outcome | None) -> float:
+    return outcome.hit_rate if outcome is not None else 0.0

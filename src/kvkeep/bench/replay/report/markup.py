@@ -1,0 +1,101 @@
+"""Pieces of HTML. All text that comes in goes through `escaped`."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from typing import TYPE_CHECKING
+
+from kvkeep.bench.replay.report.words import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["bar", "details", "escaped", "glossary", "key", "paragraphs", "scrolling", "table"]
+
+
+_LONGEST = 4000
+
+
+def escaped(given: str) -> str:
+    """What can stand in an element or an attribute, with nothing in it that is invisible."""
+    return escape(shown(given, _LONGEST))
+
+
+def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], names: int = 1) -> str:
+    """A table whose first ``names`` columns are names and the others figures."""
+    top = "".join(
+        f'<th scope="col"{_align(at, names)}>{escaped(one)}</th>' for at, one in enumerate(head)
+    )
+    body = "".join(f"<tr>{_row(row, names)}</tr>" for row in rows)
+    return scrolling(
+        f"<table><caption>{escaped(caption)}</caption><thead><tr>{top}</tr></thead>"
+        f"<tbody>{body}</tbody></table>",
+        caption,
+    )
+
+
+def scrolling(content: str, label: str) -> str:
+    """What may be wider than the page; the keyboard reaches it to scroll."""
+    name = escaped(label)
+    return f'<div class="wide" tabindex="0" role="region" aria-label="{name}">{content}</div>'
+
+
+def _row(row: Sequence[str], names: int) -> str:
+    cells = []
+    for at, text in enumerate(row):
+        tag = 'th scope="row"' if at == 0 else f"td{_align(at, names)}"
+        cells.append(f"<{tag}><bdi>{escaped(text)}</bdi></{tag[:2]}>")
+    return "".join(cells)
+
+
+def _align(at: int, names: int) -> str:
+    return ' class="n"' if at >= names else ""
+
+
+def details(summary: str, content: str) -> str:
+    """What is folded away until somebody asks."""
+    return f"<details><summary>{escaped(summary)}</summary>{content}</details>"
+
+
+def bar(label: str, note: str, parts: Sequence[tuple[str, float, str]]) -> str:
+    """One stacked bar: (class, part of the whole, what it says) from the left."""
+    drawn, at = [], 0.0
+    for css, part, text in parts:
+        if part > 0:
+            drawn.append(
+                f'<rect class="{css}" x="{1000 * at:.2f}" y="0" width="{1000 * part:.2f}" '
+                f'height="1"><title>{escaped(text)}</title></rect>'
+            )
+        at += part
+    spoken = escaped(f"{label}: " + "; ".join(text for _, part, text in parts if part > 0))
+    return (
+        f'<div class="bar"><span class="name"><bdi>{escaped(label)}</bdi></span>'
+        f'<svg viewBox="0 0 1000 1" preserveAspectRatio="none" role="img" aria-label="{spoken}">'
+        f'{"".join(drawn)}</svg><span class="note">{escaped(note)}</span></div>'
+    )
+
+
+def key(parts: Iterable[tuple[str, str]]) -> str:
+    """What the colours of bars mean: (class, text)."""
+    return '<ul class="key">' + "".join(
+        f'<li><svg viewBox="0 0 1 1" aria-hidden="true"><rect class="{css}" width="1" height="1"/>'
+        f"</svg>{escaped(text)}</li>"
+        for css, text in parts
+    ) + "</ul>"  # fmt: skip
+
+
+def glossary(words: Iterable[tuple[str, str]]) -> str:
+    """Words and what they mean, or facts and what they are."""
+    return "<dl>" + "".join(
+        f"<div><dt>{escaped(word)}</dt><dd><bdi>{escaped(text)}</bdi></dd></div>"
+        for word, text in words
+    ) + "</dl>"  # fmt: skip
+
+
+def paragraphs(text: str) -> str:
+    """Text with blank lines between its paragraphs; its other lines end where they end."""
+    found = re.split(r"\n\s*\n", text.strip())
+    return "".join(
+        f"<p>{'<br>'.join(escaped(line) for line in one.splitlines())}</p>" for one in found
+    )

@@ -1,0 +1,316 @@
+"""The parts of the page between its sentences and its last line: charts, and tables behind them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.bench.replay.outcome import REASONS
+from kvkeep.bench.replay.report.charts import PERCENTILES
+from kvkeep.bench.replay.report.markup import bar, details, escaped, key, table
+from kvkeep.bench.replay.report.prices import FORMULA
+from kvkeep.bench.replay.report.words import count, duration, money, number, share, shown, tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvkeep.bench.replay.outcome import Outcome
+    from kvkeep.bench.replay.report.arranged import Arranged, Line
+    from kvkeep.bench.replay.report.prices import Prices
+
+__all__ = ["sections"]
+
+_CLASSES = {"reused": "hit"} | {reason: f"m{at}" for at, reason in enumerate(REASONS)}
+_FEW = 12  # rows of a table that is not folded away
+
+
+def sections(found: Arranged, prices: Prices | None, span_s: float) -> Iterator[str]:
+    """All that there is something to say about."""
+    yield _rates(found)
+    if found.policies:
+        yield _misses(found)
+    yield _closer(found)
+    if any(outcome.latency for _, outcome in found.each()):
+        yield _latency(found)
+    if any(outcome.tiers for _, outcome in found.each()):
+        yield _tiers(found)
+    if prices is not None and span_s > 0 and found.policies:
+        yield _costs(found, prices, span_s)
+    if any(len(outcome.namespaces) > 1 for _, outcome in found.each()):
+        yield _namespaces(found)
+
+
+def _section(name: str, title: str, *content: str) -> str:
+    return (
+        f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">'
+        f"{escaped(title)}</h2>{''.join(content)}</section>"
+    )
+
+
+def _chart(name: str, title: str, note: str, behind: str = "") -> str:
+    """Where the page's script draws; ``behind`` is its text alternative, folded away."""
+    return (
+        f'<figure class="chart" data-chart="{name}"><figcaption><h3 id="{name}-chart">'
+        f'{escaped(title)}</h3><p>{escaped(note)}</p></figcaption><div class="plot" tabindex="0" '
+        f'role="img" aria-labelledby="{name}-chart" aria-describedby="keys"></div>'
+        f'<div class="legend"></div><p class="said" aria-live="polite"></p>{behind}</figure>'
+    )
+
+
+def _choice(name: str, label: str, options: Sequence[tuple[str, str]], first: int = 0) -> str:
+    """What the charts below it are drawn for; at ``first`` when the page opens."""
+    inside = "".join(
+        f'<option value="{escaped(value)}"{" selected" * (at == first)}>{escaped(text)}</option>'
+        for at, (value, text) in enumerate(options)
+    )
+    chosen = f'<select id="{name}">{inside}</select>'
+    return f'<p class="choice"><label>{escaped(label)} {chosen}</label></p>'
+
+
+def _rates(found: Arranged) -> str:
+    head = [
+        "policy", "capacity, tokens", "hit rate", "of tokens", "reused tokens", "computed tokens",
+        "evicted pages", "refused requests", "replayed in",
+    ]  # fmt: skip
+    rows = [
+        _result(outcome, line.name, bound=False)
+        for line in found.policies
+        for outcome in line.outcomes
+    ]
+    if found.belady is not None:
+        rows += [_result(one, "belady (bound)", bound=True) for one in found.belady.outcomes]
+    if found.infinite is not None:
+        rows.append(_result(found.infinite, "infinite (bound)", bound=True))
+    behind = table("Every policy and capacity", head, rows)
+    note = (
+        "No policy gets above the shaded part: it ends at what one would reuse that sees the "
+        "future."
+        if found.belady is not None and found.policies
+        else "The more memory, the more is reused."
+    )
+    chart = _chart("rates", "Hit rate against capacity", note, details("The figures", behind))
+    return _section("hit-rate", "How much is reused", chart)
+
+
+def _result(outcome: Outcome, name: str, *, bound: bool) -> list[str]:
+    return [
+        name,
+        count(outcome.capacity_tokens),
+        share(outcome.hit_rate),
+        share(outcome.token_hit_rate),
+        count(outcome.hit_tokens),
+        count(outcome.tokens - outcome.hit_tokens),
+        *(["–", "–"] if bound else [count(outcome.evicted_pages), count(outcome.refused)]),
+        duration(outcome.seconds),
+    ]
+
+
+def _misses(found: Arranged) -> str:
+    reasons = [
+        reason for reason in _reasons(found)
+        if any(outcome.misses.get(reason) for _, outcome in found.each())
+    ]  # fmt: skip
+    groups = []
+    for capacity in found.capacities:
+        bars = [
+            _bar(line.name, outcome, reasons)
+            for line in found.policies
+            if (outcome := line.at(capacity)) is not None
+        ]
+        groups.append(f"<h3>With {escaped(tokens(capacity))} tokens</h3>{''.join(bars)}")
+    colours = key([(_CLASSES.get(one, "m4"), one) for one in ("reused", *reasons)])
+    head = ["policy", "capacity, tokens", "prompt tokens", "reused", *reasons]
+    rows = (
+        [
+            line.name,
+            count(outcome.capacity_tokens),
+            count(outcome.tokens),
+            count(outcome.hit_tokens),
+        ]
+        + [count(outcome.misses.get(reason, 0)) for reason in reasons]
+        for line, outcome in found.each()
+    )
+    return _section(
+        "misses",
+        "What became of every prompt token",
+        "<p>A token is reused, or computed for one reason. These are shares of tokens; a hit "
+        "rate is one of blocks, the last of which is rarely full.</p>",
+        f'<div class="bars">{colours}{"".join(groups)}</div>',
+        details("The figures", table("Prompt tokens by what became of them", head, rows)),
+    )
+
+
+def _reasons(found: Arranged) -> list[str]:
+    """The known ones in their order, then any other."""
+    others = {reason for _, outcome in found.each() for reason in outcome.misses}
+    return [*REASONS, *sorted(others - set(REASONS))]
+
+
+def _bar(name: str, outcome: Outcome, reasons: Sequence[str]) -> str:
+    whole = max(1, outcome.tokens)
+    parts = [("reused", outcome.hit_tokens)] + [
+        (one, outcome.misses.get(one, 0)) for one in reasons
+    ]
+    return bar(
+        name,
+        f"{share(outcome.hit_tokens / whole)} reused",
+        [
+            (_CLASSES.get(reason, "m4"), amount / whole, f"{reason}: {share(amount / whole)}")
+            for reason, amount in parts
+        ],
+    )
+
+
+def _closer(found: Arranged) -> str:
+    options = [(str(one), f"{tokens(one)} tokens") for one in found.capacities]
+    chosen = _choice("capacity", "Capacity", options, first=(len(options) - 1) // 2)
+    behind = details("The figures", '<div class="filled"></div>')
+    charts = [
+        _chart("time", "Hit rate over time",
+               "In hundredths of the trace's time. A cache begins empty.", behind),
+        _chart("gap", "Reuse gaps: how long blocks lay between two uses",
+               "Blocks that were reused, by the time since they were last asked for. The grey area "
+               "is all the reuse there is; where a line falls below it, memory did not last.",
+               behind),
+        _chart("life", "Lifetimes: how long blocks lay before they were evicted",
+               "Evicted blocks, by their time in the cache.", behind),
+        _chart("ago", "Evicted too early: how long ago what is missing was evicted",
+               "Tokens computed again, by the time since their eviction. What lies on the left was "
+               "nearly kept.", behind),
+    ]  # fmt: skip
+    if any(outcome.latency.get("rows") for _, outcome in found.each()):
+        charts.append(_chart("wait", "Times to first token", "Requests, by how long each waited "
+                             "for the first token of its answer.", behind))  # fmt: skip
+    return _section("closer", "One capacity looked at closely", chosen, *charts)
+
+
+def _latency(found: Arranged) -> str:
+    chosen = _choice("percentile", "Percentile", [(one, one) for one in PERCENTILES])
+    head = [
+        "policy", "capacity, tokens", *(f"TTFT {one}" for one in PERCENTILES),
+        "queueing p50", "queueing p99", "whole answer p50", "computing", "saved", "busy",
+    ]  # fmt: skip
+    rows = (_times(line, outcome) for line, outcome in found.each() if outcome.latency)
+    behind = details("The figures", table("Time to first token", head, rows))
+    chart = _chart("ttft", "Time to first token against capacity", "What is reused need not be "
+                   "computed first, nor wait for others that compute.", behind)  # fmt: skip
+    return _section("latency", "How long until the first token", chosen, chart)
+
+
+def _times(line: Line, outcome: Outcome) -> list[str]:
+    ttft, queue = outcome.latency.get("ttft_s") or {}, outcome.latency.get("queue_s") or {}
+    busy = outcome.latency.get("utilisation")
+    return [
+        line.name,
+        count(outcome.capacity_tokens),
+        *(_seconds(ttft.get(one)) for one in PERCENTILES),
+        *(_seconds(queue.get(one)) for one in ("p50", "p99")),
+        _seconds((outcome.latency.get("total_s") or {}).get("p50")),
+        *(_seconds(outcome.latency.get(one)) for one in ("prefill_s", "saved_s")),
+        "–" if busy is None else share(busy),
+    ]
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else duration(value)
+
+
+def _tiers(found: Arranged) -> str:
+    fields: list[str] = []
+    rows: list[tuple[Line, Outcome, dict[str, Any]]] = []
+    for line, outcome in found.each():
+        for tier in outcome.tiers:
+            rows.append((line, outcome, tier))
+            fields += [one for one in tier if one != "name" and one not in fields]
+    head = ["policy", "tier", "pool, tokens", *(shown(one, 30) for one in fields)]
+    body = (
+        [line.name, shown(tier.get("name", "")), count(outcome.capacity_tokens)]
+        + [_cell(tier.get(one)) for one in fields]
+        for line, outcome, tier in rows
+    )
+    behind = table("What each tier was asked for and wrote", head, body, names=2)
+    if len(rows) > _FEW:
+        behind = details("The figures", behind)
+    return _section("tiers", "Tiers below", behind)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return shown(value)
+    return count(value) if isinstance(value, int) else number(value)
+
+
+def _costs(found: Arranged, prices: Prices, span_s: float) -> str:
+    head = ["policy", "capacity, tokens", "hit rate", "memory", "disk", "GPU time", "a month"]
+    rows = []
+    for line, outcome in found.each():
+        cost = prices.month(outcome, span_s)
+        assert cost is not None
+        amounts = (cost.memory, cost.disk, cost.gpu, cost.total)
+        rows.append([
+            line.name, count(outcome.capacity_tokens), share(outcome.hit_rate),
+            *(money(one, prices.currency) for one in amounts),
+        ])  # fmt: skip
+    given = (
+        f"Prices: {money(prices.gpu_hour, prices.currency)} a GPU hour, which prefills "
+        f"{count(prices.prefill_tokens_per_s)} tokens a second; "
+        f"{money(prices.memory_gib_month, prices.currency)} a GiB of memory and "
+        f"{money(prices.disk_gib_month, prices.currency)} a GiB of disk a month; "
+        f"{count(prices.kv_bytes_per_token)} bytes of KV a token. The trace takes "
+        f"{duration(span_s)}: it is taken that a month is made of such times."
+    )
+    chart = _chart(
+        "cost",
+        "Cost of a month against hit rate",
+        "Each point is a policy with a capacity; lower is cheaper, further right reuses more.",
+        details("The figures", table("Cost of a month", head, rows)),
+    )
+    formula = FORMULA[0].upper() + FORMULA[1:]
+    return _section(
+        "cost", "What it costs", chart, f"<p>{escaped(given)}</p><p>{escaped(formula)}</p>"
+    )
+
+
+def _namespaces(found: Arranged) -> str:
+    tables = []
+    for capacity in found.capacities:
+        there = [
+            (line, outcome) for line in found.policies
+            if (outcome := line.at(capacity)) is not None
+        ]  # fmt: skip
+        if not there:
+            continue
+        rows = [
+            [shown(space) or "(none)", count(amounts[0])]
+            + [_reused(outcome.namespaces.get(space)) for _, outcome in there]
+            for space, amounts in there[0][1].namespaces.items()
+        ]
+        head = ["namespace", "prompt tokens", *(line.name for line, _ in there)]
+        caption = f"Tokens reused in the largest namespaces, with {tokens(capacity)} tokens"
+        tables.append(details(f"With {tokens(capacity)} tokens", table(caption, head, rows)))
+        tables += [
+            _other_memory(capacity, outcome) for _, outcome in there if outcome.what_if_namespaces
+        ]
+    return _section(
+        "namespaces", "Who gets how much", "<p>Nothing is shared between namespaces.</p>", *tables
+    )
+
+
+def _other_memory(capacity: int, outcome: Outcome) -> str:
+    """What less and more memory for all would do for each, by the sampled curve."""
+    curves = outcome.what_if_namespaces
+    times = [factor for factor, _ in next(iter(curves.values()))]
+    rows = [
+        [shown(space) or "(none)", *(share(rate) for _, rate in curve)]
+        for space, curve in curves.items()
+    ]
+    caption = (
+        f"Tokens that LRU would reuse with other memory than {tokens(capacity)} tokens, by a sample"
+    )
+    head = ["namespace", *(f"{factor:g}×" for factor in times)]
+    return details(f"With more or less than {tokens(capacity)} tokens", table(caption, head, rows))
+
+
+def _reused(amounts: Sequence[int] | None) -> str:
+    return "–" if not amounts or not amounts[0] else share(amounts[1] / amounts[0])

@@ -1,0 +1,134 @@
+"""Writing the report and what lies beside it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.bench.replay.outcome import REASONS
+from kvkeep.bench.replay.report.arranged import arranged
+from kvkeep.bench.replay.report.charts import PERCENTILES
+from kvkeep.bench.replay.report.page import page
+from kvkeep.bench.replay.report.picture import picture
+from kvkeep.core.errors import InvalidValue, MissingExtra
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvkeep.bench.replay.outcome import Outcome
+    from kvkeep.bench.replay.report.prices import Prices
+
+__all__ = ["write_report"]
+
+_COLUMNS = (
+    "policy", "capacity_tokens", "page_tokens", "hit_rate", "token_hit_rate", "requests", "refused",
+    "tokens", "hit_tokens", "blocks", "hit_blocks", "evicted_pages", "seconds",
+)  # fmt: skip
+
+
+def write_report(
+    outcomes: Sequence[Outcome],
+    path: Path,
+    *,
+    trace: Mapping[str, Any],
+    prices: Prices | None = None,
+    command: str | None = None,
+    advice: str | None = None,
+) -> list[Path]:
+    """Write the report to ``path`` (``.html``), and JSON, CSV and PNG of the same name beside it.
+
+    ``trace`` has facts of the workload: ``name``, ``requests``, ``tokens``, ``span_s`` (seconds,
+    for times and costs), ``unit_tokens``, ``namespaces``, ``skipped``, ``digest``; what else is in
+    it is listed as it is. ``command`` is how all this was asked for, ``advice`` text for a section
+    of its own. Policies named belady and infinite are drawn as bounds.
+
+    Gives the files that were written, the page first. There is no PNG where matplotlib (the extra
+    ``report``) is not installed: then none is in the list. Files that are there are replaced, each
+    at once. Raises `InvalidValue` where there is nothing to report, outcomes are of different
+    traces or ``path`` does not end in .html, and OSError.
+
+    Cost: some milliseconds an outcome; a second for the PNG.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in {".html", ".htm"}:
+        raise InvalidValue(f"a report is an .html file; got {str(path)!r}")
+    found = arranged(outcomes)
+    files: dict[Path, bytes] = {}
+    with suppress(MissingExtra):  # the page does not need it; the list lacks it then
+        files[path.with_suffix(".png")] = picture(found)
+    files = {
+        path.with_suffix(".json"): _json(outcomes, trace, command, advice),
+        path.with_suffix(".csv"): _csv(outcomes),
+        **files,
+    }
+    beside = tuple(one.name for one in files)
+    text = page(found, trace, prices=prices, command=command, advice=advice, beside=beside)
+    files = {path: text.encode(), **files}
+    for file, content in files.items():
+        _replace(file, content)
+    return list(files)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Nobody sees half of it."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _json(
+    outcomes: Sequence[Outcome], trace: Mapping[str, Any], command: str | None, advice: str | None
+) -> bytes:
+    whole = {
+        "trace": dict(trace),
+        "command": command,
+        "advice": advice,
+        "outcomes": [outcome.as_dict() for outcome in outcomes],
+    }
+    return json.dumps(_plain(whole), indent=1, allow_nan=False).encode()
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: NumPy's numbers as Python's, and null for what is no number."""
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(one) for one in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+def _csv(outcomes: Sequence[Outcome]) -> bytes:
+    """A line for each outcome; a column for each reason, and for each percentile of TTFT."""
+    others = {reason for outcome in outcomes for reason in outcome.misses} - set(REASONS)
+    reasons = [*REASONS, *sorted(others)]
+    timed = any(outcome.latency for outcome in outcomes)
+    text = io.StringIO(newline="")
+    lines = csv.writer(text, lineterminator="\n")
+    times = [f"ttft_{one}_s" for one in PERCENTILES] if timed else []
+    lines.writerow([*_COLUMNS, *(_column(one) for one in reasons), *times])
+    for outcome in outcomes:
+        ttft = outcome.latency.get("ttft_s") or {}
+        lines.writerow([
+            *(getattr(outcome, name) for name in _COLUMNS),
+            *(outcome.misses.get(one, 0) for one in reasons),
+            *(ttft.get(one, "") for one in (PERCENTILES if timed else ())),
+        ])  # fmt: skip
+    return text.getvalue().encode("utf-8", "backslashreplace")
+
+
+def _column(reason: str) -> str:
+    return f"missed_{reason.replace(' ', '_')}_tokens"

@@ -1,0 +1,135 @@
+"""`simulate_tiers`: a trace through the tiers of a store, over places that are numbers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvkeep.bench.replay.calls import calls_of
+from kvkeep.bench.replay.outcome import Outcome
+from kvkeep.bench.replay.pace import Pace
+from kvkeep.bench.replay.simulate import Paging
+from kvkeep.bench.replay.tiers import Level, TierSimulator
+from kvkeep.bench.replay.watching import Watch
+from kvkeep.core.errors import InvalidValue
+from kvkeep.store.tiers import tiering as tiering_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvkeep.bench.replay.costs import PrefillCost
+    from kvkeep.bench.replay.workload import Ids, Workload
+
+__all__ = ["simulate_tiers"]
+
+
+def simulate_tiers(
+    workload: Workload,
+    capacities_tokens: Sequence[int],
+    tiering: str = "inclusive",
+    policy: str = "lru",
+    *,
+    cost: PrefillCost | None = None,
+    bandwidths: Sequence[float | None] = (),
+    users: int | None = None,
+    speed: float = 1.0,
+    progress: Callable[[int], None] | None = None,
+) -> Outcome:
+    """Replay ``workload`` through tiers of so many tokens, fastest first, by units.
+
+    Each unit is a block, the last of a prompt as well. ``tiering`` is what moves where, as
+    `kvkeep.store.tiers.tiering` names it, ``policy`` the eviction of each tier. The outcome's
+    ``tiers`` say what each was asked for and what was written to it; its policy is "lru/inclusive".
+
+    With ``cost`` requests wait in line, and the outcome has a ``latency`` (as `simulate_loop`;
+    ``users`` and ``speed`` are told there): what is found below the first tier is read at
+    ``bandwidths``, in bytes a second of each tier (None, and tiers behind the last: at once), one
+    request at a time from each tier, while the prompt before is computed; ``loaded_s`` is the sum
+    of that. What a running request holds is not taken out of the first tier.
+
+    Cost: 5 to 10 µs a block.
+    """
+    if not capacities_tokens:
+        raise InvalidValue("tiers have capacities, fastest first; none were given")
+    pace = None
+    if cost is not None:
+        speeds = [*bandwidths, *(None for _ in capacities_tokens)][: len(capacities_tokens)]
+        pace = Pace(workload, calls_of(workload, users, speed), cost, speeds)
+    elif bandwidths or users is not None:
+        raise InvalidValue("how long tiers and users take matters where prompts cost something")
+    begun = time.perf_counter()
+    paging = Paging(workload.unit_tokens)
+    outcome = Outcome(
+        f"{policy}/{tiering}",
+        sum(capacities_tokens),
+        paging.tokens,
+        workload.name,
+        workload.digest,
+    )
+    watch = Watch(workload, 0, 1, outcome)
+    levels = [
+        Level("memory" if not at else f"tier {at + 1}", paging.pages(tokens), policy)
+        for at, tokens in enumerate(capacities_tokens)
+    ]
+
+    def lost(level: int, blocks: list[bytes]) -> None:
+        ids = np.array([int.from_bytes(block[-4:], "little") for block in blocks], np.int32)
+        watch.gone(ids)
+        gone[level] += len(blocks)
+
+    gone = [0] * len(levels)
+    simulator = TierSimulator(levels, tiering_policy(tiering), clock=lambda: watch.now, lost=lost)
+    for done, number in enumerate(range(len(workload)) if pace is None else pace):
+        watch.now = float(workload.times[number]) if pace is None else pace.now
+        found = simulator.find(block_ids(workload.prompt(number), int(workload.namespace[number])))
+        hit_tokens = min(found.blocks * workload.unit_tokens, int(workload.tokens[number]))
+        watch.request(number, hit_tokens, found.blocks)
+        if pace is not None:
+            pace.served(number, found.found, hit_tokens, outcome)
+            watch.now = pace.now
+        if workload.store[number]:
+            _keep(workload, number, found.blocks, simulator, watch)
+        if progress is not None and done % 100 == 99:
+            progress(done + 1)
+    outcome.tiers = [
+        {**asdict(found), "capacity_tokens": tokens, "lost": count}
+        for found, tokens, count in zip(simulator.stats(), capacities_tokens, gone, strict=True)
+    ]
+    outcome.evicted_pages = sum(gone)
+    watch.done()
+    if pace is not None:
+        pace.finish(outcome)
+    outcome.seconds = time.perf_counter() - begun
+    return outcome
+
+
+def _keep(
+    workload: Workload, number: int, found: int, simulator: TierSimulator, watch: Watch
+) -> None:
+    """Store what was not found of a prompt, and its answer."""
+    ids, answer = workload.prompt(number), workload.answer(number)
+    new = np.concatenate((ids[found:], answer)) if len(answer) else ids[found:]
+    keys = block_ids(new, int(workload.namespace[number]))
+    simulator.put(keys)
+    watch.stored(new[[simulator.level_of(block) is not None for block in keys]])
+
+
+def block_ids(ids: Ids, space: int) -> list[bytes]:
+    """Names of blocks, as evenly spread as keys are: 16 bytes of the namespace, 32 of the key."""
+    words = np.empty((len(ids), 6), np.uint64)
+    words[:, 0] = words[:, 1] = space
+    mixed = ids.astype(np.uint64)
+    for column in (2, 3, 4):
+        # splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)
+        mixed = mixed + np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed = mixed ^ (mixed >> np.uint64(31))
+        words[:, column] = mixed
+    # The id itself comes last, to be read back.
+    words[:, 5] = (mixed & np.uint64(0xFFFFFFFF)) | (ids.astype(np.uint64) << np.uint64(32))
+    packed = words.astype("<u8").tobytes()
+    return [packed[at : at + 48] for at in range(0, len(packed), 48)]

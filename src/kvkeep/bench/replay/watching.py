@@ -1,0 +1,140 @@
+"""What became of each unit, seen from the cache's own events: why a token was computed again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvkeep.bench.replay.outcome import EVICTED, FIRST, NEVER, OTHER, REMAINDER, Outcome, Spans
+from kvkeep.core.events import Evicted, Stored
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvkeep.bench.replay.workload import Ids, Workload
+    from kvkeep.core.events import Event
+
+__all__ = ["Watch"]
+
+_WINDOWS = 100
+_NAMESPACES = 20
+_IN, _OUT = 1, 2  # states of a unit; 0: it never was in
+
+
+class Watch:
+    """Follows a replay of one workload and adds up its `Outcome`.
+
+    It is a hook of the cache (`see`), and is told of each request (`request`). Cost: about 30 µs a
+    request. Memory: 25 bytes for each different unit, 4 for each page.
+    """
+
+    def __init__(self, workload: Workload, pages: int, page_size: int, outcome: Outcome) -> None:
+        self.now = 0.0
+        self.outcome = outcome
+        self._workload = workload
+        self._page_size = page_size
+        self._unit_of = np.full(pages, -1, np.int32)
+        count = workload.num_ids
+        self._state = np.zeros(count, np.int8)
+        self._asked = np.full(count, -np.inf)
+        self._stored = np.zeros(count)
+        self._gone = np.zeros(count)
+        self._anywhere = np.zeros(int(workload.content.max(initial=0)) + 1, bool)
+        self._gaps, self._lives, self._ago = Spans(), Spans(), Spans()
+        self._misses = dict.fromkeys((FIRST, EVICTED, NEVER, OTHER, REMAINDER), 0)
+        self._windows = np.zeros((_WINDOWS, 2), np.int64)
+        self._spaces = np.zeros((len(workload.namespaces), 2), np.int64)
+
+    def see(self, event: Event) -> None:
+        """The cache's hook."""
+        if isinstance(event, Stored):
+            units = event.tokens[:: self._page_size]
+            self._unit_of[event.pages] = units
+            self.stored(units)
+        elif isinstance(event, Evicted):
+            self.gone(np.unique(self._unit_of[event.pages]))
+
+    def stored(self, units: Ids) -> None:
+        """``units`` can be reused from now on."""
+        self._state[units] = _IN
+        self._stored[units] = self.now
+
+    def gone(self, units: Ids) -> None:
+        """``units`` are no longer to be had, or not as a whole."""
+        first = units[self._state[units] == _IN]
+        self._lives.add(self.now - self._stored[first], np.ones(len(first), np.int64))
+        self._state[units] = _OUT
+        self._gone[units] = self.now
+
+    def request(self, number: int, hit_tokens: int, hit_blocks: int) -> None:
+        """Request ``number`` was served, ``hit_tokens`` of its prompt from the cache.
+
+        To be called before what it leaves is stored.
+        """
+        work, outcome = self._workload, self.outcome
+        ids, tokens = work.prompt(number), int(work.tokens[number])
+        outcome.requests += 1
+        outcome.tokens += tokens
+        outcome.hit_tokens += hit_tokens
+        outcome.blocks += len(ids)
+        outcome.hit_blocks += hit_blocks
+        span = work.span_s or 1.0
+        window = min(_WINDOWS - 1, int((self.now - work.times[0]) / span * _WINDOWS))
+        self._windows[window] += (len(ids), hit_blocks)
+        self._spaces[work.namespace[number]] += (tokens, hit_tokens)
+        reused = ids[:hit_blocks]
+        self._gaps.add(self.now - self._asked[reused], np.ones(hit_blocks, np.int64))
+        self._why(ids, tokens, hit_tokens)
+        self._asked[ids] = self.now
+        self._anywhere[work.content[ids]] = True
+        answer = work.answer(number)
+        if len(answer):
+            self._asked[answer] = self.now
+            self._anywhere[work.content[answer]] = True
+
+    def _why(self, ids: Ids, tokens: int, hit_tokens: int) -> None:
+        unit = self._workload.unit_tokens
+        first = hit_tokens // unit
+        missing = ids[first:]
+        if hit_tokens >= tokens or not len(missing):
+            return
+        weights = np.full(len(missing), unit, np.int64)
+        weights[-1] -= len(ids) * unit - tokens
+        weights[0] -= hit_tokens - first * unit
+        known = self._asked[missing] > -np.inf
+        state = self._state[missing]
+        elsewhere = ~known & self._anywhere[self._workload.content[missing]]
+        gone = known & (state == _OUT)
+        self._add(FIRST, weights, ~known & ~elsewhere)
+        self._add(OTHER, weights, elsewhere)
+        self._add(EVICTED, weights, gone)
+        self._add(NEVER, weights, known & (state == 0))
+        self._add(REMAINDER, weights, known & (state == _IN))
+        if gone.any():
+            self._ago.add(self.now - self._gone[missing[gone]], weights[gone])
+
+    def _add(
+        self, reason: str, weights: npt.NDArray[np.int64], which: npt.NDArray[np.bool_]
+    ) -> None:
+        self._misses[reason] += int(weights[which].sum())
+
+    def done(self) -> Outcome:
+        """The outcome, complete."""
+        work, outcome = self._workload, self.outcome
+        outcome.misses = self._misses
+        ends = work.times[0] + work.span_s * np.arange(1, _WINDOWS + 1) / _WINDOWS
+        outcome.timeline = [
+            [float(end), int(blocks), int(hits)]
+            for end, (blocks, hits) in zip(ends, self._windows, strict=True)
+            if blocks
+        ]
+        outcome.reuse_gap = self._gaps.as_rows()
+        outcome.lifetime = self._lives.as_rows()
+        outcome.evicted_ago = self._ago.as_rows()
+        largest = np.argsort(-self._spaces[:, 0], kind="stable")[:_NAMESPACES]
+        outcome.namespaces = {
+            work.namespaces[at]: [int(self._spaces[at, 0]), int(self._spaces[at, 1])]
+            for at in largest.tolist()
+        }
+        return outcome

@@ -1,0 +1,169 @@
+"""`Workload`: a trace as arrays, ready to be replayed many times."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvkeep.core.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from kvkeep.bench.traces import Request, Trace
+
+    Ids = npt.NDArray[np.int32]
+    Floats = npt.NDArray[np.float64]
+    Wholes = npt.NDArray[np.int64]
+    Flags = npt.NDArray[np.bool_]
+
+__all__ = ["Workload"]
+
+_MOST_IDS = 2**31 - 2  # an id has to be a token of `PagedCache`; the last one is nobody's
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """All requests of a trace, in the order of their times.
+
+    The ids of request ``i`` are ``ids[first[i] : last[i]]``: those of its prompt first
+    (``prompt_units[i]`` of them), then those that end in its answer. They are numbered from 0 by
+    namespace and unit together, so that equal ids are what may be reused; ``content[id]`` numbers
+    the units alone, whatever the namespace.
+
+    ``digest`` names all of it: two workloads with the same one are the same.
+
+    Memory: 4 bytes a unit and some 60 a request.
+    """
+
+    name: str
+    unit_tokens: int
+    digest: str
+    times: Floats
+    tokens: Ids
+    output_tokens: Ids
+    namespace: Ids
+    namespaces: tuple[str, ...]
+    session: Ids
+    turn: Ids
+    store: Flags
+    first: Wholes
+    last: Wholes
+    prompt_units: Ids
+    ids: Ids
+    content: Ids
+    skipped: int = 0
+
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self.times)
+
+    @property
+    def num_ids(self) -> int:
+        """Different ids."""
+        return len(self.content)
+
+    @property
+    def span_s(self) -> float:
+        """Seconds from the first request to the last."""
+        return float(self.times[-1] - self.times[0]) if len(self) else 0.0
+
+    def prompt(self, number: int) -> Ids:
+        """Ids of a request's prompt."""
+        start = self.first[number]
+        return self.ids[start : start + self.prompt_units[number]]
+
+    def answer(self, number: int) -> Ids:
+        """Ids of the full units that end in its answer, as far as the trace tells."""
+        return self.ids[self.first[number] + self.prompt_units[number] : self.last[number]]
+
+    @classmethod
+    def read(cls, trace: Trace, progress: Callable[[int], None] | None = None) -> Workload:
+        """Read all of ``trace``; ``progress`` is told how many requests were read.
+
+        Raises what reading it raises, and `InvalidValue` for a trace with no requests.
+        """
+        made = _Making()
+        for number, request in enumerate(trace, 1):
+            made.add(request)
+            if progress is not None and number % 1000 == 0:
+                progress(number)
+        if not made.times:
+            raise InvalidValue(f"{trace.name} has no requests to replay")
+        return made.done(trace)
+
+
+class _Making:
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.numbers: list[tuple[int, int, int, int, int, bool, int, int]] = []
+        self.units: list[npt.NDArray[np.int64]] = []
+        self.spaces: dict[str, int] = {}
+        self.sessions: dict[tuple[int, str], int] = {}
+
+    def add(self, request: Request) -> None:
+        space = self.spaces.setdefault(request.namespace, len(self.spaces))
+        session = -1
+        if request.session is not None:
+            session = self.sessions.setdefault((space, request.session), len(self.sessions))
+        answer = 0
+        self.units.append(request.units)
+        if request.answer is not None and len(request.answer):
+            self.units.append(request.answer)
+            answer = len(request.answer)
+        self.times.append(request.time)
+        self.numbers.append((
+            request.tokens, request.output_tokens, space, session, request.turn or 0,
+            request.store, len(request.units), answer,
+        ))  # fmt: skip
+
+    def done(self, trace: Trace) -> Workload:
+        table = np.array(self.numbers, np.int64)
+        lengths = table[:, 6] + table[:, 7]
+        last = np.cumsum(lengths)
+        units = np.concatenate(self.units)
+        self.units = []
+        ids, content = _numbered(units, np.repeat(table[:, 2], lengths), len(self.spaces))
+        if len(content) > _MOST_IDS:
+            raise InvalidValue(
+                f"{trace.name} has {len(content):,} different units; {_MOST_IDS:,} can be replayed"
+            )
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(f"{trace.unit_tokens} {list(self.spaces)}".encode())
+        for part in (np.array(self.times), table, units):
+            digest.update(np.ascontiguousarray(part).tobytes())
+        columns = [np.ascontiguousarray(table[:, at], np.int32) for at in (0, 1, 2, 3, 4, 6)]
+        tokens, output_tokens, namespace, session, turn, prompt_units = columns
+        return Workload(
+            name=trace.name,
+            unit_tokens=trace.unit_tokens,
+            digest=digest.hexdigest(),
+            times=np.array(self.times),
+            tokens=tokens,
+            output_tokens=output_tokens,
+            namespace=namespace,
+            namespaces=tuple(self.spaces),
+            session=session,
+            turn=turn,
+            store=table[:, 5].astype(bool),
+            first=last - lengths,
+            last=last,
+            prompt_units=prompt_units,
+            ids=ids,
+            content=content,
+            skipped=getattr(trace, "skipped", 0),
+        )
+
+
+def _numbered(units: npt.NDArray[np.int64], spaces: Wholes, count: int) -> tuple[Ids, Ids]:
+    """Ids by namespace and unit, and for each id the number of its unit."""
+    different, numbers = np.unique(units, return_inverse=True)
+    if count == 1:
+        return numbers.astype(np.int32), np.arange(len(different), dtype=np.int32)
+    pairs, ids = np.unique(numbers * count + spaces, return_inverse=True)
+    return ids.astype(np.int32), (pairs // count).astype(np.int32)

@@ -1,0 +1,33 @@
+"""Traces: requests with their times and what their prompts have in common, to be replayed.
+
+Read from files (`open_trace`), made by generators (`generate`), captured from a server (`Capture`).
+"""
+
+from __future__ import annotations
+
+from kvkeep.bench.traces.capture import Capture, CaptureStats, Seen
+from kvkeep.bench.traces.generators import KINDS, GeneratedTrace, generate
+from kvkeep.bench.traces.native import Header, TraceWriter, write_trace
+from kvkeep.bench.traces.reading import FORMATS, FileTrace, open_trace
+from kvkeep.bench.traces.request import Request, Served, Trace
+from kvkeep.bench.traces.summary import Summary, summarise
+
+__all__ = [
+    "FORMATS",
+    "KINDS",
+    "Capture",
+    "CaptureStats",
+    "FileTrace",
+    "GeneratedTrace",
+    "Header",
+    "Request",
+    "Seen",
+    "Served",
+    "Summary",
+    "Trace",
+    "TraceWriter",
+    "generate",
+    "open_trace",
+    "summarise",
+    "write_trace",
+]

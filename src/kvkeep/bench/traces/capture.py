@@ -1,0 +1,243 @@
+"""`Capture`: writes the requests that a server serves, as a trace that tells nothing they say."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import threading
+from collections import deque
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvkeep.bench.traces.native import Header, TraceWriter
+from kvkeep.bench.traces.request import MAX_ID, Request, Served
+from kvkeep.core.errors import whole
+from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kvkeep.bench.traces.request import UnitArray
+    from kvkeep.core.keys import Namespace
+    from kvkeep.core.tokens import TokenArray
+
+__all__ = ["Capture", "CaptureStats", "KeyedIds", "Seen"]
+
+log = logging.getLogger("kvkeep.traces")
+
+QUEUE_BYTES = 64 << 20
+_ENTRY_BYTES = 512  # of a request besides its tokens
+_FLUSH_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Seen:
+    """A request as a server saw it. ``arrived`` is of `time.perf_counter`.
+
+    ``answer`` are the tokens of its first answer. ``served`` is None for one that did not end well:
+    its client went away, or it failed.
+    """
+
+    arrived: float
+    prompt: TokenArray
+    namespace: Namespace
+    answer: Sequence[int] = ()
+    store: bool = True
+    session: str | None = None
+    turn: int | None = None
+    kind: str = ""
+    served: Served | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes while it waits."""
+        return self.prompt.nbytes + len(self.answer) * 32 + _ENTRY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureStats:
+    """``written`` requests, ``dropped`` ones, and whether the file ``failed``."""
+
+    written: int
+    dropped: int
+    failed: bool
+
+
+class KeyedIds:
+    """Ids and names that only who has the key can find out by trying; nobody has it.
+
+    An id is a keyed BLAKE2b of all tokens up to its unit's end, cut to 63 bits. The key is random,
+    made anew for each file, and never leaves this object.
+    """
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+
+    def units(self, tokens: TokenArray, unit_tokens: int) -> UnitArray:
+        """The ids of a prompt's units, prefix-chained. Cost: about 1 µs each."""
+        data = memoryview(tokens.astype(TOKEN_DTYPE, copy=False).tobytes())
+        running = hashlib.blake2b(key=self._key, digest_size=8, person=b"kvkeep unit")
+        step = unit_tokens * TOKEN_BYTES
+        digests = bytearray()
+        for start in range(0, len(data), step):
+            running.update(data[start : start + step])
+            digests += running.copy().digest()
+        return np.frombuffer(digests, "<i8").astype(np.int64) & np.int64(MAX_ID)
+
+    def name(self, kind: str, value: bytes) -> str:
+        """What stands for a namespace or a session."""
+        person = f"kvkeep {kind}".encode()[: hashlib.blake2b.PERSON_SIZE]
+        return hashlib.blake2b(value, key=self._key, digest_size=8, person=person).hexdigest()
+
+
+class Capture:
+    """A file that requests are written to, by a thread of its own.
+
+    ``unit_tokens`` is what an id stands for: the pool's ``page_size`` makes a replay exact to the
+    page, 1 to the token, at 16 bytes a token. What comes in faster than it can be written waits
+    in ``queue_bytes`` of memory; beyond that requests are dropped, counted, and the file says so.
+    A file that cannot be written any more (a full disk) ends the capture, never the server.
+
+    What is written: times, lengths, keyed ids (`KeyedIds`) of the prompt and of the answer, names
+    made with the same key, and how it was served. No text, no token, no name that a client gave.
+    With the same prompt under two namespaces, the file tells that it is the same.
+
+    Thread safety: all of it. `note` never waits. Raises `InvalidValue` for a file that is there.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        name: str,
+        page_size: int,
+        pages: int,
+        unit_tokens: int | None = None,
+        queue_bytes: int = QUEUE_BYTES,
+    ) -> None:
+        self.path = path
+        self.unit_tokens = whole("unit_tokens", unit_tokens or page_size, 1)
+        self._queue_bytes = queue_bytes
+        self._writer = TraceWriter(path, Header(name, self.unit_tokens, page_size, pages))
+        self._ids = KeyedIds()
+        self._began = perf_counter()
+        self._changed = threading.Condition()
+        self._waiting: deque[Seen] = deque()
+        self._bytes = 0
+        self._written = 0
+        self._dropped = 0
+        self._failed = False
+        self._closed = False
+        self._noted = 0  # of the dropped, those that the file tells of
+        self._thread = threading.Thread(target=self._run, name="kvkeep capture", daemon=True)
+        self._thread.start()
+
+    def note(self, seen: Seen) -> None:
+        """One more request; the arrays in it may not change any more."""
+        size = seen.size
+        with self._changed:
+            full = self._bytes + size > self._queue_bytes
+            if full or self._closed or self._failed:
+                first = not self._dropped and not self._closed
+                self._dropped += 1
+            else:
+                first = False
+                self._bytes += size
+                self._waiting.append(seen)
+                self._changed.notify()
+        if first:
+            log.warning("the capture in %s cannot keep up: requests are left out", self.path)
+
+    def stats(self) -> CaptureStats:
+        """What it has done."""
+        with self._changed:
+            return CaptureStats(self._written, self._dropped, self._failed)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Write what waits and end the file; False if that took longer. Again: nothing happens."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # --- in the thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            try:
+                self._write_all()
+            finally:
+                self._writer.close()
+        except OSError as error:
+            log.error("the capture in %s ends: %s", self.path, error)
+            with self._changed:
+                self._failed = True
+                self._dropped += len(self._waiting)
+                self._waiting.clear()
+                self._bytes = 0
+
+    def _write_all(self) -> None:
+        flushed = monotonic()
+        dirty = True  # the header
+        while (seen := self._next(wait_s=_FLUSH_S if dirty else None)) is not None:
+            if isinstance(seen, Seen):
+                self._write(seen)
+                dirty = True
+            if dirty and monotonic() - flushed >= _FLUSH_S:
+                self._writer.flush()
+                flushed, dirty = monotonic(), False
+        self._note_dropped()
+
+    def _next(self, wait_s: float | None) -> Seen | bool | None:
+        """The next request; False when none came in time, None at the end."""
+        with self._changed:
+            if not self._waiting and not self._closed:
+                self._changed.wait(wait_s)
+            if self._waiting:
+                seen = self._waiting.popleft()
+                self._bytes -= seen.size
+                return seen
+            return None if self._closed else False
+
+    def _note_dropped(self) -> None:
+        with self._changed:
+            dropped = self._dropped - self._noted
+            self._noted = self._dropped
+        if dropped:
+            self._writer.note_dropped(dropped)
+
+    def _write(self, seen: Seen) -> None:
+        self._note_dropped()
+        self._writer.write(self._request(seen))
+        with self._changed:
+            self._written += 1
+
+    def _request(self, seen: Seen) -> Request:
+        unit, tokens = self.unit_tokens, len(seen.prompt)
+        # The last token's KV is never computed, so no cache has it.
+        computed = np.array(seen.answer[:-1], TOKEN_DTYPE)
+        ids = self._ids.units(np.concatenate((seen.prompt, computed)), unit)
+        full = ids[: (tokens + len(computed)) // unit]
+        units = ids[: tokens // unit]
+        if tokens % unit:
+            units = self._ids.units(seen.prompt, unit)
+        return Request(
+            max(0.0, seen.arrived - self._began),
+            units,
+            tokens,
+            len(seen.answer),
+            self._ids.name("namespace", seen.namespace.canonical()),
+            None if seen.session is None else self._ids.name("session", seen.session.encode()),
+            None,
+            seen.turn,
+            seen.kind,
+            full[tokens // unit :],
+            seen.store,
+            seen.served,
+        )

@@ -1,0 +1,128 @@
+"""Lines of a file that may be compressed, and may be hostile: how long, how many, how far."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO, Protocol
+
+from kvkeep.core.errors import InvalidValue, require
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = ["LINE_BYTES", "BadLine", "Lines", "compression", "opened"]
+
+LINE_BYTES = 16 << 20
+"""A longer line is a bad one; it is never held in memory."""
+
+_BUFFER_BYTES = 256 << 10
+_GZIP = b"\x1f\x8b"
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_LFS = b"version https://git-lfs"
+# What a file may become: traces shrink to a fourth or, of much that repeats, a fiftieth.
+_MOST_TIMES = 400
+_ANYWAY_BYTES = 256 << 20
+_ZSTD_WINDOW_BYTES = 128 << 20
+
+
+class BadLine(Exception):
+    """Why a line cannot be a request; `FileTrace` counts it, or raises `InvalidValue` of it."""
+
+
+def compression(path: Path) -> str | None:
+    """ "gzip", "zstd" or None, from the file's first bytes. `InvalidValue` if it cannot be read."""
+    if path.is_fifo():
+        raise InvalidValue(f"{path} is a pipe; a trace is gone through again and again: save it")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(_LFS))
+    except OSError as error:
+        raise InvalidValue(f"cannot read {path}: {error.strerror}") from error
+    if magic == _LFS:
+        raise InvalidValue(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull`")
+    if magic.startswith(_GZIP):
+        return "gzip"
+    return "zstd" if magic.startswith(_ZSTD) else None
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Lines]:
+    """The file's lines. `InvalidValue` if it cannot be read, `MissingExtra` for zstd without it."""
+    packed = compression(path)
+    with path.open("rb") as raw:
+        if packed is None:
+            yield Lines(raw, None)
+        elif packed == "gzip":
+            # It has a buffer of its own; in another one, what is before a break would be lost.
+            with gzip.GzipFile(fileobj=raw) as unpacked:
+                yield Lines(unpacked, raw)
+        else:
+            zstandard = require("zstandard", "traces")
+            reader = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).stream_reader(
+                raw, read_across_frames=True, closefd=False
+            )
+            with io.BufferedReader(reader, _BUFFER_BYTES) as file:
+                yield Lines(file, raw)
+
+
+class _Readable(Protocol):
+    def readline(self, size: int, /) -> bytes: ...
+
+
+class Lines:
+    """Iterates ``(number, line)``, from 1, blank lines left out; a line is bytes or why it is bad.
+
+    Raises `InvalidValue` when a compressed file becomes more than 400 times its size: that is no
+    trace, and has no end that one would see. A file that breaks off in the middle has a bad line
+    at its end. Memory: one line, at most `LINE_BYTES`.
+    """
+
+    def __init__(self, file: _Readable, packed: BinaryIO | None) -> None:
+        self._file = file
+        self._packed = packed
+        self._number = 0
+        self._read = 0
+
+    def __iter__(self) -> Iterator[tuple[int, bytes | BadLine]]:
+        while True:
+            try:
+                line = self._next()
+            except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:
+                yield self._number + 1, BadLine(f"the file cannot be read further: {error}")
+                return
+            except Exception as error:
+                if type(error).__module__.partition(".")[0] != "zstandard":
+                    raise
+                yield self._number + 1, BadLine(f"the file cannot be read further: {error}")
+                return
+            if line is None:
+                return
+            self._number += 1
+            if isinstance(line, BadLine) or not line.isspace():
+                yield self._number, line
+
+    def _next(self) -> bytes | BadLine | None:
+        line = self._file.readline(LINE_BYTES + 1)
+        if not line:
+            return None
+        self._count(len(line))
+        if len(line) <= LINE_BYTES:
+            return line.removeprefix(b"\xef\xbb\xbf") if self._number == 0 else line
+        while line and not line.endswith(b"\n"):
+            line = self._file.readline(LINE_BYTES)
+            self._count(len(line))
+        return BadLine(f"a line has at most {LINE_BYTES >> 20} MiB")
+
+    def _count(self, size: int) -> None:
+        self._read += size
+        if self._packed is None or self._read < _ANYWAY_BYTES:
+            return
+        if self._read > _MOST_TIMES * max(1, self._packed.tell()):
+            raise InvalidValue(
+                f"the file becomes more than {_MOST_TIMES} times its size when it is unpacked; "
+                "unpack it yourself if it is really a trace"
+            )

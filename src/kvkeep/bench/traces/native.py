@@ -1,0 +1,244 @@
+"""kvkeep's own format: a line that says what is in the file, then a line a request.
+
+    {"kvkeep_trace": 1, "name": "…", "unit_tokens": 16, "page_size": 16, "pages": 4096}
+    {"time": 0.5, "tokens": 40, "output_tokens": 9, "units": "…", "answer": "…", …}
+    {"dropped": 3}
+
+Ids are 16 hexadecimal digits each, one after the other. A field that says nothing is left out.
+``docs/traces.md`` has all of them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self, cast
+
+import numpy as np
+
+from kvkeep.bench.traces.fields import count, json_object, number, optional_text, shown
+from kvkeep.bench.traces.files import BadLine
+from kvkeep.bench.traces.request import Request, Served, units_of
+from kvkeep.core.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from kvkeep.bench.traces.request import Trace, UnitArray
+
+__all__ = ["VERSION", "Header", "Native", "TraceWriter", "write_trace"]
+
+VERSION = 1
+_DIGITS = 16
+_MOST_UNIT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The first line. ``page_size`` and ``pages`` are of the pool a trace was captured at."""
+
+    name: str
+    unit_tokens: int
+    page_size: int | None = None
+    pages: int | None = None
+
+    @classmethod
+    def of(cls, line: bytes) -> Header:
+        """Read it; `BadLine`."""
+        found = json_object(line)
+        if found.get("kvkeep_trace") != VERSION:
+            raise BadLine(f"kvkeep_trace is {shown(found.get('kvkeep_trace'))}; {VERSION} is read")
+        sizes = {
+            key: count(found, key, 1) if found.get(key) is not None else None
+            for key in ("page_size", "pages")
+        }
+        unit = count(found, "unit_tokens", 1, _MOST_UNIT)
+        return cls(optional_text(found, "name") or "", unit, **sizes)
+
+    def line(self) -> bytes:
+        """Write it."""
+        fields = {
+            "kvkeep_trace": VERSION,
+            "name": self.name,
+            "unit_tokens": self.unit_tokens,
+            "page_size": self.page_size,
+            "pages": self.pages,
+        }
+        return _line(fields)
+
+
+class Native:
+    """Reads lines of a file with this header. ``dropped``: requests that the capture left out."""
+
+    def __init__(self, header: Header) -> None:
+        self.unit_tokens = header.unit_tokens
+        self.dropped = 0
+
+    def read(self, line: bytes) -> Request | None:
+        """One request a line; None for a header or a note."""
+        found = json_object(line)
+        if "kvkeep_trace" in found:
+            if Header.of(line).unit_tokens != self.unit_tokens:
+                raise BadLine("a second header with another unit_tokens")
+            return None
+        if "dropped" in found and "units" not in found:
+            self.dropped += count(found, "dropped")
+            return None
+        tokens = count(found, "tokens")
+        output = count(found, "output_tokens")
+        units = _from_hex(found, "units")
+        if len(units) != (wanted := units_of(tokens, self.unit_tokens)):
+            raise BadLine(f"units has {len(units)} ids; {tokens} tokens are {wanted} units")
+        turn = count(found, "turn", 0) if found.get("turn") is not None else None
+        store = found.get("store", True)
+        if type(store) is not bool:
+            raise BadLine(f"store is {shown(store)}; true or false is needed")
+        return Request(
+            number(found, "time"),
+            units,
+            tokens,
+            output,
+            optional_text(found, "namespace") or "",
+            optional_text(found, "session"),
+            optional_text(found, "parent"),
+            turn,
+            optional_text(found, "kind") or "",
+            self._answer(found, tokens, output),
+            store,
+            _served(found, tokens),
+        )
+
+    def _answer(self, found: dict[str, Any], tokens: int, output: int) -> UnitArray | None:
+        if found.get("answer") is None:
+            return None
+        answer = _from_hex(found, "answer")
+        most = (tokens + output) // self.unit_tokens - tokens // self.unit_tokens
+        if len(answer) > most:
+            raise BadLine(f"answer has {len(answer)} ids; {output} tokens fill {most} units")
+        return answer
+
+
+def _served(found: dict[str, Any], tokens: int) -> Served | None:
+    if found.get("cached_tokens") is None:
+        return None
+    cached = count(found, "cached_tokens", 0, tokens)
+    loaded = count(found, "loaded_tokens", 0, cached) if "loaded_tokens" in found else 0
+    seconds = [number(found, key) if key in found else 0.0 for key in ("ttft_s", "seconds")]
+    return Served(cached, loaded, *seconds)
+
+
+def _from_hex(found: dict[str, Any], key: str) -> UnitArray:
+    text = found.get(key)
+    if type(text) is not str or len(text) % _DIGITS:
+        raise BadLine(f"{key} is {shown(text)}; {_DIGITS} hexadecimal digits an id are needed")
+    try:
+        ids = np.frombuffer(bytes.fromhex(text), ">i8").astype(np.int64)
+    except ValueError as error:
+        raise BadLine(f"{key} has other signs than hexadecimal digits") from error
+    if len(ids) * _DIGITS != len(text) or (len(ids) and ids.min() < 0):
+        raise BadLine(f"{key} has ids in 0 … 2⁶³-1 alone")
+    return ids
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    known = {key: value for key, value in fields.items() if value is not None}
+    return json.dumps(known, separators=(",", ":")).encode() + b"\n"
+
+
+class TraceWriter:
+    """Writes a file in kvkeep's format; one whose name ends in ``.gz`` is compressed.
+
+    Raises `InvalidValue` where there is such a file already, or it cannot be made: traces are not
+    overwritten. Only its owner may read it. Thread safety: none.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
+        path = Path(path)
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError as error:
+            raise InvalidValue(f"{path} is there already; name another file") from error
+        except OSError as error:
+            raise InvalidValue(f"cannot write {path}: {error.strerror}") from error
+        self._raw = os.fdopen(handle, "wb")
+        self._file: IO[bytes] = self._raw
+        if path.suffix == ".gz":
+            # No name and no time: the same trace is the same bytes.
+            packed = gzip.GzipFile("", "wb", 6, self._raw, mtime=0)
+            self._file = cast("IO[bytes]", packed)
+        self._file.write(header.line())
+
+    def write(self, request: Request) -> None:
+        """One more; times to the microsecond."""
+        fields: dict[str, Any] = {
+            "time": round(request.time, 6),
+            "tokens": request.tokens,
+            "output_tokens": request.output_tokens,
+            "units": _hex(request.units),
+            "answer": None if request.answer is None else _hex(request.answer),
+            "namespace": request.namespace or None,
+            "session": request.session,
+            "parent": request.parent,
+            "turn": request.turn,
+            "kind": request.kind or None,
+            "store": None if request.store else False,
+        }
+        if (served := request.served) is not None:
+            fields |= {
+                "cached_tokens": served.cached_tokens,
+                "loaded_tokens": served.loaded_tokens or None,
+                "ttft_s": round(served.ttft_s, 6),
+                "seconds": round(served.seconds, 6),
+            }
+        self._file.write(_line(fields))
+
+    def note_dropped(self, requests: int) -> None:
+        """So many more requests are missing here."""
+        self._file.write(_line({"dropped": requests}))
+
+    def flush(self) -> None:
+        """What was written can be read by others."""
+        self._file.flush()
+        self._raw.flush()
+
+    def close(self) -> None:
+        """The end; a compressed file needs it."""
+        try:
+            self._file.close()
+        finally:
+            self._raw.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def write_trace(trace: Trace, path: str | os.PathLike[str]) -> int:
+    """Write all of ``trace`` in kvkeep's format; returns how many requests there were.
+
+    A file that could not be finished is removed. Raises what reading and `TraceWriter` raise.
+    """
+    written = 0
+    with TraceWriter(path, Header(trace.name, trace.unit_tokens)) as writer:
+        try:
+            for request in trace:
+                writer.write(request)
+                written += 1
+        except BaseException:
+            os.unlink(path)
+            raise
+    return written
+
+
+def _hex(units: UnitArray) -> str:
+    return units.astype(">i8").tobytes().hex()

@@ -1,0 +1,135 @@
+"""Plain prompts: text, token ids, or OpenAI's messages, one JSON object a line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvkeep.bench.traces.chain import chain_tokens
+from kvkeep.bench.traces.fields import count, json_object, number, optional_text, shown
+from kvkeep.bench.traces.files import BadLine
+from kvkeep.bench.traces.request import Request
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.tokens import as_tokens
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvkeep.bench.traces.chain import Words
+    from kvkeep.bench.traces.formats import ReadOptions
+
+__all__ = ["Prompts", "words"]
+
+# A word with the space before it, or one other sign: about what a tokenizer makes of English.
+_PIECE = re.compile(r"\s*\w{1,32}|\s*[^\w\s]|\s+")
+_MARK = "<|{}|>\n"
+
+
+class Prompts:
+    """``prompt`` (text), ``tokens`` (ids) or ``messages``, and what else is known.
+
+    ``time`` or ``timestamp`` (s; without it, requests are a second apart), ``output_tokens``,
+    ``namespace`` (or ``cache_salt``), ``session``, ``parent``, ``turn``, ``kind``.
+    Ids are made here: of one token each by default, which is exact.
+    """
+
+    def __init__(self, options: ReadOptions) -> None:
+        self.unit_tokens = options.unit(1)
+        self._text = options.text
+        self._timed: str | None = None
+        self._read = 0
+
+    def read(self, line: bytes) -> Request:
+        """One request a line."""
+        found = json_object(line)
+        tokens = self._tokens(found)
+        time = self._time(found)
+        turn = count(found, "turn", 0) if found.get("turn") is not None else None
+        output = count(found, "output_tokens") if found.get("output_tokens") is not None else 0
+        namespace = optional_text(found, "namespace") or optional_text(found, "cache_salt") or ""
+        return Request(
+            time,
+            chain_tokens(tokens, self.unit_tokens),
+            len(tokens),
+            output,
+            namespace,
+            session=optional_text(found, "session"),
+            parent=optional_text(found, "parent"),
+            turn=turn,
+            kind=optional_text(found, "kind") or "",
+        )
+
+    def _time(self, found: dict[str, Any]) -> float:
+        """The first line says for all whether there are times."""
+        if not self._read:
+            self._timed = next((key for key in ("time", "timestamp") if key in found), None)
+        time = float(self._read) if self._timed is None else number(found, self._timed)
+        self._read += 1
+        return time
+
+    def _tokens(self, found: dict[str, Any]) -> npt.NDArray[np.int32] | Words:
+        if isinstance(text := found.get("prompt"), str):
+            return self._of_text(text)
+        if isinstance(messages := found.get("messages"), list):
+            return self._of_text(_conversation(messages))
+        ids = found.get("tokens", found.get("prompt"))
+        if not isinstance(ids, list):
+            raise BadLine("a prompt is text in `prompt`, ids in `tokens`, or `messages`")
+        try:
+            return as_tokens(ids)
+        except InvalidValue as error:
+            raise BadLine(str(error)[:300]) from error
+
+    def _of_text(self, text: str) -> npt.NDArray[np.int32] | Words:
+        if self._text == "bytes":
+            encoded = text.encode("utf-8", "surrogatepass")
+            return np.frombuffer(encoded, np.uint8).astype(np.uint64)
+        if isinstance(self._text, str):
+            return words(text)
+        return as_tokens(self._text(text))
+
+
+def words(text: str) -> Words:
+    """Words with the space before them, and single other signs, as 64-bit hashes.
+
+    English has about a tenth fewer of them than tokens; other languages differ more.
+    """
+    return np.array([_word(piece) for piece in _PIECE.findall(text)], np.uint64)
+
+
+@lru_cache(maxsize=65_536)
+def _word(piece: str) -> int:
+    encoded = piece.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+
+
+def _conversation(messages: list[Any]) -> str:
+    """A conversation as one text that grows at its end when messages are added."""
+    parts = []
+    for message in messages:
+        if not isinstance(message, dict):
+            raise BadLine(f"messages has {shown(message)}; objects are needed")
+        parts += [_MARK.format(message.get("role")), _content(message.get("content"))]
+        if calls := message.get("tool_calls"):
+            parts.append(json.dumps(calls, sort_keys=True))
+    return "".join(parts)
+
+
+def _content(content: object) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadLine(f"content is {shown(content)}; text or a list of parts is needed")
+    return "".join(
+        part["text"]
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+        else json.dumps(part, sort_keys=True)  # an image: as it is named
+        for part in content
+    )

@@ -1,0 +1,245 @@
+"""`open_trace`: a file of requests, in whatever format it is."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvkeep.bench.traces.fields import json_object
+from kvkeep.bench.traces.files import BadLine, opened
+from kvkeep.bench.traces.formats import Azure, Bailian, Mooncake, ReadOptions
+from kvkeep.bench.traces.native import Header, Native
+from kvkeep.bench.traces.prompts import Prompts
+from kvkeep.core.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvkeep.bench.traces.formats import Format, Tokenize
+    from kvkeep.bench.traces.request import Request
+
+__all__ = ["FORMATS", "FileTrace", "open_trace"]
+
+FORMATS = ("kvkeep", "mooncake", "bailian", "prompts", "azure")
+"""The names of the formats that `open_trace` reads."""
+
+_KINDS: dict[str, Callable[[ReadOptions], Format]] = {
+    "mooncake": Mooncake,
+    "bailian": Bailian,
+    "prompts": Prompts,
+    "azure": Azure,
+}
+# Captured requests are written when they end, so lines are out of order by as long as one takes.
+_WINDOW = 8192
+_WINDOW_UNITS = 8 << 20
+_REASONS = 5
+_FIRST_LINES = 20  # in which the format is looked for
+
+
+def open_trace(
+    path: str | Path,
+    *,
+    format: str | None = None,
+    strict: bool = False,
+    unit_tokens: int | None = None,
+    chained: bool | None = None,
+    text: str | Tokenize = "words",
+) -> FileTrace:
+    """The trace in a file, which may be compressed with gzip or zstd.
+
+    ``format`` is one of `FORMATS`; None looks into the file. A line that is no request is counted
+    and left out (`FileTrace.skipped`), or with ``strict`` raises `InvalidValue` with its number and
+    why. The others are what `ReadOptions` has. Raises `InvalidValue` for a file that cannot be
+    read or is in no format known here, `MissingExtra` for zstd without zstandard.
+    """
+    path = Path(path)
+    if format is not None and format not in FORMATS:
+        raise InvalidValue(f"a format is one of {', '.join(FORMATS)}; got {format!r}")
+    options = ReadOptions(unit_tokens, chained, text)
+    found, header = _look(path, format)
+    if found != "kvkeep":
+        return FileTrace(path, found, lambda: _KINDS[found](options), strict=strict)
+    assert header is not None
+    if unit_tokens is not None and unit_tokens != header.unit_tokens:
+        raise InvalidValue(
+            f"{path} was written with units of {header.unit_tokens} tokens, not {unit_tokens}"
+        )
+    return FileTrace(path, found, lambda: Native(header), header=header, strict=strict)
+
+
+class FileTrace:
+    """A trace in a file, read anew each time it is gone through; a `Trace`.
+
+    ``format`` is what it is read as; ``header`` what a file of our own says of itself.
+    ``skipped``, ``reasons`` (of the first few) and ``dropped`` are of the latest time it was gone
+    through: bad lines, and requests that a capture had to leave out.
+
+    Requests come in the order of their times, the first at 0. Lines may be out of order by 8,192
+    requests; what comes later than that is a bad line. Memory: those requests, however long the
+    file is. Raises `InvalidValue` at the end if there were lines and none was a request.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        format: str,
+        make: Callable[[], Format],
+        *,
+        header: Header | None = None,
+        strict: bool = False,
+    ) -> None:
+        self.path = path
+        self.format = format
+        self.header = header
+        self.strict = strict
+        self.unit_tokens = make().unit_tokens
+        self._make = make
+        self._pass = _Pass(self)
+
+    @property
+    def name(self) -> str:
+        """What the file says, or is called."""
+        return (self.header.name if self.header else "") or self.path.name
+
+    @property
+    def length(self) -> int | None:
+        """Nobody knows before the end."""
+        return None
+
+    @property
+    def skipped(self) -> int:
+        """Bad lines of the latest time through."""
+        return self._pass.skipped
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Of the first few of them: ``line 3: …``."""
+        return tuple(self._pass.reasons)
+
+    @property
+    def dropped(self) -> int:
+        """Requests that are missing since the capture could not keep up."""
+        return getattr(self._pass.format, "dropped", 0)
+
+    def __iter__(self) -> Iterator[Request]:
+        self._pass = _Pass(self)
+        return self._pass.requests()
+
+    def __repr__(self) -> str:
+        return f"<FileTrace {self.path}, {self.format}, units of {self.unit_tokens} tokens>"
+
+    def make_format(self) -> Format:
+        """A reader of its lines, for one time through."""
+        return self._make()
+
+
+class _Pass:
+    """One time through a file."""
+
+    def __init__(self, trace: FileTrace) -> None:
+        self._trace = trace
+        self.format = trace.make_format()
+        self.skipped = 0
+        self.reasons: list[str] = []
+
+    def requests(self) -> Iterator[Request]:
+        """In order, from 0 on."""
+        begin: float | None = None
+        for request in self._in_order():
+            if begin is None:
+                begin = request.time
+            yield replace(request, time=request.time - begin) if begin else request
+        if begin is None and self.skipped:
+            raise InvalidValue(
+                f"{self._trace.path}: none of {self.skipped} lines is a request in the format "
+                f"{self._trace.format}; {self.reasons[0]}"
+            )
+
+    def _in_order(self) -> Iterator[Request]:
+        waiting: list[tuple[float, int, Request]] = []
+        units, last = 0, -float("inf")
+        for number, request in self._read():
+            if request.time < last:
+                self._bad(
+                    number,
+                    f"its time is {last - request.time:.3f} s before a request more than "
+                    f"{len(waiting):,} lines further up; sort the file by time",
+                )
+                continue
+            heapq.heappush(waiting, (request.time, number, request))
+            units += len(request.units)
+            while len(waiting) > _WINDOW or (units > _WINDOW_UNITS and len(waiting) > 1):
+                last, _, first = heapq.heappop(waiting)
+                units -= len(first.units)
+                yield first
+        while waiting:
+            yield heapq.heappop(waiting)[2]
+
+    def _read(self) -> Iterator[tuple[int, Request]]:
+        read = self.format.read
+        with opened(self._trace.path) as lines:
+            for number, line in lines:
+                try:
+                    if isinstance(line, BadLine):
+                        raise line
+                    request = read(line)
+                except BadLine as error:
+                    self._bad(number, str(error))
+                except RecursionError:
+                    self._bad(number, "nested too deeply")
+                else:
+                    if request is not None:
+                        yield number, request
+
+    def _bad(self, number: int, reason: str) -> None:
+        if self._trace.strict:
+            raise InvalidValue(f"{self._trace.path}, line {number}: {reason}")
+        self.skipped += 1
+        if len(self.reasons) < _REASONS:
+            self.reasons.append(f"line {number}: {reason}")
+
+
+def _look(path: Path, format: str | None) -> tuple[str, Header | None]:
+    """The format, and the header of a file of our own."""
+    if format not in {None, "kvkeep"}:
+        with opened(path):  # it is there, and can be unpacked
+            return str(format), None
+    seen = ""
+    with opened(path) as lines:
+        for number, line in lines:
+            if number > _FIRST_LINES:
+                break
+            if isinstance(line, BadLine):
+                seen = seen or str(line)
+                continue
+            try:
+                found = _format_of(line)
+                if found == "kvkeep":
+                    return found, Header.of(line)
+            except BadLine as error:
+                seen = seen or str(error)
+                continue
+            if format is None:
+                return found, None
+            seen = seen or "the first line is no header"
+    if not seen:
+        raise InvalidValue(f"{path} has no lines; a trace has a request in each")
+    raise InvalidValue(f"{path} is no trace in {format or 'a format known here'}: {seen}")
+
+
+def _format_of(line: bytes) -> str:
+    if line.strip().lower().decode("ascii", "replace").split(",") == list(Azure.COLUMNS):
+        return "azure"
+    found = json_object(line)
+    if "kvkeep_trace" in found:
+        return "kvkeep"
+    if "hash_ids" in found:
+        return "bailian" if "chat_id" in found else "mooncake"
+    if found.keys() & {"prompt", "tokens", "messages"} and "units" not in found:
+        return "prompts"
+    raise BadLine(
+        f"its fields are {', '.join(sorted(found)[:12])[:200] or 'none'}; a trace has hash_ids, "
+        "prompt, tokens or messages"
+    )

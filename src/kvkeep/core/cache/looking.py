@@ -1,0 +1,360 @@
+"""`Looking`: the cache's tree as a map, its runs by number, and where in it tokens stand.
+
+A walk over many runs takes the lock for some hundred of them at a time, so that requests pass in
+between; what changes meanwhile may be missing, and is there in the next map.
+
+One map is made at a time, and one search. Their locks are taken before the cache's, and held while
+the cache's is free between two steps. A hook holds the cache's lock already, so it must not wait
+for them: it looks without its turn, in one go (see the lock order in
+`kvkeep.core.cache.core.Core`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvkeep.core.cache.blocks import RunOfTokens, ends_of_blocks
+from kvkeep.core.cache.picture import hidden_nodes, shown_nodes
+from kvkeep.core.cache.views import CacheMap, Found, NodeView
+from kvkeep.core.errors import InvalidValue, NotCached, whole
+from kvkeep.core.keys import Namespace, as_namespace
+from kvkeep.core.prefix.finding import Finding
+from kvkeep.core.prefix.walk import Survey
+from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE, as_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvkeep.core.cache.blocks import BlockNames, Blocks
+    from kvkeep.core.cache.core import Core
+    from kvkeep.core.cache.picture import Head
+    from kvkeep.core.cache.pins import Pin
+    from kvkeep.core.keys import NamespaceLike
+    from kvkeep.core.prefix.walk import Numbers, Walk
+    from kvkeep.core.tokens import TokenArray, TokensLike
+
+__all__ = ["Looking"]
+
+_ALL = 1 << 20
+"""Runs looked at in one go, where nobody is let in between."""
+_STEP = 512
+"""Runs looked at under the lock at a time: half a millisecond, so that a step of an engine, which
+takes the lock many times, is not kept waiting each time."""
+_PAUSE_S = 0.0005
+"""Between two steps, so that who waits for the lock gets it."""
+_FRESH_S = 1.0
+_MOST_SHARE = 0.03
+"""Of a core: what maps may cost, however often they are asked for."""
+_KEPT_MAPS = 8
+_HEAD_TOKENS = 80
+_KEY_BYTES = 4
+_LEADING, _TRAILING = 8, 40
+_MOST_NODES = 10_000
+_RUNS = ("run", "depth")
+
+
+class Looking:
+    """Maps, views and searches of one cache. Thread safety: all of it; see the module."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._making = threading.RLock()  # of maps: who asks for the same waits for it
+        self._searching = threading.RLock()
+        self._maps: dict[object, tuple[float, CacheMap]] = {}  # until when they are good
+        self._changes = 0  # what was made before one is not to be shown again
+
+    # --- maps --------------------------------------------------------------------------------
+
+    def map(
+        self,
+        namespace: NamespaceLike | None,
+        root: int | None,
+        nodes: int,
+        blocks: BlockNames | None = None,
+    ) -> CacheMap:
+        """See `PagedCache.map`."""
+        nodes = whole("nodes", nodes, 1, _MOST_NODES)
+        space = None if namespace is None else as_namespace(namespace)
+        asked = space, root, nodes, blocks
+        with self._turn(self._making):
+            kept = self._maps.get(asked)
+            if kept is not None and time.monotonic() < kept[0]:
+                return kept[1]
+            changes = self._changes
+            busy = time.thread_time()
+            made = self._make(space, root, nodes, blocks)
+            good = max(_FRESH_S, (time.thread_time() - busy) / _MOST_SHARE)
+            with self._core:
+                self._keep(asked, now=time.monotonic(), good=good, made=made, changes=changes)
+            return made
+
+    @contextmanager
+    def _turn(self, lock: threading.RLock) -> Iterator[None]:
+        """Wait for ``lock``; a hook, which must not wait, goes on without it if it is taken."""
+        taken = lock.acquire(blocking=not self._core.in_hook)
+        try:
+            yield
+        finally:
+            if taken:
+                lock.release()
+
+    def _keep(
+        self, asked: object, *, now: float, good: float, made: CacheMap, changes: int
+    ) -> None:
+        """Keep a map for ``good`` seconds, unless something changed since it was begun."""
+        if changes != self._changes:
+            return
+        maps = {key: one for key, one in self._maps.items() if now < one[0]}
+        if len(maps) < _KEPT_MAPS:
+            maps[asked] = now + good, made
+        self._maps = maps
+
+    def _changed(self) -> None:
+        self._changes += 1
+        self._maps = {}
+
+    def _make(
+        self, space: Namespace | None, root: int | None, nodes: int, blocks: BlockNames | None
+    ) -> CacheMap:
+        columns = Survey.COLUMNS if blocks is None else (*Survey.COLUMNS, *_RUNS)
+        walk = self._walk(columns, space if root is None else self._find(root))
+        survey = Survey(walk)
+        if root is not None and survey.gone[0]:
+            raise _unknown(root)
+        core = self._core
+        bare = root is None and space is not None  # without the root, which would say nothing new
+        rows = survey.largest(nodes + bare)
+        with core:
+            notes = core.ages.notes()
+        ages = notes.seconds(survey.below_last)
+        heads: list[bytes] = []
+        for start in range(0, len(rows), _STEP):
+            with core:
+                heads += survey.heads(rows[start : start + _STEP], _HEAD_TOKENS * TOKEN_BYTES)
+        ending: list[Blocks | None] = [None] * len(rows)
+        if blocks is not None and core.index.name == "radix":
+            ending = ends_of_blocks(blocks, self._runs(survey, walk, rows), core.marks)
+        tops = survey.parents < 0
+        return CacheMap(
+            page_size=core.page_size,
+            runs=int(survey.below_runs[tops].sum()),
+            pages=int(survey.below_pages[tops].sum()),
+            nodes=(
+                *shown_nodes(survey, rows, ages, self._heads(heads), ending, bare=bare),
+                *hidden_nodes(survey, rows, ages, bare=bare),
+            ),
+        )
+
+    def _heads(self, heads: list[bytes]) -> list[Head]:
+        if self._core.index.name != "radix":
+            return [(None, head[:_KEY_BYTES]) for head in heads]
+        plain = self._core.marks.plain
+        return [(plain(np.frombuffer(head, TOKEN_DTYPE))[0], b"") for head in heads]
+
+    def _runs(self, survey: Survey, walk: Walk, rows: Numbers) -> Iterator[RunOfTokens]:
+        """The runs of some rows, which are closed towards the top."""
+        unknown = set(walk.unknown())
+        runs, depths = walk.columns["run"], walk.columns["depth"]
+        places = np.searchsorted(rows, survey.parents[rows]).tolist()
+        for row, above, place in zip(
+            rows.tolist(), survey.parents[rows].tolist(), places, strict=True
+        ):
+            before = None
+            if above < 0:
+                space = survey.namespace(row)
+                before = (
+                    self._before(walk.nodes[row], depths[row]) if space is None else (space, b"")
+                )
+            tokens = None if row in unknown else bytes(runs[row])
+            yield RunOfTokens(place if above >= 0 else -1, before, tokens)
+
+    def _before(self, node: Any, depth: int) -> tuple[Namespace, bytes] | None:
+        """The namespace of a node, and the tokens before it; None if it is elsewhere by now."""
+        core = self._core
+        with core:
+            if not core.index.keeps(node):
+                return None
+            space, symbols = core.index.before(node)
+        return (space, symbols) if len(symbols) == depth * core.page_size * TOKEN_BYTES else None
+
+    # --- one node ----------------------------------------------------------------------------
+
+    def node(self, number: int) -> NodeView:
+        """See `PagedCache.node`."""
+        top = self._find(number)
+        survey = Survey(self._walk(Survey.COLUMNS, top))
+        core = self._core
+        row = np.zeros(1, np.int64)
+        with core:
+            self._check(top, number)
+            notes = core.ages.notes()
+            look = core.index.look(top)
+            heads = survey.heads(row, _HEAD_TOKENS * TOKEN_BYTES)
+            exact = core.index.name == "radix"
+            symbols = np.frombuffer(look.symbols, TOKEN_DTYPE)
+            tokens, extras = core.marks.plain(symbols) if exact else (None, ())
+        ages = notes.seconds(survey.below_last)
+        (node,) = shown_nodes(survey, row, ages, self._heads(heads), [None], bare=False)
+        return NodeView(
+            node=replace(node, parent=look.path[-1] if look.path else None),
+            namespace=look.namespace,
+            path=look.path,
+            start=look.start,
+            page_ids=look.pages,
+            tokens=tokens,
+            extras=extras,
+            children=look.children,
+            state=look.state,
+        )
+
+    def pin(self, number: int, ttl: float | None) -> Pin:
+        """See `PagedCache.pin_node`."""
+        if number < 0:
+            raise InvalidValue("a namespace cannot be pinned; pin what is stored in it")
+        if ttl is not None and not ttl > 0:
+            raise InvalidValue(f"a pin lasts some seconds, got ttl={ttl}")
+        top = self._find(number)
+        core = self._core
+        with core:
+            core.pins.expire()
+            self._check(top, number)
+            hold, _ = core.index.hold(core.index.at(top), Namespace(), used=False)
+            try:
+                pin = core.pins.add(hold, ttl, hard=False)
+            finally:
+                core.index.release(hold, used=False)
+            self._changed()
+            return pin
+
+    def unpin(self, number: int) -> int:
+        """See `PagedCache.unpin_node`."""
+        top = self._find(number)
+        core = self._core
+        with core:
+            core.pins.expire()
+            self._check(top, number)
+            ended = core.pins.soft_at(top)
+            for pin in ended:
+                core.pins.end(pin)
+            self._changed()
+            return len(ended)
+
+    def evict_below(self, number: int) -> int:
+        """See `PagedCache.evict_below`."""
+        top = self._find(number)
+        with self._core:
+            self._core.pins.expire()
+            self._core.sessions.settle()
+            self._check(top, number)
+            return self._evict(top)
+
+    def evict_family(self, top: Any) -> tuple[int, int]:
+        """Forget a run of the index and all behind it: pages freed, and pages that stay in use."""
+        core = self._core
+        with core:
+            pages = self._evict(top)
+            if not core.index.keeps(top):
+                return pages, 0
+            rest = core.index.walk(["size"], top)
+            while not rest.done:
+                rest.step(_ALL)
+            return pages, int(rest.numbers("size").sum())
+
+    def _evict(self, top: Any) -> int:
+        core = self._core
+        for pin in core.pins.soft_below(top):
+            core.pins.end(pin)
+        pages = core.index.evict_below(top)
+        core.forget(pages, "asked")
+        self._changed()
+        return len(pages)
+
+    def _check(self, node: Any, number: int) -> None:
+        """It may have gone since it was found."""
+        if not self._core.index.keeps(node):
+            raise _unknown(number)
+
+    # --- search ------------------------------------------------------------------------------
+
+    def search(
+        self, needles: Sequence[TokensLike], namespace: NamespaceLike | None, most: int
+    ) -> list[Found]:
+        """See `PagedCache.search`."""
+        sought = [as_tokens(needle) for needle in needles]
+        most = whole("most", most, 1)
+        if not all(len(needle) for needle in sought):
+            raise InvalidValue("nothing is sought: each needle has at least one token")
+        core = self._core
+        if core.index.name != "radix":
+            raise InvalidValue(
+                f"the {core.index.name} index keeps keys of its pages and no tokens, so nothing "
+                "can be sought in it; make the cache with prefix='radix'"
+            )
+        space = None if namespace is None else as_namespace(namespace)
+        with self._turn(self._searching):
+            return self._found(sought, space, most)
+
+    def _found(self, sought: list[TokenArray], space: Namespace | None, most: int) -> list[Found]:
+        core = self._core
+        walk = self._walk(Finding.COLUMNS, space)
+        finding = Finding(walk, core.page_size, core.marks)
+        places = [(p, i) for i, each in enumerate(finding.places(sought, most)) for p in each]
+        ids = walk.ids().tolist()
+        found: list[Found] = []
+        for (row, at), i in sorted(places)[:most]:
+            start = max(0, at - _LEADING)
+            path = finding.path(row)[:-1]
+            found.append(
+                Found(
+                    id=ids[row],
+                    path=tuple(ids[above] for above in path),
+                    at=at,
+                    needle=i,
+                    tokens=finding.tokens(row, start, at + len(sought[i]) + _TRAILING),
+                    before=at - start,
+                )
+            )
+        return found
+
+    # --- walking -----------------------------------------------------------------------------
+
+    def _walk(self, columns: Sequence[str], top: Any) -> Walk:
+        core = self._core
+        with core:
+            core.pins.expire()
+            walk = core.index.walk(columns, top)
+            walk.step(_STEP)
+        while not walk.done:
+            self._pause()
+            with core:
+                walk.step(_STEP)
+        return walk
+
+    def _pause(self) -> None:
+        """Let others have the lock; a hook keeps it anyway."""
+        if not self._core.in_hook:
+            time.sleep(_PAUSE_S)
+
+    def _find(self, number: int) -> Any:
+        """The node of that number, which may be gone a moment later; `NotCached`."""
+        number = whole("a node's id", number)
+        core = self._core
+        with core:
+            walk = core.index.walk(())
+        while not walk.done:
+            with core:
+                node = walk.find(number, _STEP)
+            if node is not None:
+                return node
+            self._pause()
+        raise _unknown(number)
+
+
+def _unknown(number: int) -> NotCached:
+    return NotCached(f"node {number} is not in the cache: it was evicted, or never there")

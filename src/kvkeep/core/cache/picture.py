@@ -1,0 +1,106 @@
+"""From the survey of a tree to the nodes of a `CacheMap`: those shown, and those summed up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvkeep.core.cache.views import MapNode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from kvkeep.core.cache.blocks import Blocks
+    from kvkeep.core.prefix.walk import Numbers, Survey
+    from kvkeep.core.tokens import TokenArray
+
+    Seconds = npt.NDArray[np.float64]
+    Head = tuple[TokenArray | None, bytes]
+
+__all__ = ["hidden_nodes", "shown_nodes"]
+
+_HIDDEN = 1 << 52
+"""Numbers of hidden nodes lie below minus this; readers of JSON know whole numbers to 2**53."""
+
+
+def shown_nodes(
+    survey: Survey,
+    rows: Numbers,
+    ages: Seconds,
+    heads: Sequence[Head],
+    blocks: Sequence[Blocks | None],
+    *,
+    bare: bool,
+) -> list[MapNode]:
+    """A node for each of ``rows``, which are closed towards the top; ``bare``: but for the top."""
+    ids = survey.ids
+    above = survey.parents[rows]
+    nodes: list[MapNode] = []
+    columns: tuple[Any, ...] = (
+        rows, ids[rows], np.append(ids, 0)[above], above, survey.sizes[rows],
+        survey.below_pages[rows], survey.below_runs[rows], survey.holders[rows],
+        survey.pins[rows], survey.below_uses[rows], ages[rows],
+    )  # fmt: skip
+    numbers = zip(*(column.tolist() for column in columns), strict=True)
+    each = zip(numbers, heads, blocks, strict=True)
+    for (row, own, parent, place, *counts), (head, key), ended in each:
+        if bare and place < 0:
+            continue
+        pages, below_pages, below_runs, holders, pins, hits, age = counts
+        nodes.append(
+            MapNode(
+                id=own,
+                parent=None if place < (1 if bare else 0) else parent,
+                pages=pages,
+                below_pages=below_pages,
+                below_runs=below_runs,
+                holders=holders,
+                pins=pins,
+                hits=hits,
+                age_s=age,
+                head=head,
+                key=key,
+                namespace=survey.namespace(row),
+                blocks=ended,
+            )
+        )
+    return nodes
+
+
+def hidden_nodes(survey: Survey, rows: Numbers, ages: Seconds, *, bare: bool) -> list[MapNode]:
+    """For each of ``rows``, and the top: one node for those that hang from it and are not shown."""
+    parents = survey.parents
+    shown = np.zeros(len(parents) + 1, np.bool_)
+    shown[rows] = shown[-1] = True  # the last: what has no parent
+    hidden = np.flatnonzero(~shown[:-1] & shown[parents] & ~survey.gone)
+    above, groups = np.unique(parents[hidden], return_inverse=True)
+
+    def sums(column: Numbers) -> list[int]:
+        totals = np.zeros(len(above), np.int64)
+        np.add.at(totals, groups, column[hidden])
+        return totals.tolist()
+
+    latest = np.full(len(above), np.inf)
+    np.minimum.at(latest, groups, ages[hidden])
+    ids = survey.ids
+    pages, runs = sums(survey.below_pages), sums(survey.below_runs)
+    columns = sums(survey.holders), sums(survey.pins), sums(survey.below_uses)
+    counts = np.bincount(groups, minlength=len(above)).tolist()
+    return [
+        MapNode(
+            id=-_HIDDEN - (abs(int(ids[place])) if place >= 0 else 0),
+            parent=None if place < (1 if bare else 0) else int(ids[place]),
+            pages=pages[i],
+            below_pages=pages[i],
+            below_runs=runs[i],
+            holders=columns[0][i],
+            pins=columns[1][i],
+            hits=columns[2][i],
+            age_s=float(latest[i]),
+            count=counts[i],
+        )
+        for i, place in enumerate(above.tolist())
+    ]

@@ -1,0 +1,137 @@
+"""Pins: prefixes that are asked to stay, so far as memory allows."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Any, cast
+
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.prefix.pinned import Pinned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvkeep.core.prefix import PrefixIndex
+
+__all__ = ["Pin", "PinBoard"]
+
+
+class Pin(Pinned):
+    """A prefix that is kept; made by `PagedCache.pin`, ended by `PagedCache.unpin`.
+
+    A soft pin gives way, tail first, when nothing else is left to evict: ``num_tokens`` then falls.
+    A hard pin does not, and counts against the cache's budget for them.
+    """
+
+    __slots__ = ("_board", "active", "expires", "hard", "hold")
+
+    def __init__(self, board: PinBoard, hold: Any, *, hard: bool, expires: float | None) -> None:
+        super().__init__()
+        self._board = board
+        self.hold = hold if hard else None  # for the index alone
+        self.hard = hard
+        self.expires = expires
+        self.active = True
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prefix that are still kept; 0 once the pin has ended or given way."""
+        return self._board.pages(self) * self._board.page_size
+
+    def __repr__(self) -> str:
+        kind = "hard" if self.hard else "soft"
+        return f"<{kind} pin, {self.num_tokens} tokens{'' if self.active else ', ended'}>"
+
+
+class PinBoard:
+    """All pins of a cache: ``most`` at a time, in memory of about 350 bytes each.
+
+    Thread safety: none; under the cache's lock. Cost: O(log pins) a pin with a time to live, else
+    what the index asks for; nothing here walks over all pins.
+    """
+
+    def __init__(
+        self, index: PrefixIndex[Any], hard_budget: int, most: int, clock: Callable[[], float]
+    ) -> None:
+        self._index = index
+        self.page_size = index.page_size
+        self.hard_budget = hard_budget
+        self.most = most
+        self._clock = clock
+        self.pins: dict[Pin, None] = {}
+        self._expiry: list[tuple[float, int, Pin]] = []
+        self._serial = 0
+        self.expired = 0
+
+    def add(self, hold: Any, ttl: float | None, *, hard: bool) -> Pin:
+        """Pin the path of ``hold``, which passes to a hard pin and is released by a soft one."""
+        if len(self.pins) >= self.most:
+            raise InvalidValue(
+                f"{self.most} pins are set, as many as this cache keeps; unpin some, or give "
+                "them a ttl after which they end by themselves"
+            )
+        if hard and (needed := self._index.would_keep(hold)) > self.hard_budget:
+            raise InvalidValue(
+                f"hard pins would hold {needed} pages, their budget is {self.hard_budget}; "
+                "unpin something, pin softly, or give the cache a larger hard_pin_pages"
+            )
+        expires = None if ttl is None else self._clock() + ttl
+        pin = Pin(self, hold, hard=hard, expires=expires)
+        self._index.pin(hold, pin, hard=hard)
+        self.pins[pin] = None
+        if expires is not None:
+            self._serial += 1
+            heapq.heappush(self._expiry, (expires, self._serial, pin))
+        return pin
+
+    def end(self, pin: Pin) -> None:
+        """End a pin that has not ended."""
+        del self.pins[pin]
+        pin.active = False
+        if len(self._expiry) > 2 * len(self.pins) + 64:  # mostly pins that ended before their time
+            self._expiry = [item for item in self._expiry if item[2].active]
+            heapq.heapify(self._expiry)
+        self._index.unpin(pin)
+        pin.hold = None
+
+    def expire(self) -> None:
+        """End the pins whose time is over, and those whose prefix had to give way entirely."""
+        broken = self._index.broken
+        while broken:
+            self.end(cast("Pin", broken.pop()))
+        while self._expiry and (not self._expiry[0][2].active or self._over(self._expiry[0][0])):
+            pin = heapq.heappop(self._expiry)[2]
+            if pin.active:
+                self.end(pin)
+                self.expired += 1
+
+    def _over(self, when: float) -> bool:
+        return self._clock() >= when
+
+    def pages(self, pin: Pin) -> int:
+        """Pages that a pin still keeps."""
+        if not pin.active or (pin.expires is not None and self._over(pin.expires)):
+            return 0
+        return self._index.pinned(pin)
+
+    def hard_holds(self) -> list[Any]:
+        """The holds of hard pins."""
+        return [pin.hold for pin in self.pins if pin.hard]
+
+    def soft_at(self, place: Any) -> list[Pin]:
+        """The soft pins that stand at the end of the run ``place``."""
+        return cast("list[Pin]", self._index.pins_at(place))
+
+    def soft_below(self, place: Any) -> list[Pin]:
+        """The soft pins whose last run goes when ``place`` and all behind it is evicted."""
+        return cast("list[Pin]", self._index.pins_below(place))
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that pins keep, each counted once; `expire` first."""
+        return self._index.num_pinned
+
+    @property
+    def num_hard_pages(self) -> int:
+        """Pages that hard pins keep, each counted once; `expire` first."""
+        return self._index.num_hard_pinned

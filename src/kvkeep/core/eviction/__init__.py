@@ -1,0 +1,67 @@
+"""Eviction policies: which of the pages that may go, goes first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.eviction.adaptive import Adaptive
+from kvkeep.core.eviction.arc import ARC
+from kvkeep.core.eviction.base import Entry, EvictionPolicy
+from kvkeep.core.eviction.fifo import FIFO
+from kvkeep.core.eviction.gdsf import GDSF
+from kvkeep.core.eviction.lfu import LFU
+from kvkeep.core.eviction.lru import LRU
+from kvkeep.core.eviction.priority import Priority
+from kvkeep.core.eviction.reuse import Reuse
+from kvkeep.core.eviction.s3fifo import S3FIFO
+from kvkeep.core.eviction.slru import SLRU
+from kvkeep.core.eviction.tlru import TLRU
+from kvkeep.core.eviction.twoq import TwoQ
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "ARC",
+    "FIFO",
+    "GDSF",
+    "LFU",
+    "LRU",
+    "POLICIES",
+    "S3FIFO",
+    "SLRU",
+    "TLRU",
+    "Adaptive",
+    "Entry",
+    "EvictionPolicy",
+    "Priority",
+    "Reuse",
+    "TwoQ",
+    "policy",
+]
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "lru": LRU,
+    "lfu": LFU,
+    "fifo": FIFO,
+    "slru": SLRU,
+    "priority": Priority,
+    "2q": TwoQ,
+    "adaptive": Adaptive,
+    "arc": ARC,
+    "s3fifo": S3FIFO,
+    "gdsf": GDSF,
+    "tlru": TLRU,
+    "reuse": Reuse,
+}
+"""Every policy by its name."""
+
+
+def policy(name: str | EvictionPolicy) -> EvictionPolicy:
+    """The policy of that name, or the policy object itself; `InvalidValue` lists the names."""
+    if isinstance(name, EvictionPolicy):
+        return name
+    if name not in POLICIES:
+        raise InvalidValue(f"no eviction policy {name!r}; there are {', '.join(POLICIES)}")
+    return POLICIES[name]()

@@ -1,0 +1,23 @@
+"""First in, first out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.core.eviction.queues import QueuePolicy
+
+if TYPE_CHECKING:
+    from kvkeep.core.eviction.base import Entry
+
+__all__ = ["FIFO"]
+
+
+class FIFO(QueuePolicy):
+    """What was stored longest ago goes first, however often it was used since."""
+
+    name = "fifo"
+    sized = False
+
+    def age(self, entry: Entry) -> int:
+        """When it was stored."""
+        return entry.stored

@@ -1,0 +1,271 @@
+"""Reuse: what is least likely to be asked for again soon goes first, as learned from what was."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
+
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.eviction.base import Entry, EvictionPolicy
+from kvkeep.core.eviction.history import History
+from kvkeep.core.eviction.queues import AgeQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Hazards", "Reuse"]
+
+# Ages in events, by powers of two; what is younger than 2 ** _YOUNG is one bucket.
+_YOUNG: Final = 5
+_BUCKETS: Final = 22
+_HITS: Final = 4  # 0, 1, 2, and 3 or more
+# A sample is watched: at least this share of the blocks, and so many that chance evens out.
+_SAMPLED: Final = 0.1
+_LEAST: Final = 1000
+# What was seen counts half as much when so many memories' worth of blocks were asked for since.
+_HALF_LIFE: Final = 8.0
+
+
+class Reuse(EvictionPolicy):
+    """Evicts what is least likely to be asked for again within ``horizon`` turnovers of memory.
+
+    How likely that is, is counted: of the blocks that were asked for so often, and not for so long,
+    how many came back, and when. A sample of all blocks is followed by its keys, so it is known
+    of what is not in memory too. Entries wait in a queue for each number of hits (to 3) and power
+    of two of age, oldest first; they move on as they age, and the queues take turns in the order of
+    what was counted. Where nothing is told of prompts, it is hits over age (hyperbolic caching).
+
+    What comes back after it went, among the last ``remembered`` memories' worth of blocks, has a
+    hit. Memory: about 300 bytes for each of these. Cost: about 1 µs a block of every prompt, and
+    up to 72 queues to look into for a victim.
+    """
+
+    name = "reuse"
+    remembers = True
+
+    def __init__(self, horizon: float = 0.5, remembered: float = 4.0) -> None:
+        super().__init__()
+        if not horizon > 0:
+            raise InvalidValue(f"the horizon is a number of turnovers of memory, got {horizon}")
+        if not remembered >= 0:
+            raise InvalidValue(f"what is remembered is a number of memories, got {remembered}")
+        self.horizon = horizon
+        self.remembered = remembered
+        self._size = 0
+        self._below = 0
+        self._history = History(1)
+        self._watched: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # last asked, hits
+        self._most = 0
+        self._left = self._round = 1
+        self._fade = 1.0
+        self._hazards = Hazards()
+        self._stored = 0.0  # what was stored since `_since`, both fading
+        self._events = 0.0
+        self._since = 0
+        self._queues = [[AgeQueue[float]() for _ in range(_BUCKETS)] for _ in range(_HITS)]
+        self.ranks = self._ranked(math.inf)
+        """Hits and bucket of the queues, least likely to be reused first."""
+        self._order = self._ordered()
+        self._aged = 0
+        self._length = 0
+
+    def fit(self, size: int, block: int) -> None:
+        """It serves a memory of ``size``, in blocks of ``block``."""
+        self._size = size
+        blocks = max(1, size // block)
+        self._history = History(int(self.remembered * blocks))
+        self.watch(min(1.0, max(_SAMPLED, _LEAST / blocks)), blocks)
+
+    def watch(self, share: float, blocks: int) -> None:
+        """Follow this ``share`` of the keys, of a memory of so many ``blocks``."""
+        self._below = max(1, round(share * 65_536))
+        self._most = max(1, round(share * blocks * self.remembered))
+        self._left = self._round = max(_LEAST // 2, round(share * blocks))
+        self._fade = 0.5 ** (self._round / (_HALF_LIFE * share * blocks))
+
+    def asked(self, keys: Sequence[bytes]) -> int:
+        """A prompt came; how many of its leading blocks were asked for lately."""
+        below, watched, now = self._below, self._watched, self._time
+        for key in keys:
+            if int.from_bytes(key[:2]) >= below:
+                continue
+            self._left -= 1
+            last, hits = watched.pop(key, (now, -1))
+            if hits >= 0:
+                self._hazards.ended(now - last, hits, reused=True)
+            watched[key] = now, min(hits + 1, _HITS - 1)
+            if len(watched) > self._most:
+                last, hits = watched.popitem(last=False)[1]
+                self._hazards.ended(now - last, hits, reused=False)
+        if self._left < 0:
+            self._left = self._round
+            self._learn()
+        return self._history.asked(keys)
+
+    def _learn(self) -> None:
+        """Rank the queues by what was counted so far."""
+        fade = self._fade
+        self._events = fade * self._events + self._time - self._since
+        self._since = self._time
+        turnover = self._size * self._events / max(self._stored, 1.0)
+        self._stored *= fade
+        living = self._hazards.copy()
+        for last, hits in self._watched.values():
+            living.ended(self._time - last, hits, reused=False)
+        self.ranks = self._ranked(self.horizon * turnover, living)
+        self._order = self._ordered()
+        self._hazards.fade(fade)
+
+    def follow(self, other: Reuse) -> None:
+        """It is as late as with ``other``, and goes by what that one has learned."""
+        self._time = other._time
+        if self.ranks is not other.ranks:
+            self.ranks = other.ranks
+            self._order = self._ordered()
+
+    def _ordered(self) -> list[AgeQueue[float]]:
+        return [self._queues[hits][bucket] for hits, bucket in self.ranks]
+
+    def _ranked(self, horizon: float, seen: Hazards | None = None) -> list[tuple[int, int]]:
+        seen = seen or self._hazards
+        ranks = [
+            (chance, -bucket, hits)  # of equals, the oldest
+            for hits in range(_HITS)
+            for bucket, chance in enumerate(seen.chances(hits, horizon))
+        ]
+        return [(hits, -bucket) for _, bucket, hits in sorted(ranks)]
+
+    # --- queues ----------------------------------------------------------------------------------
+
+    def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
+        """Count what is stored: it says how soon all of memory is turned over."""
+        super().stored(entry, priority, known=known)
+        self._stored += entry.size
+
+    def add(self, entry: Entry) -> None:
+        """``entry`` may be evicted from now on."""
+        bucket = bucket_of(self._time - entry.last_used)
+        queue = self._queues[min(entry.hits, _HITS - 1)][bucket]
+        queue.push(entry, entry.last_used)
+        entry.state = queue
+        self._length += 1
+
+    def discard(self, entry: Entry) -> None:
+        """``entry`` may not be evicted any more."""
+        _queue_of(entry).remove(entry)
+        self._length -= 1
+
+    def pop(self) -> Entry | None:
+        """Take out the oldest of the first queue in the order learned."""
+        if not self._length:
+            return None
+        if self._time - self._aged >= 1 << _YOUNG:
+            self._age()
+        entry = next(queue for queue in self._order if len(queue)).pop()
+        self._length -= 1
+        return entry
+
+    def _age(self) -> None:
+        """Move on what has grown older: at most once for each bucket that an entry lives to see."""
+        self._aged = now = self._time
+        for queues in self._queues:
+            for bucket in range(_BUCKETS - 1):
+                queue, until = queues[bucket], now - (1 << (bucket + _YOUNG))
+                while (oldest := queue.oldest) is not None and oldest <= until:
+                    entry = queue.pop()
+                    assert entry is not None
+                    older = queues[bucket_of(now - entry.last_used)]
+                    older.push(entry, entry.last_used)
+                    entry.state = older
+
+    def put_back(self, entry: Entry) -> None:
+        """The entry just popped is next again: still the oldest of the same queue."""
+        _queue_of(entry).push(entry, entry.last_used)
+        self._length += 1
+
+    def __len__(self) -> int:
+        return self._length
+
+
+class Hazards:
+    """How often what was asked for comes back, by how often it was asked for and how long ago."""
+
+    def __init__(self) -> None:
+        self._came = [[0.0] * _BUCKETS for _ in range(_HITS)]
+        self._ended = [[0.0] * _BUCKETS for _ in range(_HITS)]
+        self._inside = [[0.0] * _BUCKETS for _ in range(_HITS)]
+
+    def ended(self, age: int, hits: int, *, reused: bool) -> None:
+        """Something with so many ``hits`` was ``reused`` at ``age``, or seen no further."""
+        bucket = bucket_of(age)
+        self._ended[hits][bucket] += 1
+        self._inside[hits][bucket] += age - _start(bucket)
+        if reused:
+            self._came[hits][bucket] += 1
+
+    def rates(self, hits: int) -> list[float]:
+        """Reuses per event, for each bucket of age.
+
+        One reuse that was not seen is counted everywhere, at a rate of hits over age, so what was
+        never seen is not believed to be impossible.
+        """
+        rates = [0.0] * _BUCKETS
+        older = 0.0
+        for bucket in range(_BUCKETS - 1, -1, -1):
+            width = _start(bucket + 1) - _start(bucket)
+            watched = older * width + self._inside[hits][bucket]
+            expected = 0.1 * (1 + hits) / _start(bucket + 1)
+            rates[bucket] = (self._came[hits][bucket] + 1) / (watched + 1 / expected)
+            older += self._ended[hits][bucket]
+        return rates
+
+    def chances(self, hits: int, horizon: float) -> list[float]:
+        """How likely what is in the middle of each bucket comes back within ``horizon`` events.
+
+        With an endless horizon: at what rate.
+        """
+        rates = self.rates(hits)
+        if math.isinf(horizon):
+            return rates
+        chances = []
+        for first in range(_BUCKETS):
+            at = (_start(first) + _start(first + 1)) / 2
+            end = at + horizon
+            expected = 0.0
+            for bucket in range(first, _BUCKETS):
+                until = end if bucket == _BUCKETS - 1 else min(end, _start(bucket + 1))
+                expected += rates[bucket] * (until - at)
+                at = until
+                if at >= end:
+                    break
+            chances.append(-math.expm1(-expected))
+        return chances
+
+    def fade(self, factor: float) -> None:
+        """What was seen counts less from now on."""
+        for table in (self._came, self._ended, self._inside):
+            for row in table:
+                row[:] = [factor * count for count in row]
+
+    def copy(self) -> Hazards:
+        """The same, to go on counting apart."""
+        other = Hazards()
+        other._came = [row.copy() for row in self._came]
+        other._ended = [row.copy() for row in self._ended]
+        other._inside = [row.copy() for row in self._inside]
+        return other
+
+
+def bucket_of(age: int) -> int:
+    """Which bucket an age in events belongs to."""
+    return min((age >> _YOUNG).bit_length(), _BUCKETS - 1)
+
+
+def _start(bucket: int) -> int:
+    return (1 << (bucket + _YOUNG)) >> 1 if bucket else 0
+
+
+def _queue_of(entry: Entry) -> AgeQueue[float]:
+    assert isinstance(entry.state, AgeQueue)
+    return entry.state

@@ -1,0 +1,107 @@
+"""Amounts of memory, counts, and times, as people write them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Final, SupportsIndex
+
+from kvkeep.core.errors import InvalidValue, told, whole
+
+__all__ = ["format_bytes", "parse_bytes", "parse_count", "parse_seconds"]
+
+_BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_BYTES: Final[dict[str, int]] = {
+    "": 1,
+    "b": 1,
+    **{unit.lower(): 1024**power for power, unit in enumerate(_BINARY[1:], start=1)},
+    **{unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb", "pb", "eb"), 1)},
+}
+# Thirty digits are more bytes than there are, and few enough for int() to take at once.
+_AMOUNT: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([A-Za-z]*)")
+
+_COUNTS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_COUNT: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([kmgt]?)", re.IGNORECASE)
+
+_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_LONGEST: Final = 100 * 365 * 86400.0  # the longest that every system can wait is 292 years
+_TIME: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(ms|s|m|h|d)")
+
+
+def parse_bytes(amount: str | SupportsIndex) -> int:
+    """Give an amount of memory in bytes: ``4096``, ``"24GiB"``, ``"24 GB"``, ``"1.5 TiB"``.
+
+    KiB, MiB, GiB, TiB, PiB, EiB are powers of 1024 and kB, MB, GB, TB, PB, EB powers of 1000, in
+    upper or lower case; a bare number is bytes. A fraction of a byte is dropped. "24G" is refused:
+    tools disagree on which of the two it means, and where counts are read it is one
+    (`parse_count`).
+
+    Raises:
+        InvalidValue: the text is no such amount, or the number is negative, a float or a bool.
+    """
+    if not isinstance(amount, str):
+        return whole("an amount of bytes", amount, 0)
+    match = _AMOUNT.fullmatch(amount.strip())
+    unit = _BYTES.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise InvalidValue(
+            f"{told(amount)} is no amount of memory; write a number and a unit: KiB, MiB, GiB, "
+            "TiB (powers of 1024), kB, MB, GB, TB (powers of 1000), in upper or lower case, as "
+            "24GiB or 1.5TB; or plain bytes"
+        )
+    return int(Fraction(match[1]) * unit)
+
+
+def parse_count(amount: str | SupportsIndex) -> int:
+    """Give a number of tokens, pages or requests: ``4096``, ``"3M"``, ``"500k"``, ``"1.5 G"``.
+
+    k, M, G and T are powers of 1000, in upper or lower case.
+
+    Raises:
+        InvalidValue: the text is no such count or no whole number, or the number is negative, a
+            float or a bool.
+    """
+    if not isinstance(amount, str):
+        return whole("a count", amount, 0)
+    match = _COUNT.fullmatch(amount.strip())
+    number = Fraction(match[1]) * _COUNTS[match[2].lower()] if match else Fraction(1, 2)
+    if number.denominator != 1:
+        raise InvalidValue(
+            f"{told(amount)} is no count; write a whole number, or a number and k, M, G or T "
+            "(powers of 1000), in upper or lower case, as 500k or 1.5M"
+        )
+    return int(number)
+
+
+def format_bytes(amount: SupportsIndex) -> str:
+    """Write bytes for people: ``"128 KiB"``, ``"68.6 KiB"``, ``"24 GiB"``.
+
+    In powers of 1024, to one decimal, which is left out when it is zero: at most 0.05 of the unit
+    away from the amount.
+
+    Raises:
+        InvalidValue: the amount is negative or no whole number.
+    """
+    number = whole("an amount of bytes", amount, 0)
+    for power, unit in enumerate(_BINARY):
+        tenths = round(Fraction(10 * number, 1024**power))
+        # Asked after rounding: 1023.96 KiB is 1 MiB, never "1024 KiB".
+        if tenths < 10 * 1024 or unit == _BINARY[-1]:
+            break
+    ones, tenth = divmod(tenths, 10)
+    return f"{ones}.{tenth} {unit}" if tenth else f"{ones} {unit}"
+
+
+def parse_seconds(text: str) -> float:
+    """Give a time in seconds: ``"500ms"``, ``"30s"``, ``"10m"``, ``"12h"``, ``"7d"``.
+
+    Raises:
+        InvalidValue: the text is no such time, not above zero, or above 100 years.
+    """
+    match = _TIME.fullmatch(text.strip())
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if seconds > _LONGEST:
+        raise InvalidValue(f"{told(text)} is longer than 100 years; leave it out for ever")
+    if not seconds:
+        raise InvalidValue(f"{told(text)} is no time above zero; write 500ms, 30s, 10m, 12h or 7d")
+    return seconds

@@ -1,0 +1,145 @@
+"""Namespaces and chained block keys: the names under which KV can be found again.
+
+A block key names a run of tokens, everything before it, and the namespace it was computed in:
+
+    key[-1] = SHA-256( "kvkeep namespace 1\\n" + canonical namespace )
+    key[i]  = SHA-256( key[i-1] + tokens of block i as little-endian int32 + its extras )
+
+A block without extras (`kvkeep.core.extras`) has nothing in their place.
+Keys are 32 bytes and the same in every process and on every machine. `docs/keys.md` has the
+format with test vectors. SHA-256 because a second prompt with the same key would be served
+another's KV: keys must hold against somebody who is looking for one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.extras import Extra, extra_bytes
+from kvkeep.core.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from kvkeep.core.extras import Extras
+
+__all__ = [
+    "BLOCK_ID_BYTES",
+    "KEY_BYTES",
+    "SPACE_BYTES",
+    "Namespace",
+    "NamespaceLike",
+    "as_namespace",
+    "chain_keys",
+    "root_key",
+    "space_of",
+]
+
+KEY_BYTES = 32
+"""A SHA-256: of a block, of a namespace's root."""
+SPACE_BYTES = 16
+"""The beginning of a root, which stands for its namespace in a block id."""
+BLOCK_ID_BYTES = SPACE_BYTES + KEY_BYTES
+"""A block's name where blocks of many namespaces lie together: its space, then its key."""
+_MAGIC = b"kvkeep namespace 1\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What must never be mixed: KV is reused only within one namespace.
+
+    Every field is part of every key. Fields that are left empty are simply equal. ``tenant``
+    separates users who must not learn of each other's prompts, ``lora`` names an adapter with its
+    version, ``rank`` a tensor or pipeline parallel shard ("tp0/2").
+    """
+
+    tenant: str = ""
+    model: str = ""
+    revision: str = ""
+    dtype: str = ""
+    layout: str = ""
+    geometry: str = ""
+    lora: str = ""
+    rank: str = ""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, str):
+                raise InvalidValue(
+                    f"Namespace.{field.name} is text, got {type(value).__name__}: {value!r}"
+                )
+
+    def canonical(self) -> bytes:
+        """The bytes that are hashed: ``name=length:value`` per non-empty field, sorted by name.
+
+        Lengths are in bytes of UTF-8, so no value can pretend to be two fields.
+        """
+        return b"".join(
+            b"%s=%d:%s\n" % (name.encode(), len(value), value)
+            for name in sorted(field.name for field in fields(self))
+            if (value := getattr(self, name).encode("utf-8", "surrogatepass"))
+        )
+
+
+NamespaceLike = str | Namespace
+"""A namespace, or a text that stands for a tenant: what `as_namespace` takes."""
+
+
+def as_namespace(namespace: NamespaceLike) -> Namespace:
+    """A namespace from what callers give; plain text stands for a tenant."""
+    if isinstance(namespace, Namespace):
+        return namespace
+    if isinstance(namespace, str):
+        return _of_tenant(namespace)
+    raise InvalidValue(
+        f"a namespace is a Namespace or text, got {type(namespace).__name__}: {namespace!r}"
+    )
+
+
+@lru_cache(maxsize=1024)
+def _of_tenant(tenant: str) -> Namespace:
+    return Namespace(tenant=tenant)
+
+
+@lru_cache(maxsize=1024)
+def root_key(namespace: Namespace) -> bytes:
+    """The key before the first block of ``namespace``: 32 bytes."""
+    return hashlib.sha256(_MAGIC + namespace.canonical()).digest()
+
+
+def space_of(namespace: Namespace) -> bytes:
+    """The first 16 bytes of the root key: what groups a namespace's blocks in a store."""
+    return root_key(namespace)[:SPACE_BYTES]
+
+
+def chain_keys(parent: bytes, tokens: bytes, block_bytes: int, extras: Extras = ()) -> list[bytes]:
+    """Keys of the full blocks of ``tokens`` (int32 little-endian bytes) that follow ``parent``.
+
+    ``extras`` belong to these tokens, by position. A tail shorter than ``block_bytes`` has no key.
+    Cost: one SHA-256 a block, about 0.45 µs at 16 tokens a block (0.95 ms for 32,768 tokens).
+    """
+    sha256 = hashlib.sha256
+    keys: list[bytes] = []
+    if extras:
+        behind = _behind_blocks(extras, block_bytes // TOKEN_BYTES)
+        for at, start in enumerate(range(0, len(tokens) - block_bytes + 1, block_bytes)):
+            block = tokens[start : start + block_bytes] + behind.get(at, b"")
+            parent = sha256(parent + block).digest()
+            keys.append(parent)
+        return keys
+    for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
+        parent = sha256(parent + tokens[start : start + block_bytes]).digest()
+        keys.append(parent)
+    return keys
+
+
+def _behind_blocks(extras: Extras, size: int) -> dict[int, bytes]:
+    """What is hashed behind the tokens of each block that has extras."""
+    blocks: dict[int, list[Extra]] = {}
+    for position, digest in extras:
+        at, within = divmod(position, size)
+        blocks.setdefault(at, []).append(Extra(within, digest))
+    return {at: extra_bytes(tuple(some)) for at, some in blocks.items()}

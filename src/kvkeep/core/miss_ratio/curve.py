@@ -1,0 +1,249 @@
+"""`MissRatioCurve`: what share of the prompts' blocks memory of any size would have had."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.keys import KEY_BYTES, as_namespace
+from kvkeep.core.miss_ratio.histogram import Histogram
+from kvkeep.core.miss_ratio.stack import COLD, Stack
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from kvkeep.core.keys import Namespace, NamespaceLike
+
+    Ints = npt.NDArray[np.int64]
+    Words = npt.NDArray[np.uint64]
+
+__all__ = ["NAMESPACES", "MissRatioCurve"]
+
+NAMESPACES = 64
+"""So many have a curve of their own, the first that come; all others share one."""
+_BATCH_BLOCKS = 16_384
+_BATCH_SAMPLED = 2048
+_BATCH_PROMPTS = 1024
+_MOMENT_BITS = 12
+"""A block is repeated if it occurs among the (at most) 4,096 before it."""
+_WORD = np.dtype("<u8")
+
+
+class MissRatioCurve:
+    """Watches which blocks prompts are made of, and says how many of them memory would have had.
+
+    Memory is thought of as LRU over blocks of ``block_tokens`` tokens, of which it keeps prefixes:
+    a block is a hit only if all before it are (see `Stack`). A share of all blocks, ``sample``, is
+    watched, chosen by their keys, and stands for the others (SHARDS: Waldspurger et al., FAST '15;
+    `Histogram` has how counts are adjusted). A tenth is enough where memory holds some thousand
+    blocks; take more for less.
+
+    The curve reaches up to ``most_blocks`` of memory. ``max_keys`` bounds the blocks watched: where
+    that would need more, the sample is smaller. With ``half_life``, what was asked for that many
+    blocks ago weighs half of what is asked for now; without, everything weighs the same.
+
+    The first 64 namespaces have a curve each, the others one together; all are about one memory
+    that all share.
+
+    Thread safety: none. Memory: 200 bytes a block watched, 30 KB a namespace. Cost: 0.05 µs a
+    block and 0.4 µs more if it is in the sample, in pieces of about a millisecond.
+    """
+
+    def __init__(
+        self,
+        sample: float = 0.1,
+        block_tokens: int = 512,
+        *,
+        most_blocks: int | None = None,
+        max_keys: int = 65_536,
+        half_life: float | None = None,
+    ) -> None:
+        if isinstance(sample, bool) or not 0 < sample <= 1:
+            raise InvalidValue(f"sample is a share above 0, 1 at most; got {sample!r}")
+        if half_life is not None and not 1 <= half_life < math.inf:
+            raise InvalidValue(f"half_life is a number of blocks, 1 or more; got {half_life!r}")
+        max_keys = whole("max_keys", max_keys, 64)
+        if most_blocks is None:
+            most_blocks = int(max_keys / sample)
+        self.block_tokens = whole("block_tokens", block_tokens, 1)
+        self.most_blocks = whole("most_blocks", most_blocks, 1)
+        self.sample = min(float(sample), max_keys / self.most_blocks)
+        self.half_life = half_life
+        self._total = 0
+        self._most = np.uint64(min(int(self.sample * 2.0**64), 2**64 - 1))
+        self._stack = Stack(math.ceil(self.most_blocks * self.sample))
+        self._histogram = Histogram(NAMESPACES + 1, float(self.most_blocks), half_life)
+        self._rows: dict[Namespace, int] = {}
+        # Few enough in the sample for `Stack`'s tables to be small.
+        self._batch = min(_BATCH_BLOCKS, int(_BATCH_SAMPLED / self.sample))
+        self._begin_batch()
+
+    # --- what is asked for -------------------------------------------------------------------
+
+    def asked(self, keys: Sequence[bytes], namespace: NamespaceLike = "") -> None:
+        """Count a prompt made of these blocks; `kvkeep.core.keys.chain_keys` makes ``keys``."""
+        joined = b"".join(keys)
+        if len(joined) != len(keys) * KEY_BYTES:
+            raise InvalidValue(f"keys have {KEY_BYTES} bytes each; use kvkeep.core.keys.chain_keys")
+        words = np.frombuffer(joined, _WORD)[:: KEY_BYTES // _WORD.itemsize]
+        self.prompts(words, [len(words)], [self.row(namespace)], [True])
+
+    def prompts(self, words: Words, blocks: list[int], rows: list[int], counts: list[bool]) -> None:
+        """Prompts one after the other, for who makes keys of his own: 64 bits a block.
+
+        Each has so many ``blocks`` and a `row`. Keys are chained and evenly spread. A prompt that
+        does not count was not asked for: what is stored with an answer lies in memory as if it had
+        been, and is neither a hit nor a miss.
+        """
+        self._words.append(words)
+        self._blocks += blocks
+        self._prompt_rows += rows
+        self._counts += counts
+        self._waiting += len(words)
+        if self._waiting >= self._batch or len(self._blocks) >= _BATCH_PROMPTS:
+            self.settle()
+
+    def row(self, namespace: NamespaceLike) -> int:
+        """Where a namespace is counted; the last row is that of all who came too late."""
+        space = as_namespace(namespace)
+        row = self._rows.get(space)
+        if row is None:
+            row = min(len(self._rows), NAMESPACES)
+            if row < NAMESPACES:
+                self._rows[space] = row
+        return row
+
+    def settle(self) -> None:
+        """Count the prompts that wait for it. Reading the curve does that by itself."""
+        if not self._blocks:
+            return
+        words = np.concatenate(self._words)
+        blocks, rows = np.array(self._blocks, np.int64), np.array(self._prompt_rows, np.int64)
+        counts = np.array(self._counts, bool)
+        self._begin_batch()
+        owners = np.repeat(np.arange(len(blocks)), blocks)
+        again = _repeated(words) & counts[owners]
+        sampled = np.flatnonzero(words <= self._most)
+        per_prompt = np.bincount(owners[sampled], minlength=len(blocks))
+        distances = self._stack.touch(words[sampled], per_prompt)
+
+        asked = np.zeros(NAMESPACES + 1, np.int64)
+        np.add.at(asked, rows, blocks * counts)
+        repeated = np.bincount(rows[owners[again]], minlength=NAMESPACES + 1)
+        self._total += int(asked.sum())
+        self._histogram.age(int(asked.sum()))
+        self._histogram.asked(asked, repeated)
+        far = np.where(distances == COLD, np.inf, distances / self.sample)
+        mine = counts[owners[sampled]]
+        sampled = sampled[mine]
+        self._histogram.add(rows[owners[sampled]], again[sampled].astype(np.int64), far[mine])
+
+    def _begin_batch(self) -> None:
+        self._words: list[Words] = []
+        self._blocks: list[int] = []  # of each prompt
+        self._prompt_rows: list[int] = []
+        self._counts: list[bool] = []
+        self._waiting = 0  # blocks in all of them
+
+    # --- what would be -----------------------------------------------------------------------
+
+    def hit_rate(self, capacity: float, namespace: NamespaceLike | None = None) -> float:
+        """The share of blocks that memory of ``capacity`` blocks would have had: 0 … 1.
+
+        Of one namespace's prompts, or of all. 0 where nothing was asked for.
+        """
+        return self.curve((capacity,), namespace)[0]
+
+    def curve(
+        self, capacities: Sequence[float], namespace: NamespaceLike | None = None
+    ) -> list[float]:
+        """`hit_rate` at each of the capacities. Cost: about 0.2 ms, whatever their number."""
+        row: int | None = None
+        if namespace is not None:
+            row = self._rows.get(as_namespace(namespace), -1)
+        return self._rates(capacities, row)
+
+    def others(self, capacities: Sequence[float]) -> list[float]:
+        """The curve of all namespaces that came after the 64th."""
+        return self._rates(capacities, NAMESPACES)
+
+    def _rates(self, capacities: Sequence[float], row: int | None) -> list[float]:
+        wanted = np.asarray(capacities, np.float64)
+        if wanted.ndim != 1 or not ((wanted >= 0) & (wanted <= self.most_blocks)).all():
+            raise InvalidValue(
+                f"capacities are blocks in 0 … {self.most_blocks} (most_blocks), got {capacities!r}"
+            )
+        self.settle()
+        if row == -1:
+            return [0.0] * len(wanted)
+        found: list[float] = self._histogram.hit_rates(wanted, self.sample, row).tolist()
+        return found
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that were asked for."""
+        self.settle()
+        return self._total
+
+    @property
+    def namespaces(self) -> list[Namespace]:
+        """Those that have a curve of their own."""
+        return list(self._rows)
+
+    @property
+    def watched(self) -> int:
+        """Blocks in the stack: at most ``most_blocks`` times ``sample``."""
+        self.settle()
+        return len(self._stack)
+
+    def as_dict(self, capacities: Sequence[float] | None = None) -> dict[str, Any]:
+        """The curves for JSON; by default at powers of two up to ``most_blocks``, and there."""
+        if capacities is None:
+            octaves = range(int(math.log2(self.most_blocks)) + 1)
+            capacities = sorted({*(2**octave for octave in octaves), self.most_blocks})
+        return {
+            "sample": self.sample,
+            "block_tokens": self.block_tokens,
+            "blocks": self.blocks,
+            "watched": self.watched,
+            "half_life": self.half_life,
+            "capacities": list(capacities),
+            "hit_rates": self.curve(capacities),
+            "namespaces": [
+                {"namespace": space.canonical().decode("utf-8", "replace"), "hit_rates": rates}
+                for space in self._rows
+                if (rates := self.curve(capacities, space))
+            ],
+        }
+
+    def check(self) -> None:
+        """Assert that all parts agree."""
+        self.settle()
+        self._stack.check()
+
+    def __repr__(self) -> str:
+        return (
+            f"<MissRatioCurve of {self.blocks:,} blocks of {self.block_tokens} tokens, "
+            f"{self.sample:.3g} of them sampled>"
+        )
+
+
+def _repeated(words: Words) -> npt.NDArray[np.bool_]:
+    """Which keys occur before in the same stretch of 4,096. Cost: 10 ns a key."""
+    width = 1 << _MOMENT_BITS
+    low = np.uint64(width - 1)
+    again = np.zeros(len(words), bool)
+    places = np.arange(min(width, len(words)), dtype=np.uint64)
+    for start in range(0, len(words), width):
+        piece = words[start : start + width]
+        # Sorted with their places in their lowest bits: 52 bits tell a few thousand keys apart.
+        mixed = (piece & ~low) | places[: len(piece)]
+        mixed.sort()
+        same = np.flatnonzero((mixed[1:] ^ mixed[:-1]) <= low) + 1
+        again[start + (mixed[same] & low).astype(np.int64)] = True
+    return again

@@ -1,0 +1,9 @@
+"""Pages: the pool of page ids, growing page tables, and (with torch) the memory itself."""
+
+from __future__ import annotations
+
+from kvkeep.core.pages.pool import PagePool
+from kvkeep.core.pages.table import GrowingArray, PageCopy
+from kvkeep.core.pages.tables import PageTables, page_tables
+
+__all__ = ["GrowingArray", "PageCopy", "PagePool", "PageTables", "page_tables"]

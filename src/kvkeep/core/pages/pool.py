@@ -1,0 +1,142 @@
+"""`PagePool`: which pages are free, and how many hold each of the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvkeep.core.errors import InvalidValue, OutOfPages, whole
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvkeep.core.pages.table import PageArray
+
+    PageIndex = npt.NDArray[np.intp]
+
+__all__ = ["PagePool"]
+
+_FEW = 16
+"""So many ids are looked at sooner one by one: each NumPy call costs half a microsecond."""
+
+
+class PagePool:
+    """The fixed set of pages of one device: reference counts and a queue of free pages.
+
+    A page is free at zero references. Every method takes a batch and either does all of it or
+    raises and changes nothing: `OutOfPages` when too few are free, `InvalidValue` for ids outside
+    the pool, ids that nobody holds, and ids given twice in one batch. Pages are handed out again
+    least recently freed first, so stale data lives as long as it can.
+
+    Cost: O(pages in the batch), vectorised; about 10 ns a page and 5 µs a call.
+    Thread safety: none; the cache that owns the pool holds its lock.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = whole("num_pages", num_pages, 1, 2**31 - 1)
+        self.references = np.zeros(self.num_pages, np.int32)
+        # A ring: the free pages are the num_free entries from _head on, oldest first.
+        self._ring = np.arange(self.num_pages, dtype=np.int32)
+        self._head = 0
+        self.num_free = self.num_pages
+        # Scratch to find an id that stands twice in a batch, without sorting it.
+        self._mark = np.zeros(self.num_pages, np.int32)
+        self._order = np.arange(self.num_pages, dtype=np.int32)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that somebody holds."""
+        return self.num_pages - self.num_free
+
+    def allocate(self, count: int) -> PageArray:
+        """Take ``count`` free pages, each with one reference; all or nothing."""
+        if count < 0:
+            raise InvalidValue(f"cannot allocate {count} pages")
+        if count > self.num_free:
+            raise OutOfPages(count, self.num_free, self.num_pages)
+        first = self._ring[self._head : self._head + count]
+        if len(first) == count:
+            pages = first.copy()
+        else:
+            pages = np.concatenate((first, self._ring[: count - len(first)]))
+        self._head = (self._head + count) % self.num_pages
+        self.num_free -= count
+        self.references[pages] = 1
+        return pages
+
+    def retain(self, pages: npt.ArrayLike) -> None:
+        """Add one reference to each of ``pages``, which somebody must hold already."""
+        index, held = self._checked(pages)
+        self.references[index] = held + 1
+
+    def release(self, pages: npt.ArrayLike) -> int:
+        """Take one reference from each of ``pages``; returns how many became free."""
+        index, held = self._checked(pages)
+        self.references[index] = held - 1
+        freed = index[held == 1]
+        if len(freed):
+            self._put_back(freed)
+        return len(freed)
+
+    def _put_back(self, freed: PageIndex) -> None:
+        tail = (self._head + self.num_free) % self.num_pages
+        room = self.num_pages - tail
+        self._ring[tail : tail + len(freed)] = freed[:room]
+        if len(freed) > room:
+            self._ring[: len(freed) - room] = freed[room:]
+        self.num_free += len(freed)
+
+    def _checked(self, pages: npt.ArrayLike) -> tuple[PageIndex, npt.NDArray[np.int32]]:
+        """The batch as an index array with its reference counts, or `InvalidValue`.
+
+        Changes nothing but scratch.
+        """
+        array = np.asarray(pages)
+        if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+            raise InvalidValue(
+                f"pages are one row of page ids, got {array.dtype} of shape {array.shape}"
+            )
+        index = array.astype(np.intp)
+        if not self._distinct(index):
+            raise self._refusal(index)
+        held = self.references[index]
+        if np.count_nonzero(held) != len(held):
+            free = index[held == 0][0]
+            raise InvalidValue(f"page {free} is free: released already, or never taken")
+        return index, held
+
+    def _distinct(self, index: PageIndex) -> bool:
+        """All are pages of the pool, and none stands there twice."""
+        count = len(index)
+        if count <= _FEW:
+            few = index.tolist()
+            return not few or (
+                min(few) >= 0 and max(few) < self.num_pages and len(set(few)) == count
+            )
+        outside = np.count_nonzero(index.view(np.uintp) >= self.num_pages)  # negatives are huge
+        if outside or count > self.num_pages:
+            return False
+        order = self._order[:count]
+        self._mark[index] = order  # where an id stands twice, the first mark is overwritten
+        return not np.count_nonzero(self._mark[index] != order)
+
+    def _refusal(self, index: PageIndex) -> InvalidValue:
+        for page in index.tolist():
+            if not 0 <= page < self.num_pages:
+                return InvalidValue(
+                    f"page {page} is not one of the pool's 0 … {self.num_pages - 1}"
+                )
+        pages, counts = np.unique(index, return_counts=True)
+        return InvalidValue(f"page {pages[counts > 1][0]} stands twice in one batch")
+
+    def check(self) -> None:
+        """Assert that the free queue holds each free page once, and nothing else."""
+        at = (self._head + np.arange(self.num_free)) % self.num_pages
+        queued = np.bincount(self._ring[at], minlength=self.num_pages)
+        assert (self.references >= 0).all(), "a reference count fell below zero"
+        assert ((queued == 1) == (self.references == 0)).all(), "free queue and counts disagree"
+        assert queued.max(initial=0) <= 1, "a page is in the free queue twice"
+
+    def __repr__(self) -> str:
+        return f"PagePool({self.num_pages} pages, {self.num_free} free)"

@@ -1,0 +1,26 @@
+"""Prefix indices: the longest cached prefix of a prompt, and what of the rest may go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.prefix.base import PrefixIndex, PrefixMatch, Run
+from kvkeep.core.prefix.chain import ChainIndex
+from kvkeep.core.prefix.radix import RadixIndex
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from kvkeep.core.eviction import EvictionPolicy
+
+__all__ = ["INDICES", "ChainIndex", "PrefixIndex", "PrefixMatch", "RadixIndex", "Run", "index"]
+
+INDICES: dict[str, type[RadixIndex | ChainIndex]] = {"radix": RadixIndex, "chain": ChainIndex}
+
+
+def index(name: str, page_size: int, policy: EvictionPolicy) -> PrefixIndex[Any]:
+    """A new, empty index of that name; `InvalidValue` lists the names."""
+    if name not in INDICES:
+        raise InvalidValue(f"no prefix index {name!r}; there are {', '.join(INDICES)}")
+    return INDICES[name](page_size, policy)

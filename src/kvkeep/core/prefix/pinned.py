@@ -1,0 +1,201 @@
+"""`Pinned`: a pin as an index knows it, and `Pins`: where those of a tree stand.
+
+A pin stands at the end of a run and covers the path to it. When that run is evicted, its pins go
+on standing at the end of the run before it; when the first run of a path is evicted, they are
+broken. All pins that stand at one place are one `Spot`, which moves as a whole:
+
+    root ── A ── B ── C        two pins at C, one at B: B and C have a spot each
+    root ── A ── B             C is gone: one spot with three pins at B
+    root ── A                  B is gone: the same spot at A
+    root                       A is gone: three pins are broken
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvkeep.core.prefix.node import Node
+
+__all__ = ["Pinned", "Pins", "Spot"]
+
+
+class Pinned:
+    """One pin, for `PrefixIndex.pin`. Users of an index derive what they know of it."""
+
+    __slots__ = ("spot",)
+
+    def __init__(self) -> None:
+        self.spot: Spot | None = None
+        """Where it stands; None before it is set, and when it was broken or taken away."""
+
+
+class Spot:
+    """The pins that stand at the end of ``node``: those that can give way, and those that hold."""
+
+    __slots__ = ("hard", "node", "soft")
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.soft: dict[Pinned, None] = {}
+        self.hard: dict[Pinned, None] = {}
+
+    def __len__(self) -> int:
+        return len(self.soft) + len(self.hard)
+
+    def absorb(self, other: Spot) -> None:
+        """Take over all pins of ``other``. Cost: its pins."""
+        for pin in (*other.soft, *other.hard):
+            pin.spot = self
+        self.soft |= other.soft
+        self.hard |= other.hard
+
+
+class Pins:
+    """All pins of a tree, and the pages that they cover, each counted once.
+
+    ``Node.covered`` is 1 if a pin stands at the node, and 1 more for each child that is covered;
+    ``Node.kept`` counts likewise for hard pins alone. So a pin is counted upwards only to the first
+    node that is covered already.
+
+    Thread safety: none. Cost: a step for each node on the path that nothing covers yet; passing
+    pins on from run to run moves each of them O(log pins) times at most.
+    """
+
+    def __init__(self) -> None:
+        self.num_pages = 0
+        """Pages on the paths of all pins."""
+        self.num_hard = 0
+        """Pages on the paths of hard pins."""
+        self.broken: list[Pinned] = []
+
+    def add(self, node: Node, pin: Pinned, *, hard: bool) -> None:
+        """``pin`` stands at the end of ``node``."""
+        assert pin.spot is None
+        spot = node.spot
+        if spot is None:
+            spot = node.spot = Spot(node)
+            self._cover(node)
+        if not hard:
+            spot.soft[pin] = None
+            node.pins += 1
+        else:
+            if not spot.hard:
+                self._keep(node)
+            spot.hard[pin] = None
+        pin.spot = spot
+
+    def remove(self, pin: Pinned) -> None:
+        """Take a pin away that stands somewhere."""
+        spot = pin.spot
+        assert spot is not None
+        node = spot.node
+        pin.spot = None
+        if pin in spot.soft:
+            del spot.soft[pin]
+            node.pins -= 1
+        else:
+            del spot.hard[pin]
+            if not spot.hard:
+                self._let_go(node)
+        if not len(spot):
+            node.spot = None
+            self._uncover(node)
+
+    def pass_on(self, leaf: Node, parent: Node) -> None:
+        """A leaf with pins goes: they stand at the end of ``parent`` now, or are broken."""
+        spot = leaf.spot
+        assert spot is not None
+        assert not spot.hard, "what a hard pin holds is not evicted"
+        leaf.spot = None
+        self.num_pages -= leaf.size
+        if parent.parent is None:
+            for pin in spot.soft:
+                pin.spot = None
+            self.broken += spot.soft
+            return
+        parent.pins += len(spot.soft)
+        own = parent.spot
+        if own is None:  # a covered child less, a pin of its own more
+            spot.node = parent
+            parent.spot = spot
+            return
+        parent.covered -= 1
+        if len(own) < len(spot):
+            own, spot = spot, own
+            own.node = parent
+            parent.spot = own
+        own.absorb(spot)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """``lower`` was cut in two, its front is now ``upper``; pins stay at its end."""
+        upper.covered = 1 if lower.covered else 0
+        upper.kept = 1 if lower.kept else 0
+
+    def trimmed(self, leaf: Node, pages: int) -> None:
+        """A covered leaf has so many pages less than it had."""
+        assert not leaf.kept
+        self.num_pages -= pages
+
+    def would_keep(self, node: Node) -> int:
+        """Pages that hard pins would cover with one more at the end of ``node``."""
+        pages = self.num_hard
+        above: Node | None = node
+        while above is not None and not above.kept:
+            pages += above.size
+            above = above.parent
+        return pages
+
+    def _cover(self, node: Node) -> None:
+        while node.parent is not None:
+            node.covered += 1
+            if node.covered > 1:
+                return
+            self.num_pages += node.size
+            node = node.parent
+
+    def _uncover(self, node: Node) -> None:
+        while node.parent is not None:
+            node.covered -= 1
+            if node.covered:
+                return
+            self.num_pages -= node.size
+            node = node.parent
+
+    def _keep(self, node: Node) -> None:
+        while node.parent is not None:
+            node.kept += 1
+            if node.kept > 1:
+                return
+            self.num_hard += node.size
+            node = node.parent
+
+    def _let_go(self, node: Node) -> None:
+        while node.parent is not None:
+            node.kept -= 1
+            if node.kept:
+                return
+            self.num_hard -= node.size
+            node = node.parent
+
+    def check(self, nodes: Iterable[Node]) -> None:
+        """Recount all nodes of the tree but the roots, and assert that it agrees."""
+        covered = kept = 0
+        for node in nodes:
+            spot = node.spot
+            children = node.children.values()
+            hard = 0 if spot is None else bool(spot.hard)
+            assert node.covered == (spot is not None) + sum(bool(c.covered) for c in children)
+            assert node.kept == hard + sum(bool(child.kept) for child in children)
+            assert node.pins == (0 if spot is None else len(spot.soft))
+            if spot is not None:
+                assert len(spot)
+                assert spot.node is node
+                assert all(pin.spot is spot for pin in (*spot.soft, *spot.hard))
+            covered += node.size if node.covered else 0
+            kept += node.size if node.kept else 0
+        assert covered == self.num_pages, (covered, self.num_pages)
+        assert kept == self.num_hard, (kept, self.num_hard)
+        assert all(pin.spot is None for pin in self.broken)

@@ -1,0 +1,110 @@
+"""Draw a prefix tree for people: what is shared, what is held, what goes next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import require, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from rich.text import Text
+    from rich.tree import Tree
+
+    from kvkeep.core.prefix.base import Run
+    from kvkeep.core.tokens import TokenArray
+
+__all__ = ["draw"]
+
+_SHOWN_PAGES = 3
+
+
+def draw(
+    title: str,
+    runs: Iterable[Run],
+    *,
+    depth: int = 8,
+    branches: int = 12,
+    width: int = 48,
+    decode: Callable[[TokenArray], str] | None = None,
+) -> Tree:
+    """The runs of `PagedCache.runs` as a tree that `rich` prints.
+
+    One line a run: tokens, pages, references, what the policy says of it, and the beginning of its
+    text, as ``decode`` gives it, in ``width`` characters. Deeper than ``depth`` runs, or beyond
+    ``branches`` of one run, what is left out is counted. Control characters are made visible, so
+    no text can reach the terminal as anything but text.
+    """
+    for name, value in (("depth", depth), ("branches", branches), ("width", width)):
+        whole(name, value, 1)
+    require("rich", "cli")
+    from rich.text import Text  # noqa: PLC0415 - rich comes with an extra
+    from rich.tree import Tree  # noqa: PLC0415
+
+    top = Tree(Text(title, style="bold"), guide_style="dim")
+    path = [top]  # the drawn ancestors of the run at hand
+    drawn = [0]  # branches drawn of each
+    hidden: dict[int, tuple[Tree, int, int]] = {}  # by depth: below what, runs, pages
+    skip: int | None = None  # all runs deeper than this hang from one that was left out
+
+    def settle(down_to: int) -> None:
+        for level in [level for level in hidden if level >= down_to]:
+            below, count, pages = hidden.pop(level)
+            more = f"… {count} more run{'s' * (count > 1)}, {pages} pages"
+            below.add(Text(more, style="dim italic"))
+
+    for run in runs:
+        if skip is not None and run.depth > skip:
+            below, count, pages = hidden[skip]
+            hidden[skip] = below, count + 1, pages + len(run.pages)
+            continue
+        skip = None
+        settle(run.depth + 1)
+        del path[run.depth + 1 :], drawn[run.depth + 1 :]
+        if run.depth >= depth or drawn[run.depth] >= branches:
+            _, count, pages = hidden.get(run.depth, (None, 0, 0))
+            hidden[run.depth] = path[run.depth], count + 1, pages + len(run.pages)
+            skip = run.depth
+            continue
+        drawn[run.depth] += 1
+        path.append(
+            path[run.depth].add(_line(Text(no_wrap=True, overflow="ellipsis"), run, width, decode))
+        )
+        drawn.append(0)
+    settle(0)
+    return top
+
+
+def _line(line: Text, run: Run, width: int, decode: Callable[[TokenArray], str] | None) -> Text:
+    pages = len(run.pages)
+    ids = ",".join(map(str, run.pages[:_SHOWN_PAGES])) + ("…" if pages > _SHOWN_PAGES else "")
+    if run.tokens is not None:
+        line.append(f"{len(run.tokens)} tokens", style="bold")
+        line.append(f" · {pages} page{'s' * (pages > 1)} [{ids}]")
+    else:
+        line.append(f"{pages} page{'s' * (pages > 1)}", style="bold")
+        line.append(f" [{ids}]")
+    line.append(
+        f" · {run.holders} ref{'s' * (run.holders != 1)}", "green" if run.holders else "dim"
+    )
+    if run.pins:
+        line.append(" · pinned", style="magenta")
+    line.append(f" · {run.state}", style="dim")
+    if run.tokens is None:
+        label = f"key {run.symbols[:4].hex()}…"
+    elif decode is not None:
+        label = decode(run.tokens[: 4 * width])
+    else:
+        label = " ".join(map(str, run.tokens[: width // 4]))
+    line.append("  " + _visible(label, width), style="cyan")
+    return line
+
+
+def _visible(text: str, width: int) -> str:
+    """One line of printable characters: line breaks as ⏎, other control characters as \\x…"""
+    shown = "".join(
+        c if c.isprintable() else "⏎" if c == "\n" else c.encode("unicode_escape").decode()
+        for c in text[: width + 1]
+    )
+    return shown if len(shown) <= width else shown[: width - 1] + "…"

@@ -1,0 +1,306 @@
+"""`SlotCache`: prefix reuse for engines whose KV cache is one contiguous tensor per request.
+
+The life of a slot, and who moves it:
+
+    EMPTY ──acquire──▶ RUNNING ──release──▶ IDLE ──acquire──▶ RUNNING ──▶ …
+      ▲                   │                  │
+      └─release: nothing──┴──────clear───────┘
+                 to keep
+
+An idle slot keeps its data and can be taken again, or copied from. Which slot a request gets:
+
+1. an idle slot whose whole data its prompt begins with: nothing of it is lost;
+2. else the lowest empty slot;
+3. else the idle slot that was used least recently and that nothing guards; what it has in common
+   with the prompt stays;
+4. else the same, at the cost of soft pins; else `OutOfSlots`.
+
+Where another slot has published a longer beginning of the prompt than the one taken holds, the
+difference is to be copied. So an idle slot that holds the prompt *and more* is copied from, and
+its longer entry lives on, unless its turn to be evicted has come: then it is cut, not copied.
+
+One rule keeps data right: the holder of a slot writes at or behind ``published`` only, and whatever
+guards a slot (a pin, a copy still to be made from it) guards tokens before that mark.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvkeep.core.errors import IllegalStep, InvalidValue, NotCached, OutOfSlots, whole
+from kvkeep.core.keys import as_namespace
+from kvkeep.core.slots.guards import SlotCopy, SlotPin
+from kvkeep.core.slots.lease import SlotLease
+from kvkeep.core.slots.rows import NOWHERE
+from kvkeep.core.slots.table import SlotTable
+from kvkeep.core.tokens import as_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvkeep.core.keys import Namespace, NamespaceLike
+    from kvkeep.core.tokens import TokenArray, TokensLike
+
+__all__ = ["SlotCache", "SlotStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStats:
+    """The present state (slots, tokens), and totals since the cache was made."""
+
+    num_slots: int
+    empty: int
+    idle: int
+    running: int
+    pinned: int  # slots that at least one pin guards
+    hard_pinned: int
+    pending_copies: int
+    cached_tokens: int  # published, in all slots
+    acquires: int
+    prompt_tokens: int
+    hit_tokens: int  # prompt tokens that need no computing
+    takeovers: int  # hits in the slot itself, without a copy
+    copies: int
+    copied_tokens: int
+    evictions: int  # idle slots that lost data to a request, all of it or what came behind its own
+    evicted_tokens: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Reused prompt tokens / prompt tokens."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass(slots=True)
+class _Totals:
+    acquires: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    takeovers: int = 0
+    copies: int = 0
+    copied_tokens: int = 0
+    evictions: int = 0
+    evicted_tokens: int = 0
+
+
+class _Choice(NamedTuple):
+    """A slot for a request, the tokens of it that stay, and the tokens that are lost."""
+
+    slot: int
+    kept: int
+    lost: int
+
+
+class SlotCache:
+    """Finds, for each prompt, a slot that holds the longest cached beginning of it or can get it.
+
+    ``num_slots`` slots of ``max_tokens`` tokens each. A pure index: it holds slot numbers and
+    tokens (at most 4 bytes each, `TokenRows`), never tensors. The engine makes the copies it names
+    (`kvkeep.core.slots.tensors.copy_slot`) and computes ``tokens[lease.num_cached:]``.
+
+    ``clock``: seconds, for the time to live of pins; anything that does not run backwards.
+
+    Thread safety: none. One engine loop owns it, or its callers share a lock of their own.
+    """
+
+    def __init__(
+        self, num_slots: int, max_tokens: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.num_slots = whole("num_slots", num_slots, 1)
+        self.max_tokens = whole("max_tokens", max_tokens, 1, 2**31 - 1)
+        self._table = SlotTable(self.num_slots, self.max_tokens, clock)
+        self._totals = _Totals()
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def match(self, tokens: TokensLike, namespace: NamespaceLike = "") -> int:
+        """How many of ``tokens``, from the front, one slot has published. Changes nothing."""
+        prompt = as_tokens(tokens)
+        space = as_namespace(namespace)
+        return self._table.rows.longest(space, prompt, above=0, limit=len(prompt))[1]
+
+    def acquire(self, tokens: TokensLike, namespace: NamespaceLike = "") -> SlotLease:
+        """Give a slot to a prompt of at least 1 and at most ``max_tokens`` tokens.
+
+        All but the last prompt token can come from the cache. Make ``lease.copy``, if there is
+        one, before computing; its source is kept as it is until then.
+
+        Raises `InvalidValue` for tokens that are none, and `OutOfSlots` when every slot is running,
+        hard-pinned or being copied from; neither changes anything. Cost: O(prompt) for the
+        comparison and for keeping the tokens, both at the speed of memory, and O(slots) in NumPy.
+        """
+        prompt = self._checked(tokens)
+        space = as_namespace(namespace)
+        table = self._table
+        if not table.empty | table.idle:
+            raise OutOfSlots(table.num_running, self.num_slots)
+
+        own = self._whole_beginning(space, prompt)
+        source, num_cached = table.rows.longest(
+            space, prompt, above=own.kept if own else 0, limit=len(prompt) - 1
+        )
+        slot, kept, lost = own or self._empty_slot() or self._victim(space, prompt)
+        num_cached = max(num_cached, kept)
+        copy = SlotCopy(source, slot, num_cached, kept) if num_cached > kept else None
+
+        # Decided; from here on nothing fails.
+        version = table.take(slot)
+        table.guards.give_way(slot, kept)
+        table.rows.write(slot, space, prompt, kept)
+        if copy is not None:
+            assert source not in (slot, NOWHERE)
+            table.guards.begin(copy)
+            table.touch(source)
+        self._count(len(prompt), num_cached, copy, lost)
+        return SlotLease(
+            table,
+            space,
+            slot=slot,
+            version=version,
+            kept=kept,
+            num_cached=num_cached,
+            copy=copy,
+        )
+
+    def _whole_beginning(self, space: Namespace, prompt: TokenArray) -> _Choice | None:
+        """The idle slot with the longest data that is, all of it, a beginning of the prompt."""
+        table = self._table
+        for slot in table.rows.beginnings(space, prompt, table.idle_mask()):
+            # The last prompt token is computed again, so it is not kept even if it is there.
+            kept = min(int(table.rows.published[slot]), len(prompt) - 1)
+            if table.guards.guarded(slot) <= kept:
+                return _Choice(slot, kept, lost=0)
+        return None
+
+    def _empty_slot(self) -> _Choice | None:
+        slot = self._table.lowest_empty()
+        return None if slot is None else _Choice(slot, kept=0, lost=0)
+
+    def _victim(self, space: Namespace, prompt: TokenArray) -> _Choice:
+        """The idle slot to take data from: oldest first, those whose pins must give way last."""
+        table = self._table
+        fallback: _Choice | None = None
+        for slot in table.idle_by_age():
+            kept = min(table.rows.common(slot, space, prompt), len(prompt) - 1)
+            choice = _Choice(slot, kept, lost=int(table.rows.published[slot]) - kept)
+            if table.guards.guarded(slot) <= kept:
+                return choice
+            if fallback is None and table.guards.locked(slot) <= kept:
+                fallback = choice
+        if fallback is None:
+            raise OutOfSlots(table.num_running, self.num_slots)
+        return fallback
+
+    def _count(self, prompt: int, cached: int, copy: SlotCopy | None, lost: int) -> None:
+        totals = self._totals
+        totals.acquires += 1
+        totals.prompt_tokens += prompt
+        totals.hit_tokens += cached
+        totals.takeovers += cached > 0 and copy is None
+        if copy is not None:
+            totals.copies += 1
+            totals.copied_tokens += copy.tokens - copy.start
+        totals.evictions += lost > 0
+        totals.evicted_tokens += lost
+
+    # -- pins ---------------------------------------------------------------------------------
+
+    def pin(
+        self,
+        tokens: TokensLike,
+        namespace: NamespaceLike = "",
+        *,
+        ttl: float | None = None,
+        hard: bool = False,
+    ) -> SlotPin:
+        """Keep a cached prefix in its slot, for ``ttl`` seconds or until `unpin`.
+
+        Eviction spares pinned slots. A soft pin gives way before `OutOfSlots`, a hard one never
+        does; all but one of the slots can be hard-pinned, so that there is always one to be had.
+        A pin guards the prefix only: requests that begin with it may still use its slot.
+
+        Raises `NotCached` when no slot has published all of ``tokens``, `IllegalStep` when one more
+        slot would be hard-pinned than may be. Cost: that of `match`.
+        """
+        prefix = self._checked(tokens).copy()
+        space = as_namespace(namespace)
+        if ttl is not None and not 0 < ttl < math.inf:
+            raise InvalidValue(f"ttl is a positive number of seconds or None, got {ttl}")
+        table = self._table
+        slot, _ = table.rows.longest(space, prefix, above=len(prefix) - 1, limit=len(prefix))
+        if slot == NOWHERE:
+            raise NotCached(
+                f"of these {len(prefix)} tokens {self.match(prefix, space)} are cached; "
+                f"publish them before pinning them"
+            )
+        if hard and len(self._hard_pinned() | {slot}) > self.num_slots - 1:
+            raise IllegalStep(
+                f"{self.num_slots - 1} of {self.num_slots} slots may be hard-pinned, and they are; "
+                f"unpin one first"
+            )
+        return table.guards.pin(slot, prefix, space, ttl, hard=hard)
+
+    def unpin(self, pin: SlotPin) -> bool:
+        """End a pin. False when it had expired, given way or been cleared already.
+
+        Raises `IllegalStep` for a pin that was unpinned before.
+        """
+        return self._table.guards.unpin(pin)
+
+    def _hard_pinned(self) -> set[int]:
+        return {pin.slot for pin in self._table.guards.pins() if pin.hard}
+
+    # -- the whole ----------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget everything: data, pins, pending copies, and every lease, running ones too.
+
+        Steps on those leases raise `IllegalStep` from now on. Call it when nothing is being
+        computed: the slots are given out again at once.
+        """
+        self._table.clear()
+
+    def stats(self) -> SlotStats:
+        """Counts of now, and totals. O(slots + pins)."""
+        table, totals = self._table, self._totals
+        return SlotStats(
+            num_slots=self.num_slots,
+            empty=table.empty.bit_count(),
+            idle=table.idle.bit_count(),
+            running=table.num_running,
+            pinned=len({pin.slot for pin in table.guards.pins()}),
+            hard_pinned=len(self._hard_pinned()),
+            pending_copies=sum(1 for _ in table.guards.copies()),
+            cached_tokens=int(table.rows.published.sum()),
+            acquires=totals.acquires,
+            prompt_tokens=totals.prompt_tokens,
+            hit_tokens=totals.hit_tokens,
+            takeovers=totals.takeovers,
+            copies=totals.copies,
+            copied_tokens=totals.copied_tokens,
+            evictions=totals.evictions,
+            evicted_tokens=totals.evicted_tokens,
+        )
+
+    def check(self) -> None:
+        """Assert every invariant, recounting from scratch. O(everything); for tests."""
+        self._table.check()
+        hard = len(self._hard_pinned())
+        assert hard < self.num_slots, f"{hard} of {self.num_slots} slots are hard-pinned"
+
+    def _checked(self, tokens: TokensLike) -> TokenArray:
+        array = as_tokens(tokens)
+        if not 0 < len(array) <= self.max_tokens:
+            raise InvalidValue(f"a slot takes 1 … {self.max_tokens} tokens, got {len(array)}")
+        return array
+
+    def __repr__(self) -> str:
+        table = self._table
+        return (
+            f"<SlotCache {self.num_slots} slots of {self.max_tokens} tokens: "
+            f"{table.empty.bit_count()} empty, {table.idle.bit_count()} idle, "
+            f"{table.num_running} running>"
+        )

@@ -1,0 +1,122 @@
+"""Tokens as they come from callers, made into one form: a 1-D little-endian int32 array."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvkeep.core.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    TokenArray = npt.NDArray[np.int32]
+    TokensLike = Sequence[int] | npt.ArrayLike
+
+__all__ = ["TOKEN_BYTES", "TOKEN_DTYPE", "as_row", "as_tokens", "check_range", "single_token"]
+
+TOKEN_DTYPE = np.dtype("<i4")
+TOKEN_BYTES = TOKEN_DTYPE.itemsize
+_DLPACK_CPU = 1
+_TOKEN_MAX = np.iinfo(TOKEN_DTYPE).max
+
+
+def as_tokens(tokens: TokensLike) -> TokenArray:
+    """Return ``tokens`` as a 1-D int32 array, without a copy where it is one already.
+
+    Takes a list, a tuple, a NumPy array, anything NumPy reads as an array of integers (a CPU
+    tensor), or a tensor of another device that has ``cpu()`` (torch's). Raises `InvalidValue` for
+    other shapes, for what is not an integer, and for ids outside 0 … 2³¹-1. Cost: one pass over the
+    tokens. A tensor on a GPU is copied to the host, and the caller waits until everything queued
+    on its stream before is done: keep a host copy of tokens where steps must not wait.
+    """
+    array = as_row(tokens)
+    check_range(array)
+    return array
+
+
+def as_row(tokens: TokensLike) -> TokenArray:
+    """`as_tokens`, but who takes an int32 array has to `check_range` of it.
+
+    Tokens that equal stored ones are in range, since those were: a prompt that is cached needs
+    no pass over all of it.
+    """
+    array: npt.NDArray[Any] = tokens if isinstance(tokens, np.ndarray) else _from_objects(tokens)
+    if array.ndim != 1:
+        raise InvalidValue(
+            f"tokens are one row of ids, got an array of shape {array.shape}; pass one prompt"
+        )
+    if array.dtype != TOKEN_DTYPE:
+        if array.size == 0:
+            return np.empty(0, TOKEN_DTYPE)
+        if array.dtype.kind not in "iu":
+            raise InvalidValue(f"tokens are integer ids, got values of type {array.dtype}")
+        if array.max() > _TOKEN_MAX or array.min() < 0:  # before narrowing, which would wrap
+            _refuse_range(array)
+        return array.astype(TOKEN_DTYPE, copy=False)
+    return array
+
+
+def check_range(array: TokenArray, start: int = 0) -> None:
+    """Refuse negative ids from position ``start`` on; larger than int32 they cannot be."""
+    if len(array) > start and np.minimum.reduce(array[start:]) < 0:
+        _refuse_range(array)
+
+
+def single_token(tokens: TokensLike | int) -> int | None:
+    """The token, where ``tokens`` is plainly one valid token; None leaves it to `as_tokens`.
+
+    Engines append one token at a time, and making an array of it would cost more than the rest.
+    """
+    if isinstance(tokens, list) and len(tokens) == 1:
+        tokens = tokens[0]
+    elif isinstance(tokens, np.ndarray) and tokens.dtype == TOKEN_DTYPE and tokens.shape == (1,):
+        tokens = tokens.item()
+    if type(tokens) is int and 0 <= tokens <= _TOKEN_MAX:
+        return tokens
+    return None
+
+
+def _from_objects(tokens: TokensLike) -> npt.NDArray[np.generic]:
+    tokens = _on_host(tokens)  # its own errors are no mistake of the caller
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise InvalidValue(f"tokens cannot be read as one row of ids: {error}") from error
+    if array.ndim == 0 or isinstance(tokens, bytearray):  # text, sets, generators …
+        raise InvalidValue(f"tokens are a list or an array of ids, got {type(tokens).__name__}")
+    return array
+
+
+def _on_host(tokens: Any) -> Any:
+    """A tensor of another device as one of the host, by its own ``cpu()``; all else as it is.
+
+    The device is asked by the array protocol (`__dlpack_device__`), so no library is imported.
+    """
+    device = getattr(tokens, "__dlpack_device__", None)
+    if device is None or isinstance(tokens, np.ndarray):
+        return tokens
+    try:
+        kind = int(device()[0])
+    except Exception as error:
+        raise InvalidValue(
+            f"tokens are a {type(tokens).__name__} whose device cannot be told: {error}"
+        ) from error
+    if kind == _DLPACK_CPU:
+        return tokens
+    to_host = getattr(tokens, "cpu", None)
+    if not callable(to_host):
+        raise InvalidValue(
+            f"tokens are a {type(tokens).__name__} on a device (DLPack type {kind}) and have no "
+            "cpu(); copy them to the host first"
+        )
+    return to_host()
+
+
+def _refuse_range(array: npt.NDArray[np.generic]) -> None:
+    wide = array.astype(object)
+    at = next(i for i, value in enumerate(wide) if not 0 <= value <= _TOKEN_MAX)
+    raise InvalidValue(f"token ids lie in 0 … {_TOKEN_MAX}, got {wide[at]} at position {at}")

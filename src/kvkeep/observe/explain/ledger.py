@@ -1,0 +1,307 @@
+"""`Ledger`: what became of each unit, a full page of tokens with all that stands before it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvkeep.core.tokens import TOKEN_BYTES
+from kvkeep.observe.explain.fates import UNKNOWN, Eviction
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from kvkeep.core.keys import Namespace
+    from kvkeep.observe.explain.fates import Fate
+
+    Rows = npt.NDArray[np.int64]
+
+__all__ = ["NAME_BYTES", "Ledger", "Space", "chain"]
+
+NAME_BYTES = 16
+_SPACE_UNITS = 8
+"""A namespace is counted as so many units: that is about the memory it needs."""
+_SLACK = 65_536
+
+
+def chain(parent: bytes, tokens: bytes, unit_bytes: int) -> list[bytes]:
+    """Names of the full units of ``tokens`` (int32 bytes) behind ``parent``: chained hashes.
+
+    They depend on the tokens alone; whose units they are says the `Space` they are looked up in.
+    Cost: one SHA-256 a unit, about 0.5 µs at 16 tokens.
+    """
+    sha256 = hashlib.sha256
+    names: list[bytes] = []
+    for start in range(0, len(tokens) - unit_bytes + 1, unit_bytes):
+        parent = sha256(parent + tokens[start : start + unit_bytes]).digest()[:NAME_BYTES]
+        names.append(parent)
+    return names
+
+
+@dataclass(slots=True, eq=False)
+class Space:
+    """One namespace: the rows of its units, and the newest prompt that was asked in it."""
+
+    namespace: Namespace
+    rows: dict[bytes, int] = field(default_factory=dict)
+    prompt: int = -1
+
+
+class Ledger:
+    """Remembers units by name and namespace, and follows which of them are in the cache.
+
+    A unit that is in the cache is known by its page. Units that are not are remembered up to
+    ``units`` of them; those nobody asked for the longest are forgotten first, and counted.
+
+    Thread safety: none. Cost: about 0.2 µs a unit and call. Memory: about 200 bytes a unit.
+    """
+
+    def __init__(self, unit_tokens: int, units: int) -> None:
+        self.unit_tokens = unit_tokens
+        self.unit_bytes = unit_tokens * TOKEN_BYTES
+        self.units = units
+        self.forgotten = 0
+        self.spaces: dict[Namespace, Space] = {}
+        self._holders: dict[bytes, Space | dict[Space, None]] = {}  # of units in the cache
+        self._row_of_page = np.full(64, -1, np.int64)
+        self._free: list[int] = []
+        self._used = 0  # rows ever in use; those behind are untouched
+        self._out = 0  # rows whose unit is not in the cache
+        # What is not in the cache, by when it was last of interest: a row counts in the piece
+        # whose stamp it bears, and is passed over in all others.
+        self._ages: deque[tuple[int, Rows]] = deque()
+        self._aged = 0
+        self._stamp = 0
+        self._make_columns(1024)
+
+    def _make_columns(self, length: int) -> None:
+        self.name = np.full(length, None, object)
+        self.space = np.full(length, None, object)
+        self.fate = np.full(length, None, object)
+        self.page = np.full(length, -1, np.int32)
+        self.depth = np.zeros(length, np.int32)
+        self.since = np.zeros(length, np.int64)  # the number of the event that stored it
+        self.prompt = np.full(length, -1, np.int64)  # the newest prompt that has it
+        self.stamp = np.zeros(length, np.int64)
+
+    def __len__(self) -> int:
+        return self._used - len(self._free)
+
+    # --- looking -----------------------------------------------------------------------------
+
+    def find(self, space: Space | None, names: Sequence[bytes]) -> Rows:
+        """The row of each unit, -1 where it is unknown."""
+        if space is None:
+            return np.full(len(names), -1, np.int64)
+        get = space.rows.get
+        return np.array([get(name, -1) for name in names], np.int64)
+
+    def row_of(self, page: int) -> int:
+        """The row of the unit in ``page``, -1 where that is unknown."""
+        return int(self._row_of_page[page]) if 0 <= page < len(self._row_of_page) else -1
+
+    def cached(self, space: Space | None, name: bytes) -> bool:
+        """Whether the unit is in the cache."""
+        row = -1 if space is None else space.rows.get(name, -1)
+        return row >= 0 and bool(self.page[row] >= 0)
+
+    def cached_units(self, space: Space | None, names: Sequence[bytes]) -> int:
+        """How many leading units are in the cache: what is cached is closed by prefix."""
+        low, high = 0, len(names)
+        while low < high:
+            middle = (low + high) // 2
+            if self.cached(space, names[middle]):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def holders(self, name: bytes, but: Namespace, most: int = 1) -> list[Space]:
+        """Namespaces other than ``but`` that have a unit of this name in the cache, newest first.
+
+        At ``most`` so many: thousands may share what everybody begins with.
+        """
+        found = self._holders.get(name, ())
+        spaces = (found,) if isinstance(found, Space) else islice(reversed(found), most + 1)
+        return [space for space in spaces if space.namespace != but][:most]
+
+    # --- what happens ------------------------------------------------------------------------
+
+    def enter(self, namespace: Namespace) -> Space:
+        """The space of a namespace, made if it is new."""
+        space = self.spaces.get(namespace)
+        if space is None:
+            space = self.spaces[namespace] = Space(namespace)
+        return space
+
+    def note(
+        self, space: Space, names: Sequence[bytes], depth: int, rows: Rows | None = None
+    ) -> Rows:
+        """The rows of these units, the first of them at ``depth``; new ones are made.
+
+        ``rows`` is what `find` says of them, if it was asked before and nothing forgotten since.
+        """
+        rows = self.find(space, names) if rows is None else rows
+        new = np.flatnonzero(rows < 0)
+        if len(new):
+            fresh = self._rows(len(new))
+            called = names if len(new) == len(names) else [names[at] for at in new.tolist()]
+            space.rows.update(zip(called, fresh, strict=True))
+            at = rows[new] = np.array(fresh, np.int64)
+            self.name[at], self.space[at], self.fate[at] = called, space, None
+            self.page[at] = self.prompt[at] = -1
+            self.depth[at] = depth + new
+            self._out += len(new)
+        return rows
+
+    def _rows(self, count: int) -> list[int]:
+        """So many rows that nothing stands in."""
+        again = min(count, len(self._free))
+        rows = self._free[len(self._free) - again :]
+        del self._free[len(self._free) - again :]
+        more = count - again
+        if self._used + more > len(self.page):
+            self._grow(max(2 * len(self.page), self._used + more))
+        rows += range(self._used, self._used + more)
+        self._used += more
+        return rows
+
+    def _grow(self, length: int) -> None:
+        names = ("name", "space", "fate", "page", "depth", "since", "prompt", "stamp")
+        before: list[npt.NDArray[Any]] = [getattr(self, name) for name in names]
+        self._make_columns(length)
+        for name, column in zip(names, before, strict=True):
+            getattr(self, name)[: len(column)] = column
+
+    def asked(self, rows: Rows, fate: Fate) -> None:
+        """Somebody asks for these units; ``fate`` is that of those not in the cache."""
+        out = rows[self.page[rows] < 0]
+        self.fate[out] = fate
+        self._age(out)
+
+    def stored(
+        self,
+        space: Space,
+        rows: Rows,
+        pages: npt.NDArray[np.int32],
+        fate: Fate,
+        *,
+        number: int,
+        at: float,
+    ) -> None:
+        """These units are in these pages from event ``number`` on, which came ``at`` that time."""
+        top = int(pages.max(initial=-1))
+        if top >= len(self._row_of_page):
+            wider = np.full(max(top + 1, 2 * len(self._row_of_page)), -1, np.int64)
+            wider[: len(self._row_of_page)] = self._row_of_page
+            self._row_of_page = wider
+        stale = (self._row_of_page[pages] >= 0) | (self.page[rows] >= 0)
+        if stale.any():  # events were lost: whatever was there must have gone in between
+            moved = np.concatenate((pages[stale], self.page[rows[stale]]))
+            self.gone(np.unique(moved[moved >= 0]), Eviction(at, UNKNOWN))
+        self._out -= len(rows)
+        self.page[rows] = pages
+        self.since[rows] = number
+        self.fate[rows] = fate
+        self._row_of_page[pages] = rows
+        holders = self._holders
+        for name in self.name[rows].tolist():
+            found = holders.setdefault(name, space)
+            if found is not space:
+                if isinstance(found, Space):
+                    found = holders[name] = {found: None}
+                found[space] = None
+
+    def gone(self, pages: npt.NDArray[np.int32], fate: Eviction) -> None:
+        """What was in these pages is not in the cache any more."""
+        known = pages[pages < len(self._row_of_page)]
+        rows = self._row_of_page[known]
+        rows = rows[rows >= 0]
+        self._row_of_page[self.page[rows]] = -1
+        self.page[rows] = -1
+        self.fate[rows] = fate
+        self._out += len(rows)
+        names, spaces = self.name[rows].tolist(), self.space[rows].tolist()
+        for name, space in zip(names, spaces, strict=True):
+            found = self._holders[name]
+            if found is space:
+                del self._holders[name]
+            elif not isinstance(found, Space):
+                del found[space]
+                if len(found) == 1:
+                    self._holders[name] = next(iter(found))
+        self._age(rows)
+
+    # --- forgetting --------------------------------------------------------------------------
+
+    def _age(self, rows: Rows) -> None:
+        """``rows``, none of them in the cache, are of interest now; the oldest may be too many."""
+        if len(rows):
+            self._stamp += 1
+            self.stamp[rows] = self._stamp
+            self._ages.append((self._stamp, rows))
+            self._aged += len(rows)
+        if self._aged > 2 * self._out + _SLACK:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Drop from the pieces what has moved on to others."""
+        kept = [(stamp, self._still(stamp, rows)) for stamp, rows in self._ages]
+        self._ages = deque(piece for piece in kept if len(piece[1]))
+        self._aged = sum(len(rows) for _, rows in self._ages)
+
+    def _still(self, stamp: int, rows: Rows) -> Rows:
+        still: Rows = rows[(self.stamp[rows] == stamp) & (self.page[rows] < 0)]
+        return still
+
+    def forget(self) -> None:
+        """Forget the oldest that are too many. To be called when no rows are in use."""
+        while self._ages and (more := self._excess()) > 0:
+            stamp, rows = self._ages.popleft()
+            self._aged -= len(rows)
+            rows = self._still(stamp, rows)
+            if len(rows) > more:  # what stands first in a prompt is worth most
+                self._ages.appendleft((stamp, rows[:-more]))
+                self._aged += len(rows) - more
+                rows = rows[-more:]
+            for row in rows.tolist():
+                self._remove(row)
+
+    def _excess(self) -> int:
+        return self._out + _SPACE_UNITS * len(self.spaces) - self.units
+
+    def _remove(self, row: int) -> None:
+        space: Space = self.space[row]
+        del space.rows[self.name[row]]
+        if not space.rows:
+            self.spaces.pop(space.namespace, None)
+        self.name[row] = self.space[row] = self.fate[row] = None
+        self.stamp[row] = 0
+        self._free.append(row)
+        self._out -= 1
+        self.forgotten += 1
+
+    def check(self) -> None:
+        """Recount it all and assert that it agrees. Cost: all of it."""
+        rows = [row for space in self.spaces.values() for row in space.rows.values()]
+        assert len(rows) == len(set(rows)) == len(self)
+        cached = [row for row in rows if self.page[row] >= 0]
+        assert self._out == len(rows) - len(cached)
+        assert sorted(cached) == sorted(self._row_of_page[self._row_of_page >= 0].tolist())
+        assert all(self._row_of_page[self.page[row]] == row for row in cached)
+        held = {(self.name[row], self.space[row].namespace) for row in cached}
+        said = {
+            (name, space.namespace)
+            for name, found in self._holders.items()
+            for space in ([found] if isinstance(found, Space) else found)
+        }
+        assert held == said
+        aged = {row for stamp, part in self._ages for row in self._still(stamp, part).tolist()}
+        assert aged == set(rows) - set(cached)

@@ -1,0 +1,193 @@
+"""`Mirror`: follows what a cache holds and who asks for what, so that a prompt can be judged."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvkeep.core.events import Closed, Evicted, Opened, Stored
+from kvkeep.core.extras import signed
+from kvkeep.observe.explain.alike import Anchors
+from kvkeep.observe.explain.fates import UNKNOWN, Asker, Eviction
+from kvkeep.observe.explain.ledger import Ledger, chain
+from kvkeep.observe.explain.nearest import Prompt, Prompts
+from kvkeep.observe.explain.reasons import Question, Reasons
+
+if TYPE_CHECKING:
+    from kvkeep.core.events import Event
+    from kvkeep.core.extras import Extras
+    from kvkeep.core.keys import Namespace
+    from kvkeep.core.tokens import TokenArray
+    from kvkeep.observe.explain.answer import Span
+    from kvkeep.observe.explain.ledger import Rows
+
+__all__ = ["Mirror"]
+
+_MOST_OPEN = 10_000
+
+
+class Mirror:
+    """The ledger and the prompts asked lately, kept up to date by events and requests in order.
+
+    Thread safety: none; one thing after the other.
+    """
+
+    def __init__(self, page_size: int, policy: str, units: int, prompt_tokens: int) -> None:
+        self.ledger = Ledger(page_size, units)
+        self.prompts = Prompts(prompt_tokens)
+        self._reasons = Reasons(self.ledger, self.prompts, policy)
+        self._number = 0  # of events
+        self._before: Event | None = None
+        self._gone: tuple[Evicted, Eviction] | None = None  # the last, if it is not settled
+        # Sequences that were opened: at which event, and what was evicted for them.
+        self._opened: OrderedDict[int, tuple[int, Eviction | None]] = OrderedDict()
+        self._open: OrderedDict[int, Prompt] = OrderedDict()
+
+    # --- events ------------------------------------------------------------------------------
+
+    def see(self, event: Event, at: float) -> None:
+        """The next event of the cache, which came ``at`` that time."""
+        self._number += 1
+        made_room = self._made_room(event)
+        if made_room is None:
+            self._settle()
+        match event:
+            case Stored():
+                self._stored(event, at)
+            case Evicted():
+                self._gone = (event, Eviction(at, event.reason))
+                if event.reason != "pressure":
+                    self._settle()
+            case Opened():
+                self._opened[event.sequence] = (self._number, made_room)
+                if len(self._opened) > _MOST_OPEN:
+                    self._opened.popitem(last=False)
+            case Closed():
+                self._opened.pop(event.sequence, None)
+                self._open.pop(event.sequence, None)
+        self._before = event
+
+    def _made_room(self, event: Event) -> Eviction | None:
+        """What was evicted for a sequence: that is told right before it is said to be open.
+
+        It went after the prompt was looked for, and so does not count before that is judged.
+        """
+        if self._gone is None or self._gone[0] is not self._before:
+            return None
+        return self._gone[1] if isinstance(event, Opened) and event.forked_from is None else None
+
+    def _settle(self) -> None:
+        """What was evicted is gone from now on."""
+        if self._gone is not None:
+            (event, eviction), self._gone = self._gone, None
+            self.ledger.gone(event.pages, eviction)
+            self.ledger.forget()
+
+    def _stored(self, event: Stored, at: float) -> None:
+        prompt = self._open.get(event.sequence)
+        parent = self.ledger.row_of(event.parent)
+        if event.parent < 0:
+            depth, above = 0, b""
+        elif parent >= 0:
+            depth, above = int(self.ledger.depth[parent]) + 1, self.ledger.name[parent]
+        else:  # it came before the first event, or its own was lost: no name can be had
+            return
+        names = self._names(event, prompt, depth, above)
+        space = self.ledger.enter(event.namespace)
+        rows = self.ledger.note(space, names, depth)
+        fate = event.sequence if prompt is None else prompt.asker
+        self.ledger.stored(space, rows, event.pages, fate, number=self._number, at=at)
+        if prompt is not None:
+            self.ledger.prompt[rows[: max(0, len(prompt.names) - depth)]] = prompt.number
+            if depth <= len(prompt.names) < depth + len(names):
+                prompt.asker.tail = names[len(prompt.names) - depth]
+        self.ledger.forget()
+
+    def _names(self, event: Stored, prompt: Prompt | None, depth: int, above: bytes) -> list[bytes]:
+        """The names of stored units: those of their prompt, as far as they are its own."""
+        unit = self.ledger.unit_tokens
+        tokens = signed(event.tokens, event.extras)
+        names: list[bytes] = []
+        if prompt is not None and depth < len(prompt.names):
+            count = min(len(prompt.names) - depth, len(event.pages))
+            own = prompt.tokens[depth * unit : (depth + count) * unit]
+            follows = depth == 0 or prompt.names[depth - 1] == above
+            if follows and np.array_equal(own, tokens[: count * unit]):
+                names = prompt.names[depth : depth + count]
+                above = names[-1]
+        rest = tokens[len(names) * unit :]
+        return names + chain(above, rest.tobytes(), self.ledger.unit_bytes)
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def prompt(
+        self, plain: TokenArray, namespace: Namespace, asker: Asker, extras: Extras = ()
+    ) -> Prompt:
+        """A prompt with its names and anchors. Changes nothing."""
+        tokens = signed(plain, extras)
+        data = tokens.tobytes()
+        names = chain(b"", data, self.ledger.unit_bytes)
+        over = data[len(names) * self.ledger.unit_bytes :]
+        tail = chain(names[-1] if names else b"", over, len(over))[0] if over else None
+        return Prompt(asker, namespace, tokens, names, tail, Anchors.of(tokens), plain)
+
+    def judged(self, prompt: Prompt, *, cached: int, at: float) -> list[Span]:
+        """What would be said of a prompt that is asked now. Changes nothing."""
+        self._settle()
+        space = self.ledger.spaces.get(prompt.namespace)
+        rows = self.ledger.find(space, prompt.names)
+        return self._reasons.spans(Question(prompt, space, rows, cached, at, None, None))
+
+    def asked(self, prompt: Prompt, *, cached: int, sequence: int | None, at: float) -> list[Span]:
+        """What is said of a prompt; it is remembered from now on."""
+        opened, made_room = self._opening(sequence)
+        if made_room is not None:
+            made_room.by = prompt.id
+            pages = -(-len(prompt.tokens) // self.ledger.unit_tokens)
+            made_room.needed_pages = pages - cached // self.ledger.unit_tokens
+        space = self.ledger.spaces.get(prompt.namespace)
+        rows = self.ledger.find(space, prompt.names)
+        question = Question(prompt, space, rows, cached, at, opened, sequence)
+        wrong = self._reasons.contradicted(question)
+        if len(wrong):
+            self.ledger.gone(self.ledger.page[wrong], Eviction(at, UNKNOWN))
+        spans = self._reasons.spans(question)
+        forgotten = self.ledger.forgotten
+        self._settle()
+        found = rows if forgotten == self.ledger.forgotten else None
+        self._remember(prompt, cached // self.ledger.unit_tokens, at, found)
+        if sequence is not None:
+            self._open[sequence] = prompt
+            if len(self._open) > _MOST_OPEN:
+                self._open.popitem(last=False)
+        return spans
+
+    def _opening(self, sequence: int | None) -> tuple[int | None, Eviction | None]:
+        """When a sequence was opened, and what was evicted for it."""
+        if sequence is None and isinstance(self._before, Opened):  # nothing else happened since
+            sequence = self._before.sequence
+        return (None, None) if sequence is None else self._opened.pop(sequence, (None, None))
+
+    def _remember(self, prompt: Prompt, cached: int, at: float, rows: Rows | None) -> None:
+        """``cached`` leading units of ``prompt`` were there; the others are being computed."""
+        ledger = self.ledger
+        space = ledger.enter(prompt.namespace)
+        rows = ledger.note(space, prompt.names, 0, rows)
+        if prompt.tail is not None:
+            tail = ledger.note(space, [prompt.tail], len(prompt.names))
+            before = ledger.fate[tail[0]]
+            if isinstance(before, Asker):  # what that was filled up with can be said of this, too
+                prompt.asker.tail = before.tail
+            ledger.asked(tail, prompt.asker)
+        ledger.asked(rows[cached:], prompt.asker)
+        there = rows[:cached]
+        if len(there) and (ledger.page[there] < 0).any():
+            # They are cached in pages nobody told of; if they go, nobody will tell of that either.
+            ledger.asked(there, Eviction(at, UNKNOWN))
+        numbers = ledger.prompt[rows]
+        numbers = numbers[numbers >= 0]
+        self.prompts.add(prompt, int(numbers[-1]) if len(numbers) else space.prompt)
+        ledger.prompt[rows] = space.prompt = prompt.number
+        ledger.forget()

@@ -1,0 +1,87 @@
+"""`Record`: what is kept of one request, and the explanation that it makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.observe.explain.answer import Explanation, Missing, Span
+from kvkeep.observe.explain.reasons import evicted
+from kvkeep.observe.explain.sentences import sentence_of
+from kvkeep.observe.explain.spans import covering, painted, with_last_token
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvkeep.core.keys import Namespace
+    from kvkeep.observe.explain.fates import Asker
+
+__all__ = ["Record"]
+
+# What a store knows better: it was asked after the pool, and was the last place.
+_STORE_KNOWS = frozenset({"new", "diverged", "evicted", "not_admitted"})
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One request: ``judged`` is what was said of its prompt when it was asked."""
+
+    asker: Asker
+    at: float
+    namespace: Namespace
+    kind: str
+    session: str | None
+    tokens: int
+    judged: list[Span]
+    spans: tuple[Span, ...] = ()
+    generated: int | None = None
+    ttft_s: float | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        self.settle((), ())
+
+    def settle(self, sources: Sequence[tuple[int, int, str]], missing: Sequence[Missing]) -> None:
+        """Make the spans, with what a store gave and what it said of the rest."""
+        spans = self.judged
+        for one in missing:
+            evidence = self._evidence(one)
+            spans = painted(
+                spans, Span(one.start, one.stop, None, one.reason, evidence), _STORE_KNOWS
+            )
+        for start, stop, tier in sources:
+            # The last token is computed, whatever was there.
+            given = Span(start, min(stop, self.tokens - 1), tier, None)
+            spans = painted(spans, given, {span.reason for span in spans} - {None})
+        self.spans = covering(with_last_token(spans, self.tokens), self.tokens)
+
+    def _evidence(self, one: Missing) -> dict[str, Any]:
+        """What the store says, with everything that belongs to such evidence."""
+        said = dict(one.evidence)
+        tier = said.get("tier")
+        if one.reason == "evicted":
+            whole = evicted(said.get("at"), self.at, tier=tier or "", policy=None, cause="pressure")
+            return whole | {"evictions": 1} | said
+        if one.reason == "not_admitted":
+            return {"why": "unknown", "tier": None} | said
+        if one.reason == "tier_unavailable":
+            return {"tier": None, "why": "error", "waited_s": None} | said
+        return {"tier": None} | said
+
+    def explanation(self) -> Explanation:
+        """What became of it so far."""
+        asker = self.asker
+        return Explanation(
+            id=asker.id,
+            at=self.at,
+            namespace=self.namespace,
+            kind=self.kind,
+            session=self.session,
+            prompt_tokens=self.tokens,
+            spans=self.spans,
+            generated_tokens=self.generated,
+            ttft_s=self.ttft_s,
+            seconds=self.seconds,
+            outcome=None if asker.running else asker.outcome,
+            sentence=sentence_of(self.spans, self.tokens),
+        )

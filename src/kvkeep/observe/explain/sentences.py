@@ -1,0 +1,188 @@
+"""Explanations in plain English. What users chose is quoted with nothing in it that could act."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kvkeep.observe.explain.answer import Span
+
+__all__ = ["cause_sentence", "sentence_of", "shown"]
+
+_MOST = 64
+_PERCENT = 0.01
+_FIELDS = {
+    "tenant": "cache_salt",
+    "lora": "LoRA adapter",
+    "rank": "shard",
+    "geometry": "KV geometry",
+    "layout": "KV layout",
+}
+_CAUSES = {
+    "pressure": "when memory was short",
+    "asked": "because somebody asked for it",
+    "cleared": "when the cache was cleared",
+    "dropped": "when the request that published them gave them up",
+}
+_WHY_NOT = {
+    "reuse_off": "the server reuses nothing",
+    "store_false": "the request that computed them before was not to be stored",
+    "admission": "they were seen before, but not often enough to be admitted",
+    "answer": "they are an answer, and those were not to be stored",
+    "queue_full": "they were dropped on their way to be stored, because the queue was full",
+    "given_up": "the request that computed them before ended before it published them",
+}
+_UNAVAILABLE = {
+    "breaker": "was given a rest after failures",
+    "late": "did not answer in time",
+    "error": "failed",
+}
+
+
+def shown(text: str) -> str:
+    """``text`` in quotes, short, and with everything escaped that is not printable.
+
+    So control characters and those that turn the direction of writing are read, not obeyed.
+    """
+    if len(text) > _MOST:
+        text = text[:_MOST] + "…"
+    return "'" + "".join(c if c.isprintable() else _escape(ord(c)) for c in text) + "'"
+
+
+def _escape(code: int) -> str:
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _name(identity: str) -> str:
+    """A request's id: without quotes where it is a plain one."""
+    plain = identity.isascii() and identity.replace("-", "").replace(".", "").isalnum()
+    return identity if plain and len(identity) <= _MOST else shown(identity)
+
+
+def sentence_of(spans: Sequence[Span], tokens: int) -> str:
+    """One sentence for the main reason why tokens of a prompt were computed."""
+    totals: dict[str, int] = {}
+    first: dict[str, Span] = {}
+    for span in spans:
+        if span.reason is not None:
+            totals[span.reason] = totals.get(span.reason, 0) + span.tokens
+            if span.tokens > (first[span.reason].tokens if span.reason in first else 0):
+                first[span.reason] = span
+    computed = sum(totals.values())
+    main = max(totals, key=lambda reason: totals[reason])
+    if main == "last_token" and computed == 1:
+        return _all_but_the_last(spans, tokens)
+    of_them = "" if totals[main] == computed else f", {totals[main]:,} of them because"
+    begin = f"{computed:,} of {tokens:,} tokens computed{of_them}"
+    return f"{begin}{'' if of_them else ':'} {_because(main, first[main].evidence)}"
+
+
+def _all_but_the_last(spans: Sequence[Span], tokens: int) -> str:
+    sources = dict.fromkeys(span.source for span in spans if span.source is not None)
+    if not sources:
+        return f"{tokens:,} of {tokens:,} tokens computed: the last token always is"
+    places = _listed("the pool" if name == "pool" else shown(name) for name in sources)
+    return (
+        f"1 of {tokens:,} tokens computed: the last token always is, all others came from {places}"
+    )
+
+
+def _listed(words: Iterable[str]) -> str:
+    *before, last = words
+    return f"{', '.join(before)} and {last}" if before else last
+
+
+def _because(reason: str, evidence: Mapping[str, Any]) -> str:
+    """The reason, as what follows a colon."""
+    tier = evidence.get("tier")
+    where = "a tier" if tier is None else f"tier {shown(tier)}"
+    match reason:
+        case "diverged":
+            other = evidence.get("nearest")
+            what = "in the bytes of" if evidence.get("extra") else "at"
+            return (
+                f"they differ from {'a cached prompt' if other is None else _request(other)} "
+                f"{what} token {evidence['position']:,}, and go on the same behind it"
+            )
+        case "evicted":
+            return _evicted(evidence)
+        case "not_admitted":
+            return _WHY_NOT.get(evidence.get("why", ""), "they were seen before and never kept")
+        case "other_namespace":
+            names = [_FIELDS.get(name, name) for name in evidence.get("fields", {})]
+            return f"they are cached in another namespace, whose {_listed(names)} differs"
+        case "page_remainder":
+            size = evidence.get("page_size")
+            return f"they are part of a page of {size} tokens that is not there as a whole"
+        case "computing":
+            by = evidence.get("by")
+            return f"{'another request' if by is None else _request(by)} was just computing them"
+        case "tier_unavailable":
+            return f"{where} has them and {_UNAVAILABLE.get(evidence.get('why', ''), 'failed')}"
+        case "damaged":
+            return f"{where} had them, and their checksum was wrong"
+        case "last_token":
+            return "the last token always is computed"
+        case _:
+            return "they were never seen before"
+
+
+def _request(identity: str) -> str:
+    return f"request {_name(identity)}"
+
+
+def _evicted(evidence: Mapping[str, Any]) -> str:
+    ago, tier = evidence.get("ago_s"), evidence.get("tier")
+    by, needed = evidence.get("by"), evidence.get("needed_pages")
+    told = "they were evicted"
+    if tier not in {None, "", "pool"}:
+        told += f" from tier {shown(tier)}"
+    if ago is not None:
+        told += f" {duration(ago)} ago"
+    cause = _CAUSES.get(evidence.get("cause", ""))
+    if by is not None and needed is not None:
+        return f"{told}, when {_request(by)} needed {needed:,} page{'s' * (needed != 1)}"
+    return told if cause is None else f"{told}, {cause}"
+
+
+def duration(seconds: float) -> str:
+    """Some seconds as people say it: "0.4 s", "12 s", "3 min", "5 h", "2 days"."""
+    if seconds < 1:
+        return f"{seconds:.1f} s"
+    for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
+        if seconds < most:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} days"
+
+
+def cause_sentence(
+    reason: str, share: float, tenant: str | None, evidence: Mapping[str, Any]
+) -> str:
+    """One sentence for a cause: how much of all that was computed, whose prompts, and why."""
+    whose = f"prompts of cache_salt {shown(tenant)}" if tenant else "prompts without cache_salt"
+    percent = f"{100 * share:.0f} %" if share >= _PERCENT else "less than 1 %"
+    return f"{percent} of all computed tokens: {whose} {_of_prompts(reason, evidence)}"
+
+
+def _of_prompts(reason: str, evidence: Mapping[str, Any]) -> str:
+    match reason:
+        case "diverged":
+            many = evidence["differs"]
+            how = f"a difference of {many:,} token{'s' * (many != 1)}" if many else "something less"
+            return f"differ at token {evidence['position']:,} ({how})"
+        case "evicted":
+            tier = evidence.get("tier")
+            place = "the pool" if tier in {None, "", "pool"} else f"tier {shown(tier)}"
+            return f"come again after {place} evicted them"
+        case "not_admitted":
+            return f"come again, and {_WHY_NOT.get(evidence.get('why', ''), 'nobody kept them')}"
+        case "tier_unavailable" | "damaged" | "other_namespace" | "computing":
+            return f"could not be reused: {_because(reason, evidence)}"
+        case "page_remainder":
+            return "end within a page, or share one in part"
+        case "last_token":
+            return "need their last token computed, always"
+        case _:
+            return "bring what was never seen before"

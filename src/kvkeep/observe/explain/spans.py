@@ -1,0 +1,75 @@
+"""Painting a prompt: what covers a token last decides what it is said of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.observe.explain.answer import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable
+
+__all__ = ["covering", "painted", "with_last_token"]
+
+
+def painted(spans: list[Span], new: Span, over: Container[str | None]) -> list[Span]:
+    """``spans`` with ``new`` in the place of what it covers, where their reason is in ``over``."""
+    found: list[Span] = []
+    for span in spans:
+        first, last = max(span.start, new.start), min(span.stop, new.stop)
+        if first >= last or span.reason not in over:
+            found.append(span)
+            continue
+        if span.start < first:
+            found.append(_cut(span, span.start, first))
+        found.append(_cut(new, first, last))
+        if last < span.stop:
+            found.append(_cut(span, last, span.stop))
+    return found
+
+
+def _cut(span: Span, start: int, stop: int) -> Span:
+    return Span(start, stop, span.source, span.reason, span.evidence)
+
+
+def with_last_token(spans: list[Span], tokens: int) -> list[Span]:
+    """The last token is computed for its own sake where nothing else had to be.
+
+    What is only the rest of a page counts as nothing else: it would have been reused.
+    """
+    reasons = {span.reason for span in spans if span.start < tokens - 1 and span.reason}
+    if reasons <= {"page_remainder"}:
+        return painted(spans, Span(tokens - 1, tokens, None, "last_token"), _Anything())
+    return spans
+
+
+class _Anything:
+    """Contains whatever is asked for."""
+
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+def covering(spans: Iterable[Span], tokens: int) -> tuple[Span, ...]:
+    """Neighbours that say the same made one; they cover all tokens, each once, or it is our fault.
+
+    Cost: one pass.
+    """
+    found: list[Span] = []
+    at = 0
+    for span in spans:
+        assert span.start == at, f"spans have a gap or overlap at token {at}"
+        assert span.stop > span.start, f"an empty span at token {at}"
+        assert (span.source is None) != (span.reason is None), f"two minds about token {at}"
+        at = span.stop
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and (last.source, last.reason) == (span.source, span.reason)
+            and (last.evidence is span.evidence or last.evidence == span.evidence)
+        ):
+            found[-1] = _cut(last, last.start, span.stop)
+        else:
+            found.append(span)
+    assert at == tokens, f"spans cover {at} of {tokens} tokens"
+    return tuple(found)

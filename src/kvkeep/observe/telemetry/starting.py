@@ -1,0 +1,110 @@
+"""`start`: spans go to a collector, when the environment or the command line says so."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import InvalidValue, MissingExtra, require
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvkeep.observe.telemetry.tracing import Tracing
+
+__all__ = ["start", "wanted"]
+
+_log = logging.getLogger(__name__)
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_FLUSH_S = 5.0
+
+
+def wanted(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment (default: the process's) names a collector for spans.
+
+    It does with ``OTEL_EXPORTER_OTLP_ENDPOINT`` or ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``, unless
+    ``OTEL_TRACES_EXPORTER`` is another than "otlp".
+    """
+    told = os.environ if environ is None else environ
+    if told.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower() not in {"", "otlp"}:
+        return False
+    return any(told.get(name, "").strip() for name in _ENDPOINTS)
+
+
+def start(*, always: bool = False) -> Tracing | None:
+    """Export spans over OTLP/HTTP if `wanted`, or ``always``; None where they are not.
+
+    The SDK reads what else the environment says (``OTEL_EXPORTER_OTLP_HEADERS``,
+    ``OTEL_SERVICE_NAME``, ``OTEL_TRACES_SAMPLER``, ``OTEL_RESOURCE_ATTRIBUTES``, …). Without an
+    endpoint spans go to ``http://localhost:4318/v1/traces``. ``OTEL_SDK_DISABLED=true`` is stronger
+    than both. Whoever calls this calls `Tracing.close` at the end: it waits for what is not
+    exported yet, for five seconds at most. A collector that is away is logged by the SDK and costs
+    spans, never requests.
+
+    An environment is often everybody's: what it wants and cannot be had here is logged, and is no
+    reason not to serve. Who says ``always`` is told:
+
+    Raises:
+        MissingExtra: OpenTelemetry's SDK or its exporter is not installed (extra ``otel``).
+        InvalidValue: the environment asks for another protocol than http/protobuf.
+    """
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return None
+    if not always and not wanted():
+        return None
+    try:
+        return _started()
+    except (MissingExtra, InvalidValue) as error:
+        if always:
+            raise
+        _log.warning("no spans, though the environment names a collector: %s", error)
+        return None
+
+
+def _started() -> Tracing:
+    protocol = next((told for name in _PROTOCOLS if (told := os.environ.get(name))), "")
+    if protocol not in {"", "http/protobuf"}:
+        raise InvalidValue(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; spans are sent as http/protobuf: "
+            "collectors take that at port 4318"
+        )
+    require("opentelemetry.sdk.trace", "otel")
+    require("opentelemetry.exporter.otlp.proto.http", "otel")
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415 - an extra
+        OTLPSpanExporter,
+    )
+    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+
+    from kvkeep.observe.telemetry.tracing import Tracing  # noqa: PLC0415
+
+    ours = _version()
+    named = {"service.version": ours}
+    if "OTEL_SERVICE_NAME" not in os.environ:
+        named["service.name"] = "kvkeep"
+    # A provider of its own: the process's belongs to whoever embeds us.
+    provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+
+    def close() -> None:
+        # The SDK's own limits of time do not hold for a collector that hangs.
+        ending = threading.Thread(target=provider.shutdown, name="kvkeep spans", daemon=True)
+        ending.start()
+        ending.join(_FLUSH_S)
+        if ending.is_alive():
+            _log.warning("the collector did not take all spans in %g s", _FLUSH_S)
+
+    return Tracing(provider.get_tracer("kvkeep", ours), close=close)
+
+
+def _version() -> str:
+    try:
+        return version("kvkeep")
+    except PackageNotFoundError:  # run from a source tree
+        return "unknown"

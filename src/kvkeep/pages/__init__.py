@@ -1,9 +1,0 @@
-"""Pages: the pool of page ids, growing page tables, and (with torch) the memory itself."""
-
-from __future__ import annotations
-
-from kvkeep.pages.pool import PagePool
-from kvkeep.pages.table import GrowingArray, PageCopy
-from kvkeep.pages.tables import PageTables, page_tables
-
-__all__ = ["GrowingArray", "PageCopy", "PagePool", "PageTables", "page_tables"]

@@ -1,8 +1,0 @@
-"""The report of a replay: one file to look at, and what it shows as JSON, CSV and PNG beside it."""
-
-from __future__ import annotations
-
-from kvkeep.replay.report.prices import Cost, Prices
-from kvkeep.replay.report.writing import write_report
-
-__all__ = ["Cost", "Prices", "write_report"]

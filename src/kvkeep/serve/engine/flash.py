@@ -1,0 +1,165 @@
+"""Attention by a kernel that follows page tables: nothing is gathered.
+
+Used where tensors lie on CUDA in half precision and such a kernel is installed:
+
+- FlashAttention 3 (Hopper GPUs; module ``flash_attn_interface``) takes pages of any size.
+- FlashAttention 2 (Ampere and later; package ``flash_attn``) takes pages of a multiple of 256
+  tokens.
+
+Both read K and V through strides, so that one layer of our pages, which lie a whole page apart, is
+a view to them. FlexAttention is not used: it takes slots as one dimension with one stride, and
+between our pages of one layer lie all the others. Its slots would be those of all layers, with a
+block mask for each layer and step, compiled anew for new shapes. Without a kernel, pages are
+gathered and attended to with torch's own, as on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from kvkeep.core.pages import page_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    from kvkeep.core.pages.tensors import PagedTensors
+    from kvkeep.serve.engine.attention import Scoring
+    from kvkeep.serve.engine.setting import Placed
+
+__all__ = ["Kernel", "Tables", "find", "flash2", "flash3"]
+
+_HALF = (torch.float16, torch.bfloat16)
+_MOST_DIM = 256  # of a head, for both
+
+
+class Kernel(Protocol):
+    """A function over pages that attends from ``query`` [T, heads, dim], and returns as much."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tables: Tables,
+        *,
+        window: int | None,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        """``k`` and ``v`` are one layer's [pages, page_size, heads, dim]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables:
+    """The pieces of a batch as kernels want them; tensors are int32, on the device."""
+
+    pages: torch.Tensor  # [n, most pages]; the padding is page 0, and not looked at
+    lengths: torch.Tensor  # [n]: keys
+    key_bounds: torch.Tensor  # [n + 1]: where each piece's keys would begin in one row
+    query_bounds: torch.Tensor  # [n + 1]: where its queries do
+    most_keys: int
+    most_queries: int
+
+    @classmethod
+    def of(cls, pieces: Sequence[Placed], device: torch.device) -> Tables:
+        """Those of ``pieces``, which are in the order of their rows."""
+
+        def tensor(values: npt.ArrayLike) -> torch.Tensor:
+            return torch.from_numpy(np.asarray(values, np.int32)).to(device)
+
+        keys = [one.piece.stop for one in pieces]
+        queries = [len(one.piece.tokens) for one in pieces]
+        return cls(
+            pages=tensor(page_tables([one.piece.pages for one in pieces]).pages),
+            lengths=tensor(keys),
+            key_bounds=tensor(np.cumsum([0, *keys])),
+            query_bounds=tensor(np.cumsum([0, *queries])),
+            most_keys=max(keys),
+            most_queries=max(queries),
+        )
+
+
+def find(tensors: PagedTensors) -> Kernel | None:
+    """The kernel to attend over ``tensors`` with, None where there is none for them."""
+    geometry, device = tensors.geometry, tensors.device
+    fits = geometry.head_dim == geometry.value_dim <= _MOST_DIM and geometry.head_dim % 8 == 0
+    if device.type != "cuda" or tensors.dtype not in _HALF or not fits:
+        return None
+    major, _ = torch.cuda.get_device_capability(device)
+    if major == 9 and find_spec("flash_attn_interface") is not None:
+        return flash3(import_module("flash_attn_interface").flash_attn_with_kvcache)
+    if major >= 8 and tensors.page_size % 256 == 0 and find_spec("flash_attn") is not None:
+        return flash2(import_module("flash_attn").flash_attn_varlen_func)
+    return None
+
+
+def flash2(function: Callable[..., Any]) -> Kernel:
+    """FlashAttention 2's ``flash_attn_varlen_func``."""
+
+    def kernel(
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tables: Tables,
+        *,
+        window: int | None,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        out: torch.Tensor = function(
+            query,
+            k,
+            v,
+            cu_seqlens_q=tables.query_bounds,
+            cu_seqlens_k=tables.key_bounds,
+            max_seqlen_q=tables.most_queries,
+            max_seqlen_k=tables.most_keys,
+            block_table=tables.pages,
+            **_how(window, scoring),
+        )
+        return out
+
+    return kernel
+
+
+def flash3(function: Callable[..., Any]) -> Kernel:
+    """FlashAttention 3's ``flash_attn_with_kvcache``, with queries of several lengths."""
+
+    def kernel(
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tables: Tables,
+        *,
+        window: int | None,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        out: torch.Tensor = function(
+            query,
+            k,
+            v,
+            cache_seqlens=tables.lengths,
+            page_table=tables.pages,
+            cu_seqlens_q=tables.query_bounds,
+            max_seqlen_q=tables.most_queries,
+            **_how(window, scoring),
+        )
+        return out
+
+    return kernel
+
+
+def _how(window: int | None, scoring: Scoring) -> dict[str, Any]:
+    """What both call the same; windows there count the keys before a query, without itself."""
+    return {
+        "softmax_scale": scoring.scale,
+        "causal": True,
+        "window_size": (-1, -1) if window is None else (window - 1, 0),
+        "softcap": 0.0 if scoring.softcap is None else scoring.softcap,
+    }

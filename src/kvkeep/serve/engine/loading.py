@@ -1,0 +1,187 @@
+"""Load a local Hugging Face causal language model, or say in one line why not.
+
+Nothing is fetched from a network, and no code that comes with a model is run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvkeep.core.errors import InvalidValue, UnsupportedModel, require
+
+if TYPE_CHECKING:
+    import os
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = [
+    "context_tokens",
+    "end_tokens",
+    "load_config",
+    "load_model",
+    "pick_device",
+    "pick_dtype",
+    "vocabulary",
+]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+# Layers whose whole state is K and V of the tokens they see.
+_KV_LAYERS = {"full_attention", "sliding_attention"}
+# Rotary embeddings that change for all positions once a sequence outgrows a length: keys cached
+# on one side of it are wrong on the other, so sequences stay on the near side.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+def load_config(path: str | os.PathLike[str]) -> PretrainedConfig:
+    """Read the configuration of the model directory ``path``; check that we can serve it.
+
+    Raises `InvalidValue` for a path that is no model directory and `UnsupportedModel` for a model
+    whose cache is not K and V of causal attention. Weights are not looked at.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "it is not a directory" if folder.exists() else "no such directory"
+        raise InvalidValue(f"no model at {folder}: {what}")
+    if not (folder / "config.json").is_file():
+        raise InvalidValue(f"no model at {folder}: the directory has no config.json")
+    transformers = require("transformers", "transformers")
+    try:
+        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UnsupportedModel(f"cannot read {folder}/config.json: {_first_line(error)}") from error
+    _check_causal(config, folder)
+    _check_cache(config, folder)
+    return config
+
+
+def load_model(
+    path: str | os.PathLike[str], config: PretrainedConfig, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Load the weights in ``path`` for `load_config`'s ``config``, ready for inference."""
+    transformers = require("transformers", "transformers")
+    safetensors = require("safetensors", "transformers")
+    try:
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
+            Path(path),
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
+        raise UnsupportedModel(
+            f"cannot load the weights in {Path(path)}: {_first_line(error)}"
+        ) from error
+    model.to(device)  # type: ignore[arg-type]  # its stub knows no torch.device
+    model.train(mode=False)
+    return model
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """The torch device of that name; "auto" is the GPU where there is one."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise InvalidValue(f"no torch device is named {device!r}; try auto, cpu or cuda") from error
+
+
+def pick_dtype(
+    dtype: str | torch.dtype | None, config: PretrainedConfig, device: torch.device
+) -> torch.dtype:
+    """The dtype to compute and keep KV in.
+
+    None is the one the weights were saved in, but float32 on a CPU: half precision is slow there.
+    """
+    if dtype is None:
+        saved = config.get_text_config().dtype
+        chosen = torch.float32 if device.type == "cpu" or saved is None else saved
+    else:
+        chosen = dtype
+    name = str(chosen).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise InvalidValue(f"dtype is one of {', '.join(_DTYPES)}, got {name}")
+    return _DTYPES[name]
+
+
+def context_tokens(config: PretrainedConfig) -> int | None:
+    """The longest sequence in tokens that ``config`` can be run on, or None for any length."""
+    text = config.get_text_config()
+    longest: int | None = getattr(text, "max_position_embeddings", None)
+    for rope in _rope_parameters(text):
+        if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+            original = rope.get("original_max_position_embeddings") or getattr(
+                text, "original_max_position_embeddings", None
+            )
+            longest = min(filter(None, (longest, original)), default=None)
+    return longest
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """How many token ids ``model`` knows: 0 … vocabulary-1."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[0]
+
+
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """The tokens that end a text, as the model's generation settings name them."""
+    ids: int | list[int] | None = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
+def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The rotary parameters: one set, or one per kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
+
+
+def _check_causal(config: PretrainedConfig, folder: Path) -> None:
+    transformers = require("transformers", "transformers")
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    named = ", ".join(config.architectures or [config.model_type])
+    if (
+        model_class is None
+        or config.is_encoder_decoder
+        or (config.architectures and model_class.__name__ not in config.architectures)
+    ):
+        raise UnsupportedModel(f"{folder} holds {named}, which is not a causal language model")
+    if model_class._is_stateful:
+        raise UnsupportedModel(f"{named} keeps a recurrent state, not only K and V of its tokens")
+    if not model_class.is_backend_compatible():
+        raise UnsupportedModel(
+            f"{named} does not call its attention through Transformers' attention interface"
+        )
+
+
+def _check_cache(config: PretrainedConfig, folder: Path) -> None:
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if other := sorted(kinds - _KV_LAYERS):
+        raise UnsupportedModel(
+            f"{folder} has {', '.join(other)} layers; kvkeep's engine serves full and sliding "
+            "attention"
+        )
+    if getattr(text, "kv_lora_rank", None):
+        raise UnsupportedModel(
+            f"{folder} caches a compressed latent (MLA), which kvkeep's engine does not serve yet"
+        )
+    if getattr(text, "use_bidirectional_attention", None) or not getattr(text, "is_causal", True):
+        raise UnsupportedModel(f"{folder} attends in both directions: its KV cannot be reused")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

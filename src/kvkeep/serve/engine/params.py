@@ -1,0 +1,143 @@
+"""`SamplingParams`: how one request's tokens are chosen, how many answers it has, when it ends."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from kvkeep.core.errors import InvalidValue, told
+
+__all__ = ["SamplingParams"]
+
+_MAX_LOGPROBS = 100
+# What the tensors of a step can hold: a request must not fail those beside it.
+_INT32 = 2**31 - 1
+_FINITE = sys.float_info.max
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen, how many answers it has, and when it ends.
+
+    ``temperature`` 0 takes the likeliest token. Above 0 a token is drawn: from the ``top_k``
+    likeliest (0 is all), of these from the fewest whose probabilities add up to ``top_p``, of
+    these from those at least ``min_p`` times as likely as the likeliest. The same ``seed`` draws
+    the same tokens from the same logits, whatever else is in the batch; None draws anew each time.
+
+    Before that, ``logit_bias`` (token, bias) is added to the logits, and of each token that the
+    answer has already, ``presence_penalty`` once and ``frequency_penalty`` for each time is taken
+    away.
+
+    ``n`` answers are given: the best of ``best_of`` by mean log probability (None: just ``n``).
+    ``beams`` above 0 searches for the likeliest whole answers with that many beams instead, and
+    compares them by their summed log probability divided by length to the ``length_penalty``.
+
+    An answer ends after ``max_tokens`` tokens, with the model's end token, or before the first of
+    the ``stop`` texts that it writes. ``logprobs`` (0 …) asks for the log probability of each
+    token and of so many of the likeliest in its place. ``draft_tokens`` above 0 guesses up to so
+    many tokens a step from what the prompt repeats; it changes the speed, never the tokens.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    n: int = 1
+    best_of: int | None = None
+    beams: int = 0
+    length_penalty: float = 1.0
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    draft_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0, _FINITE)
+        _number("min_p", self.min_p, 0, 1)
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise InvalidValue(f"top_p lies above 0 and at most at 1, got {told(self.top_p)}")
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _number("length_penalty", self.length_penalty, -10, 10)
+        _count("top_k", self.top_k, 0)
+        _count("max_tokens", self.max_tokens, 1)
+        _count("n", self.n, 1)
+        _count("beams", self.beams, 0)
+        _count("draft_tokens", self.draft_tokens, 0)
+        if self.seed is not None:
+            _count("seed", self.seed, 0, 2**63 - 1)
+        if self.logprobs is not None:
+            _count("logprobs", self.logprobs, 0, _MAX_LOGPROBS)
+        stop: object = self.stop
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidValue(f"ignore_eos is True or False; got {told(self.ignore_eos)}")
+        if not isinstance(stop, tuple) or not all(map(_is_text, stop)):
+            raise InvalidValue(f"stop is a tuple of non-empty texts, got {told(self.stop)}")
+        self._check_bias()
+        self._check_answers()
+
+    @property
+    def width(self) -> int:
+        """How many sequences the request runs side by side once its prompt is computed."""
+        return self.beams or self.best_of or self.n
+
+    @property
+    def greedy(self) -> bool:
+        """Whether chance has no part in it."""
+        return self.temperature == 0
+
+    def _check_bias(self) -> None:
+        bias: object = self.logit_bias
+        if not isinstance(bias, tuple):
+            raise InvalidValue(f"logit_bias is a tuple of (token, bias), got {told(bias)}")
+        for pair in bias:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise InvalidValue(
+                    f"logit_bias is a tuple of (token, bias), got {told(pair)} in it"
+                )
+            _count("a token in logit_bias", pair[0], 0)
+            _number("a bias in logit_bias", pair[1], -100, 100)
+
+    def _check_answers(self) -> None:
+        if self.best_of is not None:
+            _count("best_of", self.best_of, 1)
+            if self.best_of < self.n:
+                raise InvalidValue(f"best_of is n or more, got best_of={self.best_of}, n={self.n}")
+        if not self.beams:
+            return
+        if self.beams < self.n:
+            raise InvalidValue(f"beams are n or more, got beams={self.beams}, n={self.n}")
+        for name, is_default in {
+            "temperature": self.temperature == 0,
+            "best_of": self.best_of is None,
+            "presence_penalty": self.presence_penalty == 0,
+            "frequency_penalty": self.frequency_penalty == 0,
+            "draft_tokens": self.draft_tokens == 0,
+            "logprobs": self.logprobs is None,
+        }.items():
+            if not is_default:
+                raise InvalidValue(f"{name} has no meaning in a beam search; leave it out")
+
+
+def _number(name: str, value: object, low: float, high: float) -> None:
+    if not _is_number(value) or not low <= value <= high:  # type: ignore[operator]
+        raise InvalidValue(f"{name} is a number in {low} … {high}; got {told(value)}")
+
+
+def _count(name: str, value: object, low: int, high: int = _INT32) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not low <= value <= high:  # type: ignore[operator]
+        raise InvalidValue(f"{name} is a whole number in {low} … {high}; got {told(value)}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""

@@ -1,0 +1,152 @@
+"""Prove at loading that a model computes the same through pages as it does by itself.
+
+Two sequences run through pages, the beginning of both side by side, then the rest with what the
+pages hold, and their logits are compared with the model's own. One begins with a long piece and
+ends with a short one, the other the other way round, so that each way to attend is taken, cold and
+continued. That takes between a few milliseconds and a second, and finds what no list of
+architectures could: a family that takes positions from elsewhere, adds a term to its attention,
+shares KV between layers, or mixes neighbouring tokens.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvkeep.core.errors import IllegalStep, KVKeepError, UnsupportedModel
+from kvkeep.core.pages.tensors import PagedTensors
+from kvkeep.serve.engine import loading
+from kvkeep.serve.engine.attention import ATTENTION, register
+from kvkeep.serve.engine.batch import PagedBatch, Piece
+from kvkeep.serve.engine.short import SHORT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+    from transformers import PreTrainedModel
+
+    from kvkeep.core.geometry import KVGeometry
+    from kvkeep.serve.engine.attention import Scoring
+
+__all__ = ["prove"]
+
+# Relative to the largest logit. Half precision rounds differently in every order of summing; what
+# a wrong mask or position does is far larger than either.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
+_FIRST = SHORT + 1  # tokens of the first sequence in the first pass
+_REST = 2  # and in the second; the other sequence has them the other way round
+_TOKENS = _FIRST + _REST
+_PAGE_SIZE = 4
+
+
+def prove(model: PreTrainedModel, geometry: KVGeometry) -> None:
+    """Switch ``model`` to attention over pages; `UnsupportedModel` if that changes its results.
+
+    Refused as well: K and V of other shapes, and windows of other sizes, than ``geometry`` says.
+    """
+    name = type(model).__name__
+    tokens = np.arange(1, 2 * _TOKENS + 1, dtype=np.int32) * 7919 % loading.vocabulary(model)
+    sequences = tokens.reshape(2, _TOKENS)
+    with _of_the_model(f"{name} cannot be run"):
+        expected = _by_itself(model, sequences)
+    register()
+    with _of_the_model(f"{name} does not let its attention be replaced"):
+        model.set_attn_implementation(ATTENTION)
+    if model.config.get_text_config()._attn_implementation != ATTENTION:
+        raise UnsupportedModel(f"{name} does not let its attention be replaced")
+    try:
+        with _of_the_model(f"{name} cannot be run over pages"):
+            logits = _over_pages(model, sequences, geometry)
+    except IllegalStep as error:
+        raise UnsupportedModel(f"{name} does not hand keywords on to its attention") from error
+    apart = (expected - logits).abs().amax(-1) / expected.abs().amax(-1)
+    close = (apart <= _TOLERANCE[model.dtype]).sum().item()
+    # A token or two may fall to the other side of a router between two experts.
+    if close < len(apart) - 2:
+        raise UnsupportedModel(
+            f"{name} gives other logits over pages than by itself (apart by {apart.max():.1%}): "
+            "it needs more than causal attention with K and V of each token"
+        )
+
+
+@contextmanager
+def _of_the_model(what: str) -> Iterator[None]:
+    """Translate what the model's own code raises; kvkeep's errors and assertions stay as they are.
+
+    Code of any model is run here, which raises whatever it likes for a call that it does not know.
+    """
+    try:
+        yield
+    except KVKeepError:
+        raise
+    except (
+        ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
+        ValueError,
+    ) as error:  # fmt: skip
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise UnsupportedModel(f"{what}: {type(error).__name__}: {line}") from error
+
+
+def _by_itself(model: PreTrainedModel, sequences: npt.NDArray[np.int32]) -> torch.Tensor:
+    ids = torch.from_numpy(sequences).long().to(model.device)
+    with torch.inference_mode():
+        rows = [model(input_ids=one[None], use_cache=False).logits[0] for one in ids]
+    return torch.cat(rows).float()
+
+
+def _over_pages(
+    model: PreTrainedModel, sequences: npt.NDArray[np.int32], geometry: KVGeometry
+) -> torch.Tensor:
+    one, two = sequences
+    first, rest = _FIRST, _REST
+    num_pages = -(-_TOKENS // _PAGE_SIZE)
+    tensors = PagedTensors(geometry, 2 * num_pages, _PAGE_SIZE, device=model.device)
+    # Neither in order nor side by side.
+    table, other = np.arange(2 * num_pages, dtype=np.int32)[::-1].reshape(-1, 2).T
+    begun = _Recorder(
+        [Piece(one[:first], 0, table, first), Piece(two[:rest], 0, other, rest)], tensors
+    )
+    ended = _Recorder(
+        [Piece(one[first:], first, table, rest), Piece(two[rest:], rest, other, first)], tensors
+    )
+    begin, end = (batch.run(model).float() for batch in (begun, ended))
+    for batch in (begun, ended):
+        if batch.windows != list(geometry.windows):
+            raise UnsupportedModel(
+                f"{type(model).__name__} attends with windows {batch.windows}, layer by layer, and "
+                f"its geometry says {list(geometry.windows)}"
+            )
+    return torch.cat((begin[:first], end[:rest], begin[first:], end[rest:]))
+
+
+class _Recorder(PagedBatch):
+    """A batch that checks what each layer brings, and notes its window."""
+
+    def __init__(self, pieces: list[Piece], tensors: PagedTensors) -> None:
+        super().__init__(pieces, tensors)
+        self.windows: list[int | None] = []
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        window: int | None,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        geometry = self.tensors.geometry
+        stored = [geometry.kv_heads, geometry.head_dim, geometry.kv_heads, geometry.value_dim]
+        given = [*key.shape[1:], *value.shape[1:]]
+        if layer != len(self.windows) or layer >= geometry.layers or given != stored:
+            raise UnsupportedModel(
+                f"layer {layer} brings K and V of heads × width {given}, as number "
+                f"{len(self.windows)} to do so; the geometry has {geometry.layers} of {stored}"
+            )
+        self.windows.append(window)
+        return super().attend(layer, query, key, value, window=window, scoring=scoring)

@@ -1,0 +1,156 @@
+"""`Runner`: a model and the memory of its pages; it computes, and decides nothing."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import IllegalStep, InvalidValue
+from kvkeep.core.geometry import KVGeometry
+from kvkeep.core.pages.tensors import PagedTensors
+from kvkeep.serve.engine import flash, linear, loading, probe
+from kvkeep.serve.engine.attention import ATTENTION
+from kvkeep.serve.engine.batch import PagedBatch
+from kvkeep.store.identity import ModelWatch, model_identity
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Sequence
+
+    import torch
+    from transformers import PreTrainedModel
+
+    from kvkeep.core.cache import PagedCache
+    from kvkeep.core.pages import PageCopy
+    from kvkeep.core.pages.tensors import Layout
+    from kvkeep.serve.engine.batch import Piece
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Runs a Transformers causal model over pages.
+
+    ``identity`` names the model as it was given (`kvkeep.store.model_identity`), ``geometry`` is
+    its KV, ``tensors`` the memory, ``num_pages`` and ``page_size`` its
+    measures (give a `PagedCache` the same), ``vocabulary`` the number of token ids it knows,
+    ``end_tokens`` those that end a text, ``context_tokens`` the longest sequence the model is made
+    for (None: any). Which pages belong to whom is not its business.
+
+    Thread safety: none; one thread computes at a time.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        geometry: KVGeometry,
+        *,
+        num_pages: int,
+        page_size: int,
+        layout: Layout = "NHD",
+    ) -> None:
+        """Take over ``model``: its attention is replaced, and proved equal to its own first.
+
+        Its identity is taken before anything else: about 0.1 s a GiB on a CPU. There, in float32,
+        its linear layers keep their weights twice, up to 1 GiB more in all:
+        `kvkeep.serve.engine.linear` says what for.
+        """
+        if model.config.get_text_config()._attn_implementation == ATTENTION:
+            raise IllegalStep("this model was taken over by a Runner before; load it once more")
+        self.identity = model_identity(model)
+        self.model = model
+        self.geometry = geometry
+        self.device = model.device
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.vocabulary = loading.vocabulary(model)
+        self.end_tokens = loading.end_tokens(model)
+        self.context_tokens = loading.context_tokens(model.config)
+        probe.prove(model, geometry)
+        linear.pack(model)
+        # Page ids come from the cache: looking at them again on a GPU would wait for it each time.
+        self.tensors = PagedTensors(
+            geometry,
+            num_pages,
+            page_size,
+            device=self.device,
+            layout=layout,
+            check_ids=False,
+        )
+        self._scratch = self.tensors.scratch()
+        self._kernel = flash.find(self.tensors)
+        self._watch = ModelWatch(model)
+        self._cache: weakref.ref[PagedCache] | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        memory: int | str | None = None,
+        num_pages: int | None = None,
+        page_size: int = 16,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype | None = None,
+    ) -> Runner:
+        """Load a local Hugging Face model directory, with pages for ``memory`` bytes ("4GiB").
+
+        ``num_pages`` sets the number of pages instead; one of the two is given. ``device`` "auto"
+        is the GPU where there is one. ``dtype`` None is the one the weights were saved in, and
+        float32 on a CPU.
+        Raises `InvalidValue` (no model there, no page fits) and `UnsupportedModel` (not a causal
+        model, a cache that is not K and V, weights that do not load).
+        """
+        if (memory is None) == (num_pages is None):
+            raise InvalidValue(
+                f"give memory or num_pages, one of the two; got {memory=}, {num_pages=}"
+            )
+        config = loading.load_config(path)
+        on = loading.pick_device(device)
+        compute = loading.pick_dtype(dtype, config, on)
+        geometry = KVGeometry.from_config(config, dtype=str(compute).removeprefix("torch."))
+        if num_pages is None:
+            assert memory is not None
+            num_pages = geometry.pages_in(memory, page_size)
+        model = loading.load_model(path, config, on, compute)
+        return cls(model, geometry, num_pages=num_pages, page_size=page_size)
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that can be run, in tokens: what the pages and the model allow."""
+        pool = self.num_pages * self.page_size
+        return pool if self.context_tokens is None else min(pool, self.context_tokens)
+
+    def check_model(self) -> None:
+        """Raise `IllegalStep` if the model was changed since it was taken over.
+
+        What it computes then is not what its cached KV says. `ModelWatch` says what is noticed.
+        Cost: about 0.1 ms for a model of 4 layers, 1 ms for 32; on a GPU it waits for what runs.
+        """
+        if (what := self._watch.changed()) is not None:
+            raise IllegalStep(
+                f"the model that this runner serves was changed: {what}. Cached KV is of the model "
+                "as it was; make another Runner, cache and store for it"
+            )
+
+    def serve(self, cache: PagedCache) -> None:
+        """Let ``cache`` decide what lies in these pages from now on; what lay there is not kept."""
+        self._cache = weakref.ref(cache)
+
+    def serves(self, cache: PagedCache) -> bool:
+        """Whether ``cache`` is the one that decides."""
+        return self._cache is not None and self._cache() is cache
+
+    def copy(self, copies: Iterable[PageCopy]) -> None:
+        """Make page copies, in order."""
+        self.tensors.copy(list(copies))
+
+    def forward(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Compute ``pieces``: their KV goes to their pages, their logits are returned.
+
+        Returns [sum of ``outputs``, vocabulary]: the logits of the last ``outputs`` tokens of each
+        piece, piece after piece. Pieces of one call must not depend on each other. Cost: one
+        forward pass of the model over all tokens of the pieces, and its head over the outputs.
+        """
+        batch = PagedBatch(pieces, self.tensors, scratch=self._scratch, kernel=self._kernel)
+        return batch.run(self.model)

@@ -1,0 +1,306 @@
+"""`Step`: one forward pass over what the `Scheduler` chose, and what comes of it.
+
+admit, grow, chunks ──▶ copies ──▶ forward ──▶ publish ──▶ choose ──▶ hand out
+                                                             │
+                      drafts that were right stay, others are truncated; answers fork
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvkeep.serve.engine.batch import Piece
+from kvkeep.serve.engine.logprobs import logprobs_of
+from kvkeep.serve.engine.observe import Watch
+from kvkeep.serve.engine.request import BY_ARRIVAL, Answer, Delta
+from kvkeep.serve.engine.sampling import choose
+
+if TYPE_CHECKING:
+    from kvkeep.core.cache import Sequence
+    from kvkeep.serve.engine.keeper import Keeper
+    from kvkeep.serve.engine.logprobs import TokenLogprob
+    from kvkeep.serve.engine.observe import Outcome
+    from kvkeep.serve.engine.request import Request
+    from kvkeep.serve.engine.runner import Runner
+    from kvkeep.serve.engine.scheduler import Chunk, Scheduler
+    from kvkeep.serve.engine.stats import EngineStats
+
+__all__ = ["Step"]
+
+_log = logging.getLogger(__name__)
+
+
+class Step:
+    """What an `Engine` does again and again. Thread safety: none."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        did: EngineStats,
+        keeper: Keeper | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._did = did
+        self._keeper = keeper
+        self._watch = watch or Watch(did)
+        # Who ended in this step: the observer is told behind what was computed of them.
+        self._over: list[tuple[Request, Outcome]] = []
+
+    def run(self) -> list[Delta]:
+        """Do one; see `Engine.step`."""
+        deltas: list[Delta] = []
+        try:
+            self._do(deltas)
+        finally:
+            over, self._over = self._over, []
+            for request, outcome in over:
+                self._watch.ended(request, outcome)
+        return deltas
+
+    def _do(self, deltas: list[Delta]) -> None:
+        scheduler = self._scheduler
+        refused = scheduler.admit()
+        if refused is not None:
+            deltas.append(self._fail(refused.answer.request, refused.error))
+        if self._keeper is not None:
+            self._keeper.feed(scheduler.running)
+        for answer in scheduler.grow():
+            self._as_long_as_can_be(answer, deltas)
+        chunks = scheduler.chunks()
+        if chunks:
+            try:
+                self._compute(chunks, deltas)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+                _log.exception("a step over %d sequences failed", len(chunks))
+                requests = {chunk.answer.request.id: chunk.answer.request for chunk in chunks}
+                deltas.extend(
+                    self._fail(request, error)
+                    for request in requests.values()
+                    if request.id in scheduler.requests
+                )
+        else:
+            assert all(answer.loading for answer in scheduler.running), "who runs can be computed"
+            if self._keeper is not None and scheduler.requests:
+                self._keeper.pause()
+
+    def _compute(self, chunks: list[Chunk], deltas: list[Delta]) -> None:
+        runner, observed = self._runner, self._watch.observer is not None
+        began = perf_counter() if observed else 0.0
+        sequences = [_running(chunk.answer) for chunk in chunks]
+        runner.copy([copy for sequence in sequences for copy in sequence.copies()])
+        logits = runner.forward(
+            [
+                Piece(sequence.tokens[start:stop], start, sequence.pages, outputs)
+                for sequence, (_, start, stop, outputs) in zip(sequences, chunks, strict=True)
+            ]
+        )
+        self._did.steps += 1
+        self._did.computed_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
+        for chunk in chunks:
+            chunk.answer.computed = chunk.stop
+            if not chunk.answer.drafts:  # of those it is not known yet whether they stay
+                self._publish(chunk.answer)
+        self._choose(chunks, logits, deltas)
+        if observed:
+            self._tell(chunks, perf_counter() - began)
+        for request in list(self._scheduler.beams_in_step()):
+            self._advance_beams(request, deltas)
+
+    def _tell(self, chunks: list[Chunk], seconds: float) -> None:
+        """Say what was computed of each request's prompt, with its share of the step."""
+        share = seconds / sum(chunk.stop - chunk.start for chunk in chunks)
+        computed: dict[int, tuple[Request, int]] = {}
+        for answer, start, stop, _ in chunks:
+            request = answer.request
+            tokens = min(stop, request.prompt_tokens) - start
+            if tokens > 0:
+                before = computed.get(request.id, (request, 0))[1]
+                computed[request.id] = request, before + tokens
+        for request, tokens in computed.values():
+            self._watch.computed(request, tokens, share * tokens)
+
+    def _publish(self, answer: Answer) -> None:
+        """Let others reuse the full pages that are computed, now and from the store."""
+        sequence = _running(answer)
+        if (
+            answer.request.store
+            and answer.computed - sequence.num_published >= self._runner.page_size
+        ):
+            sequence.publish(answer.computed)
+        if self._keeper is not None:
+            self._keeper.keep(answer)
+
+    # --- choosing ----------------------------------------------------------------------------
+
+    def _choose(self, chunks: list[Chunk], logits: torch.Tensor, deltas: list[Delta]) -> None:
+        """The next token of each chunk that has logits, all in one go; or of its drafts."""
+        answers: list[Answer] = []
+        rows: list[int] = []
+        row = 0
+        for answer, _, _, outputs in chunks:
+            if outputs and answer.request.search is not None:
+                answer.logits = logits[row]
+            elif outputs:
+                for one in self._forks(answer):
+                    answers.append(one)
+                    rows.extend(range(row, row + outputs))
+            row += outputs
+        if not answers:
+            return
+        if rows != list(range(len(logits))):
+            logits = logits[rows]
+        how = [answer.row(ahead) for answer in answers for ahead in range(1 + len(answer.drafts))]
+        tokens = choose(logits, how)
+        wanted = [
+            answer.wanted_logprobs for answer in answers for _ in range(1 + len(answer.drafts))
+        ]
+        logprobs = logprobs_of(logits, tokens, wanted)
+        at = 0
+        for answer in answers:
+            count = 1 + len(answer.drafts)
+            self._take(answer, tokens[at : at + count], logprobs[at : at + count], deltas)
+            at += count
+
+    def _forks(self, answer: Answer) -> list[Answer]:
+        """The answers that go on from here: at the end of its prompt, all of the request."""
+        request = answer.request
+        if request.forked or request.params.width == 1:
+            return [answer]
+        for index in range(1, request.params.width):
+            other = answer.fork(index)
+            request.live.append(other)
+            self._scheduler.run(other)
+        return request.live.copy()
+
+    def _take(
+        self,
+        answer: Answer,
+        tokens: list[int],
+        logprobs: list[TokenLogprob | None],
+        deltas: list[Delta],
+    ) -> None:
+        """Take the chosen tokens: one, and one more for each draft that was right."""
+        runner, drafts = self._runner, answer.drafts
+        taken = 0
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            answer.accept(token, logprob, ends=runner.end_tokens, longest=runner.max_tokens)
+            taken += 1
+            if answer.finish_reason or (taken <= len(drafts) and drafts[taken - 1] != token):
+                break
+        self._did.generated_tokens += taken
+        if drafts:
+            self._did.drafted_tokens += len(drafts)
+            self._did.accepted_drafts += taken - 1
+            sequence = _running(answer)
+            sequence.truncate(sequence.num_tokens - len(drafts) + taken - 1)
+            answer.computed = sequence.num_tokens
+            answer.checked_drafts(taken - 1)
+            self._publish(answer)
+        self._hand_out(answer, deltas)
+
+    # --- handing out -------------------------------------------------------------------------
+
+    def _hand_out(self, answer: Answer, deltas: list[Delta]) -> None:
+        """Tell what has come of ``answer``; when it has ended, close it, and maybe its request."""
+        request = answer.request
+        if not request.compares:
+            deltas.append(answer.delta())
+        if answer.finish_reason is None:
+            return
+        if self._keeper is not None and request.search is None:
+            self._keeper.keep(answer, last=True)
+        self._scheduler.remove(answer)
+        request.live.remove(answer)
+        request.ended.append(answer)
+        if request.live:
+            return
+        if request.compares:
+            best = sorted(request.ended, key=lambda one: -one.mean_logprob)[: request.params.n]
+            self._show_best(request, best, deltas)
+        else:
+            self._end(request, sorted(request.ended, key=BY_ARRIVAL), deltas)
+
+    def _show_best(self, request: Request, best: list[Answer], deltas: list[Delta]) -> None:
+        """End a request whose answers were compared: now they can be shown, the best first."""
+        for index, answer in enumerate(best):
+            answer.index = index
+            deltas.append(answer.delta())
+        self._end(request, best, deltas)
+
+    def _end(self, request: Request, answers: list[Answer], deltas: list[Delta]) -> None:
+        """End a request with these answers; the last delta is its last."""
+        self._did.finished += 1
+        self._scheduler.leave(request)
+        self._over.append((request, "done"))
+        choices = tuple(answer.choice() for answer in answers)
+        deltas[-1] = replace(deltas[-1], completion=request.completion(choices))
+
+    def _as_long_as_can_be(self, answer: Answer, deltas: list[Delta]) -> None:
+        """The pool has no page for its next token, and nobody to take one from."""
+        request = answer.request
+        if request.id not in self._scheduler.requests:
+            return  # a beam: with the first one that was stuck, its whole search has ended
+        if request.search is not None:
+            self._end_search(request, deltas)
+        else:
+            answer.finish("length")
+            self._hand_out(answer, deltas)
+
+    def _fail(self, request: Request, error: Exception) -> Delta:
+        self._did.failed += 1
+        self._scheduler.leave(request)
+        self._over.append((request, "failed"))
+        return Delta(request, 0, error=error)
+
+    # --- beams -------------------------------------------------------------------------------
+
+    def _advance_beams(self, request: Request, deltas: list[Delta]) -> None:
+        """All beams have their logits: the next ones fork from those that are kept."""
+        search, parents = request.search, request.live
+        assert search is not None
+        logits = torch.stack([_logits(parent) for parent in parents])
+        picks = search.advance(logits) if request.forked else search.start(logits[0])
+        request.first_token_now()
+        self._did.generated_tokens += len(picks)
+        request.live = [
+            parents[pick.parent].fork(index, pick.token) for index, pick in enumerate(picks)
+        ]
+        for parent in parents:
+            self._scheduler.remove(parent)
+        for beam in request.live:
+            self._scheduler.run(beam)
+        if search.done:
+            self._end_search(request, deltas)
+
+    def _end_search(self, request: Request, deltas: list[Delta]) -> None:
+        """The best that was found is the answer."""
+        search, runner = request.search, self._runner
+        assert search is not None
+        best: list[Answer] = []
+        for index, hypothesis in enumerate(search.finish()):
+            answer = Answer(request, index)
+            for token in hypothesis.tokens:
+                answer.accept(token, None, ends=runner.end_tokens, longest=runner.max_tokens)
+            if answer.finish_reason is None:
+                answer.finish("length")
+            best.append(answer)
+        self._show_best(request, best, deltas)
+
+
+def _running(answer: Answer) -> Sequence:
+    """Its sequence; only answers that run have one."""
+    assert answer.sequence is not None
+    return answer.sequence
+
+
+def _logits(beam: Answer) -> torch.Tensor:
+    assert beam.logits is not None
+    return beam.logits

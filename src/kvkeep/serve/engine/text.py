@@ -1,0 +1,316 @@
+"""Text in, text out: a model's tokenizer, and text that grows token by token."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from kvkeep.core.errors import InvalidValue, UnsupportedModel, require
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import numpy.typing as npt
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["GrowingText", "Tokenizer"]
+
+# What a tokenizer writes for bytes that are no character yet.
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+# How vocabularies write a single byte, where tokens are text and a byte is the exception.
+_BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
+# More tokens than a character has bytes: one of those before it can be let go of.
+_MOST_UNFINISHED = 4
+_CONTEXT = 8
+_SPACE_NAME = "\N{LOWER ONE EIGHTH BLOCK}"  # and a space
+
+
+class Tokenizer:
+    """A model's own tokenizer: text to token ids (int32) and back, and its chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer: Any = tokenizer  # its type says less than its documentation
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
+        """Read the tokenizer in the model directory ``path``."""
+        transformers = require("transformers", "transformers")
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                Path(path), local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+            raise UnsupportedModel(f"no tokenizer can be loaded from {Path(path)}") from error
+        return cls(tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` works."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]:
+        """The token ids of ``text`` as it stands, with the model's start token if it has one."""
+        return self._encoded(text, special_tokens=True)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> npt.NDArray[np.int32]:
+        """The token ids of a conversation, ready for the model's answer.
+
+        Each message has a ``role`` (system, user, assistant) and a ``content``. Raises
+        `InvalidValue` for a conversation that the model's template refuses.
+        """
+        if not self.has_chat_template:
+            raise InvalidValue("this model has no chat template; give it plain text")
+        template_error = require("jinja2", "transformers").TemplateError
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (template_error, ValueError, TypeError, KeyError) as error:
+            raise InvalidValue(f"the model's chat template refuses this: {error}") from error
+        return self._encoded(text, special_tokens=False)
+
+    def _encoded(self, text: str, *, special_tokens: bool) -> npt.NDArray[np.int32]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidValue(f"the text is not valid Unicode: {error}") from error
+        ids = self._tokenizer.encode(text, add_special_tokens=special_tokens)
+        return np.array(ids, np.int32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of ``tokens``, without special tokens."""
+        text: str = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def decoding(self) -> Decoding:
+        """A new text, token by token."""
+        return _ByBytes(self) if self._decodes_bytes else _ByWindow(self)
+
+    def decoded_bytes(self, token: int) -> bytes:
+        """What `decode` makes its text of, of a byte-level tokenizer's token: nothing, if special.
+
+        A name that is not all of signs for bytes stands for itself.
+        """
+        if self.is_silent(token):
+            return b""
+        name: str = self._tokenizer.convert_ids_to_tokens(token)
+        signs = [_BYTES.get(sign) for sign in name]
+        known = [sign for sign in signs if sign is not None]
+        return bytes(known) if len(known) == len(signs) else name.encode()
+
+    def is_silent(self, token: int) -> bool:
+        """Whether `decode` leaves the token out: special ones, and ids without a token."""
+        return token in self._special or self._tokenizer.convert_ids_to_tokens(token) is None
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for within a text, in UTF-8: it may be part of a character.
+
+        Special tokens stand for their names, and ids that the tokenizer has no token for, for
+        nothing.
+        """
+        name: str | None = self._tokenizer.convert_ids_to_tokens(token)
+        if name is None:
+            return b""
+        if token in self._added:
+            return name.encode()
+        if self._is_byte_level and all(sign in _BYTES for sign in name):
+            return bytes(_BYTES[sign] for sign in name)
+        if byte := _BYTE_NAME.fullmatch(name):
+            return bytes([int(byte[1], 16)])
+        return name.replace(_SPACE_NAME, " ").encode()
+
+    @cached_property
+    def longest_token(self) -> int:
+        """How many bytes of text one token stands for at most. Cost: a pass over the vocabulary.
+
+        So a text has at least its bytes by this many tokens, unless the tokenizer itself shortens
+        it before (strips it, folds its blanks) or takes many unknown characters for one token.
+        """
+        added = [name.encode() for name in self._tokenizer.get_added_vocab()]
+        names: list[str] = list(self._tokenizer.get_vocab())
+        if self._is_byte_level:  # a sign is a byte
+            sizes = [len(name) for name in names]
+        else:
+            sizes = [len(name.replace(_SPACE_NAME, " ").encode()) for name in names]
+        return max(chain(sizes, map(len, added)), default=1)
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        """Tokens that were added by name: they are written as they are."""
+        return frozenset(self._tokenizer.get_added_vocab().values())
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        named = self._tokenizer.added_tokens_decoder.items()
+        special = {token for token, added in named if added.special}
+        return frozenset(special | set(self._tokenizer.all_special_ids))
+
+    @cached_property
+    def _decodes_bytes(self) -> bool:
+        """Whether `decode` does nothing but to join bytes and read them as UTF-8."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None or backend.decoder is None:
+            return False
+        kind: object = json.loads(backend.decoder.__getstate__())["type"]
+        return kind == "ByteLevel"
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        """Whether each sign of a token's name stands for a byte."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return backend is not None and b'"ByteLevel"' in backend.decoder.__getstate__()
+
+
+def _byte_signs() -> dict[str, int]:
+    """The signs for bytes of byte-level vocabularies, as GPT-2 has introduced them.
+
+    Printable Latin-1 stands for itself; all other bytes follow, in their order, from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    signs = {chr(byte): byte for byte in printable}
+    return signs | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _byte_signs()
+
+
+class Decoding(Protocol):
+    """The text of tokens that come one by one: what is final is told, once."""
+
+    def add(self, token: int) -> str:
+        """One token more; returns the characters that are whole now."""
+
+    def end(self) -> str:
+        """No more tokens come; returns what was held back, half a character."""
+
+
+class _ByBytes:
+    """Tokens are bytes: UTF-8 is decoded as it comes, and nothing is decoded twice.
+
+    The same text as that of all tokens at once: both follow Unicode's practice for bytes that are
+    no character (one sign for each longest beginning of one).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        """Cost: that of one token."""
+        return self._decoder.decode(self._tokenizer.decoded_bytes(token))
+
+    def end(self) -> str:
+        """At most one sign for what is no character."""
+        return self._decoder.decode(b"", final=True)
+
+
+class _ByWindow:
+    """Tokens are text, or single bytes where there is no token for it: the last few are decoded.
+
+    Some tokenizers write a token differently at a text's beginning, so the last whole piece is
+    decoded again in front of what is new. Bytes that never become a character are let go of where
+    the text of both sides is that of the whole, so that the window stays a few tokens long.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []
+        self._new: list[int] = []
+
+    def add(self, token: int) -> str:
+        """Cost: two decodes of a few tokens."""
+        if self._tokenizer.is_silent(token):
+            return ""
+        self._new.append(token)
+        grown = self._decode(self._context + self._new)
+        if not grown.endswith(_UNFINISHED):
+            return self._settle(len(self._new), grown)
+        if len(self._new) > _MOST_UNFINISHED:
+            for at in range(len(self._new) - 1, len(self._new) - _MOST_UNFINISHED - 1, -1):
+                left = self._decode(self._context + self._new[:at])
+                if left + self._decode(self._new[at:]) == grown:
+                    return self._settle(at, left)
+        return ""
+
+    def end(self) -> str:
+        """What the tokens that are left stand for."""
+        return self._settle(len(self._new), self._decode(self._context + self._new))
+
+    def _settle(self, count: int, grown: str) -> str:
+        """The first ``count`` new tokens are text, ``grown`` with what is before them."""
+        more = grown[len(self._decode(self._context)) :]
+        if count:
+            self._context, self._new = self._new[:count][-_CONTEXT:], self._new[count:]
+        return more
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens) if tokens else ""
+
+
+class GrowingText:
+    """The text of a request while its tokens come, cut before the first of its stop texts.
+
+    `add` and `finish` return what can be shown now: what is held back is half a character, or
+    what may be the beginning of a stop text. Cost: the same for each token, whatever the length of
+    the text and whatever the tokens are; with stop texts, that of looking for them in what is held
+    back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._decoding = tokenizer.decoding()
+        self._stop = stop
+        self._shown: list[str] = []
+        self._held = ""  # it may be the beginning of a stop text
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """All of it so far, shown or held back. Cost: a copy of it."""
+        return "".join(self._shown) + self._held
+
+    def add(self, token: int) -> str:
+        """Add one token; returns the text that has become final."""
+        assert not self.stopped, "the text has ended"
+        return self._take(self._decoding.add(token))
+
+    def finish(self) -> str:
+        """No more tokens come; returns the text that was held back."""
+        shown = "" if self.stopped else self._take(self._decoding.end())
+        return shown + self._show(len(self._held))
+
+    def _take(self, more: str) -> str:
+        if not more:
+            return ""
+        self._held += more  # no stop text begins before what is held
+        ends = [end for stop in self._stop if (end := self._held.find(stop)) >= 0]
+        if ends:
+            self._held = self._held[: min(ends)]
+            self.stopped = True
+            return self._show(len(self._held))
+        return self._show(len(self._held) - max(map(self._beginning, self._stop), default=0))
+
+    def _beginning(self, stop: str) -> int:
+        """How many characters at the end may be the beginning of ``stop``."""
+        held = self._held
+        at = held.find(stop[0], max(0, len(held) - len(stop) + 1))
+        while at >= 0 and not stop.startswith(held[at:]):
+            at = held.find(stop[0], at + 1)
+        return len(held) - at if at >= 0 else 0
+
+    def _show(self, size: int) -> str:
+        shown, self._held = self._held[:size], self._held[size:]
+        if shown:
+            self._shown.append(shown)
+        return shown

@@ -1,0 +1,272 @@
+"""The connections of one server: their number, what each waits for, and its deadline."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.serve.http.rate_limited_log import RateLimitedLog
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+
+__all__ = ["ConnectionLimits", "Connections", "GuardedProtocol", "Phase"]
+
+log = logging.getLogger("kvkeep.http")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """What one server allows its clients, in connections and seconds.
+
+    ``most`` connections are open at once. The head of a request has ``head_s`` from the connection,
+    or from its first byte on one that was used before, which may be idle for ``keep_alive_s``. A
+    client that reads nothing of an answer for ``stall_s`` while more waits for it is cut off.
+    """
+
+    most: int = 1024
+    head_s: float = 10.0
+    keep_alive_s: float = 30.0
+    stall_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        whole("max_connections", self.most, 1)
+        for name in ("head_s", "keep_alive_s", "stall_s"):
+            seconds = getattr(self, name)
+            if not 0 < seconds < math.inf:
+                raise InvalidValue(f"{name} is a number of seconds above 0, got {seconds}")
+
+
+class Phase(Enum):
+    """What a connection is waiting for."""
+
+    HEAD = "head"
+    """The head of its first request, or the rest of one that has begun."""
+    IDLE = "idle"
+    """The next request, which has not begun."""
+    BODY = "body"
+    """The rest of a request's body."""
+    ANSWER = "answer"
+    """The server's own answer."""
+
+
+class Connections:
+    """The connections of one server, by what they wait for, the longest first.
+
+    When ``limits.most`` are open, each new one takes the place of the one that has waited longest
+    for a head; where there is none, of one that is idle, then of one whose body is incomplete.
+    Requests that are whole are never closed for another, and a connection beyond them is refused
+    with 503.
+
+    Thread safety: none; it belongs to the event loop. Cost: O(1) for everything.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self.accepted = 0
+        self.accept_errors = 0
+        self.closed = dict.fromkeys(
+            ("head_timeout", "displaced", "refused", "unread", "stalled"), 0
+        )
+        """Connections that the server has closed, by reason."""
+        # Not dicts: finding the first entry of one takes longer the more were deleted before it.
+        self._phases: dict[Phase, OrderedDict[GuardedProtocol, None]] = {
+            one: OrderedDict() for one in Phase
+        }
+        self._log_accept = RateLimitedLog(log)
+        self._log_full = RateLimitedLog(log)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._phases.values()))
+
+    @property
+    def full(self) -> bool:
+        """Whether as many connections are open as the limit allows."""
+        return len(self) >= self.limits.most
+
+    @property
+    def settling(self) -> bool:
+        """Whether it is full, and the next to be displaced came too lately for its head to be read.
+
+        Over within a few turns of the event loop.
+        """
+        oldest = next(iter(self._phases[Phase.HEAD]), None)
+        return oldest is not None and not oldest.was_read and self.full
+
+    def waiting(self, phase: Phase) -> int:
+        """Return the number of connections in ``phase``."""
+        return len(self._phases[phase])
+
+    def add(self, one: GuardedProtocol) -> None:
+        """Add a new connection, which waits for a head."""
+        self.accepted += 1
+        self._phases[Phase.HEAD][one] = None
+
+    def move(self, one: GuardedProtocol, before: Phase, after: Phase) -> None:
+        """Move a connection to another phase, unless it was forgotten already."""
+        if one in self._phases[before]:
+            del self._phases[before][one]
+            self._phases[after][one] = None
+
+    def forget(self, one: GuardedProtocol, phase: Phase) -> None:
+        """Forget a connection that is closed or closing."""
+        self._phases[phase].pop(one, None)
+
+    def make_room(self) -> bool:
+        """Close the connection whose turn it is. Return False if all have complete requests."""
+        for phase in (Phase.HEAD, Phase.IDLE, Phase.BODY):
+            oldest = next(iter(self._phases[phase]), None)
+            if oldest is not None:
+                self.forget(oldest, phase)
+                self.count("displaced")
+                oldest.end()
+                return True
+        return False
+
+    def count(self, why: str) -> None:
+        """Count a connection that the server closed or refused."""
+        self.closed[why] += 1
+        if why in {"displaced", "refused"}:
+            self._log_full.warning(
+                "%d connections are open, as many as allowed: one was %s",
+                self.limits.most,
+                why,
+            )
+
+    def accept_failed(self, error: OSError) -> None:
+        """Count and log that the system failed to accept a waiting connection."""
+        self.accept_errors += 1
+        self._log_accept.warning("no connection can be accepted: %s", error)
+
+
+class GuardedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol with a time limit for each wait on the client.
+
+    `kvkeep.serve.http.BodyBudget` limits the wait for a body, the application the wait for an
+    answer.
+    """
+
+    def __init__(self, connections: Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self._connections = connections
+        self.was_read = False
+        """Whether what the client sent at once has been read."""
+        self._phase = Phase.HEAD
+        self._ended = False
+        self._unread = 0  # bytes of the last answer, when it was last looked
+        self._deadline: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the deadline for the first head."""
+        super().connection_made(transport)
+        if self._ended:
+            transport.abort()
+        else:
+            self._wait(self._connections.limits.head_s)
+        # The loop reads from it in its next turn, after this call and before the one that follows.
+        self.loop.call_soon(self.loop.call_soon, self._note_read)
+
+    def _note_read(self) -> None:
+        self.was_read = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection and cancel its timers."""
+        super().connection_lost(exc)
+        self._connections.forget(self, self._phase)
+        self._wait(None)
+        self._read_on()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse received bytes and see what the connection waits for then."""
+        if self._phase is Phase.IDLE and self.conn.their_state is h11.IDLE:
+            self._move(Phase.HEAD)
+            self._wait(self._connections.limits.head_s)
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        """See what the connection waits for: the next request may have arrived already."""
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        """Start the deadline for a client that does not read."""
+        super().pause_writing()
+        if self._stalled is None:
+            self._stalled = self.loop.call_later(self._connections.limits.stall_s, self._stall)
+
+    def resume_writing(self) -> None:
+        """Cancel that deadline: the client reads again."""
+        super().resume_writing()
+        self._read_on()
+
+    def end(self) -> None:
+        """Close the connection now, also in the middle of a request or before it is open."""
+        self._ended = True
+        transport: asyncio.Transport | None = self.transport
+        if transport is None:
+            return
+        if transport.get_write_buffer_size():
+            transport.abort()
+        else:  # in order: a client sees it before it sends its next request
+            transport.close()
+
+    def _look(self) -> None:
+        """Update the phase and its deadline."""
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        phase = Phase.HEAD if self._phase is Phase.HEAD else Phase.IDLE
+        if cycle is not None and not cycle.response_complete:
+            phase = Phase.BODY if cycle.more_body else Phase.ANSWER
+        if phase is self._phase:
+            return
+        self._move(phase)
+        if phase is Phase.IDLE:
+            self._unread = self.transport.get_write_buffer_size()
+            self._wait(self._connections.limits.keep_alive_s)
+        else:
+            self._wait(None)
+
+    def _move(self, phase: Phase) -> None:
+        self._connections.move(self, self._phase, phase)
+        self._phase = phase
+
+    def _wait(self, seconds: float | None) -> None:
+        """Set the deadline, for a head or for reading the last answer; None cancels it."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if seconds is None else self.loop.call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        self._deadline = None
+        unread = self.transport.get_write_buffer_size()
+        if 0 < unread < self._unread:  # it reads, if slowly
+            self._unread = unread
+            self._wait(self._connections.limits.keep_alive_s)
+        elif unread or self.transport.is_closing():
+            self._connections.count("unread")
+            self.transport.abort()
+        else:
+            if self._phase is Phase.HEAD:
+                self._connections.count("head_timeout")
+            self.transport.close()
+
+    def _stall(self) -> None:
+        self._stalled = None
+        self._connections.count("stalled")
+        self.transport.abort()
+
+    def _read_on(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None

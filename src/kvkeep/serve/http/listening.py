@@ -1,0 +1,105 @@
+"""`GuardedServer`: uvicorn behind a cap on connections and deadlines; and sockets to listen on."""
+
+from __future__ import annotations
+
+import socket
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.http.accepting import BACKLOG, Acceptor
+from kvkeep.serve.http.connections import ConnectionLimits, Connections, GuardedProtocol
+from kvkeep.serve.http.files import connections_for
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+__all__ = ["GuardedServer", "bind", "url_of"]
+
+
+class GuardedServer(uvicorn.Server):
+    """A uvicorn server of ``app`` that keeps to ``limits``; ``options`` are of `uvicorn.Config`.
+
+    ``limits`` are by default those of `ConnectionLimits`, with as many connections as the limit on
+    open files leaves room for. Serve it with sockets of `bind`.
+    """
+
+    def __init__(
+        self, app: ASGIApp, limits: ConnectionLimits | None = None, **options: Any
+    ) -> None:
+        limits = limits or ConnectionLimits(most=connections_for())
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,  # client addresses are not used
+                # Later than the limit of GuardedProtocol, which looks whether the client reads.
+                timeout_keep_alive=round(limits.keep_alive_s) + 60,
+                **options,
+            )
+        )
+        self.connections = Connections(limits)
+        self._acceptors: list[Acceptor] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, with an accept loop of our own."""
+        assert sockets, "a guarded server is given the sockets to listen on"
+        for bound in sockets:  # first: whoever sees that it has started may connect at once
+            bound.listen(BACKLOG)
+        await super().startup([])  # the application's, and no accept loop of asyncio's
+        if not self.started:
+            return
+        make = partial(
+            GuardedProtocol,
+            self.connections,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        for bound in sockets:
+            acceptor = Acceptor(bound, self.connections, make)
+            acceptor.start()
+            self._acceptors.append(acceptor)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, and wait for what runs."""
+        for acceptor in self._acceptors:
+            await acceptor.close()
+        await super().shutdown(sockets)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to ``host`` and ``port`` (0: a free one); `InvalidValue` if that cannot be."""
+    if not 0 <= port <= 65_535:
+        raise InvalidValue(f"a port lies in 0 … 65535, got {port}")
+    try:
+        ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (OSError, UnicodeError) as error:
+        raise InvalidValue(f"cannot resolve the host {host!r}: {error}") from error
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        why = error.strerror or str(error)
+        raise InvalidValue(
+            f"cannot listen on {host} port {port}: {why}; choose another with --port"
+        ) from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """The address as a client writes it."""
+    host, port = bound.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - any address: ours
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,169 @@
+"""The messages: vLLM's, field by field, as msgpack.
+
+    PUB      [topic, seq (8 bytes, big-endian), payload]
+    payload  [ts, [event, …], dp_rank]        each event a map with "type"
+    replay   DEALER → ROUTER  ["", first seq]
+             ROUTER → DEALER  ["", topic, seq, payload] …, then ["", "", -1, ""]
+
+Replay from `SNAPSHOT`, a number that no batch reaches, asks for everything that is held now. vLLM
+takes it for a replay of nothing and answers with the end marker alone, so it is safe to ask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvkeep.core.errors import InvalidValue
+
+__all__ = [
+    "END",
+    "SEQ_BYTES",
+    "SNAPSHOT",
+    "AllBlocksCleared",
+    "Batch",
+    "BlockHash",
+    "BlockRemoved",
+    "BlockStored",
+    "KVEvent",
+    "decode",
+    "encode",
+    "salt_digest",
+    "seq_frame",
+]
+
+SEQ_BYTES = 8
+END = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
+SNAPSHOT = 2**64 - 1
+
+# What one message may hold. msgspec looks at the length that a list claims before it makes it.
+MOST_BYTES = 8 << 20
+"""Of a message; a prompt of a million tokens has five."""
+MOST_RANKS = 1 << 16
+_MOST_EVENTS = 1 << 17
+_MOST_BLOCKS = 1 << 20
+_MOST_TOKENS = 1 << 22
+_LONGEST_HASH = 64  # bytes
+_LONGEST_NAME = 256  # characters: of an adapter, a tier, a kind of layer
+
+_SALT_MARK = "kvkeep-salt-"
+_SALT_MAGIC = b"kvkeep salt 1\n"
+
+BlockHash = int | Annotated[bytes, Meta(max_length=_LONGEST_HASH)]
+_Hashes = Annotated[list[BlockHash], Meta(max_length=_MOST_BLOCKS)]
+_Name = Annotated[str, Meta(max_length=_LONGEST_NAME)]
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Blocks that became reusable, in order: ``block_size`` tokens each, after their parent.
+
+    ``medium`` names the tier: "GPU", "CPU", "STORAGE", "DISK", …; None is "GPU".
+    """
+
+    block_hashes: _Hashes
+    parent_block_hash: BlockHash | None
+    token_ids: Annotated[list[int], Meta(max_length=_MOST_TOKENS)]
+    block_size: int
+    lora_id: int | None
+    medium: _Name | None
+    lora_name: _Name | None
+    extra_keys: Annotated[list[list[Any] | None], Meta(max_length=_MOST_BLOCKS)] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: _Name | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Blocks that are no longer reusable in that tier."""
+
+    block_hashes: _Hashes
+    medium: _Name | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
+    """Nothing is reusable any more."""
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+"""What a batch is made of."""
+
+
+class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one message carries; ``ts`` is in seconds since 1970."""
+
+    ts: float
+    events: Annotated[list[KVEvent], Meta(max_length=_MOST_EVENTS)]
+    data_parallel_rank: int | None = None
+
+
+class _Envelope(msgspec.Struct, array_like=True, gc=False):
+    """A batch whose events are still to be read, each by itself."""
+
+    ts: float
+    events: Annotated[list[msgspec.Raw], Meta(max_length=_MOST_EVENTS)]
+    data_parallel_rank: int | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_batches = msgspec.msgpack.Decoder(Batch)
+_envelopes = msgspec.msgpack.Decoder(_Envelope)
+_events = msgspec.msgpack.Decoder(KVEvent)
+
+
+def encode(batch: Batch) -> bytes:
+    """A batch as its payload."""
+    return _encoder.encode(batch)
+
+
+def decode(payload: bytes) -> tuple[Batch, int]:
+    """A payload's batch, and how many of its events could not be read.
+
+    Events of unknown types, and such that lack something, are left out: a newer publisher may send
+    what we do not know; so are such that hold more than `_MOST_BLOCKS`, `_MOST_TOKENS` or names
+    longer than `_LONGEST_NAME`. Raises `InvalidValue` where not even the batch can be read, or has
+    more than `_MOST_EVENTS`, or is no rank's. Memory: some 60 bytes for each of the payload's at
+    worst, while it is read.
+    """
+    try:
+        batch, unread = _batches.decode(payload), 0
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        batch, unread = _one_by_one(payload)
+    rank = batch.data_parallel_rank
+    if rank is not None and not 0 <= rank < MOST_RANKS:
+        raise InvalidValue(f"a data-parallel rank is one of {MOST_RANKS}, got {rank}")
+    return batch, unread
+
+
+def _one_by_one(payload: bytes) -> tuple[Batch, int]:
+    try:
+        envelope = _envelopes.decode(payload)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidValue(f"this is no batch of KV events: {error}") from error
+    events: list[KVEvent] = []
+    for raw in envelope.events:
+        try:
+            events.append(_events.decode(raw))
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            continue
+    batch = Batch(envelope.ts, events, envelope.data_parallel_rank)
+    return batch, len(envelope.events) - len(events)
+
+
+def seq_frame(seq: int) -> bytes:
+    """A sequence number as it travels."""
+    return seq.to_bytes(SEQ_BYTES, "big")
+
+
+def salt_digest(salt: str) -> str:
+    """What stands for a ``cache_salt`` in events: whoever listens does not learn the salt.
+
+    The same for the same salt everywhere, so that a router finds it from a request. What is a
+    digest already stays as it is. A salt that can be guessed can be tried out: use random ones.
+    """
+    if salt.startswith(_SALT_MARK):
+        return salt
+    digest = hashlib.sha256(_SALT_MAGIC + salt.encode("utf-8", "surrogatepass")).hexdigest()
+    return _SALT_MARK + digest[:32]

@@ -1,0 +1,85 @@
+"""`create_app`: the whole application, around one engine."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from fastapi import Depends, FastAPI
+from fastapi.security import HTTPBearer
+
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.http import BodyGuard
+from kvkeep.serve.server import errors
+from kvkeep.serve.server.guards import AccessLog, HostGuard, KeyGuard
+from kvkeep.serve.server.routes import ROUTERS
+from kvkeep.serve.server.service import Service
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+    from kvkeep.bench.traces import Capture
+    from kvkeep.observe.telemetry import RequestWatch
+    from kvkeep.serve.engine import Engine
+    from kvkeep.serve.server.settings import Settings
+
+__all__ = ["create_app"]
+
+_DESCRIPTION = (
+    "An OpenAI-compatible server on kvkeep's paged KV cache. Fields and endpoints that OpenAI does "
+    "not have are marked as ours."
+)
+
+
+def create_app(
+    engine: Engine,
+    settings: Settings,
+    *,
+    capture: Capture | None = None,
+    watches: Sequence[RequestWatch] = (),
+    events: Callable[[], Mapping[str, int]] | None = None,
+) -> FastAPI:
+    """An ASGI application that serves ``engine``; its lifespan starts and ends the engine's thread.
+
+    The engine is the application's alone from then on. ``app.state.service`` is its `Service`.
+    What is served is noted in ``capture``, and ``watches`` are told of each request; both stay the
+    caller's to close. ``events`` says what a publisher of KV events has done, for /metrics.
+    Raises `InvalidValue` for an engine without a tokenizer.
+    """
+    if engine.tokenizer is None:
+        raise InvalidValue("a server needs an engine with a tokenizer; give the engine one")
+    service = Service(engine, settings, capture, watches)
+    service.metrics.events = events
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        try:
+            yield
+        finally:
+            service.stop()
+
+    # The key is asked for by a guard, before any body is read; this is for the document.
+    asked = [Depends(HTTPBearer(auto_error=False))] if settings.api_key is not None else []
+    app = FastAPI(
+        title="kvkeep",
+        version=version("kvkeep"),
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        dependencies=asked,
+        docs_url=None,  # these pages would load their scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    errors.install(app)
+    for router in ROUTERS:
+        app.include_router(router)
+    # The last one added is the first that a request meets.
+    app.add_middleware(BodyGuard, bodies=service.bodies)
+    if settings.api_key is not None:
+        app.add_middleware(KeyGuard, key=settings.api_key)
+    app.add_middleware(HostGuard, hosts=settings.hosts)
+    app.add_middleware(AccessLog)
+    return app

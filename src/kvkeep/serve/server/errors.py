@@ -1,0 +1,175 @@
+"""Errors as clients see them: one JSON object of one form, whatever went wrong."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from kvkeep.core.errors import InvalidValue, OutOfPages, QueueFull
+from kvkeep.serve.http import BodyRefused
+from kvkeep.serve.server.worker import EngineStopped
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fastapi import FastAPI
+    from starlette.requests import Request
+
+__all__ = ["ApiError", "ClientGone", "as_api_error", "install", "outcome_of"]
+
+log = logging.getLogger("kvkeep.server")
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+_KINDS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
+# Of pydantic's places: which part of the request it was, and branches of a union. Other names of
+# branches are no identifiers.
+_NO_FIELD = {"body", "query", "path", "str"}
+# What pydantic says, without its subject, which is the field; and some of it in our words.
+_SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value error,) ")
+_WORDS = {
+    "missing": "is missing",
+    "extra_forbidden": "is no field of this request; leave it out",
+    "dict_type": "should be a JSON object",
+    "model_type": "should be a JSON object",
+    "model_attributes_type": "should be a JSON object",
+}
+
+
+class ApiError(HTTPException):
+    """An error for the client: ``{"error": {"message", "type", "param", "code"}}``.
+
+    ``param`` is the field that is wrong, ``code`` what a program can go by.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The JSON object."""
+        kind = SERVER if self.status_code >= 500 else _KINDS.get(self.status_code, INVALID)
+        error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body(), self.status_code, self.headers)
+
+
+class ClientGone(Exception):
+    """The client has closed the connection; nobody reads an answer."""
+
+
+def as_api_error(error: Exception, *, retry_after_s: int = 1) -> ApiError:
+    """What a client is told of ``error``; ``retry_after_s``, where waiting may help."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidValue):
+        return ApiError(400, str(error), param=_first_word(str(error)))
+    if isinstance(error, QueueFull):
+        headers = {"Retry-After": str(retry_after_s)}
+        return ApiError(429, str(error), code="queue_full", headers=headers)
+    if isinstance(error, BodyRefused):
+        return ApiError(error.status, str(error), code=error.code, headers=error.headers)
+    if isinstance(error, EngineStopped):
+        return ApiError(503, "the engine has stopped; restart the server", code="engine_stopped")
+    if isinstance(error, OutOfPages):
+        return ApiError(503, str(error), code="out_of_pages")
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, _sentence(error), headers=error.headers)
+    # What it says may be about others' requests, or about this machine: the log has it.
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, "the engine failed on this request; the log says why", code="engine_error")
+
+
+def outcome_of(error: Exception) -> str:
+    """How a request ended that ended so, in one word for statistics."""
+    if isinstance(error, ClientGone):
+        return "gone"
+    if isinstance(error, ApiError) and error.code == "timeout":
+        return "timeout"
+    refused = isinstance(error, InvalidValue | QueueFull)
+    if isinstance(error, ApiError):
+        refused = error.status_code < 500 or error.code in {"shutting_down", "engine_stopped"}
+    return "refused" if refused else "failed"
+
+
+def install(app: FastAPI) -> None:
+    """Every error of ``app`` takes this form."""
+
+    async def known(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response()
+
+    async def unknown(request: Request, error: Exception) -> JSONResponse:
+        return ApiError(500, "something failed here; the log says what").response()
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _of_fields(error.errors()).response()
+
+    app.add_exception_handler(HTTPException, known)
+    app.add_exception_handler(InvalidValue, known)
+    app.add_exception_handler(EngineStopped, known)
+    app.add_exception_handler(BodyRefused, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(Exception, unknown)
+
+
+def _of_fields(found: Sequence[Any]) -> ApiError:
+    """The first of the fields that are wrong, and how many more there are."""
+    places = [(_path(error), _what(error)) for error in found]
+    first = places[0][0]
+    # Where several forms are allowed, each one's objection is there: the deepest knows best.
+    chosen = max((path for path, _ in places if path[: len(first)] == first), key=len)
+    whats = dict.fromkeys(what for path, what in places if path == chosen)
+    param = ".".join(chosen) or None
+    message = f"{param or 'the body'} {' or '.join(whats)}"
+    others = len({path for path, _ in places if path[: len(first)] != first})
+    if others:
+        message += f" (and {others} more field{'s' * (others > 1)} of this request)"
+    return ApiError(400, message, param=param)
+
+
+def _path(error: Mapping[str, Any]) -> tuple[str, ...]:
+    """The field's name, and those of the objects it is in."""
+    parts = [part for part in error["loc"] if part not in _NO_FIELD]
+    if error["type"] == "wrong_field":  # one of ours, about a field of the object at this place
+        parts.append(error["ctx"]["field"])
+    return tuple(str(part) for part in parts if isinstance(part, int) or str(part).isidentifier())
+
+
+def _what(error: Mapping[str, Any]) -> str:
+    if error["type"] == "wrong_field":
+        what: str = error["ctx"]["what"]
+        return what
+    return _WORDS.get(error["type"]) or _SUBJECT.sub("", error["msg"])
+
+
+def _first_word(message: str) -> str | None:
+    """The field that a message is about: kvkeep's begin with its name."""
+    word = re.match(r"[a-z]+(_[a-z]+)+(?= )|(stop|temperature|n|beams|prompt)(?= )", message)
+    return word and word[0]
+
+
+def _sentence(error: HTTPException) -> str:
+    if error.status_code == 404:
+        return "there is nothing at this address; see /openapi.json for what there is"
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return f"this address does not take the method; it takes {allowed}"
+    return str(error.detail)

@@ -1,0 +1,123 @@
+"""Explanations as ``/kv/explain``, ``/kv/requests`` and ``/kv/summary`` word them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.observe.explain import around
+from kvkeep.serve.server.schemas.see import (
+    CauseAnswer,
+    DivergedText,
+    ExplanationAnswer,
+    SeenRequest,
+    SpanAnswer,
+    SummaryAnswer,
+)
+from kvkeep.serve.server.text import showable, showable_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvkeep.observe.explain import Cause, Explanation, Span, Summary
+
+    Decode = Callable[[Sequence[int]], str]
+
+__all__ = ["as_answer", "as_line", "as_summary"]
+
+# Of an explanation's evidence: tokens of prompts.
+_TOKENS = ("given", "cached")
+
+
+def as_line(explained: Explanation, *, id: str | None) -> SeenRequest:
+    """One of a list."""
+    return SeenRequest(**_common(explained, id))
+
+
+def as_answer(
+    explained: Explanation, *, id: str | None, decode: Decode | None
+) -> ExplanationAnswer:
+    """All of it. Without ``decode`` there is no text in it, and no token of the prompt."""
+    diverged = next((span for span in explained.spans if span.reason == "diverged"), None)
+    return ExplanationAnswer(
+        **_common(explained, id),
+        spans=[_span(span, text=decode is not None) for span in explained.spans],
+        text=None if decode is None or diverged is None else _text(diverged, decode),
+    )
+
+
+def as_summary(summary: Summary) -> SummaryAnswer:
+    """What costs most, first."""
+    return SummaryAnswer(
+        requests=summary.requests,
+        prompt_tokens=summary.prompt_tokens,
+        reused={showable(source): tokens for source, tokens in summary.reused.items()},
+        computed=dict(summary.computed),
+        causes=[_cause(cause) for cause in summary.causes],
+    )
+
+
+def _common(explained: Explanation, id: str | None) -> dict[str, Any]:
+    session = explained.session
+    return {
+        "id": id,
+        "at": explained.at,
+        "endpoint": explained.kind,
+        "cache_salt": showable(explained.namespace.tenant),
+        "session": None if session is None else showable(session),
+        "prompt_tokens": explained.prompt_tokens,
+        "generated_tokens": explained.generated_tokens,
+        "ttft_s": explained.ttft_s,
+        "seconds": explained.seconds,
+        "outcome": explained.outcome,
+        "reused": {showable(source): tokens for source, tokens in explained.reused.items()},
+        "computed": dict(explained.computed),
+        "sentence": showable(explained.sentence),
+    }
+
+
+def _span(span: Span, *, text: bool) -> SpanAnswer:
+    evidence = {
+        name: _shown(value) for name, value in span.evidence.items() if text or name not in _TOKENS
+    }
+    return SpanAnswer(
+        start=span.start,
+        stop=span.stop,
+        source=None if span.source is None else showable(span.source),
+        reason=span.reason,
+        evidence=evidence,
+    )
+
+
+def _text(diverged: Span, decode: Decode) -> DivergedText | None:
+    words = around(diverged.evidence, decode)
+    if not words:
+        return None
+    given, at_given = showable_at(words["given_text"], words["at_given"])
+    cached, at_cached = showable_at(words["cached_text"], words["at_cached"])
+    return DivergedText(
+        given_text=given, cached_text=cached, at_given=at_given, at_cached=at_cached
+    )
+
+
+def _cause(cause: Cause) -> CauseAnswer:
+    return CauseAnswer(
+        reason=cause.reason,
+        tokens=cause.tokens,
+        share=cause.share,
+        requests=cause.requests,
+        cache_salt=None if cause.tenant is None else showable(cause.tenant),
+        position=cause.position,
+        example=cause.example,
+        sentence=showable(cause.sentence),
+    )
+
+
+def _shown(value: Any) -> Any:
+    """Evidence with whatever names are in it made showable."""
+    if isinstance(value, str):
+        return showable(value)
+    if isinstance(value, dict):
+        return {showable(str(name)): _shown(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(item) for item in value]
+    return value

@@ -1,0 +1,146 @@
+"""What stands before the application: Host names, the API key, the log.
+
+Plain ASGI, so that nothing is read of a request that is refused, and a disconnect is seen by those
+who wait for it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from starlette.datastructures import Headers
+
+from kvkeep.serve.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["OPEN_PATHS", "PAGE_HEADERS", "AccessLog", "HostGuard", "KeyGuard"]
+
+access = logging.getLogger("kvkeep.access")
+
+# What is answered without an API key: whoever watches over the process has none, and the page of
+# the dashboard is where it is typed in. Below the last, everything is.
+OPEN_PATHS = frozenset({"/health", "/"})
+_OPEN_BELOW = "/ui/"
+# What the page may do: run its own scripts, ask this server. Nothing of a prompt can become markup
+# or be sent elsewhere, and no other page can draw over it to have its buttons clicked.
+PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+# Routers, orchestrators and the dashboard ask these every few seconds: a line for each success
+# would bury the others.
+_QUIET_PATHS = frozenset({"/health", "/kv/live", "/kv/map", "/kv/requests", "/kv/summary"})
+
+
+class HostGuard:
+    """Answers only requests for one of ``hosts``, whatever their port (None: for all)."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on or refuse."""
+        if scope["type"] == "http" and self._hosts is not None:
+            given = Headers(scope=scope).get("host", "")
+            if _without_port(given).lower() not in self._hosts:
+                error = ApiError(
+                    400,
+                    f"this server does not answer to the host name {given[:100]!r}; "
+                    "kvkeep serve --allow-host NAME lets it",
+                    param="Host",
+                    code="unknown_host",
+                )
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class KeyGuard:
+    """Answers only requests with ``Authorization: Bearer KEY``, in constant time."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on or refuse."""
+        if scope["type"] == "http" and not _is_open(scope["path"]):
+            said = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            scheme, _, given = said.partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self._expected):
+                error = ApiError(
+                    401,
+                    "this server needs an API key: send it as Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class AccessLog:
+    """One short line a request: method, path, status, seconds. No query, no body, no header.
+
+    At INFO; successes of paths that are asked every few seconds at DEBUG.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on and write down."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = time.perf_counter()
+        status = 500  # of a request that ends in an exception
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            seconds = time.perf_counter() - begun
+            # Quoted: no path can write a line of its own.
+            path = quote(scope["path"][:200])
+            quiet = status < 400 and scope["path"] in _QUIET_PATHS
+            access.log(
+                logging.DEBUG if quiet else logging.INFO,
+                "%s %s %d %.3f s",
+                scope["method"],
+                path,
+                status,
+                seconds,
+            )
+
+
+def _is_open(path: str) -> bool:
+    """Whether it is answered without a key."""
+    return path in OPEN_PATHS or path.startswith(_OPEN_BELOW)
+
+
+def _without_port(host: str) -> str:
+    """The name in a Host header; IPv6 addresses stand in brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]

@@ -1,0 +1,187 @@
+"""`Live`: the server at this moment, told to everybody who asks at the price of one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from kvkeep.serve.server.schemas.see import (
+    LiveAnswer,
+    LivePages,
+    LivePoint,
+    LiveSession,
+    LiveTenant,
+    LiveTier,
+    LiveTimes,
+    LiveTotals,
+    LiveTtft,
+)
+from kvkeep.serve.server.text import showable
+
+if TYPE_CHECKING:
+    from kvkeep.core.cache import CacheStats
+    from kvkeep.serve.engine import EngineStats
+    from kvkeep.serve.server.figures import Times
+    from kvkeep.serve.server.service import Service
+    from kvkeep.store.tiers import TierStats
+
+__all__ = ["Live"]
+
+_FRESH_S = 0.5
+_MOST_SHOWN = 20
+
+
+class Live:
+    """Words ``/kv/live``, and keeps it for half a second: however many ask, one pass is made.
+
+    That is a pass over the pool's reference counts and none over the tree; it asks no tier for
+    anything. It runs in a thread of its own, so that it waits neither for tokenizers nor for tiers.
+
+    Thread safety: none; it belongs to the event loop.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._began = time.monotonic()
+        self._version = version("kvkeep")
+        self._thread = ThreadPoolExecutor(1, "kvkeep live")
+        self._told = b""
+        self._until = float("-inf")
+        self._asking: asyncio.Future[bytes] | None = None
+
+    def close(self) -> None:
+        """Give the thread back."""
+        self._thread.shutdown(cancel_futures=True)
+
+    async def told(self) -> bytes:
+        """The answer as JSON, half a second old at most."""
+        if time.monotonic() < self._until:
+            return self._told
+        if self._asking is None:
+            loop = asyncio.get_running_loop()
+            self._asking = loop.run_in_executor(self._thread, self._look)
+            self._asking.add_done_callback(self._keep)
+        return await asyncio.shield(self._asking)
+
+    def _keep(self, asked: asyncio.Future[bytes]) -> None:
+        self._asking = None
+        if not asked.cancelled() and asked.exception() is None:
+            self._told = asked.result()
+            self._until = time.monotonic() + _FRESH_S
+
+    # --- in the thread -----------------------------------------------------------------------
+
+    def _look(self) -> bytes:
+        service = self._service
+        cache = service.engine.cache.stats()
+        # Counters that only grow, read one by one while the engine works: good enough to look at.
+        engine = service.engine.stats()
+        store = service.engine.store
+        tiers = () if store is None else store.stats().tiers
+        settings, figures = service.settings, service.watching.figures
+        cold, warm = figures.times()
+        answer = LiveAnswer(
+            at=time.time(),
+            uptime_s=time.monotonic() - self._began,
+            version=self._version,
+            model=settings.name,
+            policy=service.engine.cache.policy,
+            page_size=service.engine.cache.page_size,
+            text=settings.text,
+            explain=settings.explain,
+            changes=settings.api_key is not None,
+            running=engine.running,
+            waiting=engine.waiting,
+            totals=_totals(cache, engine),
+            pages=_pages(cache),
+            ttft=LiveTtft(cold=_times(cold), warm=_times(warm)),
+            history=figures.history(),
+            tiers=[_tier(tier) for tier in tiers],
+            what_if=[
+                LivePoint(times=point.times, pages=point.pages, hit_rate=point.hit_rate)
+                for point in cache.what_if
+            ]
+            or None,
+            tenants=self._tenants(),
+            sessions=self._sessions(),
+        )
+        return answer.model_dump_json().encode()
+
+    def _tenants(self) -> list[LiveTenant]:
+        holdings = self._service.watching.holdings
+        return [
+            LiveTenant(
+                cache_salt=showable(one.tenant),
+                requests=one.requests,
+                prompt_tokens=one.prompt_tokens,
+                reused_tokens=one.reused_tokens,
+                pages=holdings.pages(self._service.namespace(one.tenant)),
+            )
+            for one in self._service.watching.figures.tenants(_MOST_SHOWN)
+        ]
+
+    def _sessions(self) -> list[LiveSession]:
+        return [
+            LiveSession(
+                session=showable(one.session),
+                cache_salt=showable(one.tenant),
+                turns=one.turns,
+                requests=one.requests,
+                prompt_tokens=one.prompt_tokens,
+                reused_tokens=one.reused_tokens,
+                last_at=one.last_at,
+            )
+            for one in self._service.watching.figures.sessions(_MOST_SHOWN)
+        ]
+
+
+def _totals(cache: CacheStats, engine: EngineStats) -> LiveTotals:
+    return LiveTotals(
+        requests=engine.requests,
+        prompt_tokens=engine.prompt_tokens,
+        cached_tokens=engine.cached_tokens,
+        loaded_tokens=engine.loaded_tokens,
+        generated_tokens=engine.generated_tokens,
+        evicted_pages=cache.evicted_pages,
+    )
+
+
+def _pages(cache: CacheStats) -> LivePages:
+    return LivePages(
+        total=cache.pages_total,
+        free=cache.pages_free,
+        cached_evictable=cache.pages_evictable,
+        cached_held=cache.pages_protected,
+        private=cache.pages_used - cache.pages_cached,
+        pinned=cache.pinned_pages,
+    )
+
+
+def _times(times: Times) -> LiveTimes:
+    return LiveTimes(**asdict(times))
+
+
+def _tier(tier: TierStats) -> LiveTier:
+    counted = {name: int(value) for name, value in tier.counters.items()}
+    return LiveTier(
+        name=showable(tier.name),
+        place=showable(tier.place),
+        blocks=tier.blocks,
+        used_bytes=tier.used_bytes,
+        capacity=tier.capacity,
+        queued_bytes=tier.queued_bytes,
+        breaker=tier.breaker,
+        breakers={call: state for call, state in tier.breakers.items() if state != "closed"},
+        parts={showable(part): state for part, state in tier.parts.items()},
+        hits=counted["hits"],
+        misses=counted["misses"],
+        drops=counted["drops"],
+        errors=counted["errors"],
+        damaged=counted["damaged"],
+        read_bytes=counted["read_bytes"],
+        written_bytes=counted["written_bytes"],
+    )

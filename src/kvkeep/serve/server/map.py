@@ -1,0 +1,236 @@
+"""The prefix tree for ``/kv/map`` and ``/kv/search``: with text, and sparing with the tokenizer."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import NotCached
+from kvkeep.serve.server.errors import ApiError
+from kvkeep.serve.server.keepers import Keepers
+from kvkeep.serve.server.schemas.map import (
+    MapAnswer,
+    MapNodeAnswer,
+    NodeAnswer,
+    SearchAnswer,
+    SearchMatch,
+)
+from kvkeep.serve.server.text import showable
+
+if TYPE_CHECKING:
+    from kvkeep.core.cache import CacheMap, Found, MapNode
+    from kvkeep.core.keys import Namespace
+    from kvkeep.core.tokens import TokenArray
+    from kvkeep.serve.server.keepers import Kept
+    from kvkeep.serve.server.schemas.map import NodeQuestion
+    from kvkeep.serve.server.service import Service
+
+__all__ = ["Maps"]
+
+# Characters, tokens and page ids that are shown.
+_PREVIEW = 80
+_LONGEST_TEXT, _LONGEST_TEXT_TOKENS = 2000, 4000
+_PAGE_IDS = 100
+_BEFORE_MATCH = 24
+# Nodes in which blocks are sought that go on behind one.
+_FOLLOWED = 100
+_MOST_MATCHES = 50
+_CANDIDATES = 400
+_KEPT_TEXTS = 20_000
+_KEPT_ANSWERS = 8
+# What may stand before a text, and be of one token with its beginning.
+_LEADS = ("", " ", "\n")
+
+
+class Maps:
+    """Answers about the tree of one server's cache.
+
+    A cache gives the same map for a second or longer, and so is the answer: a page that asks again
+    costs nothing. Texts that were decoded before are not decoded again.
+
+    Thread safety: all of it; what two threads do at once is done twice.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._cache = service.engine.cache
+        self._keepers = Keepers(service.engine)
+        self._answers: dict[object, tuple[CacheMap, bytes]] = {}
+        self._texts: dict[bytes, str] = {}  # by the tokens
+
+    # --- maps --------------------------------------------------------------------------------
+
+    def map(self, salt: str | None, root: int | None, nodes: int, *, tiers: bool) -> bytes:
+        """The map as JSON, with ``tiers`` or without; `ApiError` 404 for an unknown ``root``."""
+        space = None if salt is None else self._service.namespace(salt)
+        try:
+            made = self._map(space, root, nodes, tiers=tiers)
+        except NotCached as error:
+            raise _unknown(error) from error
+        asked = salt, root, nodes, tiers
+        kept = self._answers.get(asked)
+        if kept is not None and kept[0] is made:
+            return kept[1]
+        known = self._keepers.of(made.nodes) if tiers else {}
+        answer = MapAnswer(
+            page_size=made.page_size,
+            at=time.time(),
+            total_nodes=made.runs,
+            total_pages=made.pages,
+            tiers=self._keepers.tiers if tiers else (),
+            nodes=[self._node(node, known.get(node.id)) for node in made.nodes],
+        )
+        data = answer.model_dump_json().encode()
+        if len(self._answers) >= _KEPT_ANSWERS:
+            self._answers.clear()
+        self._answers[asked] = made, data
+        return data
+
+    def _map(
+        self, space: Namespace | None, root: int | None, nodes: int, *, tiers: bool
+    ) -> CacheMap:
+        names = self._keepers.names if tiers else None
+        return self._cache.map(space, root=root, nodes=nodes, blocks=names)
+
+    def _node(self, node: MapNode, kept: Kept | None) -> MapNodeAnswer:
+        size = self._cache.page_size
+        return MapNodeAnswer(
+            id=node.id,
+            parent=node.parent,
+            tokens=node.pages * size,
+            pages=node.pages,
+            subtree_tokens=node.below_pages * size,
+            subtree_nodes=node.below_runs,
+            references=node.holders,
+            pins=node.pins,
+            hits=node.hits,
+            age_s=round(node.age_s, 1),
+            text=self._beginning(node),
+            tier=None if kept is None else kept.tier,
+            tier_tokens={} if kept is None else kept.tokens,
+            hidden=node.hidden,
+            count=node.count,
+        )
+
+    def _beginning(self, node: MapNode) -> str | None:
+        if node.namespace is not None:
+            return showable(node.namespace.tenant)
+        if node.hidden or not self._service.settings.text:
+            return None
+        if node.head is None:
+            return f"key {node.key.hex()}…"
+        return self._text(node.head)
+
+    def _text(self, tokens: TokenArray) -> str:
+        key = tokens.tobytes()
+        text = self._texts.get(key)
+        if text is None:
+            text = showable(self._service.tokenizer.decode(tokens.tolist()))[:_PREVIEW]
+            if len(self._texts) >= _KEPT_TEXTS:
+                self._texts.clear()
+            self._texts[key] = text
+        return text
+
+    # --- one node ----------------------------------------------------------------------------
+
+    def node(self, number: int) -> NodeAnswer:
+        """All that is known of one node; `ApiError` 404 where it is not there."""
+        try:
+            view = self._cache.node(number)
+            nodes: tuple[MapNode, ...] = (view.node,)
+            if self._keepers.names is not None:  # which blocks go on behind it
+                nodes = self._map(None, number, _FOLLOWED, tiers=True).nodes
+        except NotCached as error:
+            raise _unknown(error) from error
+        shown = self._node(view.node, self._keepers.of(nodes).get(number)).model_dump()
+        if shown["text"] is not None and view.tokens is not None and number > 0:
+            tokens = view.tokens[:_LONGEST_TEXT_TOKENS].tolist()
+            shown["text"] = showable(self._service.tokenizer.decode(tokens))[:_LONGEST_TEXT]
+        return NodeAnswer(
+            **shown,
+            namespace=showable(view.namespace.tenant),
+            path_tokens=view.start * self._cache.page_size,
+            page_ids=view.page_ids[:_PAGE_IDS].tolist(),
+            policy=view.state,
+            children=view.children,
+        )
+
+    def change(self, number: int, asked: NodeQuestion) -> int:
+        """Pin, unpin or evict a node; how many pages that is. `ApiError` 404, 409."""
+        try:
+            if asked.action == "pin":
+                pin = self._cache.pin_node(number, ttl=asked.ttl_s)
+                return pin.num_tokens // self._cache.page_size
+            if asked.action == "unpin":
+                view = self._cache.node(number)
+                kept = view.start + len(view.page_ids)
+                return kept if self._cache.unpin_node(number) else 0
+            pages = self._cache.evict_below(number)
+        except NotCached as error:
+            raise _unknown(error) from error
+        if not pages:
+            message = f"all of node {number} is in use; try again when those requests are done"
+            raise ApiError(409, message, param="id", code="in_use")
+        return pages
+
+    # --- search ------------------------------------------------------------------------------
+
+    def find_tokens(self, tokens: list[int], salt: str | None) -> SearchAnswer:
+        """Where these tokens stand; `InvalidValue` for those that are none."""
+        found = self._search([tokens], salt, _MOST_MATCHES)
+        shows = self._service.settings.text
+        return SearchAnswer(
+            matches=[_match(one, self._around(one, None) if shows else None) for one in found]
+        )
+
+    def find_text(self, text: str, salt: str | None) -> SearchAnswer:
+        """Where this text stands.
+
+        A text is other tokens in other surroundings: it is sought as it would be at the beginning,
+        after a space and on a new line, also without its first and its last token, which may be one
+        with what stands beside them. What is found is read, and counts if the text is in it.
+        """
+        matches: dict[int, SearchMatch] = {}
+        needles = self._needles(text)
+        for one in self._search(needles, salt, _CANDIDATES) if needles else []:
+            if one.id not in matches and len(matches) < _MOST_MATCHES:
+                around = self._around(one, text)
+                if around is not None:
+                    matches[one.id] = _match(one, around)
+        return SearchAnswer(matches=list(matches.values()))
+
+    def _search(self, needles: list[list[int]], salt: str | None, most: int) -> list[Found]:
+        space = None if salt is None else self._service.namespace(salt)
+        return self._cache.search(needles, space, most=most)
+
+    def _needles(self, text: str) -> list[list[int]]:
+        encode = self._service.tokenizer.encode
+        start = len(encode(""))  # a token that begins each prompt
+        needles: dict[tuple[int, ...], None] = {}
+        for lead in _LEADS:
+            tokens = tuple(encode(lead + text)[start:].tolist())
+            needles[tokens] = None
+            if len(tokens) > 2:
+                needles[tokens[1:]] = needles[tokens[:-1]] = None
+            if len(tokens) > 3:
+                needles[tokens[1:-1]] = None
+        return [list(needle) for needle in needles if needle]
+
+    def _around(self, found: Found, text: str | None) -> str | None:
+        """What stands where something was found, or None if ``text`` does not."""
+        decode = self._service.tokenizer.decode
+        whole: str = decode(found.tokens.tolist())
+        at = len(decode(found.tokens[: found.before].tolist()))
+        if text is not None:
+            at = whole.find(text)
+            if at < 0:
+                return None
+        return showable(whole[max(0, at - _BEFORE_MATCH) :])[:_PREVIEW]
+
+
+def _match(found: Found, text: str | None) -> SearchMatch:
+    return SearchMatch(id=found.id, parent_path=list(found.path), at_token=found.at, text=text)
+
+
+def _unknown(error: NotCached) -> ApiError:
+    return ApiError(404, str(error), param="id", code="unknown_node")

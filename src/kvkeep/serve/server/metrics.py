@@ -1,0 +1,161 @@
+"""What Prometheus is told: counters and histograms of requests, and gauges read when it asks."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_1_0_0
+from prometheus_client.registry import Collector
+
+from kvkeep.observe.telemetry import PageTimes, Reuse
+from kvkeep.serve.http import metrics as http_metrics
+from kvkeep.serve.server import families
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from prometheus_client.core import Metric
+
+    from kvkeep.core.cache import CacheStats, PagedCache
+    from kvkeep.serve.http import BodyBudget, Connections
+
+__all__ = ["Metrics"]
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_WARM = 0.5  # so much of its prompt was reused
+
+
+class Metrics:
+    """One server's figures, in a registry of their own.
+
+    ``reuse`` is a `kvkeep.observe.telemetry.RequestWatch`: whoever watches the engine's requests
+    tells it. ``events`` gives the figures of a publisher of KV events (`PublisherStats.as_dict`),
+    ``reasons`` the tokens computed by reason since the start (an explainer's), ``connections`` and
+    ``bodies`` are those of the HTTP server; each is set by who has one.
+
+    Thread safety: all methods.
+    """
+
+    content_type: Final = CONTENT_TYPE_PLAIN_1_0_0
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._state = _State()
+        registry.register(self._state)
+        self._telling = threading.Lock()
+        self._times: PageTimes | None = None
+        self.reuse = Reuse()
+        self.events: Callable[[], Mapping[str, int]] | None = None
+        self.reasons: Callable[[], Mapping[str, int]] | None = None
+        self.connections: Connections | None = None
+        self.bodies: BodyBudget | None = None
+        self.requests = Counter(
+            "kvkeep_requests",
+            "Requests for text by how they ended: stop, length, refused (400, 429, 503), timeout, "
+            "gone (the client), failed",
+            ["endpoint", "outcome"],
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "kvkeep_prompt_tokens", "Prompt tokens of finished requests", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "kvkeep_cached_tokens",
+            "Prompt tokens of finished requests that were reused",
+            registry=registry,
+        )
+        self.loaded_tokens = Counter(
+            "kvkeep_loaded_tokens",
+            "Prompt tokens of finished requests that were reused from the store",
+            registry=registry,
+        )
+        self.generated_tokens = Counter(
+            "kvkeep_generated_tokens", "Tokens generated", registry=registry
+        )
+        self.first_token = Histogram(
+            "kvkeep_time_to_first_token_seconds",
+            "From a request's arrival to its first token",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._by_warmth = Histogram(
+            "kvkeep_time_to_first_token_by_warmth_seconds",
+            "From a request's arrival to its first token; warm: half of its prompt or more was "
+            "reused",
+            ["warmth"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._cold, self._warm = map(self._by_warmth.labels, ("cold", "warm"))
+        self.between_tokens = Histogram(
+            "kvkeep_inter_token_seconds",
+            "From one token of an answer to the next",
+            buckets=_STEP_SECONDS,
+            registry=registry,
+        )
+        self.whole = Histogram(
+            "kvkeep_request_seconds",
+            "From a request's arrival to its last token",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+
+    def watch(self, cache: PagedCache) -> None:
+        """Count from now on why pages of ``cache`` are evicted, and when; once is enough.
+
+        Nobody pays for it who does not ask: see `docs/observability.md` for what it costs.
+        """
+        with self._telling:
+            if self._times is None:
+                self._times = PageTimes(cache.num_pages)
+                cache.subscribe(self._times.see)
+
+    def note_first_token(self, seconds: float, *, prompt_tokens: int, reused_tokens: int) -> None:
+        """A request's first token came, so long after it arrived."""
+        self.first_token.observe(seconds)
+        warm = reused_tokens >= _WARM * prompt_tokens
+        (self._warm if warm else self._cold).observe(seconds)
+
+    def exposition(
+        self,
+        cache: CacheStats,
+        engine: Mapping[str, float],
+        store: Mapping[str, Any] | None = None,
+        *,
+        namespaces: Mapping[str, int] | None = None,
+    ) -> bytes:
+        """The text that Prometheus reads, with the state given.
+
+        ``namespaces`` are cached pages by tenant. Cost: below two milliseconds, and a few
+        microseconds for each event of the cache since the last time.
+        """
+        with self._telling:
+            times = None if self._times is None else self._times.snapshot()
+            found: list[Metric] = [*families.of_cache(cache), *families.of_engine(engine)]
+            found += families.of_pages(cache.evicted_pages, times)
+            found += families.of_reuse(self.reuse.snapshot(families.MOST_NAMES))
+            if namespaces is not None:
+                found += families.of_namespaces(namespaces)
+            if self.reasons is not None:
+                found += families.of_computed(self.reasons())
+            if self.events is not None:
+                found += families.of_events(self.events())
+            if store is not None:
+                found += families.of_store(engine, store)
+            found += http_metrics.families(self.connections, self.bodies)
+            self._state.families = found
+            return generate_latest(self._registry)
+
+
+class _State(Collector):
+    """What was read from engine and cache when Prometheus asked."""
+
+    def __init__(self) -> None:
+        self.families: list[Metric] = []
+
+    def collect(self) -> Iterator[Metric]:
+        """What was read last."""
+        return iter(self.families)

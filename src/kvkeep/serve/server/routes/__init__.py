@@ -1,0 +1,18 @@
+"""The endpoints, by what they are for; each module has a ``router``.
+
+Modules here have no ``from __future__ import annotations``: FastAPI reads annotations at run time.
+"""
+
+from kvkeep.serve.server.routes import kv, map, openai, operations, see, tokens, ui
+
+__all__ = ["ROUTERS"]
+
+ROUTERS = (
+    openai.router,
+    tokens.router,
+    kv.router,
+    see.router,
+    map.router,
+    operations.router,
+    ui.router,
+)

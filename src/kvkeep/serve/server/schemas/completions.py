@@ -1,0 +1,122 @@
+"""``/v1/completions``: what is asked."""
+
+from typing import Annotated, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ConfigDict, Field, PlainValidator, model_validator
+
+from kvkeep.serve.server.schemas.base import SamplingQuestion, wrong
+
+__all__ = ["CompletionQuestion", "Prompt", "Token"]
+
+Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Prompt = str | npt.NDArray[np.int32]
+"""Tokens are kept as int32: a tenth of what a list of them takes."""
+
+_MOST_PROMPTS = 128
+_INT32 = 2**31 - 1
+
+
+def _prompts(value: object) -> list[Prompt]:
+    """All the forms of a prompt, as a list of prompts.
+
+    By hand: a union would try each branch on each token, and report every one of them.
+    """
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise ValueError("is a text, a list of texts, a list of tokens, or a list of those")
+    if value and _is_token(value[0]):
+        value = [value]
+    if not value:
+        raise ValueError("is empty; give it at least one token")
+    if len(value) > _MOST_PROMPTS:
+        raise ValueError(f"is at most {_MOST_PROMPTS} prompts, got {len(value)}")
+    kind = type(value[0])
+    return [_checked(number, prompt, kind) for number, prompt in enumerate(value)]
+
+
+def _checked(number: int, prompt: object, kind: type) -> Prompt:
+    if not isinstance(prompt, str | list) or type(prompt) is not kind:
+        raise ValueError("is a text, a list of texts, a list of tokens, or a list of those")
+    if not prompt:
+        raise ValueError(f"number {number} is empty; give it at least one token")
+    if isinstance(prompt, str):
+        if not prompt.isascii():
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"number {number} is not valid Unicode") from error
+        return prompt
+    if set(map(type, prompt)) == {int}:
+        try:
+            tokens = np.array(prompt, np.int64)
+        except OverflowError:
+            pass  # which of them it is, is said below
+        else:
+            if tokens.min() >= 0 and tokens.max() <= _INT32:
+                return tokens.astype(np.int32)
+    for place, token in enumerate(prompt):
+        if not _is_token(token) or not 0 <= token <= _INT32:
+            raise ValueError(
+                f"number {number} has {str(token)[:20]!r} as token {place}; tokens are "
+                f"whole numbers, 0 … {_INT32}"
+            )
+    raise AssertionError("one of the tokens is wrong")
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# What the check takes, for the OpenAPI document.
+_Tokens = Annotated[list[Token], Field(min_length=1)]
+_Text = Annotated[str, Field(min_length=1)]
+_PromptForms = (
+    _Text
+    | Annotated[list[_Text], Field(min_length=1, max_length=_MOST_PROMPTS)]
+    | _Tokens
+    | Annotated[list[_Tokens], Field(min_length=1, max_length=_MOST_PROMPTS)]
+)
+
+
+class CompletionQuestion(SamplingQuestion):
+    """Text or tokens to be continued."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"prompt": "Return a copy of", "max_tokens": 16, "temperature": 0}]
+        }
+    )
+
+    REFUSED: ClassVar[dict[str, str]] = {"suffix": "models here write from left to right"}
+
+    prompt: Annotated[
+        list[Prompt], PlainValidator(_prompts, json_schema_input_type=_PromptForms)
+    ] = Field(description="A text, a list of texts, a list of tokens, or a list of those.")
+    best_of: int | None = Field(
+        default=None, ge=1, le=128, description="Answers to choose the n likeliest of."
+    )
+    echo: bool | None = Field(default=None, description="Put the prompt before the answer.")
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=5,
+        description="Log probabilities: of each token, and of so many likeliest.",
+    )
+
+    @property
+    def characters(self) -> int:
+        """How many there are to tokenize, in all prompts that are texts."""
+        return sum(len(prompt) for prompt in self.prompt if isinstance(prompt, str))
+
+    @model_validator(mode="after")
+    def _go_together(self) -> "CompletionQuestion":
+        if self.echo and self.logprobs is not None:
+            raise wrong("echo", "has no logprobs: the prompt's are not computed; leave one out")
+        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
+            raise wrong("best_of", "cannot stream: which answers are best shows at the end")
+        if len(self.prompt) > 1 and self.extras.session is not None:
+            raise wrong("prompt", "is one where there is a session; send them one by one")
+        return self

@@ -1,0 +1,116 @@
+"""The prefix trees for ``/kv/tree``: as JSON, and drawn."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import require
+from kvkeep.core.prefix.render import draw
+from kvkeep.serve.server.schemas.kv import Hidden, KVTree, Run, Space
+from kvkeep.serve.server.text import showable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvkeep.core.keys import Namespace
+    from kvkeep.core.prefix.base import Run as StoredRun
+    from kvkeep.core.tokens import TokenArray
+    from kvkeep.serve.server.service import Service
+
+__all__ = ["as_json", "as_text", "spaces"]
+
+# Characters of a run that are shown, and namespaces of a cache.
+_PREVIEW = 80
+_MOST_SPACES = 64
+_WIDTH = 160
+
+
+def spaces(service: Service, salt: str | None) -> Mapping[Namespace, int]:
+    """Namespaces → pages: that of one ``cache_salt``, or all, the largest first (at most 64)."""
+    stored = service.engine.cache.namespaces()
+    if salt is not None:
+        one = service.namespace(salt)
+        return {one: stored.get(one, 0)}
+    largest = sorted(stored.items(), key=lambda item: item[1], reverse=True)
+    return dict(largest[:_MOST_SPACES])
+
+
+def as_json(service: Service, shown: Mapping[Namespace, int], depth: int, branches: int) -> KVTree:
+    """The trees, ``depth`` runs deep and ``branches`` wide; what is left out is counted."""
+    cache = service.engine.cache
+    return KVTree(
+        page_size=cache.page_size,
+        namespaces=[
+            _space(service, space, pages, depth, branches) for space, pages in shown.items()
+        ],
+    )
+
+
+def as_text(service: Service, shown: Mapping[Namespace, int], depth: int, branches: int) -> str:
+    """The trees as lines for people; see `kvkeep.core.prefix.render`."""
+    console = require("rich.console", "cli").Console(
+        file=io.StringIO(), width=_WIDTH, highlight=False, legacy_windows=False
+    )
+    decode = partial(_text, service) if service.settings.text else _nothing
+    for space, pages in shown.items():
+        runs = service.engine.cache.runs(space)
+        title = f"cache_salt {space.tenant!r}, {pages} pages of {service.engine.cache.page_size}"
+        console.print(draw(title, runs, depth=depth, branches=branches, decode=decode))
+    text: str = console.file.getvalue()
+    return text or "nothing is cached\n"
+
+
+def _space(service: Service, space: Namespace, pages: int, depth: int, branches: int) -> Space:
+    top = Space(cache_salt=showable(space.tenant), num_pages=pages, runs=[])
+    path: list[Space | Run] = [top]  # where the stored run at hand hangs, and all above it
+    skip: int | None = None  # all runs deeper than this hang from one that was left out
+    for stored in service.engine.cache.runs(space):
+        if skip is not None and stored.depth > skip:
+            _hide(path[skip], stored)
+            continue
+        skip = None
+        del path[stored.depth + 1 :]
+        parent = path[stored.depth]
+        if stored.depth >= depth or len(parent.runs) >= branches:
+            _hide(parent, stored)
+            skip = stored.depth
+            continue
+        run = _run(service, stored)
+        path.append(run)
+        parent.runs.append(run)
+    return top
+
+
+def _run(service: Service, stored: StoredRun) -> Run:
+    return Run(
+        num_tokens=len(stored.pages) * service.engine.cache.page_size,
+        num_pages=len(stored.pages),
+        references=stored.holders,
+        pins=stored.pins,
+        policy=stored.state,
+        text=_beginning(service, stored),
+        runs=[],
+    )
+
+
+def _beginning(service: Service, stored: StoredRun) -> str | None:
+    if stored.tokens is None:
+        return f"key {stored.symbols[:4].hex()}…"
+    return showable(_text(service, stored.tokens)) if service.settings.text else None
+
+
+def _text(service: Service, tokens: TokenArray) -> str:
+    return service.tokenizer.decode(tokens[:_PREVIEW].tolist())[:_PREVIEW]
+
+
+def _nothing(tokens: TokenArray) -> str:
+    """In place of a text that is not to be shown."""
+    del tokens
+    return ""
+
+
+def _hide(parent: Space | Run, stored: StoredRun) -> None:
+    before = parent.hidden or Hidden(runs=0, pages=0)
+    parent.hidden = Hidden(runs=before.runs + 1, pages=before.pages + len(stored.pages))

@@ -1,0 +1,203 @@
+"""How answers are worded: chat, and plain completions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from kvkeep.serve.server.schemas.answers import (
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    CompletionAnswer,
+    CompletionChoice,
+    ExtraUsage,
+    MessageAnswer,
+    MessageDelta,
+    PromptDetails,
+    Usage,
+)
+from kvkeep.serve.server.scores import Offsets, chat_logprobs, completion_logprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from kvkeep.serve.engine import Choice, Completion, Delta, Tokenizer, TokenLogprob
+    from kvkeep.serve.server.schemas.answers import ChatLogprobs, CompletionLogprobs
+
+__all__ = ["ChatWriter", "CompletionWriter", "usage_of"]
+
+
+class ChatWriter:
+    """Words the answer of ``/v1/chat/completions``: one job, n choices."""
+
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, *, n: int, logprobs: bool, usage: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._n = n
+        self._logprobs = logprobs
+        self._usage = usage
+        self.id = f"chatcmpl-{secrets.token_hex(12)}"
+        self._model = model
+        self._created = int(time.time())
+
+    def begin(self) -> Iterator[ChatChunk]:
+        """Each choice's role."""
+        for index in range(self._n):
+            yield self._chunk(index, MessageDelta(role="assistant", content=""))
+
+    def more(self, number: int, delta: Delta) -> Iterator[ChatChunk]:
+        """The text that has become final, then the end."""
+        if delta.text or delta.logprobs:
+            chunk = self._chunk(delta.index, MessageDelta(content=delta.text))
+            chunk.choices[0].logprobs = self._scores(delta.logprobs)
+            yield chunk
+        if delta.finish_reason is not None:
+            chunk = self._chunk(delta.index, MessageDelta())
+            chunk.choices[0].finish_reason = delta.finish_reason
+            yield chunk
+
+    def end(self, completions: Sequence[Completion]) -> Iterator[ChatChunk]:
+        """The usage, where it was asked for."""
+        if self._usage:
+            chunk = self._chunk(0, MessageDelta())
+            chunk.choices = []
+            chunk.usage = usage_of(completions)
+            yield chunk
+
+    def whole(self, completions: Sequence[Completion]) -> ChatAnswer:
+        """All of it at once."""
+        (completion,) = completions
+        return ChatAnswer(
+            id=self.id,
+            created=self._created,
+            model=self._model,
+            choices=[self._choice(choice) for choice in completion.choices],
+            usage=usage_of(completions),
+        )
+
+    def _choice(self, choice: Choice) -> ChatChoice:
+        return ChatChoice(
+            index=choice.index,
+            message=MessageAnswer(content=choice.text),
+            logprobs=self._scores(choice.logprobs),
+            finish_reason=choice.finish_reason,
+        )
+
+    def _scores(self, scores: Iterable[TokenLogprob]) -> ChatLogprobs | None:
+        return chat_logprobs(self._tokenizer, scores) if self._logprobs else None
+
+    def _chunk(self, index: int, delta: MessageDelta) -> ChatChunk:
+        return ChatChunk(
+            id=self.id,
+            created=self._created,
+            model=self._model,
+            choices=[ChatChunkChoice(index=index, delta=delta)],
+        )
+
+
+class CompletionWriter:
+    """Words the answer of ``/v1/completions``: n choices for each of the prompts.
+
+    ``echoes`` are the prompts' texts where they are to be repeated: set them before `begin`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        n: int,
+        logprobs: bool,
+        usage: bool,
+        prompts: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._n = n
+        self._logprobs = logprobs
+        self._usage = usage
+        self.echoes = [""] * prompts
+        self._offsets: dict[int, Offsets] = defaultdict(Offsets)
+        self.id = f"cmpl-{secrets.token_hex(12)}"
+        self._model = model
+        self._created = int(time.time())
+
+    def begin(self) -> Iterator[CompletionAnswer]:
+        """Each choice's echo."""
+        for number, echo in enumerate(self.echoes):
+            for index in range(self._n) if echo else ():
+                yield self._answer(CompletionChoice(index=number * self._n + index, text=echo))
+
+    def more(self, number: int, delta: Delta) -> Iterator[CompletionAnswer]:
+        """The text that has become final, and the end."""
+        if delta.text or delta.logprobs or delta.finish_reason is not None:
+            index = number * self._n + delta.index
+            yield self._answer(
+                CompletionChoice(
+                    index=index,
+                    text=delta.text,
+                    logprobs=self._scores(index, delta.logprobs),
+                    finish_reason=delta.finish_reason,
+                )
+            )
+
+    def end(self, completions: Sequence[Completion]) -> Iterator[CompletionAnswer]:
+        """The usage, where it was asked for."""
+        if self._usage:
+            last = self._answer()
+            last.usage = usage_of(completions)
+            yield last
+
+    def whole(self, completions: Sequence[Completion]) -> CompletionAnswer:
+        """All of it at once."""
+        answer = self._answer(
+            *(
+                self._choice(number, choice)
+                for number, completion in enumerate(completions)
+                for choice in completion.choices
+            )
+        )
+        answer.usage = usage_of(completions)
+        return answer
+
+    def _choice(self, number: int, choice: Choice) -> CompletionChoice:
+        index = number * self._n + choice.index
+        return CompletionChoice(
+            index=index,
+            text=self.echoes[number] + choice.text,
+            logprobs=self._scores(index, choice.logprobs),
+            finish_reason=choice.finish_reason,
+        )
+
+    def _scores(self, index: int, scores: Iterable[TokenLogprob]) -> CompletionLogprobs | None:
+        if not self._logprobs:
+            return None
+        return completion_logprobs(self._tokenizer, scores, self._offsets[index])
+
+    def _answer(self, *choices: CompletionChoice) -> CompletionAnswer:
+        return CompletionAnswer(
+            id=self.id, created=self._created, model=self._model, choices=list(choices)
+        )
+
+
+def usage_of(completions: Sequence[Completion]) -> Usage:
+    """The sums over all prompts and all their answers."""
+    prompt = sum(completion.prompt_tokens for completion in completions)
+    generated = sum(
+        len(choice.tokens) for completion in completions for choice in completion.choices
+    )
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=generated,
+        total_tokens=prompt + generated,
+        prompt_tokens_details=PromptDetails(
+            cached_tokens=sum(completion.cached_tokens for completion in completions)
+        ),
+        kvkeep=ExtraUsage(
+            loaded_tokens=sum(completion.loaded_tokens for completion in completions)
+        ),
+    )

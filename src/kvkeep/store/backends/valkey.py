@@ -1,0 +1,313 @@
+"""Valkey and Redis: records as string values of one server or of a cluster."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, ClassVar, Final, cast
+
+from kvkeep.core.errors import BackendFailed, OutOfRoom
+from kvkeep.core.geometry.units import format_bytes
+from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
+from kvkeep.store.backends.base import Backend, Listed, Room
+from kvkeep.store.backends.valkey_nodes import Address, Nodes, Number
+from kvkeep.store.backends.valkey_options import ValkeyOptions
+from kvkeep.store.backends.valkey_wire import (
+    MAX_VALUE,
+    Answer,
+    Garbled,
+    Lost,
+    ServerSays,
+    TimedOut,
+    Wire,
+    around_value,
+    command,
+    connect,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvkeep.store.backends.urls import TierURL
+
+__all__ = ["ValkeyBackend", "ValkeyOptions"]
+
+_FORMAT: Final = b"1"
+_NOTED: Final = 256  # namespaces that are noted
+_SCANNED: Final = 500  # keys that a server looks at for each piece of a listing
+
+
+class ValkeyBackend(Backend):
+    """Records on a Valkey or Redis server, or spread over a cluster of them.
+
+        valkey://[user:password@]host[:6379][/database][?option=value…]      valkeys:// with TLS
+
+    =================  ===========================================================================
+    ``cluster``        ``auto`` (asks the server), ``yes``, ``no``
+    ``expire``         ``7d``: the server forgets what was neither put nor touched for so long
+    ``prefix``         ``kvkeep``: what all keys begin with
+    ``connections``    4: how many to each node, at most
+    ``password_file``  the password, where it must not stand in a URL
+    ``ca``             file of certificates to trust, instead of the system's
+    ``cert``, ``key``  files: our own certificate, for a server that asks for one
+    =================  ===========================================================================
+
+    How much it may hold is the server's business: set ``maxmemory``, and ``maxmemory-policy
+    allkeys-lru`` so that it makes room by itself. With ``noeviction`` a full server makes `put`
+    raise `OutOfRoom`. What outlives the server is its business too (``appendonly``, ``save``);
+    `flush` promises nothing here.
+
+    Keys are ``prefix:1:space:key`` in hexadecimal, without hash tags: a cluster spreads the blocks
+    of a prompt over its nodes.
+
+    Nothing is connected before the first call, and a server that comes back is used again. No call
+    takes longer than ``timeout`` by much, whatever the server does, except where resolving the
+    host's name takes long. Nothing is tried twice, but for what a cluster redirects.
+
+    Thread safety: as every backend; ``connections`` calls to a node run at once, others wait.
+    """
+
+    scheme = "valkey"
+    schemes: ClassVar[tuple[str, ...]] = ("valkey", "redis", "valkeys", "rediss")
+    shared = True
+
+    def __init__(self, options: ValkeyOptions) -> None:
+        self.options = options
+        self.timeout = 5.0
+        self._tls = options.tls_context()
+        self._prefix = f"{options.prefix}:".encode() + _FORMAT + b":"
+        self._nodes = Nodes(
+            (options.host, options.port), options.cluster, options.connections, self._dial
+        )
+
+    @classmethod
+    def from_url(cls, url: TierURL) -> ValkeyBackend:
+        """Take a URL as it stands above. Does not connect, so a server may be down."""
+        return cls(ValkeyOptions.from_url(url))
+
+    def put(self, block: bytes, record: memoryview) -> None:
+        """Keep ``record``; see `Backend.put`. It is sent from where it lies, without a copy."""
+        size = record.nbytes
+        if size > MAX_VALUE:
+            place = f"{self.describe()}, where a value has {format_bytes(MAX_VALUE)} at most,"
+            raise OutOfRoom(size, place)
+        name = self._name(block)
+        expiry: Sequence[bytes | int] = (
+            [] if self.options.expire is None else [b"PX", self._expire_ms()]
+        )
+        head, end = around_value([b"SET", name], size, expiry)
+        with self._translated():
+            try:
+                self._nodes.ask(name, [head, record, end], Wire.expect_ok, self._deadline())
+            except ServerSays as error:
+                if error.code == "OOM":
+                    raise OutOfRoom(size, self.describe()) from error
+                raise
+
+    def get(self, block: bytes, room: Room) -> memoryview | None:
+        """Read a record into ``room(size)``; see `Backend.get`. No copy is made on the way.
+
+        What ``room`` raises passes on; the connection is closed then, with the record on it.
+        """
+        name = self._name(block)
+
+        def read(wire: Wire) -> memoryview | None:
+            size = wire.value_size()
+            if size is None:
+                return None
+            out = room(size)
+            wire.fill(out)
+            return out
+
+        with self._translated():
+            return self._nodes.ask(name, [command(b"GET", name)], read, self._deadline())
+
+    def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
+        """Bytes of each record; one exchange with each node."""
+        return [length or None for _, length in self._each(blocks, [(b"STRLEN",)])]
+
+    def delete(self, blocks: Sequence[bytes]) -> int:
+        """Take records away, and whatever else lies under their names."""
+        return sum(
+            first if unlinked and isinstance(first, int) else 0
+            for first, unlinked in self._each(blocks, [(b"STRLEN",), (b"UNLINK",)])
+        )
+
+    def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
+        """Begin the time to ``expire`` anew, or tell the server that they were used, both now."""
+        expiring = self.options.expire is not None
+        self._each(blocks, [(b"PEXPIRE", self._expire_ms()) if expiring else (b"TOUCH",)])
+
+    def part(self, block: bytes) -> str:
+        """``host:port`` of the cluster's node that has ``block``; "" with a server alone."""
+        address = self._nodes.known_node_of(self._name(block))
+        return "" if address is None else f"{address[0]}:{address[1]}"
+
+    def list(self) -> Iterator[Listed]:
+        """Every record, as the server finds them; what comes or goes meanwhile may be missing.
+
+        When one was last used is what the server says, where it keeps that (not with an LFU
+        policy); else now. A server before 7.2 counts being listed as a use.
+        """
+        seen: set[bytes] = set()
+        with self._translated():
+            primaries = self._nodes.primaries(self._deadline())
+        for address in primaries:
+            cursor = b"0"
+            while True:
+                with self._translated():
+                    cursor, found = self._scan(address, cursor)
+                for one in found:
+                    if one.block not in seen:  # a server may name a key twice
+                        seen.add(one.block)
+                        yield one
+                if cursor == b"0":
+                    break
+
+    def note_space(self, space: bytes, note: bytes) -> None:
+        """A field of the hash ``prefix:1:spaces``."""
+        name, field = self._prefix + b"spaces", space.hex().encode()
+
+        with self._translated():
+            deadline = self._deadline()
+            count = self._nodes.ask(name, [command(b"HLEN", name)], _answer, deadline)
+            if isinstance(count, int) and count < _NOTED:
+                words = command(b"HSETNX", name, field, note)
+                self._nodes.ask(name, [words], _answer, deadline)
+
+    def noted_spaces(self) -> dict[bytes, bytes]:
+        """The fields of the hash ``prefix:1:spaces``, if it has no more than are noted."""
+        name = self._prefix + b"spaces"
+
+        with self._translated():
+            deadline = self._deadline()
+            count = self._nodes.ask(name, [command(b"HLEN", name)], _answer, deadline)
+            if not isinstance(count, int) or not 0 < count <= _NOTED:
+                return {}
+            answer = self._nodes.ask(name, [command(b"HGETALL", name)], _answer, deadline)
+        if not isinstance(answer, list):
+            return {}
+        notes: dict[bytes, bytes] = {}
+        for field, note in zip(answer[::2], answer[1::2], strict=False):
+            with suppress(ValueError):
+                if isinstance(field, bytes) and isinstance(note, bytes):
+                    notes[bytes.fromhex(field.decode("ascii"))] = note
+        return notes
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._nodes.close()
+
+    def describe(self) -> str:
+        """``valkey://host:port/database``."""
+        options = self.options
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        scheme = "valkeys" if options.tls else "valkey"
+        return f"{scheme}://{host}:{options.port}/{options.database}"
+
+    def _scan(self, address: Address, cursor: bytes) -> tuple[bytes, Sequence[Listed]]:
+        """The next records of one node, and where to go on."""
+        pattern = self._prefix + b"*"
+        words = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCANNED, b"TYPE", b"string")
+        with self._nodes.wire(address, self._deadline()) as wire:
+            wire.send(command(*words))
+            answer = wire.answer()
+            if isinstance(answer, ServerSays):
+                raise answer
+            cursor, names = _scanned(answer)
+            blocks = {name: block for name in names if (block := self._block(name))}
+            wire.send(
+                command(b"CLIENT", b"NO-TOUCH", b"ON"),  # to look is not to use
+                *(command(b"OBJECT", b"IDLETIME", n) + command(b"STRLEN", n) for n in blocks),
+                command(b"CLIENT", b"NO-TOUCH", b"OFF"),
+            )
+            wire.answer()  # an error on servers that do not know it
+            pairs = [(block, wire.answer(), wire.answer()) for block in blocks.values()]
+            wire.answer()
+        now = time.time()
+        return cursor, [
+            Listed(block, length, now - idle if isinstance(idle, int) else now)
+            for block, idle, length in pairs
+            if isinstance(length, int) and length > 0  # else it went in between
+        ]
+
+    def _each(
+        self, blocks: Sequence[bytes], commands: Sequence[tuple[bytes | int, ...]]
+    ) -> Sequence[tuple[Number, int]]:
+        """Send commands, ``(verb, words behind the key…)`` each, about every block.
+
+        Gives the first and the last answer about each. The last one has to be a number; what
+        cannot be measured can be deleted all the same.
+        """
+        names = [self._name(block) for block in blocks]
+        texts = [[command(verb, name, *rest) for verb, *rest in commands] for name in names]
+        found = []
+        with self._translated():
+            for numbers in self._nodes.ask_numbers(names, texts, self._deadline()):
+                first, last = numbers[0], numbers[-1]
+                if isinstance(last, ServerSays):
+                    raise last
+                found.append((first, last))
+        return found
+
+    def _name(self, block: bytes) -> bytes:
+        assert len(block) == BLOCK_ID_BYTES
+        space, key = block[:SPACE_BYTES], block[SPACE_BYTES:]
+        return self._prefix + space.hex().encode() + b":" + key.hex().encode()
+
+    def _block(self, name: bytes) -> bytes | None:
+        """The id that `_name` made a name of; None for names of others."""
+        space, _, key = name.removeprefix(self._prefix).partition(b":")
+        try:
+            block = bytes.fromhex(space.decode() + key.decode())
+        except ValueError:
+            return None
+        return block if len(block) == BLOCK_ID_BYTES and self._name(block) == name else None
+
+    def _expire_ms(self) -> int:
+        assert self.options.expire is not None
+        return max(1, round(self.options.expire * 1000))
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.timeout
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Where errors of sockets, servers and the library become ours."""
+        try:
+            yield
+        except TimedOut as error:
+            text = f"{self.describe()} did not answer in {self.timeout:g} s: {error}"
+            raise BackendFailed(text) from error
+        except (Lost, ServerSays) as error:
+            raise BackendFailed(f"{self.describe()}: {error}") from error
+
+    def _dial(self, address: Address, deadline: float) -> Wire:
+        options = self.options
+        wire = connect(address, deadline, self._tls)
+        try:
+            if options.password is not None or options.username is not None:
+                who = [options.username.encode()] if options.username is not None else []
+                wire.send(command(b"AUTH", *who, (options.password or "").encode()))
+                wire.expect_ok()
+            if options.database:
+                wire.send(command(b"SELECT", options.database))
+                wire.expect_ok()
+        except BaseException:
+            wire.close()
+            raise
+        return wire
+
+
+def _answer(wire: Wire) -> Answer:
+    answer = wire.answer()
+    if isinstance(answer, ServerSays):
+        raise answer
+    return answer
+
+
+def _scanned(answer: Answer) -> tuple[bytes, list[bytes]]:
+    match answer:
+        case [bytes(cursor), list(names)] if all(isinstance(name, bytes) for name in names):
+            return cursor, cast("list[bytes]", names)
+    raise Garbled("the server's listing cannot be read")

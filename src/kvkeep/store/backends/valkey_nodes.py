@@ -1,0 +1,325 @@
+"""The nodes of a Valkey server or cluster: connections to each, and which one has which key.
+
+A cluster spreads 16,384 slots over its nodes; a key's slot is a checksum
+(https://valkey.io/topics/cluster-spec/). Who asks the wrong node is told the right one: MOVED for
+good, ASK for this once, while a slot is on its way.
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
+
+from kvkeep.store.backends.valkey_wire import (
+    Answer,
+    Garbled,
+    Lost,
+    ServerSays,
+    TimedOut,
+    Wire,
+    command,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = ["Address", "Nodes", "Number", "Topology"]
+
+Address = tuple[str, int]
+Topology = Literal["yes", "no", "auto"]
+Number = int | ServerSays
+"""What a command that counts something answers."""
+T = TypeVar("T")
+
+SLOTS: Final = 16384
+_REDIRECTIONS: Final = 5
+_REDIRECTION: Final = re.compile(
+    r"(MOVED|ASK) (?P<slot>[0-9]{1,5}) (?P<host>\S*):(?P<port>[0-9]{1,5})", re.ASCII
+)
+_ASKING: Final = command(b"ASKING")
+_BATCH: Final = 1000  # commands sent before their answers are read
+
+
+class _Pool:
+    """Up to ``limit`` connections to one node, the one used last first. Thread-safe."""
+
+    def __init__(
+        self, address: Address, limit: int, dial: Callable[[Address, float], Wire]
+    ) -> None:
+        self.address = address
+        self._limit = limit
+        self._dial = dial
+        self._free = threading.BoundedSemaphore(limit)
+        self._lock = threading.Lock()
+        self._idle: list[Wire] = []
+        self._closed = False
+
+    @contextmanager
+    def wire(self, deadline: float) -> Iterator[Wire]:
+        """A connection for the caller alone; it is closed after any failure of its own."""
+        left = deadline - time.monotonic()
+        if left <= 0 or not self._free.acquire(timeout=left):
+            raise TimedOut(f"all {self._limit} connections were busy until it timed out")
+        try:
+            wire = self._take(deadline)
+            wire.deadline = deadline
+            try:
+                yield wire
+            except BaseException as error:
+                if _is_redirection(error):
+                    self._put_back(wire)
+                else:
+                    wire.close()  # an answer may be under way: nobody must read it as theirs
+                raise
+            self._put_back(wire)
+        finally:
+            self._free.release()
+
+    def _take(self, deadline: float) -> Wire:
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise Lost("the backend is closed")
+                wire = self._idle.pop() if self._idle else None
+            if wire is None:
+                return self._dial(self.address, deadline)
+            if wire.usable():
+                return wire
+            wire.close()  # the server was restarted meanwhile, or has had enough of us
+
+    def _put_back(self, wire: Wire) -> None:
+        with self._lock:
+            if not self._closed and wire.usable():
+                self._idle.append(wire)
+                return
+        wire.close()
+
+    def close(self) -> None:
+        """Close what is idle now, and the others when they are put back."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for wire in idle:
+            wire.close()
+
+
+class Nodes:
+    """Sends commands to the node that has the key. Thread-safe.
+
+    What it raises is `Lost` and `ServerSays`.
+
+    Notes:
+        The map of slots is read at first use, and again after a node could not be reached or
+        a slot had moved; it is replaced whole, so that reading it needs no lock.
+    """
+
+    def __init__(
+        self,
+        seed: Address,
+        topology: Topology,
+        connections: int,
+        dial: Callable[[Address, float], Wire],
+    ) -> None:
+        self._seed = seed
+        self._topology = topology
+        self._connections = connections
+        self._dial = dial
+        self._lock = threading.Lock()
+        self._pools: dict[Address, _Pool] = {}
+        self._closed = False
+        self._known = [seed]  # whom to ask for the map, who answered last first
+        self._slots: list[Address | None] | None = None
+        self._stale = topology != "no"
+
+    def ask(
+        self,
+        key: bytes,
+        parts: Sequence[bytes | memoryview],
+        read: Callable[[Wire], T],
+        deadline: float,
+    ) -> T:
+        """Send a command about ``key`` and ``read`` its answer, wherever the key is by now."""
+        address, asking = self.node_of(key, deadline), False
+        for _ in range(_REDIRECTIONS):
+            try:
+                with self.wire(address, deadline) as wire:
+                    if asking:
+                        wire.send(_ASKING)
+                        wire.expect_ok()
+                    wire.send(*parts)
+                    return read(wire)
+            except ServerSays as error:
+                asking = error.code == "ASK"
+                address = self._redirected(error, address)
+        raise Garbled(f"the cluster sent us on {_REDIRECTIONS} times")
+
+    def ask_numbers(
+        self, keys: Sequence[bytes], commands: Sequence[Sequence[bytes]], deadline: float
+    ) -> list[list[Number]]:
+        """Send ``commands[i]`` about ``keys[i]``, many at once: the number that each answers."""
+        answers: list[list[Number]] = [[] for _ in keys]
+        by_node: dict[Address, list[int]] = {}
+        for index, key in enumerate(keys):
+            by_node.setdefault(self.node_of(key, deadline), []).append(index)
+        for address, indices in by_node.items():
+            for start in range(0, len(indices), _BATCH):
+                batch = indices[start : start + _BATCH]
+                with self.wire(address, deadline) as wire:
+                    wire.send(b"".join(one for index in batch for one in commands[index]))
+                    for index in batch:
+                        answers[index] = [_number(wire) for _ in commands[index]]
+        for index, key in enumerate(keys):
+            if any(_is_redirection(answer) for answer in answers[index]):
+                answers[index] = [
+                    self.ask(key, [one], _number_here, deadline) for one in commands[index]
+                ]
+        return answers
+
+    def node_of(self, key: bytes, deadline: float) -> Address:
+        """The node that has ``key``."""
+        slots = self._map(deadline)
+        if slots is None:
+            return self._seed
+        slot = binascii.crc_hqx(key, 0) % SLOTS
+        address = slots[slot]
+        if address is None:
+            self._stale = True
+            raise Lost(f"no node of the cluster serves slot {slot}")
+        return address
+
+    def known_node_of(self, key: bytes) -> Address | None:
+        """The node that has ``key``, as far as is known; None: there is one alone, or no map yet.
+
+        Asks nobody.
+        """
+        slots = self._slots
+        return None if slots is None else slots[binascii.crc_hqx(key, 0) % SLOTS]
+
+    def primaries(self, deadline: float) -> list[Address]:
+        """Every node that has keys."""
+        slots = self._map(deadline)
+        return [self._seed] if slots is None else sorted({node for node in slots if node})
+
+    @contextmanager
+    def wire(self, address: Address, deadline: float) -> Iterator[Wire]:
+        """A connection to that node; see `_Pool.wire`."""
+        with self._lock:
+            if self._closed:
+                raise Lost("the backend is closed")
+            if address not in self._pools:
+                self._pools[address] = _Pool(address, self._connections, self._dial)
+            pool = self._pools[address]
+        try:
+            with pool.wire(deadline) as wire:
+                yield wire
+        except Lost:
+            self._avoid(address)
+            raise
+
+    def close(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            self._closed = True
+            pools, self._pools = list(self._pools.values()), {}
+        for pool in pools:
+            pool.close()
+
+    def _avoid(self, address: Address) -> None:
+        """A node failed: its keys may be another's soon, and others are asked for the map first."""
+        with self._lock:
+            self._stale = self._stale or self._slots is not None
+            if address in self._known:
+                self._known.remove(address)
+                self._known.append(address)
+
+    def _redirected(self, error: ServerSays, asked: Address) -> Address:
+        """Where ``error`` sends us; raises it again if it is about something else."""
+        found = _REDIRECTION.fullmatch(str(error))
+        if found is None or self._topology == "no":
+            raise error
+        address = (found["host"] or asked[0], int(found["port"]))
+        slot = int(found["slot"])
+        if error.code == "MOVED" and self._slots is not None and slot < SLOTS:
+            self._slots[slot] = address
+        self._stale = self._stale or error.code == "MOVED"  # where one went, others did
+        return address
+
+    def _map(self, deadline: float) -> list[Address | None] | None:
+        """Slot → node, or None where there is one node only."""
+        if not self._stale:
+            return self._slots
+        failure: Lost | None = None
+        for address in list(self._known):
+            try:
+                with self.wire(address, deadline) as wire:
+                    wire.send(command(b"CLUSTER", b"SLOTS"))
+                    answer = wire.answer()
+            except Lost as error:
+                failure = error
+                continue
+            self._learn(answer, address)
+            return self._slots
+        assert failure is not None
+        raise failure
+
+    def _learn(self, answer: Answer, asked: Address) -> None:
+        if isinstance(answer, ServerSays):
+            if self._topology == "yes" or answer.code not in {"ERR", "NOPERM"}:
+                raise answer
+            self._slots, self._stale = None, False  # one node, or one that we may not ask
+            return
+        try:
+            slots = _slots_of(answer, asked)
+        except (TypeError, ValueError, IndexError) as error:
+            raise Garbled("the server's map of slots cannot be read") from error
+        nodes = sorted({node for node in slots if node} | {self._seed})
+        with self._lock:
+            self._known = [asked, *(node for node in nodes if node != asked)]
+            gone = [
+                self._pools.pop(address) for address in list(self._pools) if address not in nodes
+            ]
+        self._slots, self._stale = slots, False
+        for pool in gone:
+            pool.close()
+
+
+def _slots_of(answer: Answer, asked: Address) -> list[Address | None]:
+    """Read what CLUSTER SLOTS answers: [first, last, [host, port, …], replicas…] each."""
+    slots: list[Address | None] = [None] * SLOTS
+    if not isinstance(answer, list):
+        raise TypeError
+    for entry in answer:
+        if not isinstance(entry, list):
+            raise TypeError
+        first, last, primary = entry[:3]
+        if not (isinstance(first, int) and isinstance(last, int) and isinstance(primary, list)):
+            raise TypeError
+        host, port = primary[:2]
+        if not isinstance(port, int) or not 0 <= first <= last < SLOTS:
+            raise ValueError
+        # A node that does not know how it is reached says nothing, or a question mark.
+        name = host.decode() if isinstance(host, bytes) and host not in {b"", b"?"} else asked[0]
+        slots[first : last + 1] = [(name, port)] * (last + 1 - first)
+    return slots
+
+
+def _is_redirection(answer: object) -> bool:
+    return isinstance(answer, ServerSays) and _REDIRECTION.fullmatch(str(answer)) is not None
+
+
+def _number(wire: Wire) -> Number:
+    answer = wire.answer()
+    if not isinstance(answer, int | ServerSays):
+        raise Garbled(f"the server answered {answer!r:.60} where a number was to come")
+    return answer
+
+
+def _number_here(wire: Wire) -> Number:
+    answer = _number(wire)
+    if isinstance(answer, ServerSays) and _is_redirection(answer):
+        raise answer
+    return answer

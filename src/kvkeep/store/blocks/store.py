@@ -1,0 +1,357 @@
+"""BlockStore: opaque bytes under block keys, over the same tiers; for who moves whole pages."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Self, cast
+
+from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.keys import KEY_BYTES, as_namespace, space_of
+from kvkeep.store.blocks.pinning import pin_memory
+from kvkeep.store.blocks.shared import ClosedUse, SharedStores, places_of
+from kvkeep.store.blocks.stats import closed_is_illegal, runs_of, seconds_of
+from kvkeep.store.blocks.timing import Timing
+from kvkeep.store.tiers import Inclusive, TieredStore, TieringPolicy, note_of, open_tiers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from kvkeep.core.keys import NamespaceLike
+    from kvkeep.store.backends import Backend
+    from kvkeep.store.blocks.timing import Operation
+    from kvkeep.store.tiers import Prefetch, Removed, TierStats
+
+__all__ = ["BlockStore"]
+
+
+_SHARED: SharedStores[BlockStore] = SharedStores("BlockStore")
+
+
+class BlockStore:
+    """Bytes under 32-byte block keys: what they mean is known to who puts them.
+
+    Keys must name the bytes and all that they depend on, as `kvkeep.core.keys.chain_keys` does; the
+    namespace keeps apart what must never be mixed. Codecs here are those that need not know what
+    the bytes are: raw and lossless, encrypted or not.
+
+    Failing places are misses, as in `KVStore`. Once it is closed, or another thread closes it
+    meanwhile, all methods raise `IllegalStep` but `close`, `stats` and `check`.
+
+    Thread safety: all methods. Cost: a few µs a block,
+    and one copy each way; `write` and `read` let the caller make that copy, from and into whatever
+    memory it has, so there is none besides.
+    """
+
+    def __init__(
+        self,
+        namespace: NamespaceLike,
+        *,
+        tiers: Sequence[str | Backend] = ("memory://1GiB",),
+        policy: TieringPolicy | None = None,
+    ) -> None:
+        if policy is not None and not isinstance(policy, TieringPolicy):
+            raise InvalidValue(f"policy is {policy!r}; a TieringPolicy is needed, as Inclusive()")
+        self.namespace = as_namespace(namespace)
+        self._space = space_of(self.namespace)
+        front, below = open_tiers(tiers)
+        notes = {self._space: note_of(self.namespace)}
+        self._tiered = TieredStore(front, below, policy, notes=notes)
+        self._tiered.look_for(self._space)
+        self._timing = Timing("blocks")
+        self._unpin_memory: Callable[[], None] | None = None
+        self._shared_as: list[str] = []  # one name, until its user closes it
+
+    @staticmethod
+    def shared(
+        name: str,
+        namespace: NamespaceLike,
+        *,
+        tiers: Sequence[str | Backend] = ("memory://1GiB",),
+        policy: TieringPolicy | None = None,
+    ) -> BlockStore:
+        """The store called ``name`` in this process; see `KVStore.shared`."""
+        given = {
+            "namespace": as_namespace(namespace),
+            "tiers": places_of(tiers),
+            "policy": repr(policy or Inclusive()),
+        }
+        store = _SHARED.take(name, given, lambda: BlockStore(namespace, tiers=tiers, policy=policy))
+        store._shared_as = [name]
+        return store
+
+    def pin_memory(self) -> None:
+        """Have a GPU copy from and to the first tier's memory at full speed, until `close`.
+
+        All of that memory is taken from the system now. Without CUDA, or if it refuses, nothing
+        changes.
+        """
+        self._tiered.check_open()
+        if self._unpin_memory is None:
+            self._unpin_memory = pin_memory(self._tiered.front.backend)
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview | bytes],
+        *,
+        wait: float | None = None,
+    ) -> int:
+        """Keep each of ``buffers`` under its key; how many are in memory now or known below.
+
+        In order, up to the first that finds no room. With ``wait`` it returns when slower tiers
+        have them, or so many seconds later.
+
+        Raises:
+            InvalidValue: not as many buffers as keys, a key that is no 32 bytes, an empty buffer.
+        """
+        views = _views(buffers, len(keys))
+
+        def fill(at: int, raw: memoryview) -> None:
+            raw[:] = views[at]
+
+        return self.write(keys, [len(view) for view in views], fill, wait=wait)
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        fill: Callable[[int, memoryview], None],
+        *,
+        wait: float | None = None,
+    ) -> int:
+        """Keep blocks whose bytes ``fill(i, raw)`` writes into ``raw``, ``sizes[i]`` long.
+
+        It is called for those that are not here yet, in this thread, before this returns; what it
+        raises is raised here, and that block is not kept. Else as `put`.
+        """
+        began = self._timing.begin()
+        blocks = self._blocks(keys)
+        sizes = _sizes(sizes, len(blocks))
+        if wait is not None:
+            wait = seconds_of("wait", wait)
+        with closed_is_illegal():
+            written = self._tiered.write(blocks, sizes, fill, wait=wait)
+        if began:
+            kept, size = len(written.kept), sum(sizes[at] for at in written.kept)
+            tiers = [(self._tiered.front.name, kept)] if kept else []
+            self._timing.end(began, "put", asked=len(keys), moved=kept, size=size, tiers=tiers)
+        return len(written.kept) + len(written.already)
+
+    def get(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        *,
+        deadline: float | None = None,
+    ) -> int:
+        """Fill ``buffers``, each as long as what was put, up to the first key not there; how many.
+
+        What is in the buffers behind that is undefined. ``deadline`` seconds from now it ends with
+        what arrived.
+
+        Raises:
+            InvalidValue: see `put`; or a buffer that cannot be written.
+        """
+        views = _views(buffers, len(keys))
+        if any(view.readonly for view in views):
+            raise InvalidValue("a buffer to read into is read-only; a writable one is needed")
+
+        def take(at: int, raw: memoryview) -> None:
+            views[at][:] = raw
+
+        return self.read(keys, [len(view) for view in views], take, deadline=deadline)
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        sink: Callable[[int, memoryview], None],
+        *,
+        deadline: float | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> int:
+        """Hand the bytes of blocks to ``sink(i, raw)``, up to the first key not there; how many.
+
+        In order, in this thread; ``raw`` is the store's memory, to be copied and not to be written.
+        ``sizes`` are what was put. ``deadline`` seconds from now it ends with what arrived, and
+        when ``cancelled`` says so between two blocks.
+        """
+        began = self._timing.begin()
+        blocks = self._blocks(keys)
+        sizes = _sizes(sizes, len(blocks))
+        if deadline is not None:
+            deadline = seconds_of("deadline", deadline)
+        names: list[str] | None = [] if began else None
+        with closed_is_illegal():
+            count = self._tiered.read(
+                blocks, sizes, sink, deadline=deadline, cancelled=cancelled, sources=names
+            )
+        if began:
+            tiers = runs_of((name, 1) for name in names or ())
+            size = sum(sizes[:count])
+            self._timing.end(began, "get", asked=len(keys), moved=count, size=size, tiers=tiers)
+        return count
+
+    def lookup(self, keys: Sequence[bytes], *, deadline: float | None = None) -> int:
+        """How many of ``keys`` are there before the first that is not; transfers nothing.
+
+        Places that others write to are asked, for as long as their timeout, and not for longer
+        than ``deadline`` seconds.
+        """
+        until = None if deadline is None else time.monotonic() + seconds_of("deadline", deadline)
+        with closed_is_illegal():
+            return len(self._tiered.locate(self._blocks(keys), until))
+
+    def knows(self, keys: Sequence[bytes]) -> int:
+        """How many of ``keys`` are known to be there before the first that is not; asks nobody.
+
+        Where `must_ask`, there may be more. What others took away meanwhile still counts. Cost:
+        about 0.15 µs a block.
+        """
+        self._tiered.check_open()
+        space = self._space
+        blocks = [space + key for key in keys]
+        # A tier that hides records, or is not read now, is looked at block by block.
+        quick = [tier.catalogue for tier in self._tiered.tiers if tier.serves_all]
+        catalogues = [self._tiered.front.catalogue, *quick]
+        count = 0
+        while count < len(blocks):
+            before = count
+            for catalogue in catalogues:
+                count += catalogue.leading(blocks[count:] if count else blocks)
+                if count == len(blocks):
+                    return count
+            if count == before:
+                if not self._tiered.knows(blocks[count]):
+                    return count
+                count += 1
+        return count
+
+    def unknown(self, keys: Sequence[bytes]) -> list[int]:
+        """Positions of ``keys`` that are not known to be anywhere: what a `write` would keep.
+
+        Cost: as `knows`, and up to a microsecond for each that is not.
+        """
+        positions: list[int] = []
+        at = self.knows(keys)
+        while at < len(keys):
+            block = self._space + keys[at]
+            if self._tiered.knows(block):
+                at += self.knows(keys[at : at + 64])  # few are known behind a gap
+            else:
+                positions.append(at)
+                at += 1
+        return positions
+
+    @property
+    def must_ask(self) -> bool:
+        """Whether there may be more than is known: others write to one of the places."""
+        self._tiered.check_open()
+        return any(tier.asked for tier in self._tiered.tiers)
+
+    def prefetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Prefetch:
+        """Start bringing blocks of so many bytes into memory; returns at once.
+
+        Raises:
+            InvalidValue: not as many sizes as keys, or a size that is none.
+        """
+        blocks = self._blocks(keys)
+        sizes = _sizes(sizes, len(blocks))
+        return self._tiered.prefetch(lambda: (blocks, sizes))
+
+    def pin(self, keys: Sequence[bytes], seconds: float) -> int:
+        """Keep leading blocks from eviction for so long; how many are pinned."""
+        seconds = seconds_of("seconds", seconds, ends=True)
+        return self._tiered.pin(self._blocks(keys), seconds)
+
+    def remove(self, keys: Sequence[bytes]) -> Removed:
+        """Delete blocks everywhere; `Removed.failed` names tiers that may have some still."""
+        with closed_is_illegal():
+            return self._tiered.remove(self._blocks(keys))
+
+    def clear(self) -> Removed:
+        """Delete the namespace; see `Removed`."""
+        with closed_is_illegal():
+            return self._tiered.clear(self._space)
+
+    def watch(self, hook: Callable[[Operation], object]) -> Callable[[], None]:
+        """Call ``hook`` after each write and read; see `KVStore.watch`."""
+        self._tiered.check_open()
+        return self._timing.watch(hook)
+
+    def flush(self, timeout: float | None = 60.0) -> bool:
+        """Have the slower tiers hold what was put; see `KVStore.flush`."""
+        timeout = None if timeout is None else seconds_of("timeout", timeout)
+        with closed_is_illegal():
+            return self._tiered.flush(timeout)
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Flush and give everything back; a second call does nothing."""
+        timeout = seconds_of("timeout", timeout)
+        if isinstance(self._tiered, ClosedUse) or self._tiered.inherited:
+            return True
+        if self._shared_as:
+            with suppress(IndexError):  # two threads close it at once
+                name = self._shared_as.pop()
+                self._tiered = cast("TieredStore", ClosedUse(self._tiered))
+                return _SHARED.give_back(name, lambda store: store.close(timeout))
+            return True
+        if self._unpin_memory is not None:
+            self._unpin_memory()
+        return self._tiered.close(timeout)
+
+    def stats(self) -> list[TierStats]:
+        """Every tier at this moment, fastest first."""
+        return self._tiered.stats()
+
+    def check(self) -> None:
+        """Recount everything while nothing is on its way; AssertionError: a fault of kvkeep."""
+        self._tiered.check()
+
+    def _blocks(self, keys: Sequence[bytes]) -> list[bytes]:
+        for key in keys:
+            if type(key) is not bytes or len(key) != KEY_BYTES:
+                raise InvalidValue(f"a block key is {KEY_BYTES} bytes, got {key!r}")
+        return [self._space + key for key in keys]
+
+    def __enter__(self) -> Self:
+        self._tiered.check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<BlockStore over {', '.join(tier.place for tier in self.stats())}>"
+
+
+def _sizes(sizes: Sequence[int], count: int) -> list[int]:
+    if len(sizes) != count:
+        raise InvalidValue(f"{len(sizes)} sizes are given for {count} keys")
+    return [whole("the size of a block", size, 1) for size in sizes]
+
+
+def _views(buffers: Sequence[memoryview | bytes], count: int) -> list[memoryview]:
+    if len(buffers) != count:
+        raise InvalidValue(f"{len(buffers)} buffers are given for {count} keys")
+    return [_view(buffer) for buffer in buffers]
+
+
+def _view(buffer: memoryview | bytes) -> memoryview:
+    try:
+        view = memoryview(buffer)
+        if view.nbytes:
+            return view.cast("B")
+    except (TypeError, BufferError) as error:
+        raise InvalidValue(
+            f"a buffer is {type(buffer).__name__}; bytes are needed, or what gives its memory in "
+            f"one piece, in C order: {error}"
+        ) from error
+    raise InvalidValue("a block has at least one byte; an empty buffer is given")

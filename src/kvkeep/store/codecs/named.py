@@ -1,0 +1,76 @@
+"""Codecs by name, as options spell them, and by number, as records state them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import InvalidValue, require
+from kvkeep.store.codecs.encrypted import ENCRYPTED, EncryptedCodec, inner_number
+from kvkeep.store.codecs.lossless import LosslessCodec
+from kvkeep.store.codecs.raw import RawCodec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvkeep.store.codecs.base import BlockShape, Codec
+
+__all__ = ["CODECS", "codec_of", "make_codec"]
+
+CODECS = ("raw", "lossless", "int8", "fp8")
+"""Names of codecs; a codec's number is its place here."""
+
+
+def make_codec(
+    name: str, shape: BlockShape, key: bytes | None = None, old_keys: Sequence[bytes] = ()
+) -> Codec:
+    """The codec called ``name`` for blocks of ``shape``; with a ``key``, encryption around it.
+
+    It reads what was encrypted with ``old_keys``, too.
+
+    Raises:
+        InvalidValue: there is none of that name, or it cannot work on such blocks.
+        MissingExtra: it needs a package that is not installed.
+    """
+    if name not in CODECS:
+        raise InvalidValue(f"codec is {name!r}; it is one of {', '.join(CODECS)}")
+    codec = _make(name, shape)
+    return codec if key is None else EncryptedCodec(codec, key, old_keys)
+
+
+def codec_of(
+    number: int, shape: BlockShape, key: bytes | None = None, old_keys: Sequence[bytes] = ()
+) -> Codec | None:
+    """The codec that decodes records of ``number``; None: not known, or not with what is given.
+
+    Without a ``key`` nothing that is encrypted can be read; a codec that needs to know the element
+    type cannot read where ``shape`` has none. Make it once a number, not once a record.
+
+    Raises:
+        MissingExtra: it needs a package that is not installed.
+    """
+    inside = inner_number(number)
+    plain = number if inside is None else inside
+    if not 0 <= plain < len(CODECS) or (inside is not None and key is None):
+        return None
+    try:
+        codec = _make(CODECS[plain], shape)
+    except InvalidValue:
+        return None
+    if inside is None or key is None:
+        return codec
+    return EncryptedCodec(codec, key, old_keys, with_id=number >= ENCRYPTED)
+
+
+def _make(name: str, shape: BlockShape) -> Codec:
+    if name == "raw":
+        return RawCodec()
+    if name == "lossless":
+        return LosslessCodec(shape)
+    require("torch", "torch")
+    if name == "int8":
+        from kvkeep.store.codecs.int8 import Int8Codec  # noqa: PLC0415
+
+        return Int8Codec(shape)
+    from kvkeep.store.codecs.fp8 import Fp8Codec  # noqa: PLC0415
+
+    return Fp8Codec(shape)

@@ -1,0 +1,256 @@
+"""What `int8` and `fp8` share: one byte a number, and one scale for the numbers of a tile.
+
+Each part of a block (K or V of a layer) is encoded by itself:
+
+- *as is*, where a number is not finite, or so near the type's end that decoding could leave it;
+  or where scales would cost more than is gained.
+- *per channel*: a tile is 64 tokens of one channel. Some channels of keys are large for every
+  token, and would leave the others of their head few steps (KIVI, arXiv 2402.02750, found it so).
+- *per token*: a tile is 64 channels of one token, or of as many tokens as small heads need.
+
+Which of the last two is decided on a sample of the part: what gives the smaller squared error.
+A part of less than 32 tokens is encoded per token.
+
+Encoded bytes:
+
+    part kinds     one byte each: 0 as is, 1 per channel, 2 per token; zeros up to a multiple of 8
+    then a part    as is: its raw bytes
+    after another  else: scales, 16 bits each, little-endian, the upper half of a float32
+                   [rows, runs, groups]; then codes, a byte each, in the order of raw numbers
+                   zeros up to a multiple of 8
+
+Rows are heads in HND; in NHD there is one, and its channels are those of all heads. Scales are
+rounded up to 16 bits, so that no code passes its end, and are at least 2^-126.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.geometry import DTYPES
+from kvkeep.store.codecs.base import Codec, Damaged
+from kvkeep.store.codecs.tiles import per_channel, per_token, pieces, regions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from kvkeep.store.codecs.base import BlockShape
+    from kvkeep.store.codecs.tiles import Tile
+
+__all__ = ["QuantisedCodec"]
+
+_AS_IS, _PER_CHANNEL, _PER_TOKEN = 0, 1, 2
+_TILES = {_PER_CHANNEL: per_channel, _PER_TOKEN: per_token}
+_FEW_TOKENS = 32
+_SAMPLE_TOKENS = 64
+_SAMPLE_CHANNELS = 256
+_ALIGNED = 8
+_SCALE_BYTES = 2
+_LEAST_SCALE = 2.0**-126  # the smallest whose reciprocal is finite and exact
+_NEAR_THE_END = 0.98  # of the type's greatest number: half a step more must not leave it
+
+
+class _Part(NamedTuple):
+    """Where one part lies in the raw bytes, and how: [rows, tokens, channels]."""
+
+    start: int
+    size: int
+    shape: tuple[int, int, int]
+    dim: int  # channels of one head
+
+
+class QuantisedCodec(Codec):
+    """One byte a number with a scale a tile; `Int8Codec` and `Fp8Codec` say what the byte means.
+
+    Thread safety: any number of threads. A call works in pieces of 32768 numbers, which torch
+    computes in the calling thread; its pool of threads is left to whoever computes the model.
+    Memory: a few pieces beside the two buffers.
+    """
+
+    exact = False
+    largest: float
+    """The code of the greatest magnitude in a tile."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        if not shape.dtype or not shape.parts:
+            raise InvalidValue(
+                f"codec {self.name} must know what the bytes are, and here they are opaque; "
+                "raw and lossless work on any bytes"
+            )
+        if DTYPES[shape.dtype] < 2:
+            raise InvalidValue(
+                f"codec {self.name} makes numbers one byte long, and {shape.dtype} is that "
+                "already; raw or lossless would work"
+            )
+        if shape.layout not in ("NHD", "HND"):
+            raise InvalidValue(f"layout is 'NHD' or 'HND', got {shape.layout!r}")
+        self._parts = shape.parts
+        self._heads_first = shape.layout == "HND"
+        self._dtype: torch.dtype = getattr(torch, shape.dtype)
+        self._item = DTYPES[shape.dtype]
+        self._bits = torch.int32 if self._item == 4 else torch.int16
+        self._magnitude = 0x7FFFFFFF if self._item == 4 else 0x7FFF
+        end = torch.tensor(torch.finfo(self._dtype).max * _NEAR_THE_END, dtype=self._dtype)
+        self._greatest_bits = int(end.view(self._bits))
+        self._token_bytes = sum(heads * dim for heads, dim in shape.parts) * self._item
+
+    @abstractmethod
+    def _quantise(self, numbers: Tensor, codes: Tensor) -> None:
+        """Round float32 ``numbers`` of magnitude ≤ `largest` into ``codes`` (uint8); may spoil."""
+
+    @abstractmethod
+    def _restore(self, codes: Tensor) -> Tensor:
+        """The float32 numbers that ``codes`` (uint8) mean: a new tensor."""
+
+    def bound(self, raw_bytes: int) -> int:
+        """As many as there are, with kinds and gaps: what is not smaller is kept as it is."""
+        return raw_bytes + _aligned(len(self._parts)) + _ALIGNED * len(self._parts)
+
+    def encode(self, raw: memoryview, out: memoryview, bound_to: bytes) -> int:
+        """Encode part by part. A read-only ``raw`` is copied first: torch takes writable ones."""
+        del bound_to
+        tokens, rest = divmod(len(raw), self._token_bytes)
+        assert tokens, "a block without a token"
+        assert not rest, f"{len(raw)} bytes are not whole tokens of {self._token_bytes}"
+        given = _tensor(raw)
+        target = _tensor(out)
+        at = _aligned(len(self._parts))
+        target[:at] = 0
+        for number, part in enumerate(self._layout(tokens)):
+            numbers = given[part.start : part.start + part.size].view(self._dtype)
+            numbers = numbers.view(part.shape)
+            kind = self._kind_of(numbers, part)
+            if kind != _AS_IS:
+                tile = _TILES[kind](part.dim)
+                scales, codes = _sections(target, at, part, tile)
+                if not self._encode_part(numbers, tile, scales, codes):
+                    kind = _AS_IS
+            if kind == _AS_IS:
+                out[at : at + part.size] = raw[part.start : part.start + part.size]
+            target[number] = kind
+            end = at + _encoded_size(part, kind)
+            at = _aligned(end)
+            target[end:at] = 0
+        return at
+
+    def decode(self, encoded: memoryview, out: memoryview, bound_to: bytes) -> None:
+        """Decode part by part into ``out``. A read-only ``encoded`` is copied first."""
+        del bound_to
+        tokens, rest = divmod(len(out), self._token_bytes)
+        if rest or not tokens:
+            raise Damaged(f"{len(out)} bytes are not whole tokens of {self._token_bytes}")
+        parts = list(self._layout(tokens))
+        at = _aligned(len(parts))
+        kinds = bytes(encoded[: len(parts)])
+        if len(encoded) < at or any(kind not in {_AS_IS, *_TILES} for kind in kinds):
+            raise Damaged(f"{len(encoded)} bytes do not begin with {len(parts)} kinds of parts")
+        sizes = [_encoded_size(part, kind) for part, kind in zip(parts, kinds, strict=True)]
+        if at + sum(map(_aligned, sizes)) != len(encoded):
+            raise Damaged(f"{len(encoded)} bytes; {at + sum(map(_aligned, sizes))} belong here")
+        source = _tensor(encoded)
+        restored = _tensor(out).view(self._dtype)
+        for part, kind, size in zip(parts, kinds, sizes, strict=True):
+            if kind == _AS_IS:
+                out[part.start : part.start + part.size] = encoded[at : at + size]
+            else:
+                tile = _TILES[kind](part.dim)
+                scales, codes = _sections(source, at, part, tile)
+                if int(scales.min()) < 0x0080 or int(scales.max()) >= 0x7F80:
+                    raise Damaged("a scale is not a finite number above zero")
+                start = part.start // self._item
+                numbers = restored[start : start + prod(part.shape)].view(part.shape)
+                self._decode_part(numbers, tile, scales, codes)
+            at += _aligned(size)
+
+    def _layout(self, tokens: int) -> Iterator[_Part]:
+        start = 0
+        for heads, dim in self._parts:
+            shape = (heads, tokens, dim) if self._heads_first else (1, tokens, heads * dim)
+            size = prod(shape) * self._item
+            yield _Part(start, size, shape, dim)
+            start += size
+
+    def _kind_of(self, numbers: Tensor, part: _Part) -> int:
+        kind = _PER_TOKEN
+        if part.shape[1] >= _FEW_TOKENS:
+            # Whole heads: of NHD's one row some channels, of HND's rows one in the middle.
+            row = part.shape[0] // 2
+            width = max(part.dim, _SAMPLE_CHANNELS // part.dim * part.dim)
+            sample = numbers[row : row + 1, :_SAMPLE_TOKENS, :width]
+            errors = {kind: self._error(sample, tile(part.dim)) for kind, tile in _TILES.items()}
+            kind = min(errors, key=errors.__getitem__)
+        return kind if _encoded_size(part, kind) < part.size else _AS_IS
+
+    def _error(self, numbers: Tensor, tile: Tile) -> float:
+        """Grows as the mean squared error: with the mean of squared scales."""
+        return float(self._peaks(numbers, tile).view(self._dtype).float().square_().mean())
+
+    def _peaks(self, numbers: Tensor, tile: Tile) -> Tensor:
+        """The bits of each tile's greatest magnitude; as whole numbers they are in order."""
+        rows, tokens, channels = numbers.shape
+        shape = rows, tile.runs(tokens), channels // tile.width
+        peaks = torch.empty(shape, dtype=self._bits)
+        for region, share in regions(numbers.view(self._bits), peaks, tile):
+            for piece in pieces(region):
+                magnitudes = region[piece] & self._magnitude
+                torch.amax(magnitudes, (2, 4), keepdim=True, out=share[piece])
+        return peaks
+
+    def _encode_part(self, numbers: Tensor, tile: Tile, scales: Tensor, codes: Tensor) -> bool:
+        """Fill ``scales`` and ``codes``; False where the numbers must be kept as they are."""
+        peaks = self._peaks(numbers, tile)
+        if int(peaks.max()) > self._greatest_bits:
+            return False
+        scale = peaks.view(self._dtype).float().div_(self.largest).clamp_(_LEAST_SCALE)
+        upper = scale.view(torch.int32).add_(0xFFFF).bitwise_right_shift_(16)
+        scales.copy_(upper)
+        steps = upper.bitwise_left_shift_(16).view(torch.float32).reciprocal_()
+        pairs = zip(regions(numbers, steps, tile), regions(codes, steps, tile), strict=True)
+        for (region, share), (coded, _) in pairs:
+            for piece in pieces(region):
+                given = region[piece].to(torch.float32, copy=True)  # float32 would be itself
+                self._quantise(given.mul_(share[piece]), coded[piece])
+        return True
+
+    def _decode_part(self, numbers: Tensor, tile: Tile, scales: Tensor, codes: Tensor) -> None:
+        scale = scales.int().bitwise_left_shift_(16).view(torch.float32)
+        pairs = zip(regions(numbers, scale, tile), regions(codes, scale, tile), strict=True)
+        for (region, share), (coded, _) in pairs:
+            for piece in pieces(region):
+                region[piece] = self._restore(coded[piece]).mul_(share[piece])
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _scale_shape(part: _Part, tile: Tile) -> tuple[int, int, int]:
+    rows, tokens, channels = part.shape
+    return rows, tile.runs(tokens), channels // tile.width
+
+
+def _encoded_size(part: _Part, kind: int) -> int:
+    """Bytes of a part without the gap behind it."""
+    if kind == _AS_IS:
+        return part.size
+    return prod(_scale_shape(part, _TILES[kind](part.dim))) * _SCALE_BYTES + prod(part.shape)
+
+
+def _sections(buffer: Tensor, at: int, part: _Part, tile: Tile) -> tuple[Tensor, Tensor]:
+    """A part's scales (as int16) and codes in the encoded ``buffer``, from ``at`` on."""
+    shape = _scale_shape(part, tile)
+    middle = at + prod(shape) * _SCALE_BYTES
+    scales = buffer[at:middle].view(torch.int16).view(shape)
+    return scales, buffer[middle : middle + prod(part.shape)].view(part.shape)
+
+
+def _tensor(buffer: memoryview) -> Tensor:
+    writable = bytearray(buffer) if buffer.readonly else buffer
+    return torch.frombuffer(writable, dtype=torch.uint8)

@@ -1,0 +1,222 @@
+"""The forms in which engines hold KV, and the one in which the store keeps it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final, Literal
+
+import torch
+
+from kvkeep.core.errors import InvalidValue
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.codecs import BlockShape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvkeep.core.geometry import KVGeometry
+
+    Layers = Sequence[tuple[Tensor, ...]]
+    KV = Tensor | Layers
+
+__all__ = ["Form", "Layout"]
+
+Layout = Literal["NHD", "HND"]
+
+_LARGE: Final = 16 << 20
+"""Bytes: smaller tensors are in memory that the process keeps and has touched before."""
+
+
+class Form:
+    """KV of one geometry and layout: as tensors, and as the raw bytes of a block.
+
+    Raw bytes are the parts one after another: K of the first layer, its V, K of the second …, each
+    ``[tokens, heads, dim]`` (NHD) or ``[heads, tokens, dim]`` (HND); with latent attention one part
+    a layer. Where keys and values are as wide, that is one tensor ``[layers, 2, …]``.
+    """
+
+    def __init__(self, geometry: KVGeometry, layout: Layout) -> None:
+        if layout not in ("NHD", "HND"):
+            raise InvalidValue(
+                f"layout is {layout!r}; it is 'NHD' ([tokens, heads, dim]) or 'HND' "
+                "([heads, tokens, dim])"
+            )
+        self.geometry = geometry
+        self.layout = layout
+        self.latent = geometry.latent_dim is not None
+        self.dtype: torch.dtype = getattr(torch, geometry.dtype)
+        heads = geometry.rank_heads
+        widths = [geometry.head_dim] if self.latent else [geometry.head_dim, geometry.value_dim]
+        self._parts = tuple((heads, width) for width in widths)
+        self.blockwise = self.latent or geometry.head_dim == geometry.value_dim
+        """Whether one tensor holds it all."""
+
+    @property
+    def block_shape(self) -> BlockShape:
+        """What a codec may know of the raw bytes."""
+        return BlockShape(self.geometry.dtype, self.layout, self._parts * self.geometry.layers)
+
+    def raw_bytes(self, tokens: int) -> int:
+        """Bytes of so many tokens."""
+        return tokens * self.geometry.bytes_per_token
+
+    def shape(self, tokens: int) -> tuple[int, ...]:
+        """Of one tensor with all of it."""
+        layers, (heads, width) = self.geometry.layers, self._parts[0]
+        if self.latent:
+            return layers, tokens, width
+        if self.layout == "NHD":
+            return layers, 2, tokens, heads, width
+        return layers, 2, heads, tokens, width
+
+    @property
+    def token_axis(self) -> int:
+        """Where tokens are counted, from the end."""
+        if self.latent:
+            return -2
+        return -3 if self.layout == "NHD" else -2
+
+    # --- what callers give -----------------------------------------------------------------------
+
+    def check(self, kv: KV, tokens: int) -> None:
+        """Refuse ``kv`` that is not of this geometry and layout, or not of so many tokens."""
+        if isinstance(kv, torch.Tensor):
+            self._check_tensor(kv, tokens)
+            return
+        layers = self._layers(kv)
+        if len(layers) != self.geometry.layers:
+            raise InvalidValue(f"kv has {len(layers)} layers; the model has {self.geometry.layers}")
+        for number, layer in enumerate(layers):
+            parts = self._layer(layer, number)
+            for part, (heads, width) in zip(parts, self._parts, strict=True):
+                self._check_part(part, number, heads, width, tokens)
+
+    def check_room(self, out: KV, tokens: int) -> None:
+        """Refuse what `check` does, and memory in which a number has no place of its own."""
+        self.check(out, tokens)
+        parts = [out] if isinstance(out, torch.Tensor) else self._flat(out)
+        for part in parts:
+            sizes = zip(part.shape, part.stride(), strict=True)
+            if any(size > 1 and not stride for size, stride in sizes):
+                raise InvalidValue(
+                    f"out has the strides {part.stride()}, so several of its elements are one: "
+                    "give memory with a place for each, as torch.empty does"
+                )
+
+    @staticmethod
+    def _layers(kv: object) -> Sequence[object]:
+        if not isinstance(kv, tuple | list):
+            raise InvalidValue(
+                f"kv is {type(kv).__name__}; it is a tensor, or a tuple or list of layers"
+            )
+        return kv
+
+    def _check_tensor(self, kv: Tensor, tokens: int) -> None:
+        if not self.blockwise:
+            raise InvalidValue(
+                f"keys have {self.geometry.head_dim} elements and values "
+                f"{self.geometry.value_dim}: give kv as ((k, v), …), a pair for each layer"
+            )
+        if tuple(kv.shape) != self.shape(tokens):
+            raise InvalidValue(
+                f"kv has the shape {tuple(kv.shape)}; {tokens} tokens in layout {self.layout} "
+                f"have {self.shape(tokens)}"
+            )
+        if kv.dtype != self.dtype:
+            raise InvalidValue(f"kv is {kv.dtype}; the geometry says {self.dtype}")
+
+    def _layer(self, layer: object, number: int) -> tuple[Tensor, ...]:
+        if isinstance(layer, torch.Tensor):
+            layer = (layer,)
+        parts = tuple(layer) if isinstance(layer, tuple | list) else ()
+        if len(parts) != len(self._parts) or not all(isinstance(p, torch.Tensor) for p in parts):
+            want = "one tensor" if self.latent else "a pair (k, v) of tensors"
+            given = f"{len(parts)} parts" if parts else type(layer).__name__
+            raise InvalidValue(f"layer {number} of kv is {given}; it is {want}")
+        return parts
+
+    def _check_part(self, part: Tensor, layer: int, heads: int, width: int, tokens: int) -> None:
+        want: tuple[int, ...] = (tokens, heads, width)
+        if self.latent:
+            want = (tokens, width)
+        elif self.layout == "HND":
+            want = (heads, tokens, width)
+        if tuple(part.shape) not in (want, (1, *want)):
+            raise InvalidValue(
+                f"layer {layer} of kv has the shape {tuple(part.shape)}; {tokens} tokens in layout "
+                f"{self.layout} have {want}, with or without a leading batch of 1"
+            )
+        if part.dtype != self.dtype:
+            raise InvalidValue(
+                f"layer {layer} of kv is {part.dtype}; the geometry says {self.dtype}"
+            )
+
+    # --- what moves ------------------------------------------------------------------------------
+
+    def empty(self, tokens: int, *, tuples: bool = False) -> KV:
+        """Room for so many tokens, in memory of its own."""
+        if self.blockwise and not tuples:
+            return self._new(self.shape(tokens))
+        return [
+            tuple(self._new(self._part_shape(tokens, *part)) for part in self._parts)
+            for _ in range(self.geometry.layers)
+        ]
+
+    def _new(self, shape: tuple[int, ...]) -> Tensor:
+        size = math.prod(shape) * self.dtype.itemsize
+        if size < _LARGE:
+            return torch.empty(shape, dtype=self.dtype)
+        # What costs most of a copy into new memory is touching it; in huge pages that is a third.
+        return torch.frombuffer(aligned(size), dtype=self.dtype).view(shape)
+
+    def cut(self, kv: KV, start: int, stop: int) -> KV:
+        """Tokens ``start`` … ``stop`` of ``kv``, sharing its memory."""
+        axis = self.token_axis
+        if isinstance(kv, torch.Tensor):
+            return kv.narrow(axis, start, stop - start)
+        return tuple(
+            tuple(part.narrow(axis, start, stop - start) for part in self._layer(layer, number))
+            for number, layer in enumerate(kv)
+        )
+
+    # Inference mode: nothing here is of use to autograd, which would refuse to copy from or into
+    # some tensors that it knows, and into those that were made in inference mode.
+
+    @torch.inference_mode()
+    def write(self, kv: KV, raw: memoryview, tokens: int) -> None:
+        """Copy ``kv``, of so many tokens, into the raw bytes of a block."""
+        if isinstance(kv, torch.Tensor):
+            self._block(raw, tokens).copy_(kv)
+            return
+        for mine, theirs in zip(self._pieces(raw, tokens), self._flat(kv), strict=True):
+            mine.copy_(theirs.view(mine.shape) if theirs.dim() > mine.dim() else theirs)
+
+    @torch.inference_mode()
+    def read(self, raw: memoryview, tokens: int, kv: KV, *, skip: int = 0) -> None:
+        """Copy raw bytes of a block of so many tokens, but the first ``skip``, into ``kv``."""
+        axis, count = self.token_axis, tokens - skip
+        if isinstance(kv, torch.Tensor):
+            kv.copy_(self._block(raw, tokens).narrow(axis, skip, count))
+            return
+        for mine, theirs in zip(self._pieces(raw, tokens), self._flat(kv), strict=True):
+            theirs.copy_(mine.narrow(axis, skip, count))
+
+    def _flat(self, kv: Layers) -> list[Tensor]:
+        return [part for number, layer in enumerate(kv) for part in self._layer(layer, number)]
+
+    def _block(self, raw: memoryview, tokens: int) -> Tensor:
+        return torch.frombuffer(raw, dtype=self.dtype).view(self.shape(tokens))
+
+    def _pieces(self, raw: memoryview, tokens: int) -> list[Tensor]:
+        flat = torch.frombuffer(raw, dtype=self.dtype)
+        shapes = [self._part_shape(tokens, *part) for part in self._parts] * self.geometry.layers
+        lengths = [shape.numel() for shape in map(torch.Size, shapes)]
+        cut = torch.split(flat, lengths)
+        return [part.view(s) for part, s in zip(cut, shapes, strict=True)]
+
+    def _part_shape(self, tokens: int, heads: int, width: int) -> tuple[int, ...]:
+        if self.latent:
+            return tokens, width
+        return (tokens, heads, width) if self.layout == "NHD" else (heads, tokens, width)

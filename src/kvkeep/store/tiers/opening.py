@@ -1,0 +1,183 @@
+"""Tiers from what people write: URLs, with the options that every tier has."""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache, partial
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import InvalidValue, require
+from kvkeep.core.eviction import POLICIES
+from kvkeep.store.backends import Backend, TierURL
+from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.codecs import BlockShape, codec_of, load_key, make_codec
+from kvkeep.store.tiers.adaptive import AdaptiveTiering
+from kvkeep.store.tiers.front import Front
+from kvkeep.store.tiers.plan import Exclusive, Inclusive
+from kvkeep.store.tiers.tier import Tier, TierOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvkeep.store.tiers.plan import TieringPolicy
+
+__all__ = ["TIERINGS", "TIER_OPTIONS", "open_backend", "open_tiers", "tiering"]
+
+TIER_OPTIONS = (
+    "codec", "encrypt", "decrypt", "policy", "ttl", "timeout", "queue", "readers", "writers",
+)  # fmt: skip
+"""Options that every tier has; the others are its backend's."""
+
+TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive")
+"""What `tiering` knows; any number of touches may follow the colon."""
+
+BUFFER_BYTES = 256 << 20
+"""The memory in front of tiers among which there is none: what is read and written passes it."""
+
+_HOMES = {
+    "memory": "memory.MemoryBackend",
+    "file": "disk.DiskBackend",
+    "valkey": "valkey.ValkeyBackend",
+    "redis": "valkey.ValkeyBackend",
+    "valkeys": "valkey.ValkeyBackend",
+    "rediss": "valkey.ValkeyBackend",
+    "s3": "objects.ObjectBackend",
+    "gs": "objects.ObjectBackend",
+    "az": "objects.ObjectBackend",
+}
+_GROUP = "kvkeep.backends"  # entry points of other packages: a scheme, and its class
+
+
+def open_backend(url: TierURL) -> Backend:
+    """The backend that ``url`` names: one of ours, or an entry point of ``kvkeep.backends``.
+
+    Options are left in ``url`` for `TierURL.finish` to refuse.
+
+    Raises:
+        InvalidValue: no such scheme, or the URL is wrong.
+        MissingExtra: it needs a package that is not installed.
+    """
+    home = _HOMES.get(url.scheme)
+    if home is not None:
+        module, _, name = home.partition(".")
+        kind = getattr(importlib.import_module(f"kvkeep.store.backends.{module}"), name)
+    else:
+        found = {point.name: point for point in entry_points(group=_GROUP)}
+        if url.scheme not in found:
+            raise InvalidValue(
+                f"{url.safe}: no tier is called {url.scheme}; there are "
+                f"{', '.join(sorted({*_HOMES, *found}))}"
+            )
+        kind = found[url.scheme].load()
+    backend = kind.from_url(url)
+    if not isinstance(backend, Backend):
+        raise InvalidValue(
+            f"{url.safe} opens {backend!r}; a Backend is needed: see docs/backends.md"
+        )
+    return backend
+
+
+def tiering(name: str) -> TieringPolicy:
+    """The policy of what moves where that ``name`` means: one of `TIERINGS`; each time a new one.
+
+    Raises:
+        InvalidValue: it means none.
+    """
+    kind, colon, after = name.partition(":")
+    if name == "adaptive":
+        return AdaptiveTiering()
+    if kind in ("inclusive", "exclusive") and (not colon or after.isdecimal()):
+        touches = int(after) if colon else 1
+        if touches:
+            return Inclusive(touches) if kind == "inclusive" else Exclusive(touches)
+    raise InvalidValue(f"no tiering {name!r}; there are {', '.join(TIERINGS)}")
+
+
+def open_tiers(
+    tiers: Sequence[str | Backend], shape: BlockShape | None = None
+) -> tuple[Front, list[Tier]]:
+    """Open ``tiers``, fastest first; the memory in front and what lies behind it.
+
+    Without a ``memory://`` tier of raw blocks first, one of 256 MiB is put in front.
+
+    Raises:
+        InvalidValue: there is no tier, or one of the URLs is wrong; nothing stays open.
+        MissingExtra: what seals and verifies records is not installed.
+    """
+    require("xxhash", "store")  # else every write and read would fail, out of sight
+    shape = shape or BlockShape()
+    if isinstance(tiers, str | Backend) or not tiers:
+        raise InvalidValue(f"tiers are a list of URLs, fastest first, got {tiers!r}")
+    opened: list[Front | Tier] = []
+    try:
+        for place in tiers:
+            opened.append(_open(place, shape, first=not opened))
+    except BaseException:
+        for tier in opened:
+            tier.backend.close()
+        raise
+    if not isinstance(opened[0], Front):
+        opened.insert(0, Front(MemoryBackend(BUFFER_BYTES), name="buffer"))
+    front, *below = opened
+    assert isinstance(front, Front)
+    behind = [tier for tier in below if isinstance(tier, Tier)]
+    _name_apart(front, behind)
+    return front, behind
+
+
+def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> Front | Tier:
+    if isinstance(place, Backend):
+        if first and isinstance(place, MemoryBackend):
+            return Front(place)
+        return Tier(place.scheme, place, make_codec("raw", shape), partial(codec_of, shape=shape))
+    url = TierURL(place)
+    policy_name = url.choice("policy", POLICIES, "lru")
+    policy = POLICIES[policy_name]
+    ttl = url.seconds("ttl")
+    name = url.text("codec", "raw")
+    key_file = url.text("encrypt")
+    assert name is not None
+    old_files = url.text("decrypt")
+    if old_files is not None and key_file is None:
+        raise InvalidValue(f"{url.safe}: decrypt= names old keys to read with; encrypt= is missing")
+    key = None if key_file is None else load_key(key_file)
+    old_keys = [] if old_files is None else [load_key(file) for file in old_files.split(",")]
+    codec = make_codec(name, shape, key, old_keys)
+    others = lru_cache(maxsize=256)(partial(codec_of, shape=shape, key=key, old_keys=old_keys))
+    if url.scheme == "memory" and first and codec.number == 0:
+        backend = open_backend(url)
+        url.finish()
+        assert isinstance(backend, MemoryBackend)
+        return Front(backend, policy, ttl=ttl)
+    options = TierOptions(
+        policy=policy,
+        ttl=ttl,
+        queue_bytes=url.size("queue"),
+        readers=url.number("readers", 4, 1, 64),
+        writers=url.number("writers", 2, 1, 64),
+    )
+    timeout = url.seconds("timeout")
+    backend = open_backend(url)
+    try:
+        url.finish()
+        if backend.capacity is None and (ttl is not None or policy_name != "lru"):
+            raise InvalidValue(
+                f"{url.safe} has no budget of ours, so its server decides what goes and when: "
+                "policy= and ttl= are for tiers with size="
+            )
+    except InvalidValue:
+        backend.close()
+        raise
+    if timeout is not None:
+        backend.timeout = timeout
+    return Tier(url.scheme, backend, codec, others, options)
+
+
+def _name_apart(front: Front, tiers: Sequence[Tier]) -> None:
+    """Tiers of one scheme are told apart by a number, the memory in front is the first."""
+    seen = {front.name: 1}
+    for tier in tiers:
+        seen[tier.name] = count = seen.get(tier.name, 0) + 1
+        if count > 1:
+            tier.name = f"{tier.name}{count}"

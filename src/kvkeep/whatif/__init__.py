@@ -1,8 +1,0 @@
-"""What a cache of another size would do, from what this one is asked for: sampled, online."""
-
-from __future__ import annotations
-
-from kvkeep.whatif.curve import MissRatioCurve
-from kvkeep.whatif.prompts import TIMES, MemoryPoint, PromptWatch
-
-__all__ = ["TIMES", "MemoryPoint", "MissRatioCurve", "PromptWatch"]
