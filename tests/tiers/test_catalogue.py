@@ -691,3 +691,14 @@ def test_what_cannot_suffice_is_said() -> None:
     assert catalogue.victims(4096) == [A], "it takes a whole unit"
     catalogue.pin([B], 60.0, 1000)
     assert not catalogue.may_free(4097)
+
+
+def test_how_many_fit() -> None:
+    catalogue = Catalogue(LRU, budget=10 * 4096, unit=4096)
+    assert catalogue.fits(A[:16]) is None, "nothing is here to judge by"
+    catalogue.add(A, 100)
+    catalogue.add(B, 5000)
+    assert catalogue.fits(A[:16]) == 6, "each takes a unit and a half"
+    catalogue.set_quota(A[:16], 7700)
+    assert catalogue.fits(A[:16]) == 3
+    assert catalogue.fits(bytes([9]) * 16) == 6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tier_bench import RAW, Bench, content, get, name, put, settle, there
+from tier_bench import PAGE, RAW, Bench, content, get, name, put, settle, there
 
 from kvkeep.tiers import Inclusive, Tier, TieredStore
 
@@ -114,3 +114,42 @@ def test_what_is_behind_a_block_without_room_was_dropped_for_that(bench: Bench) 
         fate = store.fates.of(name(number))
         assert fate is not None
         assert (fate.tier, fate.what, fate.detail) == (tier.name, "dropped", "no room")
+
+
+@pytest.mark.parametrize("quota", [False, True])
+def test_an_end_does_not_keep_out_its_beginning(bench: Bench, quota: bool) -> None:
+    """The beginning could not be written; the next put repairs that, where there is little room."""
+    place = bench.disk(64 if quota else 8)
+    tier = bench.tier(place, writers=1)
+    store = bench.store(32, tier)
+    if quota:
+        tier.catalogue.set_quota(name(0)[:16], 8 * PAGE)
+    place.fail("put", times=2)
+    put(store, range(12), wait=20)
+    settle(store)
+    assert there(tier) == list(range(2, 10))
+    place.heal()
+    put(store, range(12), wait=20)
+    settle(store)
+    assert there(tier) == list(range(8))
+
+
+def test_it_lets_go_when_a_read_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiers that take blocks at their second use get them from a read, which Ctrl-C ends."""
+    tier = bench.tier(bench.disk(8))
+    store = bench.store(16, tier, policy=Inclusive(admit_after=2))
+    put(store, range(4), wait=20)
+    read = store._planner.read
+
+    def interrupted(block: bytes) -> list[int]:
+        if block == name(2):
+            raise KeyboardInterrupt
+        return read(block)
+
+    monkeypatch.setattr(store._planner, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        get(store, range(4))
+    monkeypatch.undo()
+    settle(store)
+    assert there(tier) == [0, 1]
+    assert not [kept for kept in tier.catalogue._kept.values() if kept.held]

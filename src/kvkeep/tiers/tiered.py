@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.errors import BackendFailed, IllegalStep
+from kvkeep.keys import SPACE_BYTES
 from kvkeep.tiers.fates import Fates, Happened
 from kvkeep.tiers.flight import Flight
 from kvkeep.tiers.plan import Inclusive, Planner, TieringPolicy
@@ -137,7 +138,8 @@ class _Writing:
 
     It notes them as they are written, the beginning first. That would be what goes first, and
     without it the rest is not found. So a tier that has the beginning from before does not let it
-    go for the rest either, however long ago it was used.
+    go for the rest either, however long ago it was used. Of a prompt that is longer than the tier,
+    that is as much as fits.
 
     Thread safety: all methods.
     """
@@ -160,8 +162,8 @@ class _Writing:
             first = tier.name not in self._count
             self._count[tier.name] = self._count.get(tier.name, 0) + 1
             self._left[tier.name] = self._left.get(tier.name, 1) + 1
-        if first:
-            self._keep(tier, self._blocks)
+        if first:  # what is behind those that fit must not keep out the beginning
+            self._keep(tier, self._blocks[: tier.catalogue.fits(block[:SPACE_BYTES])])
 
         def over(saved: bool) -> None:
             if saved:
@@ -398,9 +400,11 @@ class TieredStore:
                 blocks, raw_bytes, sink, levels, until=until, cancelled=cancelled, sources=sources
             )
             writing = _Writing(self.tiers, blocks)
-            for block in blocks[:count]:
-                self._asked_for(block, writing)
-        writing.end()
+            try:
+                for block in blocks[:count]:
+                    self._asked_for(block, writing)
+            finally:
+                writing.end()
         if count < len(blocks):
             self.check_open()  # it was not closed meanwhile: the rest is really missing
         return count
