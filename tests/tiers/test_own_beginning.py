@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from tier_bench import PAGE, RAW, Bench, content, get, name, put, settle, there
 
-from kvkeep.tiers import Inclusive, Tier, TieredStore
+from kvkeep.replay.tiers import Level, TierSimulator
+from kvkeep.tiers import Exclusive, Inclusive, Tier, TieredStore
 
 
 def written_one_by_one(store: TieredStore, tier: Tier, numbers: range) -> None:
@@ -153,3 +154,19 @@ def test_it_lets_go_when_a_read_fails(bench: Bench, monkeypatch: pytest.MonkeyPa
     settle(store)
     assert there(tier) == [0, 1]
     assert not [kept for kept in tier.catalogue._kept.values() if kept.held]
+
+
+def test_what_goes_down_for_it_pushes_out_nothing_of_it(bench: Bench) -> None:
+    """The end of a prompt is put to memory, whose oldest move to where its beginning lies."""
+    tier = bench.tier(bench.memory(8), writers=1)
+    store = bench.store(20, tier, policy=Exclusive())
+    simulated = TierSimulator([Level("m", 20), Level("d", 8)], Exclusive(), ahead=True)
+    for numbers in (range(4), range(20, 28), range(30, 38), range(40, 44), range(50, 54)):
+        written_one_by_one(store, tier, numbers)
+        simulated.put([name(number) for number in numbers])
+    assert there(tier) == [0, 1, 22, 23, 24, 25, 26, 27]
+    written_one_by_one(store, tier, range(12))
+    simulated.put([name(number) for number in range(12)])
+    assert there(tier) == [0, 1, 30, 31, 32, 33, 34, 35]
+    assert {name(number) for number in there(tier)} == {*simulated._places[1].catalogue.blocks()}
+    assert get(store, range(12)) == 12

@@ -158,12 +158,10 @@ class _Writing:
 
     def one_more(self, tier: Tier, block: bytes) -> Callable[[bool], None]:
         """Another block goes to ``tier``; what to call when it is over."""
+        self._begin(tier)
         with self._lock:
-            first = tier.name not in self._count
-            self._count[tier.name] = self._count.get(tier.name, 0) + 1
-            self._left[tier.name] = self._left.get(tier.name, 1) + 1
-        if first:  # what is behind those that fit must not keep out the beginning
-            self._keep(tier, self._blocks[: tier.catalogue.fits(block[:SPACE_BYTES])])
+            self._count[tier.name] += 1
+            self._left[tier.name] += 1
 
         def over(saved: bool) -> None:
             if saved:
@@ -171,6 +169,20 @@ class _Writing:
             self._over(tier.name)
 
         return over
+
+    def begin(self) -> None:
+        """A block comes to memory, and what goes down for it may push out others in any tier."""
+        for tier in self._tiers.values():
+            self._begin(tier)
+
+    def _begin(self, tier: Tier) -> None:
+        with self._lock:
+            if tier.name in self._left:
+                return
+            self._count[tier.name], self._left[tier.name] = 0, 1
+        # What is behind those that fit must not keep out the beginning.
+        fits = tier.catalogue.fits(self._blocks[0][:SPACE_BYTES])
+        self._keep(tier, self._blocks[:fits])
 
     def _keep(self, tier: Tier, blocks: Sequence[bytes]) -> None:
         """Have ``tier`` keep what it has of ``blocks`` until it has the others, too."""
@@ -676,6 +688,7 @@ class TieredStore:
                     if held is not None or any(tier.serves(block) for tier in self.tiers):
                         written.already.append(at)
                     else:
+                        writing.begin()
                         held = self._keep(at, block, raw_bytes[at], fill, until)
                         if held is None:
                             self.fates.note(blocks[at:], self.front.name, "dropped", "no room")
