@@ -145,7 +145,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(blocks=st.lists(st.sampled_from(BLOCKS), max_size=6))
     def hold_all(self, blocks: list[bytes]) -> None:
-        held = self.catalogue.hold_all(blocks)
+        held: list[bytes] = []
+        self.catalogue.hold_all(blocks, held)
         assert held == [block for block in blocks if block in self.known]
         for block in held:
             self.known[block].held += 1

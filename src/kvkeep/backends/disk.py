@@ -504,7 +504,7 @@ class DiskBackend(Backend):
             # Somebody counted, and took away what was empty. These may have been.
             self._sweeps = sweeps
             known = self._spaces.copy()  # other threads put meanwhile
-            self._spaces -= {space for space in known if not self._has(space)}
+            self._spaces.difference_update([space for space in known if not self._has(space)])
             lost = set()
         return lost
 

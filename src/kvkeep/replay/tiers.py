@@ -310,7 +310,7 @@ class _Place:
 
     def keep(self, blocks: Sequence[bytes]) -> None:
         """What is here of ``blocks`` does not go before `let_go`."""
-        self._kept += self.catalogue.hold_all(blocks)
+        self.catalogue.hold_all(blocks, self._kept)
 
     def let_go(self) -> None:
         """Whatever was kept may go again."""

@@ -305,10 +305,13 @@ class Catalogue:
         with self._lock:
             return self._hold(block)
 
-    def hold_all(self, blocks: Iterable[bytes]) -> list[bytes]:
-        """`hold` each of ``blocks``; those that are known, and are to be freed."""
+    def hold_all(self, blocks: Iterable[bytes], held: list[bytes]) -> None:
+        """`hold` each of ``blocks``; those that are known, and are to be freed, come to ``held``.
+
+        One by one: whoever is interrupted knows what to free.
+        """
         with self._lock:
-            return [block for block in blocks if self._hold(block)]
+            held.extend(block for block in blocks if self._hold(block))
 
     def free(self, block: bytes) -> None:
         """Undo one `hold`; nothing happens to what was forgotten meanwhile."""

@@ -179,16 +179,14 @@ class _Writing:
         with self._lock:
             if tier.name in self._left:
                 return
-            self._count[tier.name], self._left[tier.name] = 0, 1
+            self._count[tier.name], self._kept[tier.name], self._left[tier.name] = 0, [], 1
         # What is behind those that fit must not keep out the beginning.
         fits = tier.catalogue.fits(self._blocks[0][:SPACE_BYTES])
         self._keep(tier, self._blocks[:fits])
 
     def _keep(self, tier: Tier, blocks: Sequence[bytes]) -> None:
         """Have ``tier`` keep what it has of ``blocks`` until it has the others, too."""
-        held = tier.catalogue.hold_all(blocks)
-        with self._lock:
-            self._kept.setdefault(tier.name, []).extend(held)
+        tier.catalogue.hold_all(blocks, self._kept[tier.name])
 
     def end(self) -> None:
         """No more come."""
