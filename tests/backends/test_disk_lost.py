@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import time
+from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
@@ -161,6 +162,36 @@ def test_an_empty_namespace_that_was_swept_away_is_no_loss(
     assert get(backend, A) is None
     assert backend.doubts == 1
     assert get(backend, OTHER) == b"record"
+
+
+def test_a_loss_right_after_it_swept_is_noticed(tmp_path: Path) -> None:
+    backend = DiskBackend(tmp_path / "store", 1 << 20)
+    put(backend, OTHER, b"record")
+    put(backend, A, b"record")
+    backend.delete([A])
+    it_counts(backend)
+    shutil.rmtree(backend._home.space(OTHER))
+    assert backend.sizes([A, OTHER]) == [None, None]
+    assert backend.doubts == 1
+
+
+def test_others_put_while_it_sees_what_was_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = DiskBackend(tmp_path / "store", 1 << 20)
+    put(backend, OTHER, b"record")
+    put(backend, A, b"record")
+    backend.delete([A])
+    others_count(backend)
+    has, spaces = backend._has, count(1)
+
+    def meanwhile(space: bytes) -> bool:
+        backend._spaces.add(next(spaces).to_bytes(16, "big"))
+        return has(space)
+
+    monkeypatch.setattr(backend, "_has", meanwhile)
+    assert backend.sizes([A]) == [None]
+    assert backend.doubts == 0
 
 
 def test_what_comes_back_is_found_again(tmp_path: Path) -> None:

@@ -145,7 +145,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(blocks=st.lists(st.sampled_from(BLOCKS), max_size=6))
     def hold_all(self, blocks: list[bytes]) -> None:
-        held = self.catalogue.hold_all(blocks)
+        held: list[bytes] = []
+        self.catalogue.hold_all(blocks, held)
         assert held == [block for block in blocks if block in self.known]
         for block in held:
             self.known[block].held += 1
@@ -691,3 +692,14 @@ def test_what_cannot_suffice_is_said() -> None:
     assert catalogue.victims(4096) == [A], "it takes a whole unit"
     catalogue.pin([B], 60.0, 1000)
     assert not catalogue.may_free(4097)
+
+
+def test_how_many_fit() -> None:
+    catalogue = Catalogue(LRU, budget=10 * 4096, unit=4096)
+    assert catalogue.fits(A[:16]) is None, "nothing is here to judge by"
+    catalogue.add(A, 100)
+    catalogue.add(B, 5000)
+    assert catalogue.fits(A[:16]) == 6, "each takes a unit and a half"
+    catalogue.set_quota(A[:16], 7700)
+    assert catalogue.fits(A[:16]) == 3
+    assert catalogue.fits(bytes([9]) * 16) == 6

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tier_bench import RAW, Bench, content, get, name, put, settle, there
+from tier_bench import PAGE, RAW, Bench, content, get, name, put, settle, there
 
-from kvkeep.store.tiers import Inclusive, Tier, TieredStore
+from kvkeep.bench.replay.tiers import Level, TierSimulator
+from kvkeep.store.tiers import Exclusive, Inclusive, Tier, TieredStore
 
 
 def written_one_by_one(store: TieredStore, tier: Tier, numbers: range) -> None:
@@ -114,3 +115,58 @@ def test_what_is_behind_a_block_without_room_was_dropped_for_that(bench: Bench) 
         fate = store.fates.of(name(number))
         assert fate is not None
         assert (fate.tier, fate.what, fate.detail) == (tier.name, "dropped", "no room")
+
+
+@pytest.mark.parametrize("quota", [False, True])
+def test_an_end_does_not_keep_out_its_beginning(bench: Bench, quota: bool) -> None:
+    """The beginning could not be written; the next put repairs that, where there is little room."""
+    place = bench.disk(64 if quota else 8)
+    tier = bench.tier(place, writers=1)
+    store = bench.store(32, tier)
+    if quota:
+        tier.catalogue.set_quota(name(0)[:16], 8 * PAGE)
+    place.fail("put", times=2)
+    put(store, range(12), wait=20)
+    settle(store)
+    assert there(tier) == list(range(2, 10))
+    place.heal()
+    put(store, range(12), wait=20)
+    settle(store)
+    assert there(tier) == list(range(8))
+
+
+def test_it_lets_go_when_a_read_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiers that take blocks at their second use get them from a read, which Ctrl-C ends."""
+    tier = bench.tier(bench.disk(8))
+    store = bench.store(16, tier, policy=Inclusive(admit_after=2))
+    put(store, range(4), wait=20)
+    read = store._planner.read
+
+    def interrupted(block: bytes) -> list[int]:
+        if block == name(2):
+            raise KeyboardInterrupt
+        return read(block)
+
+    monkeypatch.setattr(store._planner, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        get(store, range(4))
+    monkeypatch.undo()
+    settle(store)
+    assert there(tier) == [0, 1]
+    assert not [kept for kept in tier.catalogue._kept.values() if kept.held]
+
+
+def test_what_goes_down_for_it_pushes_out_nothing_of_it(bench: Bench) -> None:
+    """The end of a prompt is put to memory, whose oldest move to where its beginning lies."""
+    tier = bench.tier(bench.memory(8), writers=1)
+    store = bench.store(20, tier, policy=Exclusive())
+    simulated = TierSimulator([Level("m", 20), Level("d", 8)], Exclusive(), ahead=True)
+    for numbers in (range(4), range(20, 28), range(30, 38), range(40, 44), range(50, 54)):
+        written_one_by_one(store, tier, numbers)
+        simulated.put([name(number) for number in numbers])
+    assert there(tier) == [0, 1, 22, 23, 24, 25, 26, 27]
+    written_one_by_one(store, tier, range(12))
+    simulated.put([name(number) for number in range(12)])
+    assert there(tier) == [0, 1, 30, 31, 32, 33, 34, 35]
+    assert {name(number) for number in there(tier)} == {*simulated._places[1].catalogue.blocks()}
+    assert get(store, range(12)) == 12

@@ -182,7 +182,7 @@ class TierSimulator:
         """Keep blocks of which some are there, behind a gap; then all of them are used."""
         new, alone = set(), []
         for place in self._places[1:]:
-            place.keep(blocks)  # a prompt does not push out its own beginning
+            place.keep(blocks[: place.level.blocks])  # a prompt keeps its own beginning
         for block in blocks:
             touches = self.planner.put(block)
             level = self.level_of(block)
@@ -310,7 +310,7 @@ class _Place:
 
     def keep(self, blocks: Sequence[bytes]) -> None:
         """What is here of ``blocks`` does not go before `let_go`."""
-        self._kept += self.catalogue.hold_all(blocks)
+        self.catalogue.hold_all(blocks, self._kept)
 
     def let_go(self) -> None:
         """Whatever was kept may go again."""

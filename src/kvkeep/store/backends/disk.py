@@ -462,8 +462,12 @@ class DiskBackend(Backend):
     def _recount(self, count: Count) -> int | None:
         self._collect(count)
         if empty := self._home.empty_spaces():
+            before = self._ledger.sweeps()
             count.sweep()
             self._home.sweep(empty)
+            if before == self._sweeps:  # nobody else took any away: it is known which are gone
+                self._sweeps = self._ledger.sweeps()
+                self._spaces.difference_update(map(bytes.fromhex, empty))
         return self._home.used(SMALL)
 
     def _collect(self, count: Count) -> None:
@@ -499,7 +503,8 @@ class DiskBackend(Backend):
         if lost and (sweeps := self._ledger.sweeps()) != self._sweeps:
             # Somebody counted, and took away what was empty. These may have been.
             self._sweeps = sweeps
-            self._spaces = {space for space in self._spaces if self._has(space)}
+            known = self._spaces.copy()  # other threads put meanwhile
+            self._spaces.difference_update([space for space in known if not self._has(space)])
             lost = set()
         return lost
 

@@ -176,6 +176,19 @@ class Catalogue:
             self._unpin_expired()
             return self._taken - self._pinned_bytes >= needed
 
+    def fits(self, space: bytes) -> int | None:
+        """Blocks of a namespace that there is room for, if they are as large as those here.
+
+        None: no end is known.
+        """
+        with self._lock:
+            count = len(self)
+            if not count or not self.budget:
+                return None
+            fit = self.budget * count // self._taken
+            limit = self._quotas.get(space)
+            return fit if limit is None else min(fit, limit * count // self._bytes)
+
     # --- what changes it -------------------------------------------------------------------------
 
     def add(self, block: bytes, size: int, *, hold: bool = False) -> None:
@@ -292,10 +305,13 @@ class Catalogue:
         with self._lock:
             return self._hold(block)
 
-    def hold_all(self, blocks: Iterable[bytes]) -> list[bytes]:
-        """`hold` each of ``blocks``; those that are known, and are to be freed."""
+    def hold_all(self, blocks: Iterable[bytes], held: list[bytes]) -> None:
+        """`hold` each of ``blocks``; those that are known, and are to be freed, come to ``held``.
+
+        One by one: whoever is interrupted knows what to free.
+        """
         with self._lock:
-            return [block for block in blocks if self._hold(block)]
+            held.extend(block for block in blocks if self._hold(block))
 
     def free(self, block: bytes) -> None:
         """Undo one `hold`; nothing happens to what was forgotten meanwhile."""

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed, IllegalStep
+from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.fates import Fates, Happened
 from kvkeep.store.tiers.flight import Flight
 from kvkeep.store.tiers.plan import Inclusive, Planner, TieringPolicy
@@ -137,7 +138,8 @@ class _Writing:
 
     It notes them as they are written, the beginning first. That would be what goes first, and
     without it the rest is not found. So a tier that has the beginning from before does not let it
-    go for the rest either, however long ago it was used.
+    go for the rest either, however long ago it was used. Of a prompt that is longer than the tier,
+    that is as much as fits.
 
     Thread safety: all methods.
     """
@@ -156,12 +158,10 @@ class _Writing:
 
     def one_more(self, tier: Tier, block: bytes) -> Callable[[bool], None]:
         """Another block goes to ``tier``; what to call when it is over."""
+        self._begin(tier)
         with self._lock:
-            first = tier.name not in self._count
-            self._count[tier.name] = self._count.get(tier.name, 0) + 1
-            self._left[tier.name] = self._left.get(tier.name, 1) + 1
-        if first:
-            self._keep(tier, self._blocks)
+            self._count[tier.name] += 1
+            self._left[tier.name] += 1
 
         def over(saved: bool) -> None:
             if saved:
@@ -170,11 +170,23 @@ class _Writing:
 
         return over
 
+    def begin(self) -> None:
+        """A block comes to memory, and what goes down for it may push out others in any tier."""
+        for tier in self._tiers.values():
+            self._begin(tier)
+
+    def _begin(self, tier: Tier) -> None:
+        with self._lock:
+            if tier.name in self._left:
+                return
+            self._count[tier.name], self._kept[tier.name], self._left[tier.name] = 0, [], 1
+        # What is behind those that fit must not keep out the beginning.
+        fits = tier.catalogue.fits(self._blocks[0][:SPACE_BYTES])
+        self._keep(tier, self._blocks[:fits])
+
     def _keep(self, tier: Tier, blocks: Sequence[bytes]) -> None:
         """Have ``tier`` keep what it has of ``blocks`` until it has the others, too."""
-        held = tier.catalogue.hold_all(blocks)
-        with self._lock:
-            self._kept.setdefault(tier.name, []).extend(held)
+        tier.catalogue.hold_all(blocks, self._kept[tier.name])
 
     def end(self) -> None:
         """No more come."""
@@ -399,9 +411,11 @@ class TieredStore:
                 blocks, raw_bytes, sink, levels, until=until, cancelled=cancelled, sources=sources
             )
             writing = _Writing(self.tiers, blocks)
-            for block in blocks[:count]:
-                self._asked_for(block, writing)
-        writing.end()
+            try:
+                for block in blocks[:count]:
+                    self._asked_for(block, writing)
+            finally:
+                writing.end()
         if count < len(blocks):
             self.check_open()  # it was not closed meanwhile: the rest is really missing
         return count
@@ -673,6 +687,7 @@ class TieredStore:
                     if held is not None or any(tier.serves(block) for tier in self.tiers):
                         written.already.append(at)
                     else:
+                        writing.begin()
                         held = self._keep(at, block, raw_bytes[at], fill, until)
                         if held is None:
                             self.fates.note(blocks[at:], self.front.name, "dropped", "no room")
