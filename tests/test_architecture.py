@@ -117,8 +117,8 @@ EXTERNAL: dict[str, set[str]] = {
         "serve.engine", "integrations",
         "cli.model",  # to quieten its progress bars
     },
-    "flash_attn": {"serve.engine.flash"},  # if it is installed
-    "flash_attn_interface": {"serve.engine.flash"},
+    "flash_attn": {"serve.engine.attention.flash"},  # if it is installed
+    "flash_attn_interface": {"serve.engine.attention.flash"},
     "safetensors": {"serve.engine"},
     "xxhash": {"store.tiers", "store.identity"},
     "numcodecs": {"store.codecs"},

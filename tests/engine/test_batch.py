@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
-from kvkeep.serve.engine.batch import PagedBatch, Piece
-from kvkeep.serve.engine.setting import CPU, GPU, Grain
-from kvkeep.serve.engine.short import SHORT
+from kvkeep.serve.engine.attention.batch import PagedBatch, Piece
+from kvkeep.serve.engine.attention.setting import CPU, GPU, Grain
+from kvkeep.serve.engine.attention.short import SHORT
 
 pytestmark = pytest.mark.model
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.serve.engine.cascade import shared_prefixes
-from kvkeep.serve.engine.setting import Grain
+from kvkeep.serve.engine.attention.cascade import shared_prefixes
+from kvkeep.serve.engine.attention.setting import Grain
 
 pytestmark = pytest.mark.model
 

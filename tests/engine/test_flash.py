@@ -12,8 +12,8 @@ import math
 import pytest
 import torch
 
-from kvkeep.serve.engine import flash
-from kvkeep.serve.engine.attention import Scoring
+from kvkeep.serve.engine.attention import flash
+from kvkeep.serve.engine.attention.paged import Scoring
 
 pytestmark = pytest.mark.model
 

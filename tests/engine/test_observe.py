@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvkeep.core.cache import PagedCache
-from kvkeep.serve.engine import Engine, Limits, LoadReport, SamplingParams, writes
+from kvkeep.serve.engine import Engine, Limits, LoadReport, SamplingParams
+from kvkeep.serve.engine.offload import writes
 from kvkeep.store import KVStore
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend

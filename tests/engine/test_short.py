@@ -8,9 +8,9 @@ import torch
 
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
-from kvkeep.serve.engine.batch import Piece
-from kvkeep.serve.engine.setting import Grain, Placed, Setting
-from kvkeep.serve.engine.short import SHORT, groups
+from kvkeep.serve.engine.attention.batch import Piece
+from kvkeep.serve.engine.attention.setting import Grain, Placed, Setting
+from kvkeep.serve.engine.attention.short import SHORT, groups
 
 pytestmark = pytest.mark.model
 

@@ -20,7 +20,7 @@ from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.keys import Namespace
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import Engine, Limits, SamplingParams
-from kvkeep.serve.engine.forms import Buffers, Forms
+from kvkeep.serve.engine.offload.forms import Buffers, Forms
 from kvkeep.store.identity import is_loaded
 
 pytestmark = pytest.mark.model
@@ -397,7 +397,7 @@ def test_namespaces_share_nothing(house, prompt):
 
 
 def test_a_store_that_is_slower_than_the_engine_gets_what_it_can(house, prompt, monkeypatch):
-    from kvkeep.serve.engine import writes
+    from kvkeep.serve.engine.offload import writes
 
     monkeypatch.setattr(writes, "_QUEUE_BLOCKS", 2)
     put = house.store.put

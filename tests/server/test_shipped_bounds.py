@@ -33,8 +33,8 @@ from kvkeep.observe.explain.inbox import Inbox
 from kvkeep.observe.explain.nearest import Prompt
 from kvkeep.observe.explain.reasons import Reasons
 from kvkeep.observe.telemetry.evictions import PageTimes
-from kvkeep.serve.engine.keeper import Keeper
-from kvkeep.serve.engine.writes import Known
+from kvkeep.serve.engine.offload.keeper import Keeper
+from kvkeep.serve.engine.offload.writes import Known
 from kvkeep.serve.server.metrics import Metrics
 from kvkeep.serve.server.watching import Watching
 from kvkeep.serve.server.worker import Call

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from kvkeep import InvalidValue
-from kvkeep.store import weights_cache
+from kvkeep.store.identity import weights_cache
 from kvkeep.store.identity.weights import SPAN_BYTES, SPANS, weights_digest
 
 WHOLE = SPANS * SPAN_BYTES

@@ -6,7 +6,7 @@ from kvkeep.core.errors import require
 
 require("torch", "transformers")  # all of this room needs it: say which extra brings it
 
-from kvkeep.serve.engine.batch import Piece  # noqa: E402 - torch was asked for politely first
+from kvkeep.serve.engine.attention.batch import Piece  # noqa: E402 - torch was asked for politely first
 from kvkeep.serve.engine.engine import Engine  # noqa: E402
 from kvkeep.serve.engine.logprobs import TokenLogprob  # noqa: E402
 from kvkeep.serve.engine.observe import LoadReport, Observer  # noqa: E402

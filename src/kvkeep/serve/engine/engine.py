@@ -16,8 +16,8 @@ from kvkeep.core.errors import IllegalStep, InvalidValue, QueueFull
 from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.tokens import as_tokens
 from kvkeep.serve.engine.beams import BeamSearch
-from kvkeep.serve.engine.keeper import Keeper
 from kvkeep.serve.engine.observe import Watch
+from kvkeep.serve.engine.offload.keeper import Keeper
 from kvkeep.serve.engine.params import SamplingParams
 from kvkeep.serve.engine.request import Request
 from kvkeep.serve.engine.scheduler import Limits, Scheduler

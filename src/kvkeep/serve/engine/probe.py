@@ -19,9 +19,9 @@ import torch
 from kvkeep.core.errors import IllegalStep, KVKeepError, UnsupportedModel
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import loading
-from kvkeep.serve.engine.attention import ATTENTION, register
-from kvkeep.serve.engine.batch import PagedBatch, Piece
-from kvkeep.serve.engine.short import SHORT
+from kvkeep.serve.engine.attention.batch import PagedBatch, Piece
+from kvkeep.serve.engine.attention.paged import ATTENTION, register
+from kvkeep.serve.engine.attention.short import SHORT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvkeep.core.geometry import KVGeometry
-    from kvkeep.serve.engine.attention import Scoring
+    from kvkeep.serve.engine.attention.paged import Scoring
 
 __all__ = ["prove"]
 

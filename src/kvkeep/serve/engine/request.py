@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from kvkeep.serve.engine.drafts import PromptLookup
+from kvkeep.serve.engine.offload.writes import Trail
 from kvkeep.serve.engine.sampling import Row, chance_of, fresh_seed
 from kvkeep.serve.engine.text import GrowingText
-from kvkeep.serve.engine.writes import Trail
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine.beams import BeamSearch
-    from kvkeep.serve.engine.loads import Load
     from kvkeep.serve.engine.logprobs import TokenLogprob
+    from kvkeep.serve.engine.offload.loads import Load
     from kvkeep.serve.engine.params import SamplingParams
     from kvkeep.serve.engine.text import Tokenizer
 

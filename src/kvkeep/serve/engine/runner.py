@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
-from kvkeep.serve.engine import flash, linear, loading, probe
-from kvkeep.serve.engine.attention import ATTENTION
-from kvkeep.serve.engine.batch import PagedBatch
+from kvkeep.serve.engine import linear, loading, probe
+from kvkeep.serve.engine.attention import flash
+from kvkeep.serve.engine.attention.batch import PagedBatch
+from kvkeep.serve.engine.attention.paged import ATTENTION
 from kvkeep.store.identity import ModelWatch, model_identity
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.pages import PageCopy
     from kvkeep.core.pages.tensors import Layout
-    from kvkeep.serve.engine.batch import Piece
+    from kvkeep.serve.engine.attention.batch import Piece
 
 __all__ = ["Runner"]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.engine.keeper import Keeper
+    from kvkeep.serve.engine.offload.keeper import Keeper
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.stats import EngineStats
 

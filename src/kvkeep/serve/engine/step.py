@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvkeep.serve.engine.batch import Piece
+from kvkeep.serve.engine.attention.batch import Piece
 from kvkeep.serve.engine.logprobs import logprobs_of
 from kvkeep.serve.engine.observe import Watch
 from kvkeep.serve.engine.request import BY_ARRIVAL, Answer, Delta
@@ -22,9 +22,9 @@ from kvkeep.serve.engine.sampling import choose
 
 if TYPE_CHECKING:
     from kvkeep.core.cache import Sequence
-    from kvkeep.serve.engine.keeper import Keeper
     from kvkeep.serve.engine.logprobs import TokenLogprob
     from kvkeep.serve.engine.observe import Outcome
+    from kvkeep.serve.engine.offload.keeper import Keeper
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.scheduler import Chunk, Scheduler

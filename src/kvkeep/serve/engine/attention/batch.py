@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvkeep.serve.engine.cascade import Cascade, cascades
-from kvkeep.serve.engine.flash import Tables
-from kvkeep.serve.engine.long import LongPiece, long_pieces
-from kvkeep.serve.engine.setting import CPU, GPU, Placed, Setting
-from kvkeep.serve.engine.short import SHORT, ShortGroup, groups
+from kvkeep.serve.engine.attention.cascade import Cascade, cascades
+from kvkeep.serve.engine.attention.flash import Tables
+from kvkeep.serve.engine.attention.long import LongPiece, long_pieces
+from kvkeep.serve.engine.attention.setting import CPU, GPU, Placed, Setting
+from kvkeep.serve.engine.attention.short import SHORT, ShortGroup, groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from kvkeep.core.pages.prepared import Scratch
     from kvkeep.core.pages.tensors import PagedTensors
-    from kvkeep.serve.engine.attention import Scoring
-    from kvkeep.serve.engine.flash import Kernel
-    from kvkeep.serve.engine.setting import Grain
+    from kvkeep.serve.engine.attention.flash import Kernel
+    from kvkeep.serve.engine.attention.paged import Scoring
+    from kvkeep.serve.engine.attention.setting import Grain
 
     IntArray = npt.NDArray[np.int32]
 

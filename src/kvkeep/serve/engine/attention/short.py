@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from kvkeep.serve.engine.attention import attend, attend_in_part
+from kvkeep.serve.engine.attention.paged import attend, attend_in_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvkeep.core.pages.prepared import Gather
-    from kvkeep.serve.engine.attention import Scoring
-    from kvkeep.serve.engine.setting import Placed, Setting
+    from kvkeep.serve.engine.attention.paged import Scoring
+    from kvkeep.serve.engine.attention.setting import Placed, Setting
 
 __all__ = ["SHORT", "ShortGroup", "groups", "rows_of"]
 

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from kvkeep.core.pages.prepared import Scratch
     from kvkeep.core.pages.tensors import PagedTensors
-    from kvkeep.serve.engine.batch import Piece
+    from kvkeep.serve.engine.attention.batch import Piece
 
 __all__ = ["CPU", "GPU", "Grain", "Placed", "Setting"]
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kvkeep.core.errors import IllegalStep
-from kvkeep.serve.engine.forms import Buffers
-from kvkeep.serve.engine.writes import block_keys
+from kvkeep.serve.engine.offload.forms import Buffers
+from kvkeep.serve.engine.offload.writes import block_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.tensors import PagedTensors
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.engine.evidence import Evidence
-    from kvkeep.serve.engine.forms import Forms
     from kvkeep.serve.engine.observe import LoadReport
-    from kvkeep.serve.engine.writes import Known
+    from kvkeep.serve.engine.offload.evidence import Evidence
+    from kvkeep.serve.engine.offload.forms import Forms
+    from kvkeep.serve.engine.offload.writes import Known
     from kvkeep.store import KVStore, Prefetch
 
 __all__ = ["Load", "Loads", "Piece"]

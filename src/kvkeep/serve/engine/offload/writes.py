@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from kvkeep.core.keys import chain_keys, root_key
-from kvkeep.serve.engine.forms import Buffers
+from kvkeep.serve.engine.offload.forms import Buffers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.tensors import PagedTensors
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.engine.forms import Forms
+    from kvkeep.serve.engine.offload.forms import Forms
     from kvkeep.serve.engine.stats import EngineStats
     from kvkeep.store import KVStore
 

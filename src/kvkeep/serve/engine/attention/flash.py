@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvkeep.core.pages.tensors import PagedTensors
-    from kvkeep.serve.engine.attention import Scoring
-    from kvkeep.serve.engine.setting import Placed
+    from kvkeep.serve.engine.attention.paged import Scoring
+    from kvkeep.serve.engine.attention.setting import Placed
 
 __all__ = ["Kernel", "Tables", "find", "flash2", "flash3"]
 

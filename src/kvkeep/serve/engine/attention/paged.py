@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvkeep.core.errors import IllegalStep, UnsupportedModel
 
 if TYPE_CHECKING:
-    from kvkeep.serve.engine.batch import PagedBatch
+    from kvkeep.serve.engine.attention.batch import PagedBatch
 
 __all__ = ["ATTENTION", "Scoring", "attend", "attend_in_part", "paged_attention", "register"]
 

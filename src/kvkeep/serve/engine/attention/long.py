@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvkeep.serve.engine.attention import attend
+from kvkeep.serve.engine.attention.paged import attend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.core.pages.prepared import Gather
-    from kvkeep.serve.engine.attention import Scoring
-    from kvkeep.serve.engine.setting import Placed, Setting
+    from kvkeep.serve.engine.attention.paged import Scoring
+    from kvkeep.serve.engine.attention.setting import Placed, Setting
 
 __all__ = ["LongPiece", "long_pieces"]
 

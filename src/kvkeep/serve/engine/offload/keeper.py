@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.keys import Namespace
-from kvkeep.serve.engine.evidence import Evidence
-from kvkeep.serve.engine.forms import Forms
-from kvkeep.serve.engine.loads import Loads
 from kvkeep.serve.engine.observe import LoadReport, Watch
-from kvkeep.serve.engine.writes import Writes
+from kvkeep.serve.engine.offload.evidence import Evidence
+from kvkeep.serve.engine.offload.forms import Forms
+from kvkeep.serve.engine.offload.loads import Loads
+from kvkeep.serve.engine.offload.writes import Writes
 from kvkeep.store import Removed
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.engine.loads import Load, Piece
+    from kvkeep.serve.engine.offload.loads import Load, Piece
     from kvkeep.serve.engine.request import Answer
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.stats import EngineStats

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from kvkeep.serve.engine.attention import attend_in_part
-from kvkeep.serve.engine.short import groups, rows_of
+from kvkeep.serve.engine.attention.paged import attend_in_part
+from kvkeep.serve.engine.attention.short import groups, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvkeep.core.pages.prepared import Gather
-    from kvkeep.serve.engine.attention import Scoring
-    from kvkeep.serve.engine.setting import Placed, Setting
-    from kvkeep.serve.engine.short import Rows, ShortGroup
+    from kvkeep.serve.engine.attention.paged import Scoring
+    from kvkeep.serve.engine.attention.setting import Placed, Setting
+    from kvkeep.serve.engine.attention.short import Rows, ShortGroup
 
     IntArray = npt.NDArray[np.int32]
 
