@@ -55,6 +55,19 @@ def test_it_imports_nothing_heavy_and_no_room_that_needs_an_extra() -> None:
     }
 
 
+def test_a_store_of_bytes_does_without_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from kvkeep.store import BlockStore\n"
+        f"with BlockStore('bytes', tiers=['memory://1MiB', 'file://{tmp_path}/d?size=1MiB']) as store:\n"
+        "    assert store.put([b'k' * 32], [b'value'], wait=30) == 1\n"
+        "    room = bytearray(5)\n"
+        "    assert store.get([b'k' * 32], [memoryview(room)]) == 1 and room == b'value'\n"
+    )
+    python("-c", program)
+
+
 def test_it_starts_no_thread_and_changes_no_setting() -> None:
     program = (
         "import numpy, sys, threading, logging, os\n"

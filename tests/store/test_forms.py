@@ -11,8 +11,8 @@ from store_kv import FORMS, GEOMETRIES, GQA, geometry, given, numbers, plain, ro
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry import DTYPES
-from kvkeep.store.kv import forms
 from kvkeep.store.codecs import BlockShape
+from kvkeep.store.kv import forms
 from kvkeep.store.kv.forms import Form
 
 LAYOUTS = ("NHD", "HND")
