@@ -36,14 +36,14 @@ def serve(nodes: int) -> None:
     from kvkeep.core.cache import PagedCache  # noqa: PLC0415 - seconds, in this process alone
     from kvkeep.serve.engine import Engine, Runner, Tokenizer  # noqa: PLC0415
     from kvkeep.serve.models import bundled_model  # noqa: PLC0415
-    from kvkeep.serve.server import Listener, Settings, bind, create_app, url_of  # noqa: PLC0415
+    from kvkeep.serve.server import Listener, ServerSettings, bind, create_app, url_of  # noqa: PLC0415
 
     pages = 4 * nodes
     runner = Runner.load(bundled_model(), num_pages=pages, page_size=PAGE_SIZE, device="cpu")
     cache = PagedCache(pages, PAGE_SIZE)
     tokenizer = Tokenizer.load(bundled_model())
     fill(cache, nodes)
-    app = create_app(Engine(runner, cache, tokenizer), Settings(name="kvkeep-tiny"))
+    app = create_app(Engine(runner, cache, tokenizer), ServerSettings(name="kvkeep-tiny"))
     bound = bind("127.0.0.1", 0)
     print(url_of(bound), flush=True)
     asyncio.run(Listener(app).serve([bound]))

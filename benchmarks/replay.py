@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from kvkeep import PagedCache
-from kvkeep.bench.replay import BELADY, INFINITE, Run, Workload, replay, simulate
+from kvkeep.bench.replay import BELADY, INFINITE, ReplayRun, Workload, replay, simulate
 from kvkeep.bench.traces import open_trace
 from kvkeep.core.errors import KVKeepError
 
@@ -60,8 +60,8 @@ class Rate:
 def pools(work: Workload, policies: tuple[str, ...], sizes: tuple[int, ...]) -> list[Rate]:
     """One pool, all policies and bounds."""
     unit = work.unit_tokens
-    runs = [Run(name, size * unit) for name in (*policies, BELADY) for size in sizes]
-    runs.append(Run(INFINITE, 0))
+    runs = [ReplayRun(name, size * unit) for name in (*policies, BELADY) for size in sizes]
+    runs.append(ReplayRun(INFINITE, 0))
     found = dict(replay(work, runs))
     rates = []
     for run in runs:
@@ -86,7 +86,7 @@ def tiers(work: Workload, sizes: tuple[tuple[int, int], ...]) -> list[Rate]:
     unit, rates = work.unit_tokens, []
     for tiering in ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive"):
         for first, below in sizes:
-            run = Run("lru", first * unit, below=(below * unit,), tiering=tiering)
+            run = ReplayRun("lru", first * unit, below=(below * unit,), tiering=tiering)
             outcome = run.on(work)
             rates.append(
                 Rate(tiering, f"{first:,} + {below:,}", 100 * outcome.hit_rate, None,
@@ -153,7 +153,7 @@ def curve(work: Workload, size: int) -> tuple[float, float]:
 def speed(work: Workload, size: int) -> dict[str, float]:
     """Seconds for one replay by units, one by tokens, and for four of them alone and in pairs."""
     unit = work.unit_tokens
-    runs = [Run("lru", (size + step) * unit) for step in range(4)]
+    runs = [ReplayRun("lru", (size + step) * unit) for step in range(4)]
     found: dict[str, float] = {}
     begun = time.perf_counter()
     simulate(work, size * unit, "adaptive")

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep import PagedCache
-from kvkeep.serve.kv_events import BlockRemoved, BlockStored, Journal
+from kvkeep.serve.kv_events import BlockRemoved, BlockStored, CacheMirror
 from kvkeep.serve.kv_events.wire import Batch, decode, encode
 from kvkeep.serve.router import CostModel, PrefixRouter
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.core.events import Event
-    from kvkeep.serve.router import Ticket
+    from kvkeep.serve.router import RouteTicket
 
 BLOCK = 16
 RUN = 64
@@ -199,7 +199,7 @@ class Node:
         self.computed = self.tokens = self.requests = 0
         self.free_at = 0.0
         if router is not None:
-            journal = Journal(1)
+            journal = CacheMirror(1)
 
             def tell(event: Event) -> None:
                 router.apply(name, journal.take(event))
@@ -232,7 +232,7 @@ def replay(
     router = PrefixRouter(names, cost=cost, clock=lambda: now) if routed else None
     made = {one: Node(one, pages, router) for one in names}
     chance = random.Random(1)
-    ahead: list[tuple[float, int, bool, Ticket]] = []
+    ahead: list[tuple[float, int, bool, RouteTicket]] = []
     hits = total = 0
     for number, request in enumerate(requests):
         arrival = request["timestamp"] / 1000

@@ -261,16 +261,16 @@ def bookkeeping(rounds: int) -> list[Figure]:
     from vllm.v1.request import Request
 
     from kvkeep.integrations.vllm.groups import Group, Groups
-    from kvkeep.integrations.vllm.options import Options
+    from kvkeep.integrations.vllm.options import ConnectorOptions
     from kvkeep.integrations.vllm.scheduler import SchedulerSide
-    from kvkeep.integrations.vllm.shared import Shared
+    from kvkeep.integrations.vllm.shared import SharedStore
     from kvkeep.store import BlockStore
 
     init_none_hash(sha256)
     hasher, blocks = get_request_block_hasher(16, sha256), 2048
-    groups, options = Groups((Group(("layer",), None),), 16, False), Options()
+    groups, options = Groups((Group(("layer",), None),), 16, False), ConnectorOptions()
     store = BlockStore("benchmark", tiers=["memory://64MiB"])
-    shared = Shared("benchmark", store, groups, [64], options)
+    shared = SharedStore("benchmark", store, groups, [64], options)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1),
         kv_transfer_config=SimpleNamespace(engine_id="benchmark"),

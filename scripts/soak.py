@@ -236,7 +236,7 @@ def serve(args: argparse.Namespace) -> None:
     from kvkeep.core.cache import PagedCache  # noqa: PLC0415
     from kvkeep.serve.engine import Engine, Limits, Runner, Tokenizer  # noqa: PLC0415
     from kvkeep.serve.models import bundled_model  # noqa: PLC0415
-    from kvkeep.serve.server import Listener, Settings, bind, create_app, url_of  # noqa: PLC0415
+    from kvkeep.serve.server import Listener, ServerSettings, bind, create_app, url_of  # noqa: PLC0415
     from kvkeep.store import KVStore  # noqa: PLC0415
     from kvkeep.store.backends.disk import DiskBackend  # noqa: PLC0415
     from kvkeep.testing import FaultyBackend  # noqa: PLC0415
@@ -260,7 +260,9 @@ def serve(args: argparse.Namespace) -> None:
     def ready() -> None:
         print(url_of(bound), flush=True)
 
-    asyncio.run(Listener(create_app(engine, Settings(name="soak")), ready=ready).serve([bound]))
+    asyncio.run(
+        Listener(create_app(engine, ServerSettings(name="soak")), ready=ready).serve([bound])
+    )
 
 
 class ServerPart(Part):

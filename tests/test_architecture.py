@@ -407,6 +407,32 @@ def test_the_reader_sees_the_whole_house() -> None:
     assert "numpy" in graph["kvkeep.core.pages.pool"]
 
 
+# --- one word, one thing ---------------------------------------------------------------------
+
+# Names of classes that mean two things, and why that is right.
+TWICE: dict[str, str] = {}
+
+
+def homonyms(sources: Sources) -> dict[str, list[str]]:
+    """Public names of classes that stand in several modules."""
+    found: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module)
+    return {name: where for name, where in found.items() if len(where) > 1}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    found = homonyms(modules())
+    assert found.keys() == TWICE.keys(), found
+
+
+def test_a_planted_homonym_is_found() -> None:
+    planted = {"kvkeep.core.a": "class Held: ...", "kvkeep.store.b": "class Held: ..."}
+    assert homonyms({**HOUSE, **planted}) == {"Held": ["kvkeep.core.a", "kvkeep.store.b"]}
+
+
 # --- the test of the test --------------------------------------------------------------------
 
 HOUSE = {

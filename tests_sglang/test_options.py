@@ -6,7 +6,7 @@ import pytest
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.integrations.sglang.options import Options
+from kvkeep.integrations.sglang.options import StorageOptions
 
 
 def test_what_sglang_reads_itself_is_not_ours() -> None:
@@ -16,9 +16,9 @@ def test_what_sglang_reads_itself_is_not_ours() -> None:
       "tp_lcm_size": 4, "hicache_storage_pass_prefix_keys": true,
       "tiers": ["memory://8GiB"], "load_timeout": 1}"""
     rest = HybridCacheController.parse_storage_backend_extra_config(text)[0]
-    assert Options.parse(rest) == Options(tiers=("memory://8GiB",), load_timeout=1.0)
-    assert Options.parse(None) == Options.parse({}) == Options()
-    assert Options.parse({"threads": "8"}).threads == 8
+    assert StorageOptions.parse(rest) == StorageOptions(tiers=("memory://8GiB",), load_timeout=1.0)
+    assert StorageOptions.parse(None) == StorageOptions.parse({}) == StorageOptions()
+    assert StorageOptions.parse({"threads": "8"}).threads == 8
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ def test_what_sglang_reads_itself_is_not_ours() -> None:
 )
 def test_what_is_wrong_is_named(given: dict[str, object], said: str) -> None:
     with pytest.raises(InvalidValue, match=said):
-        Options.parse(given)
+        StorageOptions.parse(given)
 
 
 def test_a_password_is_not_repeated() -> None:
     with pytest.raises(InvalidValue) as refused:
-        Options.parse({"tiers": "valkey://:secret@there"})
+        StorageOptions.parse({"tiers": "valkey://:secret@there"})
     assert "secret" not in str(refused.value)

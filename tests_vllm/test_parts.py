@@ -20,10 +20,10 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.groups import Group, Groups
 from kvkeep.integrations.vllm.keys import keys_of
-from kvkeep.integrations.vllm.messages import Answers, Load, Plan, Span
-from kvkeep.integrations.vllm.options import Options, Wishes
+from kvkeep.integrations.vllm.messages import Answers, BlockSpan, PageLoad, StepPlan
+from kvkeep.integrations.vllm.options import ConnectorOptions, Wishes
 from kvkeep.integrations.vllm.pages import GroupPages
-from kvkeep.integrations.vllm.shared import Shared
+from kvkeep.integrations.vllm.shared import SharedStore
 from kvkeep.integrations.vllm.stats import Counts, KVKeepStats
 from kvkeep.store import BlockStore
 
@@ -35,31 +35,31 @@ if TYPE_CHECKING:
 
 
 def test_options() -> None:
-    assert Options.parse({}) == Options()
+    assert ConnectorOptions.parse({}) == ConnectorOptions()
     given = {"tiers": ["memory://1MiB"], "load_timeout": 2, "min_tokens": 7, "tenant": "me"}
-    options = Options.parse(given)
+    options = ConnectorOptions.parse(given)
     assert (options.tiers, options.load_timeout, options.min_tokens) == (("memory://1MiB",), 2.0, 7)
-    assert Options.parse({"min_tokens": "4K"}).min_tokens == 4000
+    assert ConnectorOptions.parse({"min_tokens": "4K"}).min_tokens == 4000
     for wrong in ({"tiers": []}, {"tiers": [1]}, {"min_tokens": 0}, {"revision": 3},
                   {"flush_timeout": -1}, {"lookup_timeout": True}, {"nothing": 1},
                   {"flush_timeout": 1e300}, {"load_timeout": 10**400},
                   {"answers": "false"}, {"answers": 0}, {"answers": None}):  # fmt: skip
         with pytest.raises(InvalidValue, match=next(iter(wrong))):
-            Options.parse(wrong)
+            ConnectorOptions.parse(wrong)
 
 
 def test_near_misses_are_named() -> None:
     with pytest.raises(InvalidValue, match=r"did you mean 'answers', 'load_timeout'\?$"):
-        Options.parse({"answer": True, "load_timout": 1, 7: 8})
+        ConnectorOptions.parse({"answer": True, "load_timout": 1, 7: 8})
     with pytest.raises(InvalidValue, match=r"capture$"):
-        Options.parse({"colour": "blue"})
+        ConnectorOptions.parse({"colour": "blue"})
     with pytest.raises(InvalidValue, match=r"there are store, .*; did you mean 'answers'\?$"):
         Wishes.parse({"kvkeep": {"answer": False}})
 
 
 def test_a_password_is_not_repeated() -> None:
     with pytest.raises(InvalidValue, match="a list of URLs") as refused:
-        Options.parse({"tiers": "valkey://:secret@there"})
+        ConnectorOptions.parse({"tiers": "valkey://:secret@there"})
     assert "secret" not in str(refused.value)
 
 
@@ -188,7 +188,7 @@ def test_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_blocks_are_deleted_when_it_is_time() -> None:
     groups = Groups((Group(("l",), None),), 16, drops_last=False)
     with BlockStore("ttl", tiers=["memory://1MiB"]) as store:
-        shared = Shared("ttl", store, groups, [8], Options())
+        shared = SharedStore("ttl", store, groups, [8], ConnectorOptions())
         keys = [os.urandom(32) for _ in range(3)]
         store.put(keys, [b"12345678"] * 3)
         shared.expire(keys[:2], 0.02)
@@ -197,7 +197,7 @@ def test_blocks_are_deleted_when_it_is_time() -> None:
         time.sleep(0.03)
         assert shared.delete_expired() == 1
         assert store.unknown(keys) == [1]
-        assert Shared.find("ttl") is shared
+        assert SharedStore.find("ttl") is shared
         shared.close()
 
 
@@ -221,7 +221,7 @@ def test_counts_add_up() -> None:
 def test_a_reset_says_whether_every_tier_was_reset(server: Server) -> None:
     groups = Groups((Group(("l",), None),), 16, drops_last=False)
     with BlockStore("reset", tiers=["memory://1MiB", server.url(timeout="200ms")]) as store:
-        shared = Shared("reset", store, groups, [8], Options(flush_timeout=0.5))
+        shared = SharedStore("reset", store, groups, [8], ConnectorOptions(flush_timeout=0.5))
         key = os.urandom(32)
         assert store.put([key], [b"12345678"], wait=10) == 1
         assert store.flush(10)
@@ -256,7 +256,11 @@ class SlowToSay(BlockStore):
 def test_hits_are_counted_once_and_never_back() -> None:
     groups = Groups((Group(("l",), None),), 16, drops_last=False)
     with SlowToSay() as store:
-        shared, first, second = Shared("hits", store, groups, [1], Options()), Counts(), Counts()
+        shared, first, second = (
+            SharedStore("hits", store, groups, [1], ConnectorOptions()),
+            Counts(),
+            Counts(),
+        )
         store.get([store.key], [memoryview(bytearray(1))])
         other = threading.Thread(target=shared.count_hits, args=[first])
         other.start()
@@ -271,6 +275,6 @@ def test_hits_are_counted_once_and_never_back() -> None:
 
 
 def test_messages_cross_processes() -> None:
-    plan = Plan(idle=True, loads=[Load("r", [Span(0, [bytes(32)], [3])], 16)], clear=2)
+    plan = StepPlan(idle=True, loads=[PageLoad("r", [BlockSpan(0, [bytes(32)], [3])], 16)], clear=2)
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert Answers({1: [4]}).aggregate(Answers({1: [2], 2: [7]})).found == {1: [4, 2], 2: [7]}

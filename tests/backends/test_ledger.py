@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.store.backends import Listed
-from kvkeep.store.backends.ledger import Ledger, Move
+from kvkeep.store.backends.ledger import Move, UsageLedger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,7 @@ class LedgerWalk(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.place = Place()
-        self.ledger = Ledger(100, "a test", self.place.list)
+        self.ledger = UsageLedger(100, "a test", self.place.list)
         self.moves: list[tuple[Move, bool]] = []  # and whether it had its effect already
 
     @rule(block=st.sampled_from(BLOCKS), size=SIZES)
@@ -101,7 +101,7 @@ TestLedgerWalk.settings = settings(max_examples=300, deadline=None)
 def test_it_lists_once_and_again_after_a_failure() -> None:
     place = Place()
     place.sizes[BLOCKS[0]] = 30
-    ledger = Ledger(100, "a test", place.list)
+    ledger = UsageLedger(100, "a test", place.list)
     assert place.listings == 0
     ledger.done(ledger.putting(BLOCKS[1], 70))
     assert (ledger.used(), place.listings) == (100, 1)
@@ -115,7 +115,7 @@ def test_it_lists_once_and_again_after_a_failure() -> None:
 def test_a_listing_that_fails_is_tried_again() -> None:
     place = Place()
     place.failing = True
-    ledger = Ledger(100, "a test", place.list)
+    ledger = UsageLedger(100, "a test", place.list)
     for _ in range(2):
         with pytest.raises(ConnectionResetError):
             ledger.putting(BLOCKS[0], 1)
@@ -128,7 +128,7 @@ def test_what_changes_while_it_lists_counts() -> None:
     """A put that ended, a delete, and a failure, all behind the listing's back."""
     place = Place()
     place.sizes = dict.fromkeys(BLOCKS[:3], 10)
-    ledger = Ledger(100, "a test", place.list)
+    ledger = UsageLedger(100, "a test", place.list)
     move = ledger.putting(BLOCKS[3], 40)
     ledger.failed(ledger.putting(BLOCKS[2], 1))  # so that it lists anew
     listed, go_on = threading.Event(), threading.Event()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvkeep import IllegalStep, OutOfPages, PagedCache
-from kvkeep.core.cache.lifecycle import STEPS, State, permit
+from kvkeep.core.cache.lifecycle import STEPS, SequenceState, permit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,18 +22,18 @@ STEP: dict[str, Callable[[Sequence], Any]] = {
     "publish": lambda sequence: sequence.publish(),
     "close": lambda sequence: sequence.close(),
 }
-PAIRS = [(state, step) for state in State for step in STEP]
+PAIRS = [(state, step) for state in SequenceState for step in STEP]
 
 
-def cache_with(state: State) -> tuple[PagedCache, Sequence]:
+def cache_with(state: SequenceState) -> tuple[PagedCache, Sequence]:
     """A cache, and a sequence of six tokens in ``state``, its second page a copy or its own."""
     cache = PagedCache(num_pages=16, page_size=4)
     with cache.open([0, 1, 2, 3, 4, 5, 6, 7]) as first:
         first.publish()
     sequence = cache.open([0, 1, 2, 3, 4, 99])
-    if state is not State.COPYING:
+    if state is not SequenceState.COPYING:
         assert len(sequence.copies()) == 1
-    if state is State.CLOSED:
+    if state is SequenceState.CLOSED:
         sequence.close()
     assert sequence._state is state
     return cache, sequence
@@ -50,16 +50,16 @@ def all_of(cache: PagedCache, sequence: Sequence) -> tuple[Any, ...]:
 
 
 def test_the_table_speaks_of_all_states_and_steps() -> None:
-    assert set(STEPS) == set(State)
+    assert set(STEPS) == set(SequenceState)
     assert {step for steps in STEPS.values() for step in steps} == set(STEP)
     for steps in STEPS.values():
         for targets in steps.values():
             assert targets
-            assert targets <= set(State)
+            assert targets <= set(SequenceState)
 
 
 @pytest.mark.parametrize(("state", "step"), PAIRS, ids=lambda value: getattr(value, "name", value))
-def test_a_step(state: State, step: str) -> None:
+def test_a_step(state: SequenceState, step: str) -> None:
     cache, sequence = cache_with(state)
     if step in STEPS[state]:
         STEP[step](sequence)
@@ -72,20 +72,27 @@ def test_a_step(state: State, step: str) -> None:
     assert all_of(cache, sequence) == before
 
 
-REACHED: list[tuple[State, str, State, Callable[[PagedCache, Sequence], object]]] = [
-    (State.COPYING, "truncate", State.COPYING, lambda _, s: s.truncate(5)),
-    (State.COPYING, "truncate", State.READY, lambda _, s: s.truncate(4)),  # the copy's page is gone
-    (State.READY, "append", State.READY, lambda _, s: s.append([1])),
-    (State.READY, "append", State.COPYING, lambda _, s: (s.fork(), s.append([1]))),
-    (State.COPYING, "fork", State.COPYING, lambda _, s: s.fork()),
-    (State.COPYING, "append", State.COPYING, lambda _, s: s.append([1])),
-    (State.READY, "fork", State.READY, lambda _, s: s.fork()),
-    (State.READY, "publish", State.READY, lambda _, s: s.publish(0)),
-    (State.READY, "truncate", State.READY, lambda _, s: s.truncate(0)),
-    (State.READY, "copies", State.READY, lambda _, s: s.copies()),
-    (State.COPYING, "copies", State.READY, lambda _, s: s.copies()),
-    (State.COPYING, "close", State.CLOSED, lambda _, s: s.close()),
-    (State.READY, "close", State.CLOSED, lambda _, s: s.close(keep=False)),
+REACHED: list[
+    tuple[SequenceState, str, SequenceState, Callable[[PagedCache, Sequence], object]]
+] = [
+    (SequenceState.COPYING, "truncate", SequenceState.COPYING, lambda _, s: s.truncate(5)),
+    (
+        SequenceState.COPYING,
+        "truncate",
+        SequenceState.READY,
+        lambda _, s: s.truncate(4),
+    ),  # the copy's page is gone
+    (SequenceState.READY, "append", SequenceState.READY, lambda _, s: s.append([1])),
+    (SequenceState.READY, "append", SequenceState.COPYING, lambda _, s: (s.fork(), s.append([1]))),
+    (SequenceState.COPYING, "fork", SequenceState.COPYING, lambda _, s: s.fork()),
+    (SequenceState.COPYING, "append", SequenceState.COPYING, lambda _, s: s.append([1])),
+    (SequenceState.READY, "fork", SequenceState.READY, lambda _, s: s.fork()),
+    (SequenceState.READY, "publish", SequenceState.READY, lambda _, s: s.publish(0)),
+    (SequenceState.READY, "truncate", SequenceState.READY, lambda _, s: s.truncate(0)),
+    (SequenceState.READY, "copies", SequenceState.READY, lambda _, s: s.copies()),
+    (SequenceState.COPYING, "copies", SequenceState.READY, lambda _, s: s.copies()),
+    (SequenceState.COPYING, "close", SequenceState.CLOSED, lambda _, s: s.close()),
+    (SequenceState.READY, "close", SequenceState.CLOSED, lambda _, s: s.close(keep=False)),
 ]
 
 
@@ -98,7 +105,9 @@ def test_every_way_of_the_table_is_gone() -> None:
 @pytest.mark.parametrize(
     ("state", "step", "target", "go"), REACHED, ids=lambda v: getattr(v, "name", None)
 )
-def test_a_way(state: State, step: str, target: State, go: Callable[..., Any]) -> None:
+def test_a_way(
+    state: SequenceState, step: str, target: SequenceState, go: Callable[..., Any]
+) -> None:
     cache, sequence = cache_with(state)
     go(cache, sequence)
     assert sequence._state is target, step
@@ -106,19 +115,19 @@ def test_a_way(state: State, step: str, target: State, go: Callable[..., Any]) -
 
 
 def test_publishing_before_the_copies_says_what_to_do() -> None:
-    _, sequence = cache_with(State.COPYING)
+    _, sequence = cache_with(SequenceState.COPYING)
     with pytest.raises(IllegalStep, match=r"call copies\(\), make them, then publish"):
         sequence.publish()
 
 
 def test_a_closed_sequence_says_so() -> None:
-    _, sequence = cache_with(State.CLOSED)
+    _, sequence = cache_with(SequenceState.CLOSED)
     with pytest.raises(IllegalStep, match="cannot append this sequence: it is closed"):
         sequence.append([1])
 
 
 def test_a_closed_sequence_can_still_be_looked_at() -> None:
-    _, sequence = cache_with(State.CLOSED)
+    _, sequence = cache_with(SequenceState.CLOSED)
     assert sequence.closed
     assert sequence.pages.tolist() == []
     assert sequence.tokens.tolist() == [0, 1, 2, 3, 4, 99]
@@ -127,7 +136,7 @@ def test_a_closed_sequence_can_still_be_looked_at() -> None:
 
 
 def test_the_state_is_looked_at_before_the_arguments_have_an_effect() -> None:
-    cache, sequence = cache_with(State.CLOSED)
+    cache, sequence = cache_with(SequenceState.CLOSED)
     before = all_of(cache, sequence)
     with pytest.raises(IllegalStep):
         sequence.append(range(10_000))
@@ -136,8 +145,10 @@ def test_the_state_is_looked_at_before_the_arguments_have_an_effect() -> None:
     assert all_of(cache, sequence) == before
 
 
-@pytest.mark.parametrize("state", [State.COPYING, State.READY], ids=lambda state: state.name)
-def test_running_out_of_pages_changes_nothing(state: State) -> None:
+@pytest.mark.parametrize(
+    "state", [SequenceState.COPYING, SequenceState.READY], ids=lambda state: state.name
+)
+def test_running_out_of_pages_changes_nothing(state: SequenceState) -> None:
     cache, sequence = cache_with(state)
     for length in (1_000, 16 * 4 + 1 - 6):
         before, refused = all_of(cache, sequence)[1:], cache.stats().out_of_pages
@@ -157,7 +168,7 @@ def test_permit_is_the_table() -> None:
             with pytest.raises(IllegalStep):
                 permit(state, step)
     with pytest.raises(IllegalStep):
-        permit(State.READY, "no such step")
+        permit(SequenceState.READY, "no such step")
 
 
 def test_leaving_the_block_closes_once() -> None:

@@ -61,7 +61,7 @@ def publishes_before_copies_are_made(patch: Patch) -> None:
         try:
             permit(state, step)
         except IllegalStep:
-            if step != "publish" or state is sequence_module.State.CLOSED:
+            if step != "publish" or state is sequence_module.SequenceState.CLOSED:
                 raise
 
     patch.setattr(sequence_module, "permit", lax)

@@ -13,7 +13,7 @@ import httpx
 from kvkeep.core.cache import PagedCache
 from kvkeep.serve.engine import Engine, Runner, Tokenizer
 from kvkeep.serve.models import bundled_model
-from kvkeep.serve.server import Listener, Settings, bind, create_app, url_of
+from kvkeep.serve.server import Listener, ServerSettings, bind, create_app, url_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ def seen(*, num_pages: int = 256, **settings: Any) -> Iterator[str]:
     runner = Runner.load(bundled_model(), num_pages=num_pages, page_size=16, device="cpu")
     cache = PagedCache(num_pages, 16)
     engine = Engine(runner, cache, Tokenizer.load(bundled_model()))
-    app = create_app(engine, Settings(name="kvkeep-tiny", drain_timeout_s=0, **settings))
+    app = create_app(engine, ServerSettings(name="kvkeep-tiny", drain_timeout_s=0, **settings))
     listening: Future[None] = Future()
     with bind("127.0.0.1", 0) as bound, ThreadPoolExecutor(1, "server under test") as thread:
         listener = Listener(app, ready=partial(listening.set_result, None))

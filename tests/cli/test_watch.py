@@ -16,7 +16,7 @@ from told_server import failure, told
 
 import warm
 from kvkeep.cli import main
-from kvkeep.cli.client import Address, Client, Gone, Refused
+from kvkeep.cli.client import Address, Client, Gone, ServerRefusal
 from kvkeep.cli.watch import Watcher, entries, number, text, tokens_by, whole
 from kvkeep.core.errors import InvalidValue
 from warm import KVKEEP
@@ -81,19 +81,19 @@ def test_a_connection_that_was_closed_meanwhile_is_made_again():
 @pytest.mark.parametrize(
     ("said", "error", "words"),
     [
-        ((404, failure("no request x\x1b[31m")), Refused, "says: no request x␛"),
-        ((401, failure("key")), Refused, "needs an API key: give it with --api-key-file FILE"),
+        ((404, failure("no request x\x1b[31m")), ServerRefusal, "says: no request x␛"),
+        ((401, failure("key")), ServerRefusal, "needs an API key: give it with --api-key-file"),
         ((503, failure("shutting down")), Gone, "says: shutting down"),
         ((502, b"<html>"), Gone, "answers 502 at /kv/live"),
-        ((404, b"<html>"), Refused, "answers 404 at /kv/live, without what a kvkeep server"),
-        ((301, b""), Refused, "answers 301"),
-        (b"<html>", Refused, "without what a kvkeep server says"),
-        (b"[]", Refused, "without what a kvkeep server says"),
-        (b'{"x":' + b"[" * 100_000, Refused, "without what a kvkeep server says"),
-        (b"1" * 5000, Refused, "without what a kvkeep server says"),
-        (b"\xff\xfe", Refused, "without what a kvkeep server says"),
+        ((404, b"<html>"), ServerRefusal, "answers 404 at /kv/live, without what a kvkeep server"),
+        ((301, b""), ServerRefusal, "answers 301"),
+        (b"<html>", ServerRefusal, "without what a kvkeep server says"),
+        (b"[]", ServerRefusal, "without what a kvkeep server says"),
+        (b'{"x":' + b"[" * 100_000, ServerRefusal, "without what a kvkeep server says"),
+        (b"1" * 5000, ServerRefusal, "without what a kvkeep server says"),
+        (b"\xff\xfe", ServerRefusal, "without what a kvkeep server says"),
         ((500, {"error": {"message": 5}}), Gone, "answers 500"),
-        ((400, {"error": "words"}), Refused, "answers 400"),
+        ((400, {"error": "words"}), ServerRefusal, "answers 400"),
     ],
     ids=str,
 )  # fmt: skip
@@ -274,7 +274,7 @@ def test_a_watcher_without_a_server_or_with_another_key_has_nothing_to_show():
     with (
         told({"/kv/live": (401, failure("no"))}) as server,
         Client(Address.parse(server.url), key="k") as client,
-        pytest.raises(Refused, match="needs another API key"),
+        pytest.raises(ServerRefusal, match="needs another API key"),
     ):
         Watcher(client).poll()
     with Client(Address.parse(server.url)) as client, pytest.raises(Gone):
@@ -316,4 +316,4 @@ def test_a_reader_that_hangs_up_is_no_server_that_is_gone():
 
 
 def test_what_the_client_refuses_is_a_mistake_of_the_caller():
-    assert issubclass(Refused, InvalidValue)
+    assert issubclass(ServerRefusal, InvalidValue)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.engine.params import SamplingParams
-from kvkeep.serve.engine.sampling import Row, chance_of, choose, fresh_seed, likeliest
+from kvkeep.serve.engine.sampling import LogitsRow, chance_of, choose, fresh_seed, likeliest
 
 LOGITS = torch.tensor([1.0, 3.0, 0.0, 2.0, -1.0])  # likeliest first: 1, 3, 0, 2, 4
 MANY = [chance_of(0, 0, i) for i in range(20_000)]
@@ -23,7 +23,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 def row(chance=None, generated=(), **params):
     if chance is not None:
         params = {"temperature": 1.0, **params}
-    return Row(SamplingParams(**params), chance, generated)
+    return LogitsRow(SamplingParams(**params), chance, generated)
 
 
 def draws(logits=LOGITS, chances=MANY, generated=(), **params):

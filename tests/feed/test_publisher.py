@@ -17,9 +17,9 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.serve.kv_events import (
     BlockStored,
+    CacheMirror,
     EventPublisher,
     EventReader,
-    Journal,
     Source,
     salt_digest,
 )
@@ -207,7 +207,7 @@ def told(mirror: Mirror, events) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2**20)), max_size=25), st.data())
 def test_a_journal_mirrors_its_cache_and_survives_missed_events(steps, data):
-    cache, journal, mirror = PagedCache(24, 2), Journal(2), Mirror()
+    cache, journal, mirror = PagedCache(24, 2), CacheMirror(2), Mirror()
     deaf = False
 
     def hear(event):
@@ -236,7 +236,7 @@ def test_a_journal_mirrors_its_cache_and_survives_missed_events(steps, data):
 
 def test_events_seen_in_the_runs_already_change_nothing():
     """What happens while the cache is being looked at is taken a second time."""
-    cache, journal, mirror, late = PagedCache(12, 2), Journal(2), Mirror(), []
+    cache, journal, mirror, late = PagedCache(12, 2), CacheMirror(2), Mirror(), []
     cache.subscribe(late.append)
     rng = np.random.default_rng(5)
     for _ in range(30):
@@ -249,7 +249,7 @@ def test_events_seen_in_the_runs_already_change_nothing():
 
 
 def test_runs_without_tokens_are_not_told():
-    cache, journal = PagedCache(12, 2, prefix="chain"), Journal(2)
+    cache, journal = PagedCache(12, 2, prefix="chain"), CacheMirror(2)
     fill(cache, [1, 2, 3, 4])
     assert journal.reconcile((space, cache.runs(space)) for space in cache.namespaces()) == []
     assert journal.orphans == 2
@@ -263,7 +263,7 @@ def test_runs_without_tokens_are_not_told():
 def test_no_event_and_no_batch_is_too_large_for_a_reader(page_size, pages):
     """One prompt of up to a million tokens: told in pieces, each behind the one before."""
     cache = PagedCache(pages + 1, page_size)
-    journal = Journal(page_size)
+    journal = CacheMirror(page_size)
     with cache.open(np.arange(pages * page_size, dtype=np.int32)) as sequence:
         sequence.publish()
     told = journal.reconcile([(Namespace(), cache.runs(Namespace()))])
@@ -284,7 +284,7 @@ def test_no_event_and_no_batch_is_too_large_for_a_reader(page_size, pages):
 
 def test_a_salt_is_told_once_at_the_beginning_of_a_prompt():
     cache = PagedCache(64, 4)
-    journal = Journal(4)
+    journal = CacheMirror(4)
     told: list[BlockStored] = []
     cache.subscribe(lambda event: told.extend(journal.take(event)))
     fill(cache, list(range(9)), "pepper")

@@ -23,7 +23,7 @@ from kvkeep.serve.kv_events import (
     EventReader,
     Source,
 )
-from kvkeep.serve.kv_events.source import Step, Stream
+from kvkeep.serve.kv_events.source import MessageAction, Stream
 from kvkeep.serve.kv_events.wire import END, Batch, decode, encode, seq_frame
 
 ANY = "tcp://127.0.0.1:*"
@@ -455,19 +455,19 @@ def test_closing_leaves_no_thread(theirs):
 
 def test_numbers():
     stream = Stream()
-    assert stream.live(4) is Step.GAP
-    assert stream.live(0) is Step.TAKE
+    assert stream.live(4) is MessageAction.GAP
+    assert stream.live(0) is MessageAction.TAKE
     stream.took(0, b"0", live=True)
-    assert stream.live(2) is Step.GAP
+    assert stream.live(2) is MessageAction.GAP
     stream.took(1, b"1")  # from a replay
     stream.took(2, b"2")
-    assert [stream.live(1), stream.live(2)] == [Step.SKIP, Step.SKIP]
-    assert stream.live(3) is Step.TAKE
+    assert [stream.live(1), stream.live(2)] == [MessageAction.SKIP, MessageAction.SKIP]
+    assert stream.live(3) is MessageAction.TAKE
     stream.took(3, b"3", live=True)
-    assert stream.live(3) is Step.RESTART
-    assert stream.live(0) is Step.RESTART
+    assert stream.live(3) is MessageAction.RESTART
+    assert stream.live(0) is MessageAction.RESTART
     assert stream.same(3, b"3")
     assert not stream.same(3, b"three")
     assert not stream.same(2, b"2")
     stream.reset(anywhere=True)
-    assert stream.live(77) is Step.TAKE
+    assert stream.live(77) is MessageAction.TAKE

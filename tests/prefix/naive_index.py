@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.core.eviction import Entry
-from kvkeep.core.prefix import PrefixIndex, PrefixMatch, Run
+from kvkeep.core.prefix import PrefixIndex, PrefixMatch, PrefixRun
 from kvkeep.core.prefix.base import Encoder, Inserted
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class NaiveIndex(PrefixIndex[Page]):
         root = self.roots.get(namespace)
         for node in [] if root is None else root.all():
             if node.parent:
-                yield Run(
+                yield PrefixRun(
                     depth=node.depth - 1,
                     start=node.depth - 1,
                     pages=np.array([node.page], np.int32),

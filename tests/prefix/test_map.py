@@ -16,7 +16,7 @@ from kvkeep.core.prefix import ChainIndex, RadixIndex
 from kvkeep.core.prefix.finding import Finding
 from kvkeep.core.prefix.node import descend
 from kvkeep.core.prefix.pinned import Pinned
-from kvkeep.core.prefix.walk import Survey, Walk
+from kvkeep.core.prefix.walk import Survey, TreeWalk
 from kvkeep.core.tokens import as_tokens
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ class Tree:
         """All runs, however they are found."""
         return [node for root in self.roots() for node, _ in descend(root) if node.end]
 
-    def walk(self, columns: Iterable[str] = Survey.COLUMNS, top: Any = None, step: int = 3) -> Walk:
+    def walk(
+        self, columns: Iterable[str] = Survey.COLUMNS, top: Any = None, step: int = 3
+    ) -> TreeWalk:
         walk = self.index.walk(columns, top)
         while not walk.done:
             walk.step(step)

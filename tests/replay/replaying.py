@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.bench.replay import Workload
-from kvkeep.bench.traces import Request
+from kvkeep.bench.traces import TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 class Listed:
     """A trace from a list."""
 
-    requests: Sequence[Request]
+    requests: Sequence[TraceRequest]
     unit_tokens: int = 4
     name: str = "listed"
     length: int | None = None
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         return iter(self.requests)
 
 
@@ -43,10 +43,10 @@ class Chained:
 
 def request(
     time: float, units: Sequence[int], *, tokens: int | None = None, unit: int = 4, **more: object
-) -> Request:
+) -> TraceRequest:
     """One that has whole units if nothing else is said."""
     row = np.array(units, np.int64)
-    return Request(time, row, len(row) * unit if tokens is None else tokens, 0, **more)
+    return TraceRequest(time, row, len(row) * unit if tokens is None else tokens, 0, **more)
 
 
 def workload(paths: Sequence[Sequence[object]], unit: int = 4) -> Workload:

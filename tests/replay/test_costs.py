@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvkeep.bench.replay.costs import Measured, PrefillCost
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.router import CostModel
-from kvkeep.serve.router.held import Held
+from kvkeep.serve.router.held import HeldPrefix
 
 COST = PrefillCost(
     seconds_fixed=0.01,
@@ -44,7 +44,7 @@ def test_it_is_the_routers_cost_model_written_otherwise():
         token_s=COST.seconds_per_token, square_s=COST.seconds_per_token_pair / 2, tiers={"GPU": 0}
     )
     here = COST.prefill_s(300, 1000) - COST.seconds_fixed
-    assert router.prefill_s(1000, Held(300, {"GPU": 300})) == pytest.approx(here)
+    assert router.prefill_s(1000, HeldPrefix(300, {"GPU": 300})) == pytest.approx(here)
 
 
 @given(SECONDS, st.floats(1e-6, 1e-2), st.floats(0, 1e-5, allow_subnormal=False))

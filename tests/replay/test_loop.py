@@ -14,7 +14,7 @@ from replaying import Chained, Listed, request
 from kvkeep.bench.replay import Outcome, Workload, simulate
 from kvkeep.bench.replay.costs import PrefillCost
 from kvkeep.bench.replay.loop import simulate_loop
-from kvkeep.bench.traces import Request
+from kvkeep.bench.traces import TraceRequest
 from kvkeep.bench.traces.chain import Growing
 from kvkeep.core.errors import InvalidValue
 
@@ -37,10 +37,10 @@ class Asked:
     session: int | None = None
 
 
-def alone(number: int, asked: Asked) -> Request:
+def alone(number: int, asked: Asked) -> TraceRequest:
     units = np.arange(-(-asked.tokens // UNIT)) + 1000 * number
     session = None if asked.session is None else str(asked.session)
-    return Request(asked.time, units, asked.tokens, asked.output, session=session)
+    return TraceRequest(asked.time, units, asked.tokens, asked.output, session=session)
 
 
 ASKED = st.lists(
@@ -183,7 +183,7 @@ def spoken(now, text, answer, session, draw, *, told):
     prompt.append(np.array(text, np.int32))
     whole = prompt.fork()
     whole.append(np.array(answer[:-1], np.int32))
-    return Request(
+    return TraceRequest(
         now,
         prompt.units(),
         len(text),
@@ -257,7 +257,7 @@ def test_one_after_the_other_is_what_simulate_does(requests, pool, page, policy)
 def as_one(requests):
     """Without sessions, the only user goes through them as they stand."""
     return [
-        Request(
+        TraceRequest(
             one.time, one.units, one.tokens, one.output_tokens, one.namespace, answer=one.answer
         )
         for one in requests
@@ -294,7 +294,7 @@ def test_what_is_computed_right_now_is_waited_for_and_reused():
 
 def test_pages_are_in_use_until_an_answer_ends():
     """With room for one at a time the second waits; what the first leaves goes for it."""
-    one, two = (Request(at, np.arange(4) + 9 * at, 16, 9) for at in (0, 1))
+    one, two = (TraceRequest(at, np.arange(4) + 9 * at, 16, 9) for at in (0, 1))
     tight, ample = (looped([one, two], capacity) for capacity in (8 * UNIT, 12 * UNIT))
     begun = COST.prefill_s(0, 16) + COST.decode_s(9)
     assert tight.latency["queue_s"]["mean"] == pytest.approx((begun - 1) / 2)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replaying import Listed
 
-from kvkeep.bench.replay import Run, Workload
+from kvkeep.bench.replay import ReplayRun, Workload
 from kvkeep.bench.replay.costs import PrefillCost
 from kvkeep.bench.replay.tiered import simulate_tiers
-from kvkeep.bench.traces import Request
+from kvkeep.bench.traces import TraceRequest
 from kvkeep.cli import main
 from kvkeep.core.errors import InvalidValue
 
@@ -45,7 +45,7 @@ def workload(rows):
     for number, (pause, family, units, output) in enumerate(rows):
         now += pause + math.sqrt(2 + number) / 100
         ids = 100 * family + np.arange(units)
-        requests.append(Request(now, ids, units * UNIT - number % UNIT, output))
+        requests.append(TraceRequest(now, ids, units * UNIT - number % UNIT, output))
     return Workload.read(Listed(requests, unit_tokens=UNIT))
 
 
@@ -129,9 +129,9 @@ def test_users_wait_for_answers():
             ),
             "kv_bytes_per_token",
         ),
-        (lambda work: Run("lru", 99, bandwidths=(1.0,)), "bandwidths are of tiers"),
+        (lambda work: ReplayRun("lru", 99, bandwidths=(1.0,)), "bandwidths are of tiers"),
         (
-            lambda work: Run("lru", 9, below=(9,), cost=COST, bandwidths=(0.0,)),
+            lambda work: ReplayRun("lru", 9, below=(9,), cost=COST, bandwidths=(0.0,)),
             "bytes a second",
         ),
     ],

@@ -7,10 +7,10 @@ import random
 import pytest
 from replaying import Chained, Listed, request, workload
 
-from kvkeep.bench.replay import BELADY, INFINITE, Plan, Run, Workload, replay
+from kvkeep.bench.replay import BELADY, INFINITE, PlannedMemory, ReplayRun, Workload, replay
 
 
-def advice_for(work: Workload, plan: Plan):
+def advice_for(work: Workload, plan: PlannedMemory):
     runs = plan.runs(work)
     outcomes = dict(replay(work, runs))
     assert set(outcomes) == set(runs)
@@ -42,13 +42,13 @@ def scans(requests: int, seed: int = 0) -> Workload:
 
 
 def test_nothing_is_shared():
-    advice, _ = advice_for(workload([[("new", at), 1, 2] for at in range(200)]), Plan(400))
+    advice, _ = advice_for(workload([[("new", at), 1, 2] for at in range(200)]), PlannedMemory(400))
     assert "No cache will help" in str(advice)
     assert (advice.policy, advice.disk, advice.tiering) == ("lru", False, None)
 
 
 def test_ample_memory_needs_no_other_policy_and_no_more_of_it():
-    advice, outcomes = advice_for(chats(4, 8), Plan(40_000))
+    advice, outcomes = advice_for(chats(4, 8), PlannedMemory(40_000))
     assert advice.policy == "lru"
     assert "No policy is worth a change" in str(advice)
     assert "Half of it would do" in str(advice)
@@ -57,7 +57,7 @@ def test_ample_memory_needs_no_other_policy_and_no_more_of_it():
 
 
 def test_scans_ask_for_a_policy_that_withstands_them():
-    advice, outcomes = advice_for(scans(1000), Plan(30 * 10 * 4))
+    advice, outcomes = advice_for(scans(1000), PlannedMemory(30 * 10 * 4))
     rates = {run.policy: one.token_hit_rate for run, one in outcomes.items() if not run.below
              and run.capacity_tokens == 1200}  # fmt: skip
     assert rates["adaptive"] > rates["lru"] + 0.02
@@ -68,23 +68,23 @@ def test_scans_ask_for_a_policy_that_withstands_them():
 
 def test_a_disk_that_brings_something_and_one_that_does_not():
     work = chats(12, 8)
-    advice, outcomes = advice_for(work, Plan(1200, 20_000))
+    advice, outcomes = advice_for(work, PlannedMemory(1200, 20_000))
     assert advice.disk
     assert advice.tiering in {"inclusive", "exclusive", "adaptive"}
     assert "below it with the tiering" in advice.recommendation
     tried = {(run.policy, run.tiering): one.token_hit_rate for run, one in outcomes.items()
              if run.below and run.policy != BELADY}  # fmt: skip
     assert tried[advice.policy, advice.tiering] >= max(tried.values()) - 0.005
-    idle, _ = advice_for(work, Plan(200_000, 200_000))
+    idle, _ = advice_for(work, PlannedMemory(200_000, 200_000))
     assert not idle.disk
     assert "and nothing below it" in idle.recommendation
 
 
 def test_what_is_recommended_was_replayed():
-    advice, outcomes = advice_for(scans(200), Plan(300, 600))
+    advice, outcomes = advice_for(scans(200), PlannedMemory(300, 600))
     assert advice.disk
     assert advice.policy != "lru"
-    run = Run(advice.policy, 300, below=(600,), tiering=advice.tiering)
+    run = ReplayRun(advice.policy, 300, below=(600,), tiering=advice.tiering)
     share = f"{100 * outcomes[run].token_hit_rate:.1f} % of all prompt tokens need no computing"
     assert share in advice.recommendation
     assert f"the policy {advice.policy}" in advice.recommendation
@@ -95,20 +95,20 @@ def test_sessions_are_tried_where_the_trace_knows_them():
     requests = [
         request(float(at), chained.ids([at % 5, at // 5]), session=str(at % 5)) for at in range(40)
     ]
-    runs = Plan(40).runs(Workload.read(Listed(requests)))
-    assert Run("lru+sessions", 40) in runs
-    assert Run("lru+sessions", 40) not in Plan(40).runs(workload(["ab"]))
+    runs = PlannedMemory(40).runs(Workload.read(Listed(requests)))
+    assert ReplayRun("lru+sessions", 40) in runs
+    assert ReplayRun("lru+sessions", 40) not in PlannedMemory(40).runs(workload(["ab"]))
 
 
 def test_other_namespaces_are_told():
     chained = Chained()
     path = chained.ids(range(20))
     requests = [request(float(at), path, namespace=str(at)) for at in range(30)]
-    advice, _ = advice_for(Workload.read(Listed(requests)), Plan(10_000))
+    advice, _ = advice_for(Workload.read(Listed(requests)), PlannedMemory(10_000))
     assert "in another namespace" in str(advice)
 
 
 @pytest.mark.parametrize("memory", [8, 40])
 def test_small_memories(memory):
-    advice, _ = advice_for(chats(3, 3), Plan(memory))
+    advice, _ = advice_for(chats(3, 3), PlannedMemory(memory))
     assert advice.recommendation

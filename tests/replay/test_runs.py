@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from replaying import Chained, Listed, request, workload
 
-from kvkeep.bench.replay import BELADY, INFINITE, Journal, Run, Workload, replay
+from kvkeep.bench.replay import BELADY, INFINITE, ReplayRun, RunLog, Workload, replay
 from kvkeep.core.errors import InvalidValue
 
 PATHS = ["abc", "abd", "xyz", "abc", "abd", "uvw", "xyz", "abc"]
@@ -23,9 +23,9 @@ def figures(outcomes):
 
 
 @pytest.fixture
-def runs() -> list[Run]:
-    return [Run(policy, size) for policy in ("lru", "2q", BELADY) for size in (16, 24)] + [
-        Run(INFINITE, 0)
+def runs() -> list[ReplayRun]:
+    return [ReplayRun(policy, size) for policy in ("lru", "2q", BELADY) for size in (16, 24)] + [
+        ReplayRun(INFINITE, 0)
     ]
 
 
@@ -46,14 +46,14 @@ def test_progress_is_told_to_the_end(runs):
 
 def test_what_was_done_is_not_done_again(runs, tmp_path, monkeypatch):
     work, path = workload(PATHS), tmp_path / "runs.jsonl"
-    first = replay(work, runs, journal=Journal(path))
+    first = replay(work, runs, journal=RunLog(path))
     some = [next(first) for _ in range(3)]
     first.close()  # cut off
     assert len(path.read_text().splitlines()) == 3
     ran = []
-    on = Run.on
-    monkeypatch.setattr(Run, "on", lambda self, *args: (ran.append(self), on(self, *args))[1])
-    every = list(replay(work, runs, journal=Journal(path)))
+    on = ReplayRun.on
+    monkeypatch.setattr(ReplayRun, "on", lambda self, *args: (ran.append(self), on(self, *args))[1])
+    every = list(replay(work, runs, journal=RunLog(path)))
     assert len(ran) == 4
     assert figures(every) == figures(replay(work, runs))
     assert figures(some) == figures(every[:3])
@@ -61,45 +61,45 @@ def test_what_was_done_is_not_done_again(runs, tmp_path, monkeypatch):
 
 
 def test_another_trace_or_setting_is_another_run(tmp_path):
-    journal = Journal(tmp_path / "runs.jsonl")
+    journal = RunLog(tmp_path / "runs.jsonl")
     work = workload(PATHS)
-    list(replay(work, [Run("lru", 16)], journal=journal))
-    assert journal.find(work, Run("lru", 16)) is not None
-    assert journal.find(work, Run("lru", 16, page_tokens=2)) is None
-    assert journal.find(workload(PATHS[:-1]), Run("lru", 16)) is None
+    list(replay(work, [ReplayRun("lru", 16)], journal=journal))
+    assert journal.find(work, ReplayRun("lru", 16)) is not None
+    assert journal.find(work, ReplayRun("lru", 16, page_tokens=2)) is None
+    assert journal.find(workload(PATHS[:-1]), ReplayRun("lru", 16)) is None
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"run": 3}', b'[[[["', b"\xff\xfe", b"null", b"0"])
 def test_a_torn_or_foreign_line_is_passed_over(tmp_path, damage):
-    path, work, run = tmp_path / "runs.jsonl", workload(PATHS), Run("lru", 16)
-    list(replay(work, [run], journal=Journal(path)))
+    path, work, run = tmp_path / "runs.jsonl", workload(PATHS), ReplayRun("lru", 16)
+    list(replay(work, [run], journal=RunLog(path)))
     good = path.read_bytes()
     path.write_bytes(damage + b"\n" + good + good[: len(good) // 2])
-    found = Journal(path).find(work, run)
+    found = RunLog(path).find(work, run)
     assert found is not None
     line = json.loads(good)
     line["outcome"]["surprise"] = 1
     path.write_text(json.dumps(line))
-    assert Journal(path).find(work, run) is None
+    assert RunLog(path).find(work, run) is None
 
 
 def test_what_is_done_behind_a_torn_line_is_known_the_next_time(tmp_path):
-    path, work, run = tmp_path / "runs.jsonl", workload(PATHS), Run("lru", 16)
+    path, work, run = tmp_path / "runs.jsonl", workload(PATHS), ReplayRun("lru", 16)
     path.write_bytes(b'{"run": "4 cut off')
-    list(replay(work, [run], journal=Journal(path)))
-    assert Journal(path).find(work, run) is not None
+    list(replay(work, [run], journal=RunLog(path)))
+    assert RunLog(path).find(work, run) is not None
 
 
 def test_nothing_runs_if_one_cannot():
     work = workload(PATHS)
     with pytest.raises(InvalidValue, match="less than a page of 4"):
-        next(replay(work, [Run("lru", 16), Run("lru", 3)]))
+        next(replay(work, [ReplayRun("lru", 16), ReplayRun("lru", 3)]))
     with pytest.raises(InvalidValue, match="jobs"):
-        next(replay(work, [Run("lru", 16)], jobs=0))
+        next(replay(work, [ReplayRun("lru", 16)], jobs=0))
 
 
 def test_a_fault_in_a_process_is_told(runs):
-    class Broken(Run):
+    class Broken(ReplayRun):
         __slots__ = ()
 
         def on(self, workload, progress=None):
@@ -142,11 +142,11 @@ def test_sessions_are_named_to_the_cache_if_the_trace_knows_them():
         ])
     ]  # fmt: skip
     work = Workload.read(Listed(requests))
-    plain, told = (Run(name, 9 * 4).on(work) for name in ("lru", "lru+sessions"))
+    plain, told = (ReplayRun(name, 9 * 4).on(work) for name in ("lru", "lru+sessions"))
     assert (plain.policy, told.policy) == ("lru", "lru+sessions")
     assert (plain.hit_blocks, told.hit_blocks) == (0, 3)
 
 
 def test_sessions_that_a_trace_does_not_know():
     with pytest.raises(InvalidValue, match="needs sessions; listed knows of none"):
-        next(replay(workload(PATHS), [Run("lru+sessions", 16)]))
+        next(replay(workload(PATHS), [ReplayRun("lru+sessions", 16)]))

@@ -16,7 +16,7 @@ from kvkeep.bench.replay import (
     REASONS,
     Outcome,
     Paging,
-    Run,
+    ReplayRun,
     Spans,
     Workload,
     belady,
@@ -204,7 +204,7 @@ def test_a_capacity_of_no_page_is_refused(capacity):
 
 def test_a_policy_that_is_none():
     with pytest.raises(InvalidValue, match="'oracle'; there are lru"):
-        Run("oracle", 100)
+        ReplayRun("oracle", 100)
 
 
 def test_outcomes_go_through_json():
@@ -232,5 +232,5 @@ def test_the_conversation_trace():
 
 
 def test_bounds_are_runs_like_any_other():
-    outcome = Run(BELADY, 100).on(workload(["ab", "ab"]))
+    outcome = ReplayRun(BELADY, 100).on(workload(["ab", "ab"]))
     assert (outcome.policy, outcome.hit_blocks) == (BELADY, 2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.serve.router.health import Doubt, Health, Patience, State
+from kvkeep.serve.router.health import Doubt, Health, InstanceHealth, Patience
 
 NAMES = ["a", "b", "c"]
 
@@ -27,14 +27,14 @@ def health(now) -> Health:
 
 def test_a_failure_is_over_after_a_rest_and_a_probe(health, now):
     health.failed("a")
-    assert health.state("a") is State.SUSPECT
+    assert health.state("a") is InstanceHealth.SUSPECT
     assert health.wake("a").is_set()
     assert health.up() == ["b", "c"]
     health.probed("a", answered=True)
-    assert health.state("a") is State.RESTING
+    assert health.state("a") is InstanceHealth.RESTING
     assert health.up() == ["b", "c"]
     now[0] += 1.0
-    assert health.state("a") is State.UP
+    assert health.state("a") is InstanceHealth.UP
 
 
 def test_a_suspect_is_logged_once(health, caplog):
@@ -55,7 +55,7 @@ def test_rests_grow_while_nothing_is_answered(health, now):
         health.failed("a")  # together they are one
         health.probed("a", answered=True)
         begun = now[0]
-        while health.state("a") is State.RESTING:
+        while health.state("a") is InstanceHealth.RESTING:
             now[0] += 0.5
         rests.append(now[0] - begun)
     assert rests == [1, 2, 4, 8, 16, 30, 30, 30]
@@ -63,7 +63,7 @@ def test_rests_grow_while_nothing_is_answered(health, now):
     health.failed("a")
     health.probed("a", answered=True)
     now[0] += 1.0
-    assert health.state("a") is State.UP
+    assert health.state("a") is InstanceHealth.UP
 
 
 def test_what_is_asked_next(health, now):
@@ -79,21 +79,21 @@ def test_what_is_asked_next(health, now):
 
 def test_a_client_that_leaves_is_a_doubt_and_a_failure_where_nobody_is_answered(health, now):
     health.left("a", now[0])
-    assert health.state("a") is State.SUSPECT
+    assert health.state("a") is InstanceHealth.SUSPECT
     health.probed("a", answered=True)
-    assert health.state("a") is State.UP
+    assert health.state("a") is InstanceHealth.UP
     since = now[0]
     now[0] += 2.0
     health.worked("a")
     now[0] += 20.0
     health.left("a", since)  # others were answered meanwhile: it was only slow
     health.probed("a", answered=True)
-    assert health.state("a") is State.UP
+    assert health.state("a") is InstanceHealth.UP
     since = now[0]
     now[0] += 5.0
     health.left("a", since)
     health.probed("a", answered=True)
-    assert health.state("a") is State.RESTING
+    assert health.state("a") is InstanceHealth.RESTING
 
 
 def test_what_waits_is_given_up_after_three_probes_where_another_one_is_up(health):
@@ -194,10 +194,16 @@ class Lives(RuleBasedStateMachine):
         up = []
         for name in NAMES:
             resting = self.rests[name] > self.time
-            state = State.SUSPECT if self.suspect[name] else State.RESTING if resting else State.UP
+            state = (
+                InstanceHealth.SUSPECT
+                if self.suspect[name]
+                else InstanceHealth.RESTING
+                if resting
+                else InstanceHealth.UP
+            )
             assert self.health.state(name) is state
             assert self.health.silent(name) == (self.unanswered[name] >= 3)
-            up += [name] if state is State.UP else []
+            up += [name] if state is InstanceHealth.UP else []
         assert self.health.up() == up
         assert self.health.best(()) == up or not up
         assert self.health.best(())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvkeep.serve.router import Place, PrefixIndex
+from kvkeep.serve.router import Place, PlacementIndex
 from kvkeep.serve.router.keys import MAX_TOKENS, PrefixKeys, length_of
 
 PLACES = [Place("a"), Place("a", 1), Place("b")]
@@ -103,7 +103,7 @@ class Indexing(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.index = PrefixIndex(TIERS, most_blocks=self.MOST)
+        self.index = PlacementIndex(TIERS, most_blocks=self.MOST)
         self.naive = Naive()
         self.sizes: dict[Place, set[int]] = {place: set() for place in PLACES}
         self.doubled: set[Place] = set()
@@ -243,7 +243,7 @@ def test_a_hash_of_two_prefixes_of_which_one_is_forgotten():
 )
 def test_what_was_stored_longest_ago_goes_first(stores, most):
     """Against a list: of one place and tier, nothing looked up, it is exactly the order."""
-    index = PrefixIndex(most_blocks=most)
+    index = PlacementIndex(most_blocks=most)
     naive: list[int] = []
     number = 0
     for turn, (count, again) in enumerate(stores):
@@ -268,7 +268,7 @@ def row(*tokens: int) -> np.ndarray:
 
 
 def test_instances_with_other_hashes_and_sizes_are_compared_by_what_they_hold():
-    index = PrefixIndex()
+    index = PlacementIndex()
     prompt = list(range(100, 164))
     index.store(PLACES[0], [b"x", b"y"], None, prompt[:32], 16)
     index.store(PLACES[0], [b"z"], b"y", prompt[32:48], 16)
@@ -279,7 +279,7 @@ def test_instances_with_other_hashes_and_sizes_are_compared_by_what_they_hold():
 
 
 def test_what_comes_from_several_tiers_adds_up():
-    index = PrefixIndex(["GPU", "CPU", "DISK"])
+    index = PlacementIndex(["GPU", "CPU", "DISK"])
     prompt = list(range(12))
     index.store(PLACES[0], [1, 2], None, prompt[:4], 2)
     index.store(PLACES[0], [1, 2, 3, 4], None, prompt[:8], 2, tier="CPU")
@@ -294,7 +294,7 @@ def test_what_comes_from_several_tiers_adds_up():
 
 
 def test_marks_salts_and_adapters_tell_prefixes_apart():
-    index = PrefixIndex()
+    index = PlacementIndex()
     prompt = list(range(8))
     index.store(PLACES[0], [1, 2], None, prompt, 4, salt="s")
     index.store(PLACES[0], [3, 4], None, prompt, 4, lora="l")
@@ -315,7 +315,7 @@ def test_marks_salts_and_adapters_tell_prefixes_apart():
     ],
 )  # fmt: skip
 def test_what_contradicts_itself_is_refused(hashes, tokens, size):
-    index = PrefixIndex()
+    index = PlacementIndex()
     index.store(PLACES[0], hashes, None, tokens, size)
     assert index.refused == len(hashes)
     assert len(index) == 0
@@ -323,14 +323,14 @@ def test_what_contradicts_itself_is_refused(hashes, tokens, size):
 
 
 def test_orphans_are_counted_and_left_out():
-    index = PrefixIndex()
+    index = PlacementIndex()
     index.store(PLACES[0], [2], 1, [1, 2], 2)
     assert (index.orphans, len(index)) == (1, 0)
 
 
 def test_an_instance_has_so_many_blocks_and_no_more():
     """Over all its ranks and tiers; what it told last stays, and nobody else loses any."""
-    index = PrefixIndex(most_blocks=64)
+    index = PlacementIndex(most_blocks=64)
     index.store(PLACES[2], list(range(60)), None, [7] * 60, 1)
     at = 0
     for turn in range(200):
@@ -350,7 +350,7 @@ def test_an_instance_has_so_many_blocks_and_no_more():
 
 
 def test_more_blocks_at_once_than_there_may_be():
-    index = PrefixIndex(most_blocks=100)
+    index = PlacementIndex(most_blocks=100)
     index.store(PLACES[0], list(range(1000)), None, [1] * 1000, 1)
     index.check()
     assert index.share_of("a") == (100, 900)
@@ -359,7 +359,7 @@ def test_more_blocks_at_once_than_there_may_be():
 
 def test_what_many_prompts_share_is_kept():
     """It is stored once and first; that it is looked up keeps it."""
-    index = PrefixIndex(most_blocks=400)
+    index = PlacementIndex(most_blocks=400)
     shared = [1] * 10
     index.store(PLACES[0], list(range(10)), None, shared, 1)
     for turn in range(300):
@@ -373,7 +373,7 @@ def test_what_many_prompts_share_is_kept():
 
 
 def test_what_is_noted_as_used_has_a_bound():
-    index = PrefixIndex(most_blocks=64)
+    index = PlacementIndex(most_blocks=64)
     for turn in range(300):
         index.store(PLACES[0], [turn], turn - 1 if turn % 50 else None, [turn], 1)
         index.lookup(row(*range(turn // 50 * 50, turn + 1)))
@@ -386,7 +386,7 @@ def test_what_is_noted_as_used_has_a_bound():
 
 
 def test_what_is_expected_of_a_place_counts_for_nothing_it_may_tell():
-    index = PrefixIndex(["GPU"], most_blocks=10)
+    index = PlacementIndex(["GPU"], most_blocks=10)
     keys = index.expect(PLACES[0], row(*[1] * 100), 5, tier="COMING", lora="", salt="")
     assert len(keys) == len(index) == 20
     for size in range(1, 6):
@@ -402,7 +402,7 @@ def test_what_is_expected_of_a_place_counts_for_nothing_it_may_tell():
 
 def test_forgetting_looks_at_no_more_than_it_forgets():
     """Counted: entries of the tables that are moved or dropped, for each block stored."""
-    index = PrefixIndex(most_blocks=10_000)
+    index = PlacementIndex(most_blocks=10_000)
     looked = 0
 
     class Counting(dict):
@@ -423,7 +423,7 @@ def test_forgetting_looks_at_no_more_than_it_forgets():
 
 
 def test_a_place_has_few_block_sizes_and_takes_none_from_others():
-    index = PrefixIndex()
+    index = PlacementIndex()
     for size in range(1, 40):
         index.store(PLACES[2], [size], None, [3] * size, size)
     assert (len(index), index.refused) == (4, 35)
@@ -436,7 +436,7 @@ def test_a_place_has_few_block_sizes_and_takes_none_from_others():
 
 
 def test_a_place_has_few_tiers_and_takes_none_from_others():
-    index = PrefixIndex(["GPU"])
+    index = PlacementIndex(["GPU"])
     for turn in range(3):
         for number in range(100):
             index.store(PLACES[0], [number], None, [number], 1, tier=f"tier {turn} {number}")
@@ -452,7 +452,7 @@ def test_a_place_has_few_tiers_and_takes_none_from_others():
 
 def test_a_prompt_shorter_than_a_block_and_one_as_long():
     """Below one block there is nothing to find, at one block there is."""
-    index = PrefixIndex()
+    index = PlacementIndex()
     index.store(PLACES[0], [1], None, [1, 2, 3, 4], 4)
     assert index.lookup(row(1, 2, 3)) == {}
     assert index.lookup(row()) == {}
@@ -461,7 +461,7 @@ def test_a_prompt_shorter_than_a_block_and_one_as_long():
 
 
 def test_a_place_that_goes_leaves_its_bit_to_the_next():
-    index = PrefixIndex()
+    index = PlacementIndex()
     index.store(PLACES[0], [1], None, [1, 2], 2)
     index.store(PLACES[2], [1], None, [1, 2], 2)
     index.clear(PLACES[0])
@@ -502,7 +502,7 @@ def test_keys_differ():
 
 
 def test_the_longest_prefix():
-    index = PrefixIndex()
+    index = PlacementIndex()
     half = MAX_TOKENS // 65_536
     parent = None
     for number in range(half):

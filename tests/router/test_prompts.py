@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.serve.router.health import Patience
-from kvkeep.serve.router.prompts import Prompt, Prompts
+from kvkeep.serve.router.prompts import Prompt, PromptParser
 from kvkeep.serve.router.upstreams import Upstreams
 
 ROWS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
@@ -42,7 +42,7 @@ def read(body: bytes) -> tuple[Prompt, list[Any]]:
         seen.append(asked)
         return np.array([7, 7, 7], np.int32)
 
-    prompts = Prompts(NOBODY, Patience(), tokenize)
+    prompts = PromptParser(NOBODY, Patience(), tokenize)
     return asyncio.run(prompts.read(body, [])), seen
 
 

@@ -19,7 +19,7 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.http.bodies import FREE_BYTES
 from kvkeep.serve.kv_events import BlockStored
-from kvkeep.serve.router.health import State
+from kvkeep.serve.router.health import InstanceHealth
 from kvkeep.serve.router.upstreams import Upstreams, passed_on
 
 WHOLE = b"".join(CHUNKS)
@@ -37,11 +37,11 @@ def holds(proxy, instance, tokens) -> None:
     proxy.router.apply(instance.url, [event])
 
 
-def state(proxy, instance) -> State:
+def state(proxy, instance) -> InstanceHealth:
     return proxy.upstreams.health.state(instance.url)
 
 
-def states(proxy) -> list[State]:
+def states(proxy) -> list[InstanceHealth]:
     return [proxy.upstreams.health.state(name) for name in proxy.upstreams.names]
 
 
@@ -178,7 +178,9 @@ def test_one_that_is_not_there_is_left_alone_and_comes_back():
         proxy.upstreams.health._clock = lambda: clock[0]
         one.mood = "hangs up"
         assert ask(proxy).content == WHOLE
-        eventually(lambda: state(proxy, one) is State.RESTING)  # a probe was answered meanwhile
+        eventually(
+            lambda: state(proxy, one) is InstanceHealth.RESTING
+        )  # a probe was answered meanwhile
         assert httpx.get(f"{proxy.url}/health").json() == {
             "status": "ok",
             "instances": 1,
@@ -190,7 +192,7 @@ def test_one_that_is_not_there_is_left_alone_and_comes_back():
         clock[0] = 1.5
         assert ask(proxy).content == WHOLE
         assert (len(one.paths), len(two.paths)) == (2, 2)
-        assert state(proxy, one) is State.UP
+        assert state(proxy, one) is InstanceHealth.UP
 
 
 def test_a_request_that_breaks_whoever_has_it_does_not_go_round():
@@ -221,7 +223,7 @@ def test_an_answer_that_breaks_off_is_seen_to():
                     read += piece
         assert read == CHUNKS[0]
         assert good.paths == []
-        assert state(proxy, bad) is not State.UP
+        assert state(proxy, bad) is not InstanceHealth.UP
 
 
 @pytest.mark.parametrize("mood", ["500", "400", "503", "429"])
@@ -239,7 +241,7 @@ def test_a_client_that_goes_is_no_work_any_more():
             httpx.post(f"{proxy.url}/v1/completions", json=ASK, timeout=0.5)
         eventually(lambda: one.left == 1)
         eventually(lambda: proxy.router.load(one.url) == (0, 0.0))
-        eventually(lambda: state(proxy, one) is State.UP)
+        eventually(lambda: state(proxy, one) is InstanceHealth.UP)
         eventually(lambda: 'outcome="given up"} 1.0' in metrics(proxy))
 
 
@@ -274,7 +276,7 @@ def test_a_stopped_instance_is_found_by_probes_however_long_an_answer_may_take()
             eventually(lambda: bad.paths)
             bad.mood = "stopped"
             assert all(one.result().content == WHOLE for one in asked)
-        assert state(proxy, bad) is State.SUSPECT
+        assert state(proxy, bad) is InstanceHealth.SUSPECT
         assert httpx.get(f"{proxy.url}/health").json() == {
             "status": "ok",
             "instances": 1,
@@ -288,7 +290,7 @@ def test_a_stopped_instance_is_found_by_probes_however_long_an_answer_may_take()
         assert ask(proxy).content == WHOLE
         assert len(bad.paths) == had
         bad.mood = "well"
-        eventually(lambda: state(proxy, bad) is State.UP)
+        eventually(lambda: state(proxy, bad) is InstanceHealth.UP)
         assert ask(proxy).content == WHOLE
         assert len(bad.paths) == had + 1
 
@@ -306,7 +308,7 @@ def test_the_last_one_left_is_waited_for():
             assert not asked.done()
             one.wake()
             assert asked.result().content == WHOLE
-        assert state(proxy, one) is State.UP
+        assert state(proxy, one) is InstanceHealth.UP
 
 
 def test_one_that_comes_back_takes_over_what_waits_at_one_that_is_stopped():
@@ -355,7 +357,7 @@ def test_nobody_can_be_reached():
 
 def test_a_refusal_is_passed_on_where_only_suspects_are_left():
     with routing("429", "stopped", patience={**SHORT, "probe_s": 0.5}) as (proxy, (full, _)):
-        eventually(lambda: states(proxy) == [State.UP, State.SUSPECT])
+        eventually(lambda: states(proxy) == [InstanceHealth.UP, InstanceHealth.SUSPECT])
         assert ask(proxy).status_code == 429
         assert len(full.paths) == 1
 
@@ -372,7 +374,7 @@ def test_a_stream_that_stalls_is_broken_off_and_not_asked_for_again():
         assert good.paths == []
         eventually(lambda: bad.left == 1)
         assert 'outcome="stalled"} 1.0' in metrics(proxy)
-        assert state(proxy, bad) is not State.UP
+        assert state(proxy, bad) is not InstanceHealth.UP
 
 
 def test_a_client_that_stops_reading_is_not_waited_for_for_ever():
@@ -383,7 +385,7 @@ def test_a_client_that_stops_reading_is_not_waited_for_for_ever():
             plain.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert plain.recv(1)
             eventually(lambda: 'outcome="not taken"} 1.0' in metrics(proxy))
-        assert state(proxy, one) is State.UP
+        assert state(proxy, one) is InstanceHealth.UP
 
 
 def test_a_client_that_gives_up_makes_its_instance_suspect():
@@ -392,7 +394,7 @@ def test_a_client_that_gives_up_makes_its_instance_suspect():
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{proxy.url}/v1/completions", json=ASK, timeout=0.3)
         eventually(lambda: f'"{one.url}",why="client left"}} 1.0' in metrics(proxy))
-        eventually(lambda: state(proxy, one) is State.UP)  # its probe was answered
+        eventually(lambda: state(proxy, one) is InstanceHealth.UP)  # its probe was answered
 
 
 def test_text_is_tokenized_by_who_is_up():
@@ -409,7 +411,7 @@ def test_text_is_tokenized_by_who_is_up():
         text = metrics(proxy)
         assert 'tokenize_total{outcome="answered"} 6.0' in text
         good.mood = "stopped"
-        eventually(lambda: states(proxy) == [State.SUSPECT] * 2)
+        eventually(lambda: states(proxy) == [InstanceHealth.SUSPECT] * 2)
         with ThreadPoolExecutor(1) as pool:
             last = pool.submit(ask, proxy, {"prompt": "a text"})
             eventually(lambda: 'tokenize_total{outcome="nobody is up"} 1.0' in metrics(proxy))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, salt_digest
-from kvkeep.serve.router import CostModel, Held, PrefixRouter
+from kvkeep.serve.router import CostModel, HeldPrefix, PrefixRouter
 
 PROMPT = list(range(64))
 
@@ -261,16 +261,16 @@ def test_events_and_prompts_at_once(router):
 def test_more_cached_never_costs_more(tokens, one, other):
     cost = CostModel()
     less, more = sorted((one, other))
-    assert cost.prefill_s(tokens, Held(more, {"GPU": more})) <= cost.prefill_s(
-        tokens, Held(less, {"GPU": less})
+    assert cost.prefill_s(tokens, HeldPrefix(more, {"GPU": more})) <= cost.prefill_s(
+        tokens, HeldPrefix(less, {"GPU": less})
     ) * (1 + 1e-9)
-    assert cost.prefill_s(tokens, Held(more, {"GPU": more})) > 0
+    assert cost.prefill_s(tokens, HeldPrefix(more, {"GPU": more})) > 0
 
 
 def test_seconds_add_up():
     cost = CostModel(token_s=0.5, square_s=0.25, tiers={"GPU": 0.0, "CPU": 0.125})
     assert cost.prefill_s(10, None) == 0.5 * 10 + 0.25 * 100
-    held = Held(6, {"GPU": 4, "CPU": 2})
+    held = HeldPrefix(6, {"GPU": 4, "CPU": 2})
     assert cost.prefill_s(10, held) == 2 * 0.125 + 0.5 * 4 + 0.25 * (100 - 36)
     assert cost.prefill_s(6, held) == 0.125 + 0.5 + 0.25 * (36 - 25)  # the last is computed
 

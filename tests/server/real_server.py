@@ -14,7 +14,7 @@ import openai
 from kvkeep.core.cache import PagedCache
 from kvkeep.serve.engine import Engine, Limits, Runner, Tokenizer
 from kvkeep.serve.models import bundled_model
-from kvkeep.serve.server import Listener, Settings, bind, create_app, url_of
+from kvkeep.serve.server import Listener, ServerSettings, bind, create_app, url_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ class Running:
     """A server that listens: its ``url``, its ``engine``, and an HTTP client (``http``)."""
 
     def __init__(
-        self, engine: Engine, settings: Settings, connections: ConnectionLimits | None = None
+        self, engine: Engine, settings: ServerSettings, connections: ConnectionLimits | None = None
     ) -> None:
         self.engine = engine
         self.settings = settings
@@ -99,7 +99,7 @@ def running(
         Tokenizer.load(bundled_model()),
         limits=limits or Limits(max_running=16, max_waiting=64),
     )
-    server = Running(engine, Settings(**{"name": NAME, **settings}), connections)
+    server = Running(engine, ServerSettings(**{"name": NAME, **settings}), connections)
     try:
         yield server
     finally:

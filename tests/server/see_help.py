@@ -11,7 +11,7 @@ from real_server import NAME, Running, eventually
 from kvkeep.core.cache import PagedCache
 from kvkeep.serve.engine import Engine, Limits, Runner, Tokenizer
 from kvkeep.serve.models import bundled_model
-from kvkeep.serve.server import Settings
+from kvkeep.serve.server import ServerSettings
 from kvkeep.store import KVStore
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ def storing(
             store=store,
             load_timeout=load_timeout,
         )
-        server = Running(engine, Settings(name=NAME, flush_timeout_s=flush_timeout_s, **settings))
+        server = Running(
+            engine, ServerSettings(name=NAME, flush_timeout_s=flush_timeout_s, **settings)
+        )
         try:
             yield server
         finally:

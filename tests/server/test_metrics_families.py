@@ -14,9 +14,9 @@ from kvkeep.core.cache import PagedCache
 from kvkeep.serve.engine.stats import EngineStats
 from kvkeep.serve.http import BodyBudget, ConnectionLimits, Connections
 from kvkeep.serve.server import families
-from kvkeep.serve.server.metrics import Metrics
+from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.store.blocks.stats import StoreStats
-from kvkeep.store.tiers.counters import Counters, TierStats
+from kvkeep.store.tiers.counters import TierCounters, TierStats
 
 PAGE = 4
 HOSTILE = ['a"b\\c\nd', "\x1b[31m", "\u202etxt", "x" * 10_000, "a␊", "a\n", "other", ""]
@@ -32,7 +32,7 @@ def serve(cache, *parts, namespace=""):
 def tier(name, **more):
     return TierStats(
         name=name, place="x", codec="raw", blocks=3, used_bytes=10, capacity=100, pinned_bytes=1,
-        queued_bytes=2, breaker="closed", breaker_opened=1, counters=Counters(hits=5).as_dict(),
+        queued_bytes=2, breaker="closed", breaker_opened=1, counters=TierCounters(hits=5).as_dict(),
         breakers={"read": "closed"},
     ).as_dict() | more  # fmt: skip
 
@@ -62,7 +62,7 @@ def samples(found):
 
 def all_of_it():
     """An exposition with every family that there is."""
-    metrics = Metrics()
+    metrics = ServerMetrics()
     cache = PagedCache(16, PAGE, what_if=1.0)
     metrics.watch(cache)
     for number in range(30):
@@ -85,7 +85,7 @@ def all_of_it():
 
 
 def test_evictions_by_reason_add_up_to_all():
-    metrics, cache = Metrics(), PagedCache(8, PAGE)
+    metrics, cache = ServerMetrics(), PagedCache(8, PAGE)
     for number in range(10):
         serve(cache, number)
     before = samples(told(metrics, cache))
@@ -108,7 +108,7 @@ def test_evictions_by_reason_add_up_to_all():
 
 
 def test_pages_by_state_are_all_pages_and_the_others_are_apart():
-    metrics, cache = Metrics(), PagedCache(32, PAGE)
+    metrics, cache = ServerMetrics(), PagedCache(32, PAGE)
     serve(cache, 1, 2, 3)
     cache.pin([1] * PAGE + [2] * PAGE, hard=True)
     running = cache.open([5] * 9)
@@ -121,7 +121,7 @@ def test_pages_by_state_are_all_pages_and_the_others_are_apart():
 
 
 def test_reuse_is_told_by_tier_with_what_it_saved():
-    metrics, cache = Metrics(), PagedCache(8, PAGE)
+    metrics, cache = ServerMetrics(), PagedCache(8, PAGE)
     reuse = metrics.reuse
     reuse.computed("a", tokens=100, seconds=2.0)
     reuse.admitted("b", namespace="t", prompt_tokens=60, cached_tokens=20, match_s=0.0)
@@ -136,7 +136,7 @@ def test_reuse_is_told_by_tier_with_what_it_saved():
 
 
 def test_first_tokens_are_told_apart_by_what_was_reused():
-    metrics, cache = Metrics(), PagedCache(8, PAGE)
+    metrics, cache = ServerMetrics(), PagedCache(8, PAGE)
     for reused in (0, 49, 50, 100):
         metrics.note_first_token(0.2, prompt_tokens=100, reused_tokens=reused)
     found = samples(told(metrics, cache))
@@ -146,8 +146,10 @@ def test_first_tokens_are_told_apart_by_what_was_reused():
 
 
 def test_all_counters_of_a_tier_are_told():
-    assert set(families._TIER_COUNTERS) == {field.name for field in fields(Counters)}
-    found = samples(told(Metrics(), PagedCache(8, PAGE), store=store(tier("file", capacity=None))))
+    assert set(families._TIER_COUNTERS) == {field.name for field in fields(TierCounters)}
+    found = samples(
+        told(ServerMetrics(), PagedCache(8, PAGE), store=store(tier("file", capacity=None)))
+    )
     assert found["kvkeep_store_hits_total", "file"] == 5
     assert ("kvkeep_store_capacity_bytes", "file") not in found
     assert found["kvkeep_store_breaker_openings_total", "file"] == 1
@@ -156,7 +158,7 @@ def test_all_counters_of_a_tier_are_told():
 def test_all_counts_of_a_publisher_are_told():
     feed = pytest.importorskip("kvkeep.serve.kv_events")
     counts = feed.PublisherStats(dropped=3).as_dict()
-    metrics = Metrics()
+    metrics = ServerMetrics()
     metrics.events = lambda: counts
     found = samples(told(metrics, PagedCache(8, PAGE)))
     assert found["kvkeep_events_dropped_total",] == 3
@@ -167,7 +169,7 @@ def test_all_counts_of_a_publisher_are_told():
 
 
 def test_labels_are_bounded_whatever_comes():
-    metrics, cache = Metrics(), PagedCache(8, PAGE)
+    metrics, cache = ServerMetrics(), PagedCache(8, PAGE)
     names = [f"salt {number}" for number in range(3000)]
     for name in names:
         metrics.reuse.admitted(name, namespace=name, prompt_tokens=5, cached_tokens=1, match_s=0.0)
@@ -181,7 +183,7 @@ def test_labels_are_bounded_whatever_comes():
 
 
 def test_hostile_names_are_read_back_by_prometheus_parser_and_are_visible():
-    metrics, cache = Metrics(), PagedCache(8, PAGE)
+    metrics, cache = ServerMetrics(), PagedCache(8, PAGE)
     for name in HOSTILE:
         metrics.reuse.admitted(name, namespace=name, prompt_tokens=5, cached_tokens=1, match_s=0.0)
         metrics.reuse.loaded("x", sources=[(0, 1, name)], seconds=0.0, late=False)

@@ -17,7 +17,7 @@ import pytest
 
 from kvkeep import Namespace, PagedCache
 from kvkeep.serve.server import figures
-from kvkeep.serve.server.metrics import Metrics
+from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.watching import Watching
 from kvkeep.serve.server.worker import Call
 
@@ -47,7 +47,7 @@ class Served:
 
     def __init__(self) -> None:
         self.cache = PagedCache(64, 16, what_if=0.1)
-        self.metrics = Metrics()
+        self.metrics = ServerMetrics()
         self.metrics.watch(self.cache)
         if not LONG:
             self.metrics.reuse._shares._most = 100

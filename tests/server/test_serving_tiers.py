@@ -12,7 +12,7 @@ from kvkeep.core.cache import PagedCache
 from kvkeep.core.events import Stored
 from kvkeep.serve.engine import Engine, Limits, Runner, Tokenizer
 from kvkeep.serve.models import bundled_model
-from kvkeep.serve.server import Settings
+from kvkeep.serve.server import ServerSettings
 from kvkeep.store import KVStore
 
 pytestmark = pytest.mark.model
@@ -33,7 +33,7 @@ def serving(folder, **settings):
     ) as store:
         cache, tokenizer = PagedCache(512, 16), Tokenizer.load(bundled_model())
         engine = Engine(runner, cache, tokenizer, limits=Limits(max_running=8), store=store)
-        server = Running(engine, Settings(name=NAME, **settings))
+        server = Running(engine, ServerSettings(name=NAME, **settings))
         server.store = store
         if "api_key" in settings:
             server.http.headers["Authorization"] = f"Bearer {settings['api_key']}"

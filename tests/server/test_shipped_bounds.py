@@ -30,12 +30,12 @@ from kvkeep.observe.explain.alike import Anchors
 from kvkeep.observe.explain.answer import Span
 from kvkeep.observe.explain.fates import Asker
 from kvkeep.observe.explain.inbox import Inbox
-from kvkeep.observe.explain.nearest import Prompt
+from kvkeep.observe.explain.nearest import SeenPrompt
 from kvkeep.observe.explain.reasons import Reasons
 from kvkeep.observe.telemetry.evictions import PageTimes
 from kvkeep.serve.engine.offload.keeper import Keeper
 from kvkeep.serve.engine.offload.writes import Known
-from kvkeep.serve.server.metrics import Metrics
+from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.watching import Watching
 from kvkeep.serve.server.worker import Call
 from kvkeep.store.backends.memory import MemoryBackend
@@ -62,7 +62,7 @@ class Observed:
 
     def __init__(self) -> None:
         self._cache = PagedCache(PAGES, PAGE)
-        self.metrics = Metrics()
+        self.metrics = ServerMetrics()
         self.metrics.watch(self._cache)
         self.watching = Watching(self._cache, explain=True, model="m", watches=[self.metrics.reuse])
         self.watching.start()
@@ -209,7 +209,7 @@ def test_what_takes_many_short_prompts_or_few_long_ones():
         for number in range(prompts.most_tokens // max(64, length, 16 * anchors) + 10):
             found = Anchors(np.arange(anchors, dtype=np.uint64) + number * anchors, tokens[:0])
             shown = tokens[:length]
-            prompts.add(Prompt(asker, Namespace(), shown, [], None, found, shown), 0)
+            prompts.add(SeenPrompt(asker, Namespace(), shown, [], None, found, shown), 0)
         assert len(prompts._by_anchor) == anchors * len(prompts)
         return len(prompts)
 

@@ -15,8 +15,7 @@ from store_kv import GQA, disk, given, numbers, open_store, put
 from kvkeep.core.errors import IllegalStep
 from kvkeep.core.keys import Namespace, space_of
 from kvkeep.store import BlockStore, KVStore, Prefetch
-from kvkeep.store.tiers import Prefetch as BlockPrefetch
-from kvkeep.store.tiers import TieredStore
+from kvkeep.store.tiers import BlockPrefetch, TieredStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,22 +7,22 @@ import threading
 import pytest
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.observe.telemetry import Reuse, Shares
+from kvkeep.observe.telemetry import ReuseCounter, Shares
 
 
-def admit(reuse: Reuse, id: str, prompt: int, cached: int, namespace: str = "") -> None:
+def admit(reuse: ReuseCounter, id: str, prompt: int, cached: int, namespace: str = "") -> None:
     reuse.begun(id, kind="chat", model="m", headers={})
     reuse.admitted(
         id, namespace=namespace, prompt_tokens=prompt, cached_tokens=cached, match_s=0.001
     )
 
 
-def end(reuse: Reuse, id: str) -> None:
+def end(reuse: ReuseCounter, id: str) -> None:
     reuse.ended(id, outcome="done", generated=1, ttft_s=0.1)
 
 
 def test_tokens_are_counted_where_they_were():
-    reuse = Reuse()
+    reuse = ReuseCounter()
     admit(reuse, "a", 100, 30)
     reuse.loaded("a", sources=[(30, 50, "memory"), (50, 60, "file")], seconds=0.1, late=False)
     admit(reuse, "b", 100, 0)
@@ -33,7 +33,7 @@ def test_tokens_are_counted_where_they_were():
 
 
 def test_a_saved_token_is_worth_what_a_computed_one_took_when_it_was_saved():
-    reuse = Reuse()
+    reuse = ReuseCounter()
     admit(reuse, "a", 100, 40)  # before anybody knows what a token takes
     assert reuse.snapshot().saved_seconds == 0
     reuse.computed("a", tokens=60, seconds=0.6)
@@ -47,7 +47,7 @@ def test_a_saved_token_is_worth_what_a_computed_one_took_when_it_was_saved():
 
 
 def test_requests_that_ended_are_forgotten_and_strangers_do_no_harm():
-    reuse = Reuse()
+    reuse = ReuseCounter()
     for number in range(1000):
         admit(reuse, str(number), 10, 5)
         end(reuse, str(number))
@@ -58,7 +58,7 @@ def test_requests_that_ended_are_forgotten_and_strangers_do_no_harm():
 
 
 def test_names_of_tiers_are_bounded():
-    reuse = Reuse()
+    reuse = ReuseCounter()
     for number in range(1000):
         reuse.loaded("a", sources=[(0, 1, f"tier {number}")], seconds=0, late=False)
     hits = reuse.snapshot().hit_tokens
@@ -67,7 +67,7 @@ def test_names_of_tiers_are_bounded():
 
 
 def test_many_threads_lose_no_token():
-    reuse = Reuse()
+    reuse = ReuseCounter()
 
     def work(name: str) -> None:
         for number in range(500):

@@ -12,7 +12,7 @@ import pytest
 from tier_bench import PAGE, RAW, SHORT, Bench, get, name, put, settle, until
 
 from kvkeep.store.backends.buffers import aligned
-from kvkeep.store.tiers import Counters, Exclusive, Inclusive, TieredStore
+from kvkeep.store.tiers import Exclusive, Inclusive, TierCounters, TieredStore
 from kvkeep.store.tiers.record import HEADER_BYTES, seal
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def test_the_documented_counters_are_those_there_are() -> None:
     text = DOCS.read_text()
     table = text[text.index("| counter | if it grows |") :].partition("\n\n")[0]
     named = re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
-    assert named == [field.name for field in fields(Counters)]
+    assert named == [field.name for field in fields(TierCounters)]
 
 
 def test_stats_are_json_and_say_what_is_there(bench: Bench) -> None:

@@ -14,10 +14,10 @@ from kvkeep.core.errors import InvalidValue
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvkeep.bench.traces import Request
+    from kvkeep.bench.traces import TraceRequest
 
 
-def common(one: Request, other: Request) -> int:
+def common(one: TraceRequest, other: TraceRequest) -> int:
     """Leading units that are the same."""
     pairs = zip(one.units.tolist(), other.units.tolist(), strict=False)
     return next(

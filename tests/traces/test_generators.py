@@ -18,7 +18,7 @@ from kvkeep.bench.traces.generators.chance import WAITS, Chance, mean_of, value_
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from kvkeep.bench.traces import Request
+    from kvkeep.bench.traces import TraceRequest
 
 # SHA-256 over times, lengths and ids of the first 40 requests of seed 7.
 DIGESTS = {
@@ -64,7 +64,7 @@ def test_more_requests_only_add_to_the_end(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_times_only_grow_and_a_turn_goes_on_where_the_last_one_ended(kind: str) -> None:
-    last: dict[str, Request] = {}
+    last: dict[str, TraceRequest] = {}
     before = 0.0
     for request in generate(kind, seed=5, requests=400):
         assert request.time >= before
@@ -93,8 +93,8 @@ def test_the_size_of_units_changes_nothing_else(unit: int) -> None:
     assert all(len(r.units) == -(-r.tokens // unit) for r in fine)
 
 
-def sessions_of(trace: Trace) -> dict[str, list[Request]]:
-    found: dict[str, list[Request]] = {}
+def sessions_of(trace: Trace) -> dict[str, list[TraceRequest]]:
+    found: dict[str, list[TraceRequest]] = {}
     for request in trace:
         found.setdefault(f"{request.session}", []).append(request)
     return found
@@ -109,7 +109,7 @@ def gaps(trace: Trace) -> list[float]:
     ]
 
 
-def finished(trace: Trace, share: float = 0.5) -> list[list[Request]]:
+def finished(trace: Trace, share: float = 0.5) -> list[list[TraceRequest]]:
     """The sessions that began in the first part, which are through at the end, but for a few."""
     all_of_them = list(sessions_of(trace).values())
     return all_of_them[: int(len(all_of_them) * share)]

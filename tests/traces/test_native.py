@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from writing import mooncake, write
 
 from kvkeep.bench.traces import (
-    Header,
-    Request,
     Served,
+    TraceHeader,
+    TraceRequest,
     TraceWriter,
     generate,
     open_trace,
@@ -32,13 +32,13 @@ texts = st.text(max_size=20)
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Request:
+def requests(draw: st.DrawFn) -> TraceRequest:
     tokens, output = draw(st.integers(0, 40)), draw(st.integers(0, 40))
     units = draw(st.lists(ids, min_size=-(-tokens // 8), max_size=-(-tokens // 8)))
     answer = draw(st.none() | st.lists(ids, max_size=(tokens + output) // 8 - tokens // 8))
     cached = draw(st.integers(0, tokens))
     served = Served(cached, draw(st.integers(0, cached)), 0.25, 1.5)
-    return Request(
+    return TraceRequest(
         draw(st.integers(0, 10**9)) / 1000,
         np.array(units, np.int64),
         tokens,
@@ -54,7 +54,7 @@ def requests(draw: st.DrawFn) -> Request:
     )
 
 
-def facts(request: Request) -> tuple[object, ...]:
+def facts(request: TraceRequest) -> tuple[object, ...]:
     answer = None if request.answer is None else request.answer.tolist()
     return (
         request.units.tolist(), answer, request.tokens, request.output_tokens, request.namespace,
@@ -66,15 +66,17 @@ def facts(request: Request) -> tuple[object, ...]:
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(requests(), max_size=5), st.sampled_from(["t.jsonl", "t.jsonl.gz"]))
-def test_what_is_written_is_what_is_read(tmp_path: Path, given: list[Request], name: str) -> None:
+def test_what_is_written_is_what_is_read(
+    tmp_path: Path, given: list[TraceRequest], name: str
+) -> None:
     given.sort(key=lambda request: request.time)
     path = tmp_path / name
     path.unlink(missing_ok=True)
-    with TraceWriter(path, Header("some name", 8, page_size=16, pages=5)) as writer:
+    with TraceWriter(path, TraceHeader("some name", 8, page_size=16, pages=5)) as writer:
         for request in given:
             writer.write(request)
     trace = open_trace(path, strict=True)
-    assert trace.header == Header("some name", 8, 16, 5)
+    assert trace.header == TraceHeader("some name", 8, 16, 5)
     assert (trace.name, trace.unit_tokens) == ("some name", 8)
     read = list(trace)
     assert [facts(request) for request in read] == [facts(request) for request in given]
@@ -172,8 +174,10 @@ def test_units_of_another_size_are_not_made_of_it(tmp_path: Path) -> None:
 
 
 def test_the_format_is_what_the_documents_say(tmp_path: Path) -> None:
-    request = Request(1.25, np.array([10, 2**62]), 12, 5, "n", "s", None, 2, "k", np.array([255]))
-    with TraceWriter(tmp_path / "t.gz", Header("x", 8)) as writer:
+    request = TraceRequest(
+        1.25, np.array([10, 2**62]), 12, 5, "n", "s", None, 2, "k", np.array([255])
+    )
+    with TraceWriter(tmp_path / "t.gz", TraceHeader("x", 8)) as writer:
         writer.write(request)
         writer.note_dropped(3)
     lines = gzip.decompress((tmp_path / "t.gz").read_bytes()).splitlines()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from writing import mooncake, write
 
-from kvkeep.bench.traces import Request, Served, open_trace, summarise
+from kvkeep.bench.traces import Served, TraceRequest, open_trace, summarise
 from kvkeep.bench.traces.chain import Growing
 
 if TYPE_CHECKING:
@@ -23,21 +23,21 @@ class Made:
     name = "made"
     length = None
 
-    def __init__(self, unit_tokens: int, *given: Request) -> None:
+    def __init__(self, unit_tokens: int, *given: TraceRequest) -> None:
         self.unit_tokens = unit_tokens
         self._requests = given
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         return iter(self._requests)
 
 
-def request(unit: int, tokens: list[int], answer: list[int], **more: object) -> Request:
+def request(unit: int, tokens: list[int], answer: list[int], **more: object) -> TraceRequest:
     prompt = Growing(unit)
     prompt.append(np.array(tokens, np.int32))
     whole = prompt.fork()
     whole.append(np.array(answer[:-1], np.int32))
     ids = whole.full(len(tokens) // unit)
-    return Request(0, prompt.units(), len(tokens), len(answer), answer=ids, **more)  # type: ignore[arg-type]
+    return TraceRequest(0, prompt.units(), len(tokens), len(answer), answer=ids, **more)  # type: ignore[arg-type]
 
 
 few = st.lists(st.integers(0, 1), min_size=1, max_size=9)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-__all__ = ["Address", "Client", "Gone", "Heard", "Refused", "ask", "get"]
+__all__ = ["Address", "Client", "Gone", "Heard", "ServerRefusal", "ask", "get"]
 
 # As long as the service itself gives a request.
 _PATIENCE_S = 600.0
@@ -152,7 +152,7 @@ class Gone(ConnectionError):
     """A server is not there, is not well, or breaks off: it may be there again later."""
 
 
-class Refused(InvalidValue):
+class ServerRefusal(InvalidValue):
     """A server has answered that it will not; ``status`` is HTTP's, ``code`` its own or None."""
 
     def __init__(self, message: str, status: int, code: str | None = None) -> None:
@@ -160,7 +160,7 @@ class Refused(InvalidValue):
         self.code = code
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[type[Refused], tuple[str, int, str | None]]:
+    def __reduce__(self) -> tuple[type[ServerRefusal], tuple[str, int, str | None]]:
         return type(self), (str(self), self.status, self.code)
 
 
@@ -210,9 +210,9 @@ class Address:
 class Client:
     """Asks one server for JSON, over a connection that is kept and made again where it broke.
 
-    What a server refuses (4xx) is `Refused`, in its own words; `Gone` says that it is not there, is
-    not well, or speaks something else. Everything in a message that a server has said can be
-    printed. ``ca_file`` has the certificates to trust for https
+    What a server refuses (4xx) is `ServerRefusal`, in its own words; `Gone` says that it is not
+    there, is not well, or speaks something else. Everything in a message that a server has said
+    can be printed. ``ca_file`` has the certificates to trust for https
     (default: the system's). Not thread-safe: one thread at a time. A request takes ``timeout_s``
     seconds without a byte at most; redirects are not followed, so the key goes nowhere else.
     """
@@ -304,7 +304,7 @@ class Client:
         code = error.get("code") if isinstance(error, dict) else None
         if status == 401:
             given = "another" if "Authorization" in self._headers else "an"
-            return Refused(
+            return ServerRefusal(
                 f"{self.address} needs {given} API key: give it with --api-key-file FILE, or in "
                 "$KVKEEP_API_KEY",
                 status,
@@ -312,12 +312,12 @@ class Client:
         if isinstance(message, str):
             said = f"{self.address} says: {visible(message[:_SAID])}"
             if 400 <= status < 500 and status not in {408, 429}:
-                return Refused(said, status, code if isinstance(code, str) else None)
+                return ServerRefusal(said, status, code if isinstance(code, str) else None)
             return Gone(said)
         place = f"{self.address} answers {status} at {path.partition('?')[0]}"
         if status >= 500 or status in {408, 429}:
             return Gone(place)
-        return Refused(f"{place}, without what a kvkeep server says there", status)
+        return ServerRefusal(f"{place}, without what a kvkeep server says there", status)
 
     def _connect(self) -> HTTPConnection:
         at = self.address

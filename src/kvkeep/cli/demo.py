@@ -59,7 +59,7 @@ curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DemoRow:
     """One request, answered cold and warm; all but ``ttft_cold_s`` is about the warm one."""
 
     request: str
@@ -159,9 +159,9 @@ def serving(engine: Engine, name: str) -> Iterator[str]:
     In a thread, so that neither a process nor a port outlives this one, however it ends. At the
     end of the block the requests that still run are failed.
     """
-    from kvkeep.serve.server import Listener, Settings, bind, create_app, url_of  # noqa: PLC0415
+    from kvkeep.serve.server import Listener, ServerSettings, bind, create_app, url_of  # noqa: PLC0415
 
-    settings = Settings(name=name, drain_timeout_s=0)
+    settings = ServerSettings(name=name, drain_timeout_s=0)
     listening: Future[None] = Future()
     with bind("127.0.0.1", 0) as bound, ThreadPoolExecutor(1, "kvkeep server") as thread:
         url = url_of(bound)
@@ -194,7 +194,7 @@ class Demo:
         self._document = read_document()
         self._salts = 0
 
-    def play(self, url: str, engine: Engine, advance: Callable[[], object]) -> list[Row]:
+    def play(self, url: str, engine: Engine, advance: Callable[[], object]) -> list[DemoRow]:
         """The whole conversation with the service at ``url``, row by row."""
         self._meet(url, engine, advance)
         first, *others = ASKED
@@ -206,7 +206,7 @@ class Demo:
             rows += self._both(f"tenant {tenant}", [first], salt=f"tenant {tenant}")
         return rows + self._both("at once", CLIENTS)
 
-    def ask_again(self, url: str, engine: Engine, advance: Callable[[], object]) -> list[Row]:
+    def ask_again(self, url: str, engine: Engine, advance: Callable[[], object]) -> list[DemoRow]:
         """What was asked first, of another service: its pool is empty."""
         self._meet(url, engine, advance)
         return self._both(RESTARTED, ASKED[:1])
@@ -224,9 +224,9 @@ class Demo:
         request: str,
         abouts: Sequence[str],
         *,
-        before: Row | None = None,
+        before: DemoRow | None = None,
         salt: str | None = None,
-    ) -> list[Row]:
+    ) -> list[DemoRow]:
         """Ask about all of these at once, cold and then warm; ``before`` is the turn before."""
         talks = [self._talk(about, before) for about in abouts]
         colds = self._at_once([(talk, self._new_salt(), False) for talk in talks])
@@ -257,7 +257,7 @@ class Demo:
         prompt = "\n\n".join(turn["content"] for turn in talk) + "\n\n"
         return ask(self._url, "/v1/completions", {**body, "prompt": prompt})
 
-    def _talk(self, about: str, before: Row | None) -> Talk:
+    def _talk(self, about: str, before: DemoRow | None) -> Talk:
         system = f"Answer from this document.\n\n{self._document}"
         talk = [{"role": "system", "content": system}]
         if before is not None:
@@ -293,9 +293,9 @@ def _question(about: str) -> str:
     return f"What does {about} do?"
 
 
-def _row(request: str, about: str, cold: Heard, warm: Heard) -> Row:
+def _row(request: str, about: str, cold: Heard, warm: Heard) -> DemoRow:
     assert not cold.cached_tokens, "nobody else has its salt"
-    return Row(
+    return DemoRow(
         request=request,
         about=about,
         prompt_tokens=warm.prompt_tokens,
@@ -310,7 +310,7 @@ def _row(request: str, about: str, cold: Heard, warm: Heard) -> Row:
     )
 
 
-def _totals(rows: list[Row]) -> dict[str, float | None]:
+def _totals(rows: list[DemoRow]) -> dict[str, float | None]:
     prompt = sum(row.prompt_tokens for row in rows)
     reused = sum(row.reused_tokens for row in rows)
     faster = [row.faster for row in rows if row.reused_tokens]
@@ -323,7 +323,7 @@ def _totals(rows: list[Row]) -> dict[str, float | None]:
     }
 
 
-def _as_json(url: str, name: str, rows: list[Row], stats: dict[str, Any]) -> dict[str, Any]:
+def _as_json(url: str, name: str, rows: list[DemoRow], stats: dict[str, Any]) -> dict[str, Any]:
     return {
         "url": url,
         "model": name,
@@ -334,7 +334,7 @@ def _as_json(url: str, name: str, rows: list[Row], stats: dict[str, Any]) -> dic
     }
 
 
-def _print(rows: list[Row]) -> None:
+def _print(rows: list[DemoRow]) -> None:
     console = require("rich.console", "cli").Console()
     say = partial(console.print, markup=False, highlight=False)
     say(
@@ -364,7 +364,7 @@ def _print(rows: list[Row]) -> None:
     print(NEXT)  # as it is, whatever the width: it is to be copied
 
 
-def _table(rows: list[Row]) -> Any:
+def _table(rows: list[DemoRow]) -> Any:
     box = require("rich.box", "cli").SIMPLE_HEAD
     table = require("rich.table", "cli").Table(box=box, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("\nrequest", no_wrap=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from kvkeep.cli.client import Refused
+from kvkeep.cli.client import ServerRefusal
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.numbers import count
 from kvkeep.cli.watch import add_server_arguments, asking, console, entries, path
@@ -111,12 +111,12 @@ def _request(client: Client, name: str) -> dict[str, Any]:
     """The explanation of a request, by its id or the beginning of it."""
     try:
         return client.get(path("/kv/explain", quote(name, safe="")))
-    except Refused as error:
+    except ServerRefusal as error:
         if error.status != 404:
             raise
         try:
             seen = client.get(path("/kv/requests", last=_REMEMBERED))
-        except Refused:
+        except ServerRefusal:
             raise error from None  # nothing is explained there at all
         ids = [one["id"] for one in entries(seen, "requests") if isinstance(one.get("id"), str)]
         found = [

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.replay import Plan
+from kvkeep.bench.replay import PlannedMemory
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.replay import (
     add_price_arguments,
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     disk = parse_tokens(args.disk, args.model) if args.disk is not None else 0
     prices = prices_of(args)
     workload = read_workload(args)
-    plan = Plan(memory, disk)
+    plan = PlannedMemory(memory, disk)
     runs = plan.runs(workload)
     outcomes = replayed(workload, runs, args)
     advice = plan.advice(dict(zip(runs, outcomes, strict=True)))

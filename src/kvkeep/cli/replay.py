@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.bench.replay import BELADY, BOUNDS, INFINITE, Journal, Run, Workload, replay
+from kvkeep.bench.replay import BELADY, BOUNDS, INFINITE, ReplayRun, RunLog, Workload, replay
 from kvkeep.bench.replay.planning import amount
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.model import progress
@@ -278,7 +278,7 @@ def _parts(option: str, text: str) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def planned_runs(args: argparse.Namespace, *, bounds: bool) -> list[Run]:
+def planned_runs(args: argparse.Namespace, *, bounds: bool) -> list[ReplayRun]:
     """A replay for each policy and capacity that was asked for."""
     sizes = [_capacities(part, args.model) for part in _parts("--capacity", args.capacity)]
     policies = _parts("--policy", args.policy)
@@ -300,14 +300,14 @@ def planned_runs(args: argparse.Namespace, *, bounds: bool) -> list[Run]:
     runs = []
     for policy in policies:
         if policy == INFINITE:
-            runs.append(Run(INFINITE, 0))
+            runs.append(ReplayRun(INFINITE, 0))
             continue
         for first, *below in sizes:
             if policy in BOUNDS:
-                runs.append(Run(policy, first, below=tuple(below)))
+                runs.append(ReplayRun(policy, first, below=tuple(below)))
             elif below:
                 runs += [
-                    Run(
+                    ReplayRun(
                         policy,
                         first,
                         args.page,
@@ -321,7 +321,9 @@ def planned_runs(args: argparse.Namespace, *, bounds: bool) -> list[Run]:
                     for tiering in _parts("--tiering", args.tiering)
                 ]
             else:
-                runs.append(Run(policy, first, args.page, args.prefix, cost=cost, users=args.users))
+                runs.append(
+                    ReplayRun(policy, first, args.page, args.prefix, cost=cost, users=args.users)
+                )
     return list(dict.fromkeys(runs))
 
 
@@ -337,19 +339,21 @@ def _capacities(text: str, model: Path | None) -> list[int]:
     return [parse_tokens(part.strip(), model) for part in text.split("+")]
 
 
-def replayed(workload: Workload, runs: Sequence[Run], args: argparse.Namespace) -> list[Outcome]:
+def replayed(
+    workload: Workload, runs: Sequence[ReplayRun], args: argparse.Namespace
+) -> list[Outcome]:
     """Outcomes in the order of ``runs``; with ``--out`` those that are known are not redone."""
     journal = None
     if args.out is not None:
         path = args.out.with_suffix(_JOURNAL)
         if args.fresh:
             path.unlink(missing_ok=True)
-        journal = Journal(path)
+        journal = RunLog(path)
         done = sum(journal.find(workload, run) is not None for run in runs)
         if done:
             print(f"{done} of {len(runs)} replays were done before ({path})", file=sys.stderr)
     jobs = whole("--jobs", args.jobs, 1) if args.jobs is not None else os.cpu_count() or 1
-    found: dict[Run, Outcome] = {}
+    found: dict[ReplayRun, Outcome] = {}
     with progress("replaying", of=len(runs) * len(workload), remaining=True) as advance:
         found.update(replay(workload, runs, jobs=jobs, journal=journal, progress=advance))
     return [found[run] for run in runs]
@@ -374,7 +378,7 @@ def facts(workload: Workload) -> dict[str, Any]:
     }
 
 
-def _print(workload: Workload, runs: Sequence[Run], outcomes: Sequence[Outcome]) -> None:
+def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Outcome]) -> None:
     known = facts(workload)
     print(
         f"{visible(workload.name)}: {known['requests']:,} requests, "
@@ -408,7 +412,7 @@ def _print(workload: Workload, runs: Sequence[Run], outcomes: Sequence[Outcome])
         )
 
 
-def _memory(run: Run) -> tuple[int, ...]:
+def _memory(run: ReplayRun) -> tuple[int, ...]:
     return (run.capacity_tokens, *run.below)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvkeep.observe.telemetry.tracing import Tracing
     from kvkeep.serve.engine import Engine, Runner
     from kvkeep.serve.kv_events import EventPublisher
-    from kvkeep.serve.server import Listener, Settings
+    from kvkeep.serve.server import Listener, ServerSettings
     from kvkeep.store import KVStore
 
 __all__ = ["add_parser", "run"]
@@ -365,8 +365,8 @@ def _key(args: argparse.Namespace) -> str | None:
     return str(args.api_key) or None
 
 
-def _settings(args: argparse.Namespace) -> Settings:
-    from kvkeep.serve.server import LOOPBACK_HOSTS, Settings  # noqa: PLC0415
+def _settings(args: argparse.Namespace) -> ServerSettings:
+    from kvkeep.serve.server import LOOPBACK_HOSTS, ServerSettings  # noqa: PLC0415
 
     allowed = frozenset(name.lower() for name in args.allow_host)
     if _is_loopback(args.host):
@@ -376,7 +376,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     name = args.name
     if name is None:
         name = _BUNDLED_NAME if args.model is None else args.model.resolve().name
-    return Settings(
+    return ServerSettings(
         name=name,
         api_key=_key(args),
         max_prompt_tokens=args.max_prompt_tokens,
@@ -401,7 +401,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _announce(
-    engine: Engine, settings: Settings, url: str, publisher: EventPublisher | None
+    engine: Engine, settings: ServerSettings, url: str, publisher: EventPublisher | None
 ) -> None:
     """Say that it listens, and what to type next."""
     runner = engine.runner

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.cli.model import Commands
-    from kvkeep.cli.store_place import Answer, Place
+    from kvkeep.cli.store_place import CommandResult, OpenTier
 
-    Action = Callable[[Place, argparse.Namespace], Answer]
+    Action = Callable[[OpenTier, argparse.Namespace], CommandResult]
 
 __all__ = ["add_parser", "run"]
 
@@ -119,7 +119,7 @@ def _action(name: str) -> Action:
     return actions[name]
 
 
-def _done(action: Action, url: str, args: argparse.Namespace) -> Answer:
+def _done(action: Action, url: str, args: argparse.Namespace) -> CommandResult:
     """Open the tier and do it; what a backend raises for its troubles becomes one error."""
     from kvkeep.cli.store_place import opened  # noqa: PLC0415
 

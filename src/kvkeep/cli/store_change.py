@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvkeep.cli.store_place import Answer, bar, remove, spaces_of
+from kvkeep.cli.store_place import CommandResult, bar, remove, spaces_of
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.geometry.units import format_bytes, parse_bytes, parse_seconds
 from kvkeep.store.backends.buffers import aligned
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Generator, Sequence
 
-    from kvkeep.cli.store_place import Place
+    from kvkeep.cli.store_place import OpenTier
     from kvkeep.store.backends import Backend, Listed
 
 __all__ = ["gc", "rm", "verify"]
@@ -71,7 +71,7 @@ class _Verifier:
         return buffer[:size]
 
 
-def verify(place: Place, args: argparse.Namespace) -> Answer:
+def verify(place: OpenTier, args: argparse.Namespace) -> CommandResult:
     """Read everything and check it."""
     threads = whole("--threads", args.threads, 1, _MOST_THREADS)
     records = place.records()
@@ -99,7 +99,7 @@ def verify(place: Place, args: argparse.Namespace) -> Answer:
     lines = _findings(place.url, records, counts, bad)
     if place.odd:
         lines.append(f"  files that lie among the records and are none: {place.odd:,}")
-    return Answer(answer, lines, _BAD if bad else 0)
+    return CommandResult(answer, lines, _BAD if bad else 0)
 
 
 def _verdicts(
@@ -138,7 +138,7 @@ def _findings(
 # --- gc --------------------------------------------------------------------------------------
 
 
-def gc(place: Place, args: argparse.Namespace) -> Answer:
+def gc(place: OpenTier, args: argparse.Namespace) -> CommandResult:
     """Remove what is too old, then the least recently used of what is too much.
 
     What killed writers left behind went when the place was opened, as it does each time.
@@ -161,7 +161,7 @@ def gc(place: Place, args: argparse.Namespace) -> Answer:
     }
     done = "would remove" if args.dry_run else "removed"
     left = f"{len(records) - len(going):,} blocks, {format_bytes(kept)}, stay"
-    return Answer(
+    return CommandResult(
         answer, [f"{place.url}: {done} {len(going):,} blocks, {format_bytes(size)}; {left}"]
     )
 
@@ -182,7 +182,7 @@ def _going(records: list[Listed], older: float | None, budget: int | None) -> li
 # --- rm --------------------------------------------------------------------------------------
 
 
-def rm(place: Place, args: argparse.Namespace) -> Answer:
+def rm(place: OpenTier, args: argparse.Namespace) -> CommandResult:
     """Remove a namespace, or everything, after asking."""
     if not args.yes and (args.json or not sys.stdin.isatty()):
         raise InvalidValue("nobody can be asked here; add --yes to remove without asking")
@@ -194,9 +194,11 @@ def rm(place: Place, args: argparse.Namespace) -> Answer:
     what = f"{name} of {place.url}: {len(going):,} blocks, {format_bytes(size)}"
     answer: dict[str, object] = {"url": place.url, "space": None if args.all else name}
     if going and not args.yes and not _agreed(f"Remove {what}?"):
-        return Answer({**answer, "blocks": 0, "bytes": 0}, ["nothing was removed"], _DECLINED)
+        return CommandResult(
+            {**answer, "blocks": 0, "bytes": 0}, ["nothing was removed"], _DECLINED
+        )
     freed = remove(place, going)
-    return Answer({**answer, "blocks": len(going), "bytes": freed}, [f"removed {what}"])
+    return CommandResult({**answer, "blocks": len(going), "bytes": freed}, [f"removed {what}"])
 
 
 def _namespace(url: str, records: list[Listed], text: str) -> tuple[str, list[Listed]]:

@@ -8,18 +8,18 @@ from bisect import bisect_right
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.cli.store_place import Answer, age, bar, columns, spaces_of
+from kvkeep.cli.store_place import CommandResult, age, bar, columns, spaces_of
 from kvkeep.core.errors import whole
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import CODECS, inner_number
-from kvkeep.store.tiers.record import BadRecord, Header, read_header
+from kvkeep.store.tiers.record import BadRecord, RecordHeader, read_header
 
 if TYPE_CHECKING:
     import argparse
 
-    from kvkeep.cli.store_place import Place, Space
+    from kvkeep.cli.store_place import NamespaceRecords, OpenTier
     from kvkeep.store.backends import Listed
 
 __all__ = ["codec_name", "ls", "stat"]
@@ -42,14 +42,16 @@ def codec_name(number: int) -> str:
 # --- ls --------------------------------------------------------------------------------------
 
 
-def ls(place: Place, args: argparse.Namespace) -> Answer:
+def ls(place: OpenTier, args: argparse.Namespace) -> CommandResult:
     """One line a namespace, and with ``--blocks`` one a block."""
     spaces = spaces_of(place.records())
     found = [_as_json(space, blocks=args.blocks) for space in spaces]
-    return Answer({"url": place.url, "spaces": found}, _table(place.url, spaces, args.blocks))
+    return CommandResult(
+        {"url": place.url, "spaces": found}, _table(place.url, spaces, args.blocks)
+    )
 
 
-def _as_json(space: Space, *, blocks: bool) -> dict[str, object]:
+def _as_json(space: NamespaceRecords, *, blocks: bool) -> dict[str, object]:
     answer: dict[str, object] = {
         "space": space.name,
         "blocks": len(space.records),
@@ -65,7 +67,7 @@ def _as_json(space: Space, *, blocks: bool) -> dict[str, object]:
     return answer
 
 
-def _table(url: str, spaces: list[Space], blocks: bool) -> list[str]:
+def _table(url: str, spaces: list[NamespaceRecords], blocks: bool) -> list[str]:
     if not spaces:
         return [f"{url} is empty"]
     now = time.time()
@@ -83,7 +85,7 @@ def _table(url: str, spaces: list[Space], blocks: bool) -> list[str]:
     return lines
 
 
-def _latest_first(space: Space) -> list[Listed]:
+def _latest_first(space: NamespaceRecords) -> list[Listed]:
     return sorted(space.records, key=lambda record: record.used, reverse=True)
 
 
@@ -93,7 +95,7 @@ def _latest_first(space: Space) -> list[Listed]:
 class _Sample(NamedTuple):
     """What the headers of a few records said."""
 
-    headers: list[Header]
+    headers: list[RecordHeader]
     bad: int
 
     @property
@@ -109,7 +111,7 @@ class _Sample(NamedTuple):
         return sum(header.record_bytes for header in self.headers)
 
 
-def stat(place: Place, args: argparse.Namespace) -> Answer:
+def stat(place: OpenTier, args: argparse.Namespace) -> CommandResult:
     """Totals, codecs, and when things were used last."""
     picked = whole("--sample", args.sample, 0)
     records = place.records()
@@ -137,10 +139,10 @@ def stat(place: Place, args: argparse.Namespace) -> Answer:
             for (_, limit), inside in zip(_AGES, ages, strict=True)
         ],
     }
-    return Answer(answer, [place.url, *_totals(answer, sample), *_histogram(ages)])
+    return CommandResult(answer, [place.url, *_totals(answer, sample), *_histogram(ages)])
 
 
-def _sampled(place: Place, records: list[Listed], count: int) -> _Sample:
+def _sampled(place: OpenTier, records: list[Listed], count: int) -> _Sample:
     """Read the headers of ``count`` records picked by chance: whole ones, there is no other way."""
     some = random.sample(records, min(count, len(records)))
     headers, bad = [], 0

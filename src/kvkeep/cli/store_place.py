@@ -20,12 +20,22 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends import Backend, Listed
 
-__all__ = ["Answer", "Place", "Space", "age", "bar", "columns", "opened", "remove", "spaces_of"]
+__all__ = [
+    "CommandResult",
+    "NamespaceRecords",
+    "OpenTier",
+    "age",
+    "bar",
+    "columns",
+    "opened",
+    "remove",
+    "spaces_of",
+]
 
 _AT_ONCE = 64
 
 
-class Answer(NamedTuple):
+class CommandResult(NamedTuple):
     """What an action found: for programs, for people, and as an exit code."""
 
     json: dict[str, object]
@@ -33,7 +43,7 @@ class Answer(NamedTuple):
     code: int = 0
 
 
-class Place(NamedTuple):
+class OpenTier(NamedTuple):
     """A tier that is open, and its URL without secrets."""
 
     url: str
@@ -60,7 +70,7 @@ class Place(NamedTuple):
         return getattr(self.backend, "odd", 0)  # a directory may have such
 
 
-class Space(NamedTuple):
+class NamespaceRecords(NamedTuple):
     """The records of one namespace; times in Unix seconds."""
 
     name: str
@@ -83,7 +93,7 @@ class Space(NamedTuple):
 
 
 @contextmanager
-def opened(text: str) -> Iterator[Place]:
+def opened(text: str) -> Iterator[OpenTier]:
     """Open a tier that exists. Raises `InvalidValue` where there is none to look at."""
     url = TierURL(text)
     if url.scheme == "memory":
@@ -101,19 +111,19 @@ def opened(text: str) -> Iterator[Place]:
     with open_backend(url) as backend:
         url.finish()
         backend.timeout = timeout or backend.timeout
-        yield Place(url.safe, backend)
+        yield OpenTier(url.safe, backend)
 
 
-def spaces_of(records: Iterable[Listed]) -> list[Space]:
+def spaces_of(records: Iterable[Listed]) -> list[NamespaceRecords]:
     """Records by namespace, what was used last first."""
     by_name: dict[bytes, list[Listed]] = {}
     for record in records:
         by_name.setdefault(record.block[:SPACE_BYTES], []).append(record)
-    spaces = [Space(name.hex(), inside) for name, inside in by_name.items()]
+    spaces = [NamespaceRecords(name.hex(), inside) for name, inside in by_name.items()]
     return sorted(spaces, key=lambda space: space.newest, reverse=True)
 
 
-def remove(place: Place, records: Sequence[Listed]) -> int:
+def remove(place: OpenTier, records: Sequence[Listed]) -> int:
     """Delete them, with a bar; the bytes that were freed."""
     freed = 0
     with bar("removing", of=sum(record.size for record in records)) as advance:

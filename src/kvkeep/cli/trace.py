@@ -16,7 +16,7 @@ from kvkeep.core.errors import InvalidValue
 if TYPE_CHECKING:
     import argparse
 
-    from kvkeep.bench.traces import FileTrace, Summary
+    from kvkeep.bench.traces import FileTrace, TraceSummary
     from kvkeep.bench.traces.formats import Tokenize
     from kvkeep.cli.model import Commands
 
@@ -179,7 +179,7 @@ def _convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(found: Summary) -> list[tuple[str, str]]:
+def _rows(found: TraceSummary) -> list[tuple[str, str]]:
     each = found.unit_tokens
     rows = [
         ("requests", f"{found.requests:,}"),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
-from kvkeep.cli.client import Address, Client, Gone, Refused
+from kvkeep.cli.client import Address, Client, Gone, ServerRefusal
 from kvkeep.cli.drawing import visible
 from kvkeep.core.errors import InvalidValue, require
 
@@ -215,7 +215,7 @@ class Watcher:
     def poll(self) -> Picture:
         """Ask; a server that does not answer leaves the picture as it was, with its trouble.
 
-        Raises `Gone` if there is no picture yet, and `Refused` where asking again would
+        Raises `Gone` if there is no picture yet, and `ServerRefusal` where asking again would
         not help: a wrong key, or no kvkeep server.
         """
         try:
@@ -251,7 +251,7 @@ class Watcher:
         """What there is only with an explainer."""
         try:
             return self._client.get(asked)
-        except Refused as error:
+        except ServerRefusal as error:
             if error.status == 404:
                 return None
             raise

@@ -20,7 +20,7 @@ from kvkeep.integrations.transformers_model import (
 )
 from kvkeep.integrations.transformers_prefill import Prefill
 from kvkeep.integrations.transformers_rows import rows_of
-from kvkeep.integrations.transformers_settings import Settings
+from kvkeep.integrations.transformers_settings import GenerateSettings
 from kvkeep.store import KVStore
 from kvkeep.store.identity import ModelWatch, model_identity
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvkeep.integrations.transformers_rows import Rows
     from kvkeep.store.backends import Backend
 
-__all__ = ["KeptModel", "LoadedPrefix", "Reuse", "revision_of"]
+__all__ = ["KeptModel", "LoadedPrefix", "ReuseReport", "revision_of"]
 
 revision_of = model_identity
 """The ``revision`` of a model's KV, for a store of one's own."""
@@ -54,7 +54,7 @@ class LoadedPrefix(NamedTuple):
     tokens: int
 
 
-class Reuse(NamedTuple):
+class ReuseReport(NamedTuple):
     """What one `KeptModel.generate` did, in tokens of all its rows.
 
     ``prompt``: of all prompts. ``loaded``: of these, taken from the store. ``stored``: newly kept.
@@ -108,7 +108,7 @@ class KeptModel:
         tenant: str | None = None,
     ) -> None:
         self.model = model
-        self.last: Reuse | None = None
+        self.last: ReuseReport | None = None
         geometry = geometry_of(model)
         self._identity = model_identity(model)
         self._watch = ModelWatch(model)
@@ -149,7 +149,7 @@ class KeptModel:
                 object was made, so far as `kvkeep.store.identity.ModelWatch` notices.
         """
         self._check_model()
-        asked = Settings(self.model, inputs, settings)
+        asked = GenerateSettings(self.model, inputs, settings)
         rows = asked.rows
         chunk = asked.value("prefill_chunk_size")
         prefill = Prefill(self.model, self.store.geometry, rows, chunk=chunk)
@@ -162,7 +162,7 @@ class KeptModel:
         if asked.copies == 1:  # of several answers, what they share is stored
             sequences: Any = getattr(output, "sequences", output)
             stored += self._store_answers(asked, sequences, cache)
-        self.last = Reuse(sum(map(len, rows.texts)), prefill.loaded, stored, prefill.shared)
+        self.last = ReuseReport(sum(map(len, rows.texts)), prefill.loaded, stored, prefill.shared)
         return output  # type: ignore[no-any-return]
 
     def load(
@@ -247,7 +247,7 @@ class KeptModel:
     def __repr__(self) -> str:
         return f"<KeptModel {type(self.model).__name__}, last: {self.last}>"
 
-    def _begin(self, asked: Settings, prefill: Prefill) -> tuple[Cache, int]:
+    def _begin(self, asked: GenerateSettings, prefill: Prefill) -> tuple[Cache, int]:
         """The cache that `generate` goes on from, and tokens stored already.
 
         A cache that was asked for has windows or a fixed size, maybe: it is filled after the
@@ -289,7 +289,7 @@ class KeptModel:
             for row, end in ends
         )
 
-    def _store_answers(self, asked: Settings, sequences: torch.Tensor, cache: Cache) -> int:
+    def _store_answers(self, asked: GenerateSettings, sequences: torch.Tensor, cache: Cache) -> int:
         """Store the prompts with their answers, up to where these end; tokens accepted."""
         columns, total = asked.rows.columns, sequences.shape[1]
         if not self._servable(asked.rows.longest + total - columns + 1):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import Cache, DynamicCache
 
-__all__ = ["Held", "check_cache", "check_fits", "fill", "grown", "held", "length_of"]
+__all__ = ["LayerKV", "check_cache", "check_fits", "fill", "grown", "held", "length_of"]
 
 _PLAIN_LAYERS: Final = {
     "DynamicLayer",
@@ -26,7 +26,7 @@ _PLAIN_LAYERS: Final = {
 }
 
 
-class Held(NamedTuple):
+class LayerKV(NamedTuple):
     """What one layer has: of the columns from ``first`` on, each [rows, heads, columns, dim]."""
 
     first: int
@@ -48,7 +48,7 @@ def check_cache(cache: object) -> None:
         )
 
 
-def held(cache: Cache, layer: int) -> Held:
+def held(cache: Cache, layer: int) -> LayerKV:
     """What ``layer`` of ``cache`` has.
 
     Raises:
@@ -59,7 +59,7 @@ def held(cache: Cache, layer: int) -> Held:
     found: Any = _plain(cache, layer)
     columns = int(found.get_seq_length())
     count = min(columns, found.keys.shape[-2])
-    return Held(columns - count, found.keys[..., :count, :], found.values[..., :count, :])
+    return LayerKV(columns - count, found.keys[..., :count, :], found.values[..., :count, :])
 
 
 def _plain(cache: Cache, layer: int) -> object:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.geometry import KVGeometry
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.integrations.transformers_rows import Rows, Shared
+    from kvkeep.integrations.transformers_rows import Rows, SharedRows
 
     Layers = Sequence[tuple[torch.Tensor, ...]]
     Get = Callable[[TokenArray, int], tuple[Layers | None, int]]
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 __all__ = ["Prefill"]
 
 
-class Piece(NamedTuple):
+class KVSlice(NamedTuple):
     """The KV of tokens ``start`` … ``stop`` of a text: K and V of each layer, [heads, …, dim]."""
 
     start: int
     stop: int
     layers: Layers
 
-    def cut(self, stop: int) -> Piece:
+    def cut(self, stop: int) -> KVSlice:
         """Its beginning, up to token ``stop``."""
-        return self if stop >= self.stop else Piece(self.start, stop, self.layers)
+        return self if stop >= self.stop else KVSlice(self.start, stop, self.layers)
 
 
 class Prefill:
@@ -65,12 +65,12 @@ class Prefill:
         self._geometry = geometry
         self._rows = rows
         self._chunk = chunk
-        self._pieces: list[tuple[Piece, ...]] = [()] * len(rows.texts)
+        self._pieces: list[tuple[KVSlice, ...]] = [()] * len(rows.texts)
         self._order, self._common = shared_prefixes(rows.texts)
         self._stored: list[int] = [0] * len(rows.texts)
         self.loaded = 0
         self.shared = 0
-        self.parted: list[Shared] = []
+        self.parted: list[SharedRows] = []
 
     @property
     def known(self) -> list[int]:
@@ -94,7 +94,7 @@ class Prefill:
             layers, count = get(self._rows.texts[row][:-1], start)
             if layers is not None:
                 moved = [tuple(part.to(self._model.device) for part in one) for one in layers]
-                self._pieces[row] += (Piece(start, start + count, moved),)
+                self._pieces[row] += (KVSlice(start, start + count, moved),)
         for shared in self._common:  # and back: who came later may have found more
             best = max(shared.rows, key=self.known.__getitem__)
             for row in shared.rows:
@@ -162,7 +162,7 @@ class Prefill:
             if end > known:
                 columns = slice(pad + known, pad + end)
                 layers = [(k[at][:, columns], v[at][:, columns]) for _, k, v in parts]
-                self._pieces[row] += (Piece(known, end, layers),)
+                self._pieces[row] += (KVSlice(known, end, layers),)
 
     @torch.no_grad()
     def _forward(

@@ -31,7 +31,7 @@ __all__ = [
     "PASS_TOKENS",
     "Pass",
     "Rows",
-    "Shared",
+    "SharedRows",
     "passes",
     "rows_of",
     "shared_prefixes",
@@ -124,14 +124,14 @@ def _check_left(mask: torch.Tensor) -> None:
             )
 
 
-class Shared(NamedTuple):
+class SharedRows(NamedTuple):
     """Some rows, and how many of their first tokens are the same."""
 
     rows: tuple[int, ...]
     tokens: int
 
 
-def shared_prefixes(texts: Sequence[TokenArray]) -> tuple[list[int], list[Shared]]:
+def shared_prefixes(texts: Sequence[TokenArray]) -> tuple[list[int], list[SharedRows]]:
     """The rows in an order that puts those next to each other that begin alike; what they share.
 
     Each prefix that two rows or more have in common until one of them goes its own way, shortest
@@ -140,7 +140,7 @@ def shared_prefixes(texts: Sequence[TokenArray]) -> tuple[list[int], list[Shared
     """
     order = sorted(range(len(texts)), key=lambda row: texts[row].tobytes())
     common = [_common(texts[left], texts[right]) for left, right in pairwise(order)]
-    found: set[Shared] = set()
+    found: set[SharedRows] = set()
     for at, tokens in enumerate(common):
         low, high = at, at + 1
         while low and common[low - 1] >= tokens:
@@ -148,7 +148,7 @@ def shared_prefixes(texts: Sequence[TokenArray]) -> tuple[list[int], list[Shared
         while high < len(common) and common[high] >= tokens:
             high += 1
         if tokens:
-            found.add(Shared(tuple(order[low : high + 1]), tokens))
+            found.add(SharedRows(tuple(order[low : high + 1]), tokens))
     return order, sorted(found, key=lambda shared: shared.tokens)
 
 

@@ -14,7 +14,7 @@ from kvkeep.integrations.transformers_rows import Rows, rows_of, tensor_of
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-__all__ = ["Settings"]
+__all__ = ["GenerateSettings"]
 
 _OWN_CACHE: Final = "it does not go on from a cache that is loaded; leave it out"
 # Settings of `generate` that use the cache in a way of their own, and what to do.
@@ -39,7 +39,7 @@ _NO_CHOICE: Final = {None, "dynamic", "hybrid"}
 _DEFAULT_NEW_TOKENS: Final = 20  # of Transformers, where nothing says how many
 
 
-class Settings:
+class GenerateSettings:
     """The arguments of one `generate`, checked.
 
     Attributes:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix import PrefixIndex, PrefixMatch
     from kvkeep.core.prefix.base import Encoder
 
-__all__ = ["Held", "IndexDriver"]
+__all__ = ["HeldPath", "IndexDriver"]
 
 
 @dataclass(eq=False)
-class Held:
+class HeldPath:
     """A hold on ``pages``, the pages of a path; with ``source``, on a page to be copied from."""
 
     namespace: Namespace
@@ -39,8 +39,8 @@ class IndexDriver:
     def __init__(self, index: PrefixIndex[Any], *, exact: bool) -> None:
         self.index = index
         self.naive = NaiveCache(index.page_size, exact=exact)
-        self.held: list[Held] = []
-        self.hard: dict[Pinned, Held] = {}
+        self.held: list[HeldPath] = []
+        self.hard: dict[Pinned, HeldPath] = {}
         self.pins: dict[Pinned, list[int]] = {}  # the pages that were there when they were set
         self._pages = 0
 
@@ -55,20 +55,20 @@ class IndexDriver:
         match = self.match(tokens, namespace)
         return [] if match is None else match.pages.tolist()
 
-    def open(self, tokens: list[int], namespace: str = "", *, used: bool = True) -> Held:
+    def open(self, tokens: list[int], namespace: str = "", *, used: bool = True) -> HeldPath:
         """Hold what is stored of a prompt, its partial page too."""
         space = as_namespace(namespace)
         encoder = self.index.encoder(space)
         match = self.index.match(encoder.lookup(as_tokens(tokens)), space)
         hold, source = self.index.hold(match, space, used=used)
-        held = Held(space, encoder, hold, [] if match is None else match.pages.tolist(), source)
+        held = HeldPath(space, encoder, hold, [] if match is None else match.pages.tolist(), source)
         if source is not None:
             assert match is not None
             held.source_pages = self.naive.path(match.partial_page)
         self.held.append(held)
         return held
 
-    def publish(self, held: Held, tokens: list[int], priority: int = 0) -> list[int]:
+    def publish(self, held: HeldPath, tokens: list[int], priority: int = 0) -> list[int]:
         """Store the full pages of ``tokens``, which begin with the path; pages that were there."""
         size = self.index.page_size
         start, stop = len(held.pages), len(tokens) // size
@@ -97,7 +97,7 @@ class IndexDriver:
         self.close(held)
         return pages
 
-    def keep(self, tokens: list[int], namespace: str = "", priority: int = 0) -> Held:
+    def keep(self, tokens: list[int], namespace: str = "", priority: int = 0) -> HeldPath:
         """Publish a prompt and hold it."""
         held = self.open(tokens, namespace)
         if held.source is not None:
@@ -107,32 +107,32 @@ class IndexDriver:
             self.publish(held, tokens, priority)
         return held
 
-    def fork(self, held: Held) -> Held:
+    def fork(self, held: HeldPath) -> HeldPath:
         """A second hold on the same path."""
         again = self.index.again(held.hold)
-        other = Held(held.namespace, held.encoder.fork(), again, held.pages.copy())
+        other = HeldPath(held.namespace, held.encoder.fork(), again, held.pages.copy())
         self.held.append(other)
         return other
 
-    def shorten(self, held: Held, pages: int) -> None:
+    def shorten(self, held: HeldPath, pages: int) -> None:
         """Hold only the first ``pages`` pages."""
         held.hold = self.index.shorten(held.hold, pages)
         held.encoder.cut(pages)
         held.pages = held.pages[:pages]
 
-    def close(self, held: Held, *, used: bool = True) -> None:
+    def close(self, held: HeldPath, *, used: bool = True) -> None:
         """End a hold, and that on a partial page."""
         self.held.remove(held)
         self.index.release(held.hold, used=used)
         if held.source is not None:
             self.index.release(held.source, used=used)
 
-    def pin(self, held: Held, *, hard: bool = False) -> Pinned:
+    def pin(self, held: HeldPath, *, hard: bool = False) -> Pinned:
         """Pin the path of ``held``, which stays the caller's: a hard pin gets a hold of its own."""
         pin = Pinned()
         if hard:
             pages = held.pages.copy()
-            self.hard[pin] = Held(held.namespace, held.encoder, held.hold, pages)
+            self.hard[pin] = HeldPath(held.namespace, held.encoder, held.hold, pages)
             self.index.again(held.hold)
         self.index.pin(held.hold, pin, hard=hard)
         self.pins[pin] = held.pages.copy()
@@ -145,7 +145,7 @@ class IndexDriver:
         self.index.unpin(pin)
         assert not self.index.pinned(pin)
 
-    def drop(self, held: Held, keep: int) -> list[int]:
+    def drop(self, held: HeldPath, keep: int) -> list[int]:
         """End a hold and forget what is behind ``keep`` pages, so far as nobody needs it."""
         self.held.remove(held)
         gone = self._forgotten(self.index.drop(held.hold, keep))
@@ -174,7 +174,7 @@ class IndexDriver:
         holds = [*self.held, *self.hard.values()]
         return {page for held in holds for page in self.protected(held)}
 
-    def protected(self, held: Held) -> list[int]:
+    def protected(self, held: HeldPath) -> list[int]:
         """The pages that one hold keeps."""
         return held.pages if held.source is None else held.pages + held.source_pages
 

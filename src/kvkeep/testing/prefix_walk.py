@@ -13,7 +13,7 @@ from kvkeep.testing.strategies import Recipe, recipes
 
 if TYPE_CHECKING:
     from kvkeep.core.prefix.pinned import Pinned
-    from kvkeep.testing.prefix_driver import Held, IndexDriver
+    from kvkeep.testing.prefix_driver import HeldPath, IndexDriver
 
 __all__ = ["WalkTests"]
 
@@ -23,7 +23,7 @@ _NAMES = [
 ]  # fmt: skip
 
 
-class Step(NamedTuple):
+class WalkStep(NamedTuple):
     """What to do; numbers are taken modulo what there is."""
 
     name: str
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
 STEPS = st.lists(
     st.builds(
-        Step,
+        WalkStep,
         name=st.sampled_from(_NAMES),
         recipe=recipes(),
         which=st.integers(0, 7),
@@ -46,7 +46,7 @@ STEPS = st.lists(
 )
 
 
-class Walk:
+class PrefixWalk:
     """One walk: the prompts so far, and the pins it has set."""
 
     def __init__(self, driver: IndexDriver) -> None:
@@ -54,7 +54,7 @@ class Walk:
         self.prompts: list[list[int]] = []
         self.pins: list[Pinned] = []
 
-    def take(self, step: Step) -> None:
+    def take(self, step: WalkStep) -> None:
         """Do what can be done now, and look at everything."""
         driver, index = self.driver, self.driver.index
         tokens = step.recipe.build(self.prompts, index.page_size)
@@ -73,7 +73,7 @@ class Walk:
         driver.check()
         assert driver.found(tokens, step.space) == driver.naive.match(tokens, step.space).pages
 
-    def use(self, held: Held, step: Step, tokens: list[int]) -> None:
+    def use(self, held: HeldPath, step: WalkStep, tokens: list[int]) -> None:
         """One of the steps that need a hold."""
         driver = self.driver
         pages = len(held.pages)
@@ -102,9 +102,9 @@ class WalkTests(PrefixHooks):
 
         @settings(max_examples=600, deadline=None)
         @given(STEPS, st.sampled_from([1, 2, 4]), st.sampled_from(sorted(POLICIES)))
-        def run(steps: list[Step], page_size: int, policy: str) -> None:
+        def run(steps: list[WalkStep], page_size: int, policy: str) -> None:
             driver = self.make_driver(page_size, POLICIES[policy]())
-            walk = Walk(driver)
+            walk = PrefixWalk(driver)
             for step in steps:
                 walk.take(step)
             for held in driver.held.copy():

@@ -6,8 +6,8 @@ from kvkeep.bench.replay.bounds import BELADY, INFINITE, belady, infinite
 from kvkeep.bench.replay.costs import PrefillCost
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.replay.outcome import REASONS, Outcome, Spans
-from kvkeep.bench.replay.planning import Advice, Plan
-from kvkeep.bench.replay.runs import BOUNDS, Journal, Run, replay
+from kvkeep.bench.replay.planning import Advice, PlannedMemory
+from kvkeep.bench.replay.runs import BOUNDS, ReplayRun, RunLog, replay
 from kvkeep.bench.replay.simulate import Paging, simulate
 from kvkeep.bench.replay.tiered import simulate_tiers
 from kvkeep.bench.replay.workload import Workload
@@ -18,12 +18,12 @@ __all__ = [
     "INFINITE",
     "REASONS",
     "Advice",
-    "Journal",
     "Outcome",
     "Paging",
-    "Plan",
+    "PlannedMemory",
     "PrefillCost",
-    "Run",
+    "ReplayRun",
+    "RunLog",
     "Spans",
     "Workload",
     "belady",

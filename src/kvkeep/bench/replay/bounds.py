@@ -10,7 +10,7 @@ import numpy as np
 
 from kvkeep.bench.replay.outcome import Outcome
 from kvkeep.bench.replay.simulate import Paging
-from kvkeep.bench.replay.watching import Watch
+from kvkeep.bench.replay.watching import ReplayWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,7 @@ def _by_units(
     begun = time.perf_counter()
     unit = workload.unit_tokens
     outcome = Outcome(name, pages * unit, unit, workload.name, workload.digest)
-    watch = Watch(workload, 0, 1, outcome)
+    watch = ReplayWatch(workload, 0, 1, outcome)
     kept = np.zeros(workload.num_ids, bool)
     foresight = _Foresight(workload, pages, kept, watch) if pages < workload.num_ids else None
     for number in range(len(workload)):
@@ -81,7 +81,7 @@ def _by_units(
 class _Foresight:
     """Keeps the units that are asked for next soonest."""
 
-    def __init__(self, workload: Workload, pages: int, kept: Flags, watch: Watch) -> None:
+    def __init__(self, workload: Workload, pages: int, kept: Flags, watch: ReplayWatch) -> None:
         self._workload = workload
         self._pages = pages
         self._kept = kept

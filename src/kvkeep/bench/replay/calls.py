@@ -26,7 +26,7 @@ def calls_of(workload: Workload, users: int | None, speed: float) -> Calls:
         raise InvalidValue(f"speed is how many times faster than the trace, got {speed!r}")
     if users is None:
         return Open(workload, speed)
-    return Closed(workload, whole("users", users, 1), speed)
+    return Answered(workload, whole("users", users, 1), speed)
 
 
 class Open:
@@ -44,7 +44,7 @@ class Open:
         """Nobody comes because request ``number`` has ended ``now``."""
 
 
-class Closed:
+class Answered:
     """When somebody has had an answer."""
 
     def __init__(self, workload: Workload, users: int, speed: float) -> None:
@@ -76,5 +76,5 @@ class Closed:
         return (now, self._sessions.popleft()) if self._sessions else None
 
 
-Calls = Open | Closed
+Calls = Open | Answered
 """Who asks when."""

@@ -1,4 +1,4 @@
-"""`Times`: when each request of a closed loop came, began, and was through."""
+"""`RequestTimes`: when each request of a closed loop came, began, and was through."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-__all__ = ["Times"]
+__all__ = ["RequestTimes"]
 
 _WINDOWS = 100
 
@@ -25,7 +25,7 @@ class _Waits(Spans):
     _COUNT = 40 * Spans._STEPS
 
 
-class Times:
+class RequestTimes:
     """Seconds for each of ``requests``; NaN where something did not happen (yet).
 
     Memory: 90 bytes a request.

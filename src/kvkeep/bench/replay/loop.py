@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay.calls import calls_of
-from kvkeep.bench.replay.latency import Times
+from kvkeep.bench.replay.latency import RequestTimes
 from kvkeep.bench.replay.simulate import Stage
 from kvkeep.core.errors import OutOfPages, whole
 
@@ -108,7 +108,7 @@ class _Loop:
         self._answered: dict[int, int] = {}  # how long a sequence is with what is known of it
         self._computing = False
         self._over = 0
-        self._times = Times(len(self._work))
+        self._times = RequestTimes(len(self._work))
 
     def run(self, progress: Callable[[int], None] | None) -> Outcome:
         """Until nothing happens any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.replay.latency import Times
+from kvkeep.bench.replay.latency import RequestTimes
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Pace:
         unit_bytes = workload.unit_tokens * cost.kv_bytes_per_token
         self._seconds = [0.0 if speed is None else unit_bytes / speed for speed in speeds]
         self._free = [self.now for _ in speeds]  # when each level has read what it was asked for
-        self._times = Times(len(workload))
+        self._times = RequestTimes(len(workload))
 
     def __iter__(self) -> Iterator[int]:
         events = [(when, number) for when, number in self._calls.first()]

@@ -1,4 +1,4 @@
-"""`Plan`: which replays answer what to buy and what to set, and what they say in plain words."""
+"""`PlannedMemory`: which replays answer what to buy and set, and what they say in plain words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay.bounds import BELADY, INFINITE
 from kvkeep.bench.replay.outcome import EVICTED, NEVER, OTHER, REMAINDER
-from kvkeep.bench.replay.runs import Run
+from kvkeep.bench.replay.runs import ReplayRun
 from kvkeep.bench.replay.simulate import SESSIONS
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvkeep.bench.replay.outcome import Outcome
     from kvkeep.bench.replay.workload import Workload
 
-__all__ = ["Advice", "Plan", "amount"]
+__all__ = ["Advice", "PlannedMemory", "amount"]
 
 _USUAL = "lru"
 _POLICIES = ("lru", "2q", "s3fifo", "arc", "adaptive")
@@ -44,7 +44,7 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlannedMemory:
     """What is asked: so many tokens of memory, perhaps so many below it.
 
     Shares are of prompt tokens, with a page for each unit of the trace.
@@ -53,33 +53,35 @@ class Plan:
     memory_tokens: int
     disk_tokens: int = 0
 
-    def runs(self, workload: Workload) -> list[Run]:
+    def runs(self, workload: Workload) -> list[ReplayRun]:
         """The replays it takes: policies, less and more memory, tiers, and the bounds."""
-        found = [Run(policy, self.memory_tokens) for policy in _POLICIES]
+        found = [ReplayRun(policy, self.memory_tokens) for policy in _POLICIES]
         if (workload.session >= 0).any():
-            found += [Run(policy + SESSIONS, self.memory_tokens) for policy in ("lru", "adaptive")]
+            found += [
+                ReplayRun(policy + SESSIONS, self.memory_tokens) for policy in ("lru", "adaptive")
+            ]
         for times in _TIMES:
             size = int(self.memory_tokens * times)
             if size >= workload.unit_tokens:
-                found += [Run(policy, size) for policy in (_USUAL, "adaptive", BELADY)]
+                found += [ReplayRun(policy, size) for policy in (_USUAL, "adaptive", BELADY)]
         if self.disk_tokens:
             below = (self.disk_tokens,)
             found += [
-                Run(policy, self.memory_tokens, below=below, tiering=name)
+                ReplayRun(policy, self.memory_tokens, below=below, tiering=name)
                 for policy in _POLICIES
                 for name in _TIERINGS
             ]
-            found.append(Run(BELADY, self.memory_tokens, below=below))
-        found.append(Run(INFINITE, 0))
+            found.append(ReplayRun(BELADY, self.memory_tokens, below=below))
+        found.append(ReplayRun(INFINITE, 0))
         return list(dict.fromkeys(found))
 
-    def advice(self, outcomes: Mapping[Run, Outcome]) -> Advice:
+    def advice(self, outcomes: Mapping[ReplayRun, Outcome]) -> Advice:
         """What the outcomes of `runs` say."""
         return _Reading(self, outcomes).advice()
 
 
 class _Reading:
-    def __init__(self, plan: Plan, outcomes: Mapping[Run, Outcome]) -> None:
+    def __init__(self, plan: PlannedMemory, outcomes: Mapping[ReplayRun, Outcome]) -> None:
         self._plan = plan
         self._all = outcomes
         self._here = {
@@ -93,7 +95,7 @@ class _Reading:
             if run.below and run.policy != BELADY
         }
         self._usual = self._here[_USUAL]
-        self._most = outcomes[Run(INFINITE, 0)].token_hit_rate
+        self._most = outcomes[ReplayRun(INFINITE, 0)].token_hit_rate
 
     def advice(self) -> Advice:
         policy, why_policy = self._policy()
@@ -134,7 +136,7 @@ class _Reading:
         if not self._tiers:
             return f"{said}."
         plan = self._plan
-        both = self._all[Run(BELADY, plan.memory_tokens, below=(plan.disk_tokens,))]
+        both = self._all[ReplayRun(BELADY, plan.memory_tokens, below=(plan.disk_tokens,))]
         return f"{said} in memory alone, {_share(both.token_hit_rate)} with the tier below."
 
     def _policy(self) -> tuple[str, str]:
@@ -190,7 +192,7 @@ class _Reading:
     def _written(self, policy: str, tiering: str) -> float:
         plan = self._plan
         outcome = self._all[
-            Run(policy, plan.memory_tokens, below=(plan.disk_tokens,), tiering=tiering)
+            ReplayRun(policy, plan.memory_tokens, below=(plan.disk_tokens,), tiering=tiering)
         ]
         computed = max(1, outcome.blocks - outcome.hit_blocks)
         return float(sum(tier["writes"] for tier in outcome.tiers[1:]) / computed)
@@ -214,7 +216,7 @@ class _Reading:
         return said
 
     def _misses(self) -> str:
-        outcome = self._all[Run(_USUAL, self._plan.memory_tokens)]
+        outcome = self._all[ReplayRun(_USUAL, self._plan.memory_tokens)]
         avoidable = {
             reason: outcome.misses.get(reason, 0) / max(1, outcome.tokens)
             for reason in (EVICTED, NEVER, OTHER, REMAINDER)

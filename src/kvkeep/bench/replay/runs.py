@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvkeep.bench.replay.costs import PrefillCost
     from kvkeep.bench.replay.workload import Workload
 
-__all__ = ["BOUNDS", "Journal", "Run", "replay"]
+__all__ = ["BOUNDS", "ReplayRun", "RunLog", "replay"]
 
 BOUNDS = (BELADY, INFINITE)
 """Names that stand in the place of a policy, for what no policy can exceed."""
@@ -39,7 +39,7 @@ _VERSION = 4  # of what replays find: what an older one found is not taken over
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReplayRun:
     """One replay: a policy (or a bound) with a capacity.
 
     A policy is one of `kvkeep.core.eviction.POLICIES`, or one of them and ``+sessions``. With
@@ -159,12 +159,12 @@ class Run:
 
 def replay(
     workload: Workload,
-    runs: Sequence[Run],
+    runs: Sequence[ReplayRun],
     *,
     jobs: int = 1,
-    journal: Journal | None = None,
+    journal: RunLog | None = None,
     progress: Callable[[int], object] | None = None,
-) -> Iterator[tuple[Run, Outcome]]:
+) -> Iterator[tuple[ReplayRun, Outcome]]:
     """``runs`` and their outcomes, each as soon as it is there, in any order.
 
     ``jobs`` processes work at once, each with a copy of the workload. What ``journal`` has is not
@@ -190,7 +190,7 @@ def replay(
         yield run, outcome
 
 
-class Journal:
+class RunLog:
     """A file with a line for each replay that was done, so that it need not be done again.
 
     Lines that are torn, foreign or of another version are passed over. Thread safety: none.
@@ -208,11 +208,11 @@ class Journal:
                 if found is not None:
                     self._known[found[0]] = found[1]
 
-    def find(self, workload: Workload, run: Run) -> Outcome | None:
+    def find(self, workload: Workload, run: ReplayRun) -> Outcome | None:
         """What it came to, if it was done."""
         return self._known.get(_key(workload, run))
 
-    def add(self, workload: Workload, run: Run, outcome: Outcome) -> None:
+    def add(self, workload: Workload, run: ReplayRun, outcome: Outcome) -> None:
         """Keep what it came to. Raises `InvalidValue` where nothing can be written."""
         key = _key(workload, run)
         self._known[key] = outcome
@@ -225,7 +225,7 @@ class Journal:
         self._torn = False
 
 
-def _key(workload: Workload, run: Run) -> str:
+def _key(workload: Workload, run: ReplayRun) -> str:
     settings = json.dumps(asdict(run), sort_keys=True)
     return f"{_VERSION} {workload.digest} {settings}"
 
@@ -242,8 +242,11 @@ def _line(line: bytes) -> tuple[str, Outcome] | None:
 
 
 def _here(
-    workload: Workload, runs: Iterable[Run], jobs: int, progress: Callable[[int], object] | None
-) -> Iterator[tuple[Run, Outcome]]:
+    workload: Workload,
+    runs: Iterable[ReplayRun],
+    jobs: int,
+    progress: Callable[[int], object] | None,
+) -> Iterator[tuple[ReplayRun, Outcome]]:
     del jobs
     for run in runs:
         with _differences(progress, len(workload)) as told:
@@ -282,7 +285,7 @@ class _Worker:
         Thread(target=_end_with_parent, daemon=True).start()
 
     @classmethod
-    def run(cls, run: Run) -> Outcome:
+    def run(cls, run: ReplayRun) -> Outcome:
         def told(more: int) -> None:
             with cls.done.get_lock():
                 cls.done.value += more
@@ -292,8 +295,11 @@ class _Worker:
 
 
 def _in_processes(
-    workload: Workload, runs: Sequence[Run], jobs: int, progress: Callable[[int], object] | None
-) -> Iterator[tuple[Run, Outcome]]:
+    workload: Workload,
+    runs: Sequence[ReplayRun],
+    jobs: int,
+    progress: Callable[[int], object] | None,
+) -> Iterator[tuple[ReplayRun, Outcome]]:
     # Not forked: threads of whoever calls would be missing there, with their locks held.
     context = multiprocessing.get_context("spawn")
     done = context.Value("q", 0)

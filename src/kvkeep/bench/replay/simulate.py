@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.bench.replay.outcome import Outcome
-from kvkeep.bench.replay.watching import Watch
+from kvkeep.bench.replay.watching import ReplayWatch
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.errors import InvalidValue, OutOfPages, whole
 
@@ -219,7 +219,7 @@ class Stage:
         outcome = Outcome(
             named, capacity_tokens, self.paging.tokens, workload.name, workload.digest
         )
-        self.watch = Watch(workload, pages, self.paging.size, outcome)
+        self.watch = ReplayWatch(workload, pages, self.paging.size, outcome)
         self.cache = PagedCache(
             pages,
             self.paging.size,

@@ -13,7 +13,7 @@ from kvkeep.bench.replay.outcome import Outcome
 from kvkeep.bench.replay.pace import Pace
 from kvkeep.bench.replay.simulate import Paging
 from kvkeep.bench.replay.tiers import Level, TierSimulator
-from kvkeep.bench.replay.watching import Watch
+from kvkeep.bench.replay.watching import ReplayWatch
 from kvkeep.core.errors import InvalidValue
 from kvkeep.store.tiers import tiering as tiering_policy
 
@@ -69,7 +69,7 @@ def simulate_tiers(
         workload.name,
         workload.digest,
     )
-    watch = Watch(workload, 0, 1, outcome)
+    watch = ReplayWatch(workload, 0, 1, outcome)
     levels = [
         Level("memory" if not at else f"tier {at + 1}", paging.pages(tokens), policy)
         for at, tokens in enumerate(capacities_tokens)
@@ -107,7 +107,7 @@ def simulate_tiers(
 
 
 def _keep(
-    workload: Workload, number: int, found: int, simulator: TierSimulator, watch: Watch
+    workload: Workload, number: int, found: int, simulator: TierSimulator, watch: ReplayWatch
 ) -> None:
     """Store what was not found of a prompt, and its answer."""
     ids, answer = workload.prompt(number), workload.answer(number)

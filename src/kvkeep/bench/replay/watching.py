@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from kvkeep.bench.replay.workload import Ids, Workload
     from kvkeep.core.events import Event
 
-__all__ = ["Watch"]
+__all__ = ["ReplayWatch"]
 
 _WINDOWS = 100
 _NAMESPACES = 20
 _IN, _OUT = 1, 2  # states of a unit; 0: it never was in
 
 
-class Watch:
+class ReplayWatch:
     """Follows a replay of one workload and adds up its `Outcome`.
 
     It is a hook of the cache (`see`), and is told of each request (`request`). Cost: about 30 µs a

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvkeep.bench.traces import Request, Trace
+    from kvkeep.bench.traces import Trace, TraceRequest
 
     Ids = npt.NDArray[np.int32]
     Floats = npt.NDArray[np.float64]
@@ -106,7 +106,7 @@ class _Making:
         self.spaces: dict[str, int] = {}
         self.sessions: dict[tuple[int, str], int] = {}
 
-    def add(self, request: Request) -> None:
+    def add(self, request: TraceRequest) -> None:
         space = self.spaces.setdefault(request.namespace, len(self.spaces))
         session = -1
         if request.session is not None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from kvkeep.bench.traces.capture import Capture, CaptureStats, Seen
 from kvkeep.bench.traces.generators import KINDS, GeneratedTrace, generate
-from kvkeep.bench.traces.native import Header, TraceWriter, write_trace
+from kvkeep.bench.traces.native import TraceHeader, TraceWriter, write_trace
 from kvkeep.bench.traces.reading import FORMATS, FileTrace, open_trace
-from kvkeep.bench.traces.request import Request, Served, Trace
-from kvkeep.bench.traces.summary import Summary, summarise
+from kvkeep.bench.traces.request import Served, Trace, TraceRequest
+from kvkeep.bench.traces.summary import TraceSummary, summarise
 
 __all__ = [
     "FORMATS",
@@ -19,12 +19,12 @@ __all__ = [
     "CaptureStats",
     "FileTrace",
     "GeneratedTrace",
-    "Header",
-    "Request",
     "Seen",
     "Served",
-    "Summary",
     "Trace",
+    "TraceHeader",
+    "TraceRequest",
+    "TraceSummary",
     "TraceWriter",
     "generate",
     "open_trace",

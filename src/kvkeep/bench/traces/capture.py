@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.bench.traces.native import Header, TraceWriter
-from kvkeep.bench.traces.request import MAX_ID, Request, Served
+from kvkeep.bench.traces.native import TraceHeader, TraceWriter
+from kvkeep.bench.traces.request import MAX_ID, Served, TraceRequest
 from kvkeep.core.errors import whole
 from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
@@ -123,7 +123,7 @@ class Capture:
         self.path = path
         self.unit_tokens = whole("unit_tokens", unit_tokens or page_size, 1)
         self._queue_bytes = queue_bytes
-        self._writer = TraceWriter(path, Header(name, self.unit_tokens, page_size, pages))
+        self._writer = TraceWriter(path, TraceHeader(name, self.unit_tokens, page_size, pages))
         self._ids = KeyedIds()
         self._began = perf_counter()
         self._changed = threading.Condition()
@@ -218,7 +218,7 @@ class Capture:
         with self._changed:
             self._written += 1
 
-    def _request(self, seen: Seen) -> Request:
+    def _request(self, seen: Seen) -> TraceRequest:
         unit, tokens = self.unit_tokens, len(seen.prompt)
         # The last token's KV is never computed, so no cache has it.
         computed = np.array(seen.answer[:-1], TOKEN_DTYPE)
@@ -227,7 +227,7 @@ class Capture:
         units = ids[: tokens // unit]
         if tokens % unit:
             units = self._ids.units(seen.prompt, unit)
-        return Request(
+        return TraceRequest(
             max(0.0, seen.arrived - self._began),
             units,
             tokens,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvkeep.bench.traces.fields import Fresh, count, json_object, number, optional_text, unit_ids
 from kvkeep.bench.traces.files import BadLine
-from kvkeep.bench.traces.request import MAX_TOKENS, Request, units_of
+from kvkeep.bench.traces.request import MAX_TOKENS, TraceRequest, units_of
 from kvkeep.core.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Format(Protocol):
 
     unit_tokens: int
 
-    def read(self, line: bytes) -> Request | None:
+    def read(self, line: bytes) -> TraceRequest | None:
         """The line's request; None for a line that is none."""
 
 
@@ -78,14 +78,14 @@ class Mooncake:
         self._chained = options.is_chained(True)
         self._fresh = Fresh()
 
-    def read(self, line: bytes) -> Request:
+    def read(self, line: bytes) -> TraceRequest:
         """One request a line."""
         found = json_object(line)
         tokens = count(found, "input_length")
         units = unit_ids(
             found, "hash_ids", tokens, self.unit_tokens, chained=self._chained, fresh=self._fresh
         )
-        return Request(
+        return TraceRequest(
             number(found, "timestamp") / 1000,
             units,
             tokens,
@@ -108,7 +108,7 @@ class Bailian:
         self._fresh = Fresh()
         self._roots: OrderedDict[str, str] = OrderedDict()
 
-    def read(self, line: bytes) -> Request:
+    def read(self, line: bytes) -> TraceRequest:
         """One request a line."""
         found = json_object(line)
         tokens = count(found, "input_length")
@@ -121,7 +121,7 @@ class Bailian:
         kind = optional_text(found, "type") or ""
         if parent == "-1":
             parent = None
-        return Request(
+        return TraceRequest(
             time,
             units,
             tokens,
@@ -155,7 +155,7 @@ class Azure:
         self.unit_tokens = options.unit(512)
         self._fresh = Fresh()
 
-    def read(self, line: bytes) -> Request | None:
+    def read(self, line: bytes) -> TraceRequest | None:
         """One request a line; None for the header."""
         try:
             columns = line.decode("ascii").strip().split(",")
@@ -169,7 +169,7 @@ class Azure:
             self._length(*pair) for pair in zip(self.COLUMNS[1:], columns[1:], strict=True)
         )
         units = self._fresh.ids(units_of(tokens, self.unit_tokens))
-        return Request(self._seconds(columns[0]), units, tokens, output)
+        return TraceRequest(self._seconds(columns[0]), units, tokens, output)
 
     @staticmethod
     def _length(name: str, column: str) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvkeep.bench.traces.fields import count, json_object, number, optional_text, shown
 from kvkeep.bench.traces.files import BadLine
-from kvkeep.bench.traces.request import Request, Served, units_of
+from kvkeep.bench.traces.request import Served, TraceRequest, units_of
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvkeep.bench.traces.request import Trace, UnitArray
 
-__all__ = ["VERSION", "Header", "Native", "TraceWriter", "write_trace"]
+__all__ = ["VERSION", "Native", "TraceHeader", "TraceWriter", "write_trace"]
 
 VERSION = 1
 _DIGITS = 16
@@ -37,7 +37,7 @@ _MOST_UNIT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class TraceHeader:
     """The first line. ``page_size`` and ``pages`` are of the pool a trace was captured at."""
 
     name: str
@@ -46,7 +46,7 @@ class Header:
     pages: int | None = None
 
     @classmethod
-    def of(cls, line: bytes) -> Header:
+    def of(cls, line: bytes) -> TraceHeader:
         """Read it; `BadLine`."""
         found = json_object(line)
         if found.get("kvkeep_trace") != VERSION:
@@ -73,15 +73,15 @@ class Header:
 class Native:
     """Reads lines of a file with this header. ``dropped``: requests that the capture left out."""
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: TraceHeader) -> None:
         self.unit_tokens = header.unit_tokens
         self.dropped = 0
 
-    def read(self, line: bytes) -> Request | None:
+    def read(self, line: bytes) -> TraceRequest | None:
         """One request a line; None for a header or a note."""
         found = json_object(line)
         if "kvkeep_trace" in found:
-            if Header.of(line).unit_tokens != self.unit_tokens:
+            if TraceHeader.of(line).unit_tokens != self.unit_tokens:
                 raise BadLine("a second header with another unit_tokens")
             return None
         if "dropped" in found and "units" not in found:
@@ -96,7 +96,7 @@ class Native:
         store = found.get("store", True)
         if type(store) is not bool:
             raise BadLine(f"store is {shown(store)}; true or false is needed")
-        return Request(
+        return TraceRequest(
             number(found, "time"),
             units,
             tokens,
@@ -155,7 +155,7 @@ class TraceWriter:
     overwritten. Only its owner may read it. Thread safety: none.
     """
 
-    def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
+    def __init__(self, path: str | os.PathLike[str], header: TraceHeader) -> None:
         path = Path(path)
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -171,7 +171,7 @@ class TraceWriter:
             self._file = cast("IO[bytes]", packed)
         self._file.write(header.line())
 
-    def write(self, request: Request) -> None:
+    def write(self, request: TraceRequest) -> None:
         """One more; times to the microsecond."""
         fields: dict[str, Any] = {
             "time": round(request.time, 6),
@@ -229,7 +229,7 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> int:
     A file that could not be finished is removed. Raises what reading and `TraceWriter` raise.
     """
     written = 0
-    with TraceWriter(path, Header(trace.name, trace.unit_tokens)) as writer:
+    with TraceWriter(path, TraceHeader(trace.name, trace.unit_tokens)) as writer:
         try:
             for request in trace:
                 writer.write(request)

@@ -13,7 +13,7 @@ import numpy as np
 from kvkeep.bench.traces.chain import chain_tokens
 from kvkeep.bench.traces.fields import count, json_object, number, optional_text, shown
 from kvkeep.bench.traces.files import BadLine
-from kvkeep.bench.traces.request import Request
+from kvkeep.bench.traces.request import TraceRequest
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.tokens import as_tokens
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from kvkeep.bench.traces.chain import Words
     from kvkeep.bench.traces.formats import ReadOptions
 
-__all__ = ["Prompts", "words"]
+__all__ = ["PromptReader", "words"]
 
 # A word with the space before it, or one other sign: about what a tokenizer makes of English.
 _PIECE = re.compile(r"\s*\w{1,32}|\s*[^\w\s]|\s+")
 _MARK = "<|{}|>\n"
 
 
-class Prompts:
+class PromptReader:
     """``prompt`` (text), ``tokens`` (ids) or ``messages``, and what else is known.
 
     ``time`` or ``timestamp`` (s; without it, requests are a second apart), ``output_tokens``,
@@ -44,7 +44,7 @@ class Prompts:
         self._timed: str | None = None
         self._read = 0
 
-    def read(self, line: bytes) -> Request:
+    def read(self, line: bytes) -> TraceRequest:
         """One request a line."""
         found = json_object(line)
         tokens = self._tokens(found)
@@ -52,7 +52,7 @@ class Prompts:
         turn = count(found, "turn", 0) if found.get("turn") is not None else None
         output = count(found, "output_tokens") if found.get("output_tokens") is not None else 0
         namespace = optional_text(found, "namespace") or optional_text(found, "cache_salt") or ""
-        return Request(
+        return TraceRequest(
             time,
             chain_tokens(tokens, self.unit_tokens),
             len(tokens),

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from kvkeep.bench.traces.fields import json_object
 from kvkeep.bench.traces.files import BadLine, opened
 from kvkeep.bench.traces.formats import Azure, Bailian, Mooncake, ReadOptions
-from kvkeep.bench.traces.native import Header, Native
-from kvkeep.bench.traces.prompts import Prompts
+from kvkeep.bench.traces.native import Native, TraceHeader
+from kvkeep.bench.traces.prompts import PromptReader
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvkeep.bench.traces.formats import Format, Tokenize
-    from kvkeep.bench.traces.request import Request
+    from kvkeep.bench.traces.request import TraceRequest
 
 __all__ = ["FORMATS", "FileTrace", "open_trace"]
 
@@ -28,7 +28,7 @@ FORMATS = ("kvkeep", "mooncake", "bailian", "prompts", "azure")
 _KINDS: dict[str, Callable[[ReadOptions], Format]] = {
     "mooncake": Mooncake,
     "bailian": Bailian,
-    "prompts": Prompts,
+    "prompts": PromptReader,
     "azure": Azure,
 }
 # Captured requests are written when they end, so lines are out of order by as long as one takes.
@@ -87,7 +87,7 @@ class FileTrace:
         format: str,
         make: Callable[[], Format],
         *,
-        header: Header | None = None,
+        header: TraceHeader | None = None,
         strict: bool = False,
     ) -> None:
         self.path = path
@@ -123,7 +123,7 @@ class FileTrace:
         """Requests that are missing since the capture could not keep up."""
         return getattr(self._pass.format, "dropped", 0)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         self._pass = _Pass(self)
         return self._pass.requests()
 
@@ -144,7 +144,7 @@ class _Pass:
         self.skipped = 0
         self.reasons: list[str] = []
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[TraceRequest]:
         """In order, from 0 on."""
         begin: float | None = None
         for request in self._in_order():
@@ -157,8 +157,8 @@ class _Pass:
                 f"{self._trace.format}; {self.reasons[0]}"
             )
 
-    def _in_order(self) -> Iterator[Request]:
-        waiting: list[tuple[float, int, Request]] = []
+    def _in_order(self) -> Iterator[TraceRequest]:
+        waiting: list[tuple[float, int, TraceRequest]] = []
         units, last = 0, -float("inf")
         for number, request in self._read():
             if request.time < last:
@@ -177,7 +177,7 @@ class _Pass:
         while waiting:
             yield heapq.heappop(waiting)[2]
 
-    def _read(self) -> Iterator[tuple[int, Request]]:
+    def _read(self) -> Iterator[tuple[int, TraceRequest]]:
         read = self.format.read
         with opened(self._trace.path) as lines:
             for number, line in lines:
@@ -201,7 +201,7 @@ class _Pass:
             self.reasons.append(f"line {number}: {reason}")
 
 
-def _look(path: Path, format: str | None) -> tuple[str, Header | None]:
+def _look(path: Path, format: str | None) -> tuple[str, TraceHeader | None]:
     """The format, and the header of a file of our own."""
     if format not in {None, "kvkeep"}:
         with opened(path):  # it is there, and can be unpacked
@@ -217,7 +217,7 @@ def _look(path: Path, format: str | None) -> tuple[str, Header | None]:
             try:
                 found = _format_of(line)
                 if found == "kvkeep":
-                    return found, Header.of(line)
+                    return found, TraceHeader.of(line)
             except BadLine as error:
                 seen = seen or str(error)
                 continue

@@ -1,4 +1,4 @@
-"""`Request` and `Trace`: what a trace is made of, and what it is."""
+"""`TraceRequest` and `Trace`: what a trace is made of, and what it is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     UnitArray = npt.NDArray[np.int64]
 
-__all__ = ["MAX_ID", "MAX_TOKENS", "NO_UNITS", "Request", "Served", "Trace", "units_of"]
+__all__ = ["MAX_ID", "MAX_TOKENS", "NO_UNITS", "Served", "Trace", "TraceRequest", "units_of"]
 
 MAX_ID = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -38,7 +38,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class TraceRequest:
     """One request of a trace.
 
     ``time`` is in seconds from the trace's beginning. ``units`` has one id for each ``unit_tokens``
@@ -92,7 +92,7 @@ class Trace(Protocol):
     def length(self) -> int | None:
         """Requests, where that is known without reading them."""
 
-    def __iter__(self) -> Iterator[Request]: ...
+    def __iter__(self) -> Iterator[TraceRequest]: ...
 
 
 def units_of(tokens: int, unit_tokens: int) -> int:

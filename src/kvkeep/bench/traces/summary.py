@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvkeep.bench.traces.request import Request, Trace, UnitArray
+    from kvkeep.bench.traces.request import Trace, TraceRequest, UnitArray
 
-__all__ = ["Summary", "summarise"]
+__all__ = ["TraceSummary", "summarise"]
 
 _STEP_TOKENS = 16  # finer units are looked at in steps of about so many tokens
 
 
 @dataclass(slots=True)
-class Summary:
+class TraceSummary:
     """Figures of a trace; tokens are prompt tokens where nothing else is said.
 
     ``reusable_units`` and ``reusable_tokens`` are what a cache that never forgets would reuse:
@@ -64,13 +64,13 @@ class Summary:
         return {**asdict(self), "reusable_share": self.reusable_share}
 
 
-def summarise(trace: Trace) -> Summary:
+def summarise(trace: Trace) -> TraceSummary:
     """Go through all of ``trace``. Memory: about 100 bytes for each different unit.
 
     Units of fewer than 16 tokens are looked at in steps of 16: what is reusable is then known to
     the step.
     """
-    found = Summary(trace.name, trace.unit_tokens)
+    found = TraceSummary(trace.name, trace.unit_tokens)
     reuse = _Reuse(found)
     spaces: Counter[str] = Counter()
     sessions: Counter[str] = Counter()
@@ -106,13 +106,13 @@ def summarise(trace: Trace) -> Summary:
 class _Reuse:
     """What was there before, by namespace."""
 
-    def __init__(self, found: Summary) -> None:
+    def __init__(self, found: TraceSummary) -> None:
         self._found = found
         self._step = max(1, _STEP_TOKENS // found.unit_tokens)
         self._spaces: dict[str, set[int]] = {}
         self._anywhere: set[int] = set()
 
-    def add(self, request: Request) -> None:
+    def add(self, request: TraceRequest) -> None:
         found, step = self._found, self._step
         ids = _steps(request.units, step)
         known = self._space(request.namespace)
@@ -158,7 +158,7 @@ def _leading(ids: Sequence[int], known: set[int]) -> int:
     return len(ids)
 
 
-def _lengths(found: Summary, lengths: Counter[int]) -> None:
+def _lengths(found: TraceSummary, lengths: Counter[int]) -> None:
     seen = 0
     for length in sorted(lengths):
         seen += lengths[length]

@@ -12,7 +12,7 @@ from kvkeep.core.cache.ages import Ages
 from kvkeep.core.cache.forks import Forks
 from kvkeep.core.cache.pins import PinBoard
 from kvkeep.core.cache.sessions import SessionBoard
-from kvkeep.core.cache.stats import Counters
+from kvkeep.core.cache.stats import CacheCounters
 from kvkeep.core.errors import InvalidValue, OutOfPages, told
 from kvkeep.core.events import Evicted, PagesShort, frozen
 
@@ -97,7 +97,7 @@ class Core:
         self.marks = index.marks
         self.page_size = index.page_size
         self.reuse = reuse
-        self.counters = Counters()
+        self.counters = CacheCounters()
         self.pins = PinBoard(index, pins, max(LEAST_PINS, pool.num_pages), clock)
         self.ages = Ages(clock)
         self.sessions = SessionBoard(index, pool.num_pages, clock)

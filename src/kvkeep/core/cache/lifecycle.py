@@ -14,10 +14,10 @@ from enum import Enum, auto
 
 from kvkeep.core.errors import IllegalStep
 
-__all__ = ["STEPS", "State", "permit"]
+__all__ = ["STEPS", "SequenceState", "permit"]
 
 
-class State(Enum):
+class SequenceState(Enum):
     """Where a sequence is in its life."""
 
     COPYING = auto()
@@ -25,32 +25,34 @@ class State(Enum):
     CLOSED = auto()
 
 
-STEPS: dict[State, dict[str, frozenset[State]]] = {
-    State.COPYING: {
-        "copies": frozenset({State.READY}),
-        "append": frozenset({State.COPYING}),
-        "fork": frozenset({State.COPYING}),
-        "truncate": frozenset({State.COPYING, State.READY}),
-        "close": frozenset({State.CLOSED}),
+STEPS: dict[SequenceState, dict[str, frozenset[SequenceState]]] = {
+    SequenceState.COPYING: {
+        "copies": frozenset({SequenceState.READY}),
+        "append": frozenset({SequenceState.COPYING}),
+        "fork": frozenset({SequenceState.COPYING}),
+        "truncate": frozenset({SequenceState.COPYING, SequenceState.READY}),
+        "close": frozenset({SequenceState.CLOSED}),
     },
-    State.READY: {
-        "copies": frozenset({State.READY}),
-        "append": frozenset({State.READY, State.COPYING}),
-        "fork": frozenset({State.READY}),
-        "truncate": frozenset({State.READY}),
-        "publish": frozenset({State.READY}),
-        "close": frozenset({State.CLOSED}),
+    SequenceState.READY: {
+        "copies": frozenset({SequenceState.READY}),
+        "append": frozenset({SequenceState.READY, SequenceState.COPYING}),
+        "fork": frozenset({SequenceState.READY}),
+        "truncate": frozenset({SequenceState.READY}),
+        "publish": frozenset({SequenceState.READY}),
+        "close": frozenset({SequenceState.CLOSED}),
     },
-    State.CLOSED: {},
+    SequenceState.CLOSED: {},
 }
 
 _WHY = {
-    (State.COPYING, "publish"): "its page copies were not taken; call copies(), make them, then "
-    "publish",
+    (
+        SequenceState.COPYING,
+        "publish",
+    ): "its page copies were not taken; call copies(), make them, then publish",
 }
 
 
-def permit(state: State, step: str) -> None:
+def permit(state: SequenceState, step: str) -> None:
     """Raise `IllegalStep` unless ``step`` is legal in ``state``."""
     if step not in STEPS[state]:
         why = _WHY.get((state, step), f"it is {state.name.lower()}")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache.picture import Head
     from kvkeep.core.cache.pins import Pin
     from kvkeep.core.keys import NamespaceLike
-    from kvkeep.core.prefix.walk import Numbers, Walk
+    from kvkeep.core.prefix.walk import Numbers, TreeWalk
     from kvkeep.core.tokens import TokenArray, TokensLike
 
 __all__ = ["Looking"]
@@ -157,7 +157,7 @@ class Looking:
         plain = self._core.marks.plain
         return [(plain(np.frombuffer(head, TOKEN_DTYPE))[0], b"") for head in heads]
 
-    def _runs(self, survey: Survey, walk: Walk, rows: Numbers) -> Iterator[RunOfTokens]:
+    def _runs(self, survey: Survey, walk: TreeWalk, rows: Numbers) -> Iterator[RunOfTokens]:
         """The runs of some rows, which are closed towards the top."""
         unknown = set(walk.unknown())
         runs, depths = walk.columns["run"], walk.columns["depth"]
@@ -324,7 +324,7 @@ class Looking:
 
     # --- walking -----------------------------------------------------------------------------
 
-    def _walk(self, columns: Sequence[str], top: Any) -> Walk:
+    def _walk(self, columns: Sequence[str], top: Any) -> TreeWalk:
         core = self._core
         with core:
             core.pins.expire()

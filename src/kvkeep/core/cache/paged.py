@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from kvkeep.core.events import Hook
     from kvkeep.core.extras import ExtraLike, Extras
     from kvkeep.core.keys import NamespaceLike
-    from kvkeep.core.miss_ratio import MemoryPoint, MissRatioCurve
+    from kvkeep.core.miss_ratio import MissRatioCurve, MissRatioPoint
     from kvkeep.core.pages.table import PageArray
-    from kvkeep.core.prefix import PrefixMatch, Run
+    from kvkeep.core.prefix import PrefixMatch, PrefixRun
     from kvkeep.core.tokens import TokenArray, TokensLike
 
 __all__ = ["CachedPrefix", "PagedCache", "RemovedPages"]
@@ -442,7 +442,7 @@ class PagedCache:
 
     def what_if(
         self, pages: Iterable[int] | None = None, namespace: NamespaceLike | None = None
-    ) -> tuple[MemoryPoint, ...]:
+    ) -> tuple[MissRatioPoint, ...]:
         """What a cache of so many ``pages`` would do for the prompts there were.
 
         By default ¼, ½, 1, 2, 4 and 8 times as many as this one has; 16 times is the most. With
@@ -542,7 +542,7 @@ class PagedCache:
         """
         return self._looking.search(list(needles), namespace, most)
 
-    def runs(self, namespace: NamespaceLike = "") -> Iterator[Run]:
+    def runs(self, namespace: NamespaceLike = "") -> Iterator[PrefixRun]:
         """The runs stored in a namespace, depth first; `kvkeep.core.prefix.render` draws them."""
         with self._core:
             return iter(list(self._core.index.runs(as_namespace(namespace))))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.core.cache.lifecycle import State, permit
+from kvkeep.core.cache.lifecycle import SequenceState, permit
 from kvkeep.core.errors import whole
 from kvkeep.core.events import Closed, Opened, Stored, frozen
 from kvkeep.core.extras import as_extras, signed
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvkeep.core.cache.core import Claim, Core
-    from kvkeep.core.cache.sessions import Line
+    from kvkeep.core.cache.sessions import SessionState
     from kvkeep.core.extras import ExtraLike, Extras
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.table import PageArray
@@ -76,7 +76,7 @@ class Sequence:
         """Leading tokens that needed no computing when the sequence was opened or forked."""
         self.turn: int | None = None
         """Which turn of its session it is, counted from 0; None without a session."""
-        self._line: Line | None = None  # the session on whose behalf it publishes
+        self._line: SessionState | None = None  # the session on whose behalf it publishes
         self._core = core
         self._encoder = encoder
         self._tokens = GrowingArray(core.marks.marked(tokens, extras) if extras else tokens)
@@ -91,7 +91,7 @@ class Sequence:
         self._opened_pages = 0  # up to here the shared ones are not of its own making
         self._claims: list[Claim] = []  # copies the engine has not taken yet
         self._made: list[Claim] = []  # copies it took, and may be making
-        self._state = State.READY
+        self._state = SequenceState.READY
         core.sequences[self.id] = self
 
     def adopt(self, shared: int, *, copy: PageCopy | None = None, source: Any = None) -> None:
@@ -101,9 +101,9 @@ class Sequence:
         if copy is not None:
             self.num_cached += copy.tokens
             self._claims.append(self._core.claim(copy, source, self))
-            self._state = State.COPYING
+            self._state = SequenceState.COPYING
 
-    def belong(self, line: Line, turn: int | None) -> None:
+    def belong(self, line: SessionState, turn: int | None) -> None:
         """It is this turn of a session."""
         self._line, self.turn = line, turn
 
@@ -146,7 +146,7 @@ class Sequence:
     @property
     def closed(self) -> bool:
         """Whether it was closed."""
-        return self._state is State.CLOSED
+        return self._state is SequenceState.CLOSED
 
     @property
     def hold(self) -> Any:
@@ -183,7 +183,7 @@ class Sequence:
             permit(self._state, "copies")
             self._copies_made()
             self._made, self._claims = self._claims, []
-            self._state = State.READY
+            self._state = SequenceState.READY
             if any(len(claim.sharers) > 1 for claim in self._made):
                 self._taken_for_all()
             return [claim.copy for claim in self._made]
@@ -198,7 +198,7 @@ class Sequence:
                 if other is not self:
                     other._claims.remove(claim)
                     if not other._claims:
-                        other._state = State.READY
+                        other._state = SequenceState.READY
             claim.sharers = {self: None}
 
     def append(self, tokens: TokensLike | int, extra: ExtraLike | None = None) -> None:
@@ -250,7 +250,7 @@ class Sequence:
         copy = PageCopy(int(self._table.values[at]), dst, tokens)
         self._claims.append(core.claim(copy, hold, self))
         self._table.values[at] = dst
-        self._state = State.COPYING
+        self._state = SequenceState.COPYING
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens: rejected drafts, or going back to an earlier point.
@@ -293,7 +293,7 @@ class Sequence:
                 self._core.unclaim([claim], self)
         self._claims = kept[::-1]
         if not self._claims:
-            self._state = State.READY
+            self._state = SequenceState.READY
 
     def fork(self) -> Sequence:
         """A second sequence with the same tokens: pages are shared until either writes to them.
@@ -428,7 +428,7 @@ class Sequence:
         core = self._core
         with core:
             permit(self._state, "close")
-            self._state = State.CLOSED
+            self._state = SequenceState.CLOSED
             del core.sequences[self.id]
             self._leave_forks()
             stored = self._shared
@@ -472,7 +472,7 @@ class Sequence:
         published = np.isin(table, stored)
         assert published[: self._shared].all(), "a shared page is not in the index"
         assert not published[self._shared :].any(), "the index stores a page that is not held"
-        assert (self._state is State.COPYING) == bool(self._claims)
+        assert (self._state is SequenceState.COPYING) == bool(self._claims)
 
     def __enter__(self) -> Self:
         return self

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.prefix import PrefixIndex
 
-__all__ = ["LONGEST_ETA_S", "Line", "Session", "SessionBoard", "check_name", "check_session"]
+__all__ = [
+    "LONGEST_ETA_S",
+    "Session",
+    "SessionBoard",
+    "SessionState",
+    "check_name",
+    "check_session",
+]
 
 LONGEST_ETA_S = 3600.0
 """A session is awaited for an hour at most, whatever is said."""
@@ -51,7 +58,7 @@ def check_name(session: object) -> str:
     return session
 
 
-class Line(Owner):
+class SessionState(Owner):
     """One session, as the cache keeps it: what it owns, and its latest ``turn``."""
 
     __slots__ = ("turn",)
@@ -134,18 +141,20 @@ class SessionBoard:
     """
 
     def __init__(self, index: PrefixIndex[Any], num_pages: int, clock: Callable[[], float]) -> None:
-        self.lines: OrderedDict[Key, Line] = OrderedDict()
+        self.lines: OrderedDict[Key, SessionState] = OrderedDict()
         self.most = _MOST_SESSIONS
         self._index = index
         self._may_keep = int(num_pages * _AWAITED_SHARE)
         self._clock = clock
-        self._away: dict[Line, None] = {}  # in the order in which they went
-        self._returns: list[tuple[float, int, Line]] = []  # a heap; only those still due count
+        self._away: dict[SessionState, None] = {}  # in the order in which they went
+        self._returns: list[
+            tuple[float, int, SessionState]
+        ] = []  # a heap; only those still due count
         self._serial = 0
 
     # --- requests ----------------------------------------------------------------------------
 
-    def enter(self, key: Key, hold: Any, turn: int | None) -> tuple[Line, int]:
+    def enter(self, key: Key, hold: Any, turn: int | None) -> tuple[SessionState, int]:
         """A request of this session has taken ``hold``: what it leaves aside has died.
 
         ``turn`` None is the next one. Requests of the same turn stand side by side, and one of an
@@ -165,8 +174,8 @@ class SessionBoard:
             owners.kill(line, hold)
         return line, turn
 
-    def _begin(self, key: Key) -> Line:
-        line = self.lines[key] = Line()
+    def _begin(self, key: Key) -> SessionState:
+        line = self.lines[key] = SessionState()
         if len(self.lines) > self.most:
             # What it owns, it owns still, until others use it: only nobody speaks for it any more.
             self._wake(self.lines.popitem(last=False)[1])
@@ -222,10 +231,10 @@ class SessionBoard:
                 if owners.num_awaited <= self._may_keep:
                     break
 
-    def _awaits(self, item: tuple[float, int, Line]) -> bool:
+    def _awaits(self, item: tuple[float, int, SessionState]) -> bool:
         return item[0] == item[2].due
 
-    def _wake(self, line: Line) -> None:
+    def _wake(self, line: SessionState) -> None:
         if line not in self._away:
             return
         del self._away[line]

@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvkeep.core.miss_ratio import MemoryPoint
+    from kvkeep.core.miss_ratio import MissRatioPoint
 
-__all__ = ["CacheStats", "Counters"]
+__all__ = ["CacheCounters", "CacheStats"]
 
 
 @dataclass(slots=True)
-class Counters:
+class CacheCounters:
     """What has happened since the cache was made; only ever grows."""
 
     opened: int = 0
@@ -75,7 +75,7 @@ class CacheStats:
     copies: int
     out_of_pages: int
     hook_errors: int
-    what_if: tuple[MemoryPoint, ...] = ()
+    what_if: tuple[MissRatioPoint, ...] = ()
     """What other sizes would do, where the cache was made to watch that."""
 
     @property

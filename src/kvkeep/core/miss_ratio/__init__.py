@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from kvkeep.core.miss_ratio.curve import MissRatioCurve
-from kvkeep.core.miss_ratio.prompts import TIMES, MemoryPoint, PromptWatch
+from kvkeep.core.miss_ratio.prompts import TIMES, MissRatioPoint, PromptWatch
 
-__all__ = ["TIMES", "MemoryPoint", "MissRatioCurve", "PromptWatch"]
+__all__ = ["TIMES", "MissRatioCurve", "MissRatioPoint", "PromptWatch"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.keys import KEY_BYTES, as_namespace
-from kvkeep.core.miss_ratio.histogram import Histogram
+from kvkeep.core.miss_ratio.histogram import DistanceHistogram
 from kvkeep.core.miss_ratio.stack import COLD, Stack
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class MissRatioCurve:
     Memory is thought of as LRU over blocks of ``block_tokens`` tokens, of which it keeps prefixes:
     a block is a hit only if all before it are (see `Stack`). A share of all blocks, ``sample``, is
     watched, chosen by their keys, and stands for the others (SHARDS: Waldspurger et al., FAST '15;
-    `Histogram` has how counts are adjusted). A tenth is enough where memory holds some thousand
-    blocks; take more for less.
+    `DistanceHistogram` has how counts are adjusted). A tenth is enough where memory holds some
+    thousand blocks; take more for less.
 
     The curve reaches up to ``most_blocks`` of memory. ``max_keys`` bounds the blocks watched: where
     that would need more, the sample is smaller. With ``half_life``, what was asked for that many
@@ -77,7 +77,7 @@ class MissRatioCurve:
         self._total = 0
         self._most = np.uint64(min(int(self.sample * 2.0**64), 2**64 - 1))
         self._stack = Stack(math.ceil(self.most_blocks * self.sample))
-        self._histogram = Histogram(NAMESPACES + 1, float(self.most_blocks), half_life)
+        self._histogram = DistanceHistogram(NAMESPACES + 1, float(self.most_blocks), half_life)
         self._rows: dict[Namespace, int] = {}
         # Few enough in the sample for `Stack`'s tables to be small.
         self._batch = min(_BATCH_BLOCKS, int(_BATCH_SAMPLED / self.sample))

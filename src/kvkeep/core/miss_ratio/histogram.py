@@ -1,4 +1,4 @@
-"""`Histogram`: how often blocks were asked for again at which distance, per namespace."""
+"""`DistanceHistogram`: how often blocks were asked for again at which distance, per namespace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
     Flags = npt.NDArray[np.bool_]
 
-__all__ = ["Histogram"]
+__all__ = ["DistanceHistogram"]
 
 _EXACT = 512
 """Distances below have a bin each."""
@@ -22,7 +22,7 @@ _STEPS = 128
 _TOO_HEAVY = 2.0**200
 
 
-class Histogram:
+class DistanceHistogram:
     """Weighted counts of a sample's distances in ``rows`` rows; what came last may weigh most.
 
     Blocks that were *repeated* a moment ago are counted apart from those that were not, because how

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Words = npt.NDArray[np.uint64]
     Pages = npt.NDArray[np.int32]
 
-__all__ = ["TIMES", "MemoryPoint", "PromptWatch"]
+__all__ = ["TIMES", "MissRatioPoint", "PromptWatch"]
 
 TIMES = (0.25, 0.5, 1, 2, 4, 8)
 """The memories that are told of, against what there is."""
@@ -64,7 +64,7 @@ be made of it. Plain, for speed."""
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPoint:
+class MissRatioPoint:
     """What a cache of ``times`` the size would do: ``pages`` pages, which hold ``tokens`` tokens.
 
     ``hit_rate`` is the share of prompt tokens that would have been reused, counted in whole blocks
@@ -219,7 +219,7 @@ class PromptWatch:
 
     def points(
         self, pages: SequenceOf[int] | None = None, namespace: NamespaceLike | None = None
-    ) -> tuple[MemoryPoint, ...]:
+    ) -> tuple[MissRatioPoint, ...]:
         """What memories of so many ``pages`` would do; by default `TIMES` as many as there are.
 
         For the prompts of one namespace, or for all, in memory that all share.
@@ -237,7 +237,7 @@ class PromptWatch:
         share = self._in_blocks(namespace)
         page_tokens = self.curve.block_tokens // self._block_pages
         return tuple(
-            MemoryPoint(factor, size, size * page_tokens, share * rate)
+            MissRatioPoint(factor, size, size * page_tokens, share * rate)
             for factor, size, rate in zip(factors, sizes, rates, strict=True)
         )
 

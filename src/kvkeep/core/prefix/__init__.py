@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.prefix.base import PrefixIndex, PrefixMatch, Run
+from kvkeep.core.prefix.base import PrefixIndex, PrefixMatch, PrefixRun
 from kvkeep.core.prefix.chain import ChainIndex
 from kvkeep.core.prefix.radix import RadixIndex
 
@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 
     from kvkeep.core.eviction import EvictionPolicy
 
-__all__ = ["INDICES", "ChainIndex", "PrefixIndex", "PrefixMatch", "RadixIndex", "Run", "index"]
+__all__ = [
+    "INDICES",
+    "ChainIndex",
+    "PrefixIndex",
+    "PrefixMatch",
+    "PrefixRun",
+    "RadixIndex",
+    "index",
+]
 
 INDICES: dict[str, type[RadixIndex | ChainIndex]] = {"radix": RadixIndex, "chain": ChainIndex}
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix.marks import Marks
     from kvkeep.core.prefix.owners import Owner, Owners
     from kvkeep.core.prefix.pinned import Pinned
-    from kvkeep.core.prefix.walk import Walk
+    from kvkeep.core.prefix.walk import TreeWalk
     from kvkeep.core.tokens import TokenArray
 
-__all__ = ["Encoder", "Hold", "Inserted", "Look", "PrefixIndex", "PrefixMatch", "Run"]
+__all__ = ["Encoder", "Hold", "Inserted", "Look", "PrefixIndex", "PrefixMatch", "PrefixRun"]
 
 Hold = TypeVar("Hold")
 """What an index hands out for the end of a path it keeps; opaque to everybody else."""
@@ -85,7 +85,7 @@ class Inserted(NamedTuple, Generic[Hold]):
     existing: PageArray
 
 
-class Run(NamedTuple):
+class PrefixRun(NamedTuple):
     """One run of the tree, for people: see `PrefixIndex.runs`."""
 
     depth: int
@@ -268,7 +268,7 @@ class PrefixIndex(ABC, Generic[Hold]):
         """How many events the policy has counted; what ``last_used`` is compared with."""
         return 0
 
-    def walk(self, columns: Iterable[str], top: Namespace | Hold | None = None) -> Walk:
+    def walk(self, columns: Iterable[str], top: Namespace | Hold | None = None) -> TreeWalk:
         """A walk over all there is, one namespace (with its root), or a hold and all behind it.
 
         `InvalidValue` for an index that has no nodes to walk over.
@@ -317,7 +317,7 @@ class PrefixIndex(ABC, Generic[Hold]):
         """Pages stored per namespace."""
 
     @abstractmethod
-    def runs(self, namespace: Namespace) -> Iterator[Run]:
+    def runs(self, namespace: Namespace) -> Iterator[PrefixRun]:
         """What is stored, depth first; for people and for tests."""
 
     @abstractmethod

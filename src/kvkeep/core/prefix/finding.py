@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvkeep.core.prefix.marks import Marks
-    from kvkeep.core.prefix.walk import Walk
+    from kvkeep.core.prefix.walk import TreeWalk
     from kvkeep.core.tokens import TokenArray
 
-__all__ = ["Finding", "Place"]
+__all__ = ["Finding", "FoundAt"]
 
 _BATCH_TOKENS = 1 << 20
 
 
-class Place(NamedTuple):
+class FoundAt(NamedTuple):
     """Where tokens were found."""
 
     row: int
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 
 class Finding:
-    """The runs that a `Walk` saw, ready to be searched; their symbols are tokens.
+    """The runs that a `TreeWalk` saw, ready to be searched; their symbols are tokens.
 
     Thread safety: none, but it needs no lock: what it looks at does not change. Cost: a pass over
     all tokens, 1 or 2 ns each for each needle, and 1 µs a run; memory for a million tokens.
@@ -40,7 +40,7 @@ class Finding:
 
     COLUMNS = ("parent", "end", "serial", "run", "depth")
 
-    def __init__(self, walk: Walk, page_size: int, marks: Marks | None = None) -> None:
+    def __init__(self, walk: TreeWalk, page_size: int, marks: Marks | None = None) -> None:
         self._parents = walk.parents()
         self._page_size = page_size
         self._depths: list[int] = walk.columns["depth"]
@@ -58,7 +58,7 @@ class Finding:
             self._runs[row] = b""
         self._lengths = np.array([len(run) for run in self._runs], np.int64) // TOKEN_BYTES
 
-    def places(self, needles: Sequence[TokenArray], most: int) -> list[list[Place]]:
+    def places(self, needles: Sequence[TokenArray], most: int) -> list[list[FoundAt]]:
         """For each needle the first place in each run in which it ends, shallow runs first.
 
         At most ``most`` for each.
@@ -71,7 +71,7 @@ class Finding:
                 continue
             for i, row, at in self._within(batch, [(i, needles[i]) for i in short]):
                 found[i].setdefault(row, at)  # what begins before the run comes first
-        return [[Place(row, at[row]) for row in sorted(at)[:most]] for at in found]
+        return [[FoundAt(row, at[row]) for row in sorted(at)[:most]] for at in found]
 
     def _wants(self, places: dict[int, int], batch: tuple[int, int], most: int) -> bool:
         """Whether rows from this batch on can be among the first ``most``."""
@@ -133,7 +133,7 @@ class Finding:
 
     # --- across borders ----------------------------------------------------------------------
 
-    def _across(self, needle: TokenArray) -> Iterator[Place]:
+    def _across(self, needle: TokenArray) -> Iterator[FoundAt]:
         """Where ``needle`` begins in what a run hangs from, and ends in the run."""
         symbols = needle.tobytes()
         parents, runs = self._parents, self._runs
@@ -153,7 +153,7 @@ class Finding:
                 # The most that had begun before is what begins first.
                 for length in reversed(lengths):
                     if runs[child].startswith(symbols[length * TOKEN_BYTES :]):
-                        yield Place(child, self._depths[child] * self._page_size - length)
+                        yield FoundAt(child, self._depths[child] * self._page_size - length)
                         break
 
     def _begun(self, symbols: bytes, run: bytes, before: list[int]) -> list[int]:

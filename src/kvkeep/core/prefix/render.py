@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
-    from kvkeep.core.prefix.base import Run
+    from kvkeep.core.prefix.base import PrefixRun
     from kvkeep.core.tokens import TokenArray
 
 __all__ = ["draw"]
@@ -22,7 +22,7 @@ _SHOWN_PAGES = 3
 
 def draw(
     title: str,
-    runs: Iterable[Run],
+    runs: Iterable[PrefixRun],
     *,
     depth: int = 8,
     branches: int = 12,
@@ -76,7 +76,9 @@ def draw(
     return top
 
 
-def _line(line: Text, run: Run, width: int, decode: Callable[[TokenArray], str] | None) -> Text:
+def _line(
+    line: Text, run: PrefixRun, width: int, decode: Callable[[TokenArray], str] | None
+) -> Text:
     pages = len(run.pages)
     ids = ",".join(map(str, run.pages[:_SHOWN_PAGES])) + ("…" if pages > _SHOWN_PAGES else "")
     if run.tokens is not None:

@@ -26,7 +26,7 @@ import numpy as np
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction.hints import Hinted
 from kvkeep.core.eviction.queues import AgeQueue
-from kvkeep.core.prefix.base import EMPTY_PAGES, Inserted, Look, PrefixIndex, PrefixMatch, Run
+from kvkeep.core.prefix.base import EMPTY_PAGES, Inserted, Look, PrefixIndex, PrefixMatch, PrefixRun
 from kvkeep.core.prefix.heads import Heads, common_bytes
 from kvkeep.core.prefix.marks import Marks
 from kvkeep.core.prefix.node import Node, Root, descend
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix.owners import Owner
     from kvkeep.core.prefix.pinned import Pinned
-    from kvkeep.core.prefix.walk import Walk
+    from kvkeep.core.prefix.walk import TreeWalk
 
 __all__ = ["RunTree"]
 
@@ -599,14 +599,14 @@ class RunTree(PrefixIndex[Node]):
         policy = self.policy.inner if isinstance(self.policy, Hinted) else self.policy
         return policy.moment
 
-    def walk(self, columns: Iterable[str], top: Namespace | Node | None = None) -> Walk:
+    def walk(self, columns: Iterable[str], top: Namespace | Node | None = None) -> TreeWalk:
         """A walk over all there is, one namespace (with its root), or a node and all behind it."""
-        from kvkeep.core.prefix.walk import Walk  # noqa: PLC0415 - for those who look
+        from kvkeep.core.prefix.walk import TreeWalk  # noqa: PLC0415 - for those who look
 
         if isinstance(top, Node):
-            return Walk([top], *columns)
+            return TreeWalk([top], *columns)
         tops = [*self._roots.values()] if top is None else [self._roots.get(top)]
-        return Walk([root for root in tops if root is not None], *columns)
+        return TreeWalk([root for root in tops if root is not None], *columns)
 
     def keeps(self, place: Node) -> bool:
         """Whether it is still there."""
@@ -667,7 +667,7 @@ class RunTree(PrefixIndex[Node]):
             for namespace, root in self._roots.items()
         }
 
-    def runs(self, namespace: Namespace) -> Iterator[Run]:
+    def runs(self, namespace: Namespace) -> Iterator[PrefixRun]:
         """What is stored, depth first, most recently used branches first."""
         root = self._roots.get(namespace)
         if root is None:
@@ -677,7 +677,7 @@ class RunTree(PrefixIndex[Node]):
                 symbols = bytes(node.run)
                 row = np.frombuffer(symbols, TOKEN_DTYPE)
                 tokens, extras = self.marks.plain(row) if self.exact else (None, ())
-                yield Run(
+                yield PrefixRun(
                     depth=depth - 1,
                     start=node.end - node.size,
                     pages=node.pages.copy(),

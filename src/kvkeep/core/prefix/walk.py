@@ -1,4 +1,4 @@
-"""`Walk` and `Survey`: a whole tree as arrays, taken in steps that hold nobody up."""
+"""`TreeWalk` and `Survey`: a whole tree as arrays, taken in steps that hold nobody up."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     Numbers = npt.NDArray[np.int64]
 
-__all__ = ["Survey", "Walk"]
+__all__ = ["Survey", "TreeWalk"]
 
 _children = attrgetter("children")
 
 
-class Walk:
+class TreeWalk:
     """A walk over trees in steps, parents before children, all of one depth together.
 
     ``columns`` are the fields of nodes that are noted in passing. Between two steps the tree may
@@ -128,7 +128,7 @@ class Survey:
 
     COLUMNS = ("parent", "end", "serial", "size", "holders", "pins", "uses", "last_used")
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, walk: TreeWalk) -> None:
         self.nodes = walk.nodes
         self.parents = walk.parents()
         self.gone = walk.gone()

@@ -27,7 +27,7 @@ from kvkeep.integrations.sglang.settings import server_setting, settings_digest
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-    from kvkeep.integrations.sglang.options import Options
+    from kvkeep.integrations.sglang.options import StorageOptions
 
 __all__ = ["is_replicated", "namespace_of", "page_keys", "pool_digest"]
 
@@ -42,7 +42,7 @@ _SAFETENSORS = {"auto", "safetensors", "mistral", "layered", "fastsafetensors", 
 
 
 def namespace_of(
-    config: HiCacheStorageConfig, options: Options, pool: Any, page_bytes: int
+    config: HiCacheStorageConfig, options: StorageOptions, pool: Any, page_bytes: int
 ) -> Namespace:
     """What must never be mixed with what this rank keeps; ``pool`` is that of its KV."""
     path = str(server_setting("model_path") or config.model_name or "model")

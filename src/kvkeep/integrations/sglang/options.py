@@ -11,7 +11,7 @@ from kvkeep.integrations.given import count_of, refuse_unknown, seconds_of, tier
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Options"]
+__all__ = ["StorageOptions"]
 
 
 # In the same object, and meant for SGLang.
@@ -31,7 +31,7 @@ _OF_SGLANG: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class StorageOptions:
     """What kvkeep is told; times in seconds.
 
     Attributes:
@@ -56,7 +56,7 @@ class Options:
     threads: int = 4
 
     @classmethod
-    def parse(cls, given: Mapping[str, object] | None) -> Options:
+    def parse(cls, given: Mapping[str, object] | None) -> StorageOptions:
         """Check what was given.
 
         Raises:

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.sglang.naming import is_replicated, namespace_of, page_keys, pool_digest
-from kvkeep.integrations.sglang.options import Options
+from kvkeep.integrations.sglang.options import StorageOptions
 from kvkeep.integrations.sglang.pages import HostPages, bytes_of, first_tokens, pages_of
 from kvkeep.integrations.sglang.sidecars import restorable_prefixes
 from kvkeep.integrations.sglang.transport import Transport
@@ -92,7 +92,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
     ) -> None:
         del kwargs  # SGLang has nothing to say there
         self._config = storage_config
-        self._options = Options.parse(storage_config.extra_config)
+        self._options = StorageOptions.parse(storage_config.extra_config)
         self._transport: Transport | None = None
         self._pools: dict[str, _Pool] = {}
         self.registered_pools: dict[str, Any] = {}

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from kvkeep.integrations.sglang.options import Options
+    from kvkeep.integrations.sglang.options import StorageOptions
     from kvkeep.store import BlockStore
 
     Copy = Callable[[int, memoryview], None]
 
-__all__ = ["Batch", "Transport"]
+__all__ = ["Transfer", "Transport"]
 
 _SLICE_BYTES = 1 << 20  # less is not worth another thread
 _SLICE_MEMORY = 64  # pages in memory for each slice that is read: reading ahead, twice over
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Transfer:
     """What one call moved: pages, bytes, and in how many seconds."""
 
     pages: int
@@ -45,15 +45,15 @@ class Transport:
     Thread safety: all methods. A closed store has nothing, and takes nothing.
     """
 
-    def __init__(self, store: BlockStore, options: Options) -> None:
+    def __init__(self, store: BlockStore, options: StorageOptions) -> None:
         self.store = store
         self._options = options
         # One for each direction: what waits for a slow place does not hold up the other.
         self._loading = ThreadPoolExecutor(options.threads, "kvkeep load")
         self._saving = ThreadPoolExecutor(options.threads, "kvkeep save")
         self._lock = threading.Lock()
-        self._loaded: list[Batch] = []
-        self._saved: list[Batch] = []
+        self._loaded: list[Transfer] = []
+        self._saved: list[Transfer] = []
         self._closed = False
         self.counting = False
 
@@ -106,7 +106,7 @@ class Transport:
         self._count(self._saved, kept, size, began)
         return kept
 
-    def batches(self) -> tuple[list[Batch], list[Batch]]:
+    def batches(self) -> tuple[list[Transfer], list[Transfer]]:
         """What was loaded, and what was saved, since this was asked last."""
         with self._lock:
             both = self._loaded, self._saved
@@ -162,8 +162,8 @@ class Transport:
         capacity = self.store.stats()[0].capacity or 0
         return max(1, min(self._options.threads, capacity // (_SLICE_MEMORY * size)))
 
-    def _count(self, batches: list[Batch], moved: list[bool], size: int, began: float) -> None:
+    def _count(self, batches: list[Transfer], moved: list[bool], size: int, began: float) -> None:
         if self.counting and (pages := sum(moved)):
-            batch = Batch(pages, pages * size, time.monotonic() - began)
+            batch = Transfer(pages, pages * size, time.monotonic() - began)
             with self._lock:
                 batches.append(batch)

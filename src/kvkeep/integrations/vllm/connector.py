@@ -14,8 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvkeep.integrations.vllm.groups import Groups
-from kvkeep.integrations.vllm.messages import Plan
-from kvkeep.integrations.vllm.options import Options
+from kvkeep.integrations.vllm.messages import StepPlan
+from kvkeep.integrations.vllm.options import ConnectorOptions
 from kvkeep.integrations.vllm.outer import require_outer
 from kvkeep.integrations.vllm.stats import KVKeepPromMetrics, KVKeepStats
 
@@ -63,7 +63,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         require_outer(transfer)  # before the scheduler reads it
-        options = Options.parse(transfer.kv_connector_extra_config)
+        options = ConnectorOptions.parse(transfer.kv_connector_extra_config)
         groups = Groups.of(vllm_config, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -99,9 +99,9 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     @property
-    def _plan(self) -> Plan:
+    def _plan(self) -> StepPlan:
         plan = self._get_connector_metadata()
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, StepPlan)
         return plan
 
     # --- the worker's side -----------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvkeep.integrations.vllm.messages import Save, Span
+    from kvkeep.integrations.vllm.messages import BlockSpan, Save
     from kvkeep.integrations.vllm.pages import GroupPages
 
 __all__ = ["DeviceCopies"]
@@ -33,8 +33,8 @@ class DeviceCopies:
     def __init__(
         self,
         pages: Sequence[GroupPages],
-        write: Callable[[Span, Callable[[int, memoryview], None], float | None], None],
-        drop: Callable[[Span], None],
+        write: Callable[[BlockSpan, Callable[[int, memoryview], None], float | None], None],
+        drop: Callable[[BlockSpan], None],
     ) -> None:
         self._pages = pages
         self._write = write
@@ -70,7 +70,7 @@ class DeviceCopies:
 
     def _carry(
         self,
-        span: Span,
+        span: BlockSpan,
         copies: list[torch.Tensor],
         made: torch.cuda.Event,
         size: int,
@@ -94,7 +94,7 @@ class DeviceCopies:
             with self._lock:
                 self._aside -= size
 
-    def sinker(self, span: Span, begun: torch.cuda.Event) -> Callable[[int, memoryview], None]:
+    def sinker(self, span: BlockSpan, begun: torch.cuda.Event) -> Callable[[int, memoryview], None]:
         """For one loader: writes the record it is given into page ``span.pages[i]``."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_event(begun)

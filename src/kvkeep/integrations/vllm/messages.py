@@ -9,11 +9,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-__all__ = ["Answers", "Load", "Plan", "Question", "Save", "Span"]
+__all__ = ["Answers", "BlockSpan", "PageLoad", "RankLookup", "Save", "StepPlan"]
 
 
 @dataclass(slots=True)
-class Span:
+class BlockSpan:
     """Blocks of one group of layers: their keys in the store and their pages in the engine."""
 
     group: int
@@ -22,11 +22,11 @@ class Span:
 
 
 @dataclass(slots=True)
-class Load:
+class PageLoad:
     """Pages of a waiting request to be filled; ``tokens`` are what it saves if all of it comes."""
 
     request: str
-    spans: list[Span]
+    spans: list[BlockSpan]
     tokens: int
 
 
@@ -34,12 +34,12 @@ class Load:
 class Save:
     """Pages that are complete after this step; ``ttl`` seconds later they are to be deleted."""
 
-    spans: list[Span]
+    spans: list[BlockSpan]
     ttl: float | None = None
 
 
 @dataclass(slots=True)
-class Question:
+class RankLookup:
     """How much of a request is in the stores of all ranks, from block ``first`` on."""
 
     request: str
@@ -49,7 +49,7 @@ class Question:
 
 
 @dataclass(slots=True)
-class Plan(KVConnectorMetadata):
+class StepPlan(KVConnectorMetadata):
     """From the scheduler to every worker.
 
     Attributes:
@@ -59,10 +59,10 @@ class Plan(KVConnectorMetadata):
 
     idle: bool = False
     asking: bool = False
-    loads: list[Load] = field(default_factory=list)
+    loads: list[PageLoad] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     pins: list[tuple[list[bytes], float]] = field(default_factory=list)
-    questions: list[Question] = field(default_factory=list)
+    questions: list[RankLookup] = field(default_factory=list)
     clear: int = 0
     """How often everything was to be deleted, so far; for workers with stores of their own."""
 

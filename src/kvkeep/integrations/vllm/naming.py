@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from kvkeep.integrations.vllm.groups import Groups
-    from kvkeep.integrations.vllm.options import Options
+    from kvkeep.integrations.vllm.options import ConnectorOptions
 
 __all__ = ["machine_of", "namespace_of", "warn_of_seeds"]
 
@@ -46,7 +46,7 @@ def warn_of_seeds(vllm_config: VllmConfig) -> None:
 
 
 def namespace_of(
-    vllm_config: VllmConfig, options: Options, groups: Groups, pages: str
+    vllm_config: VllmConfig, options: ConnectorOptions, groups: Groups, pages: str
 ) -> Namespace:
     """What must never be mixed with this engine's KV; ``pages`` says how they lie in memory."""
     model, cache = vllm_config.model_config, vllm_config.cache_config

@@ -11,13 +11,13 @@ from kvkeep.integrations.given import count_of, refuse_unknown, seconds_of, tier
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Options", "Wishes"]
+__all__ = ["ConnectorOptions", "Wishes"]
 
 _DEFAULT_PIN_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ConnectorOptions:
     """``kv_connector_extra_config``: times in seconds.
 
     Attributes:
@@ -43,7 +43,7 @@ class Options:
     capture: str = ""
 
     @classmethod
-    def parse(cls, given: Mapping[str, object]) -> Options:
+    def parse(cls, given: Mapping[str, object]) -> ConnectorOptions:
         """Check what was given.
 
         Raises:

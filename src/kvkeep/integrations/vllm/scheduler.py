@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.keys import keys_of
-from kvkeep.integrations.vllm.messages import Answers, Load, Plan, Question, Save, Span
+from kvkeep.integrations.vllm.messages import (
+    Answers,
+    BlockSpan,
+    PageLoad,
+    RankLookup,
+    Save,
+    StepPlan,
+)
 from kvkeep.integrations.vllm.options import Wishes
-from kvkeep.integrations.vllm.shared import Shared, log_fault
+from kvkeep.integrations.vllm.shared import SharedStore, log_fault
 from kvkeep.integrations.vllm.stats import Counts
 
 if TYPE_CHECKING:
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvkeep.integrations.vllm.groups import Groups
-    from kvkeep.integrations.vllm.options import Options
+    from kvkeep.integrations.vllm.options import ConnectorOptions
 
 __all__ = ["SchedulerSide"]
 
@@ -79,7 +86,13 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, options: Options, groups: Groups, *, loads: bool, saves: bool
+        self,
+        vllm_config: VllmConfig,
+        options: ConnectorOptions,
+        groups: Groups,
+        *,
+        loads: bool,
+        saves: bool,
     ) -> None:
         self._options = options
         self._groups = groups
@@ -90,7 +103,7 @@ class SchedulerSide:
         self._step = 0
         self._shared = None
         if self._ranks == 1:
-            self._shared = Shared.find(vllm_config.kv_transfer_config.engine_id)
+            self._shared = SharedStore.find(vllm_config.kv_transfer_config.engine_id)
         self.counts = Counts()
         self._lookers = ThreadPoolExecutor(_LOOKERS, "kvkeep lookup")
         self._adapters = Adapters()
@@ -99,7 +112,7 @@ class SchedulerSide:
         self._found: dict[int, list[int]] = {}
         self._number = 0
         self._cleared = 0
-        self._plan = Plan()
+        self._plan = StepPlan()
         self._recorder = None
         if options.capture:
             from kvkeep.integrations.vllm.record import Recorder  # noqa: PLC0415 - if asked for
@@ -202,11 +215,11 @@ class SchedulerSide:
         asked.number = self._number
         self._questions[asked.number] = asked
         self._plan.questions.append(
-            Question(followed.request.request_id, asked.number, first, list(hashes))
+            RankLookup(followed.request.request_id, asked.number, first, list(hashes))
         )
         return asked
 
-    def _look(self, shared: Shared, hashes: list[bytes], first: int) -> int:
+    def _look(self, shared: SharedStore, hashes: list[bytes], first: int) -> int:
         """In a thread: ask the tiers that others write to, too."""
         until = time.monotonic() + self._options.lookup_timeout
 
@@ -261,12 +274,12 @@ class SchedulerSide:
         tokens = self._gain(request, end, first * size)
         self.counts.add(hit_tokens=tokens)
         self._plan.loads.append(
-            Load(request.request_id, [span for span in spans if span.keys], tokens)
+            PageLoad(request.request_id, [span for span in spans if span.keys], tokens)
         )
 
-    def plan(self, output: SchedulerOutput) -> Plan:
+    def plan(self, output: SchedulerOutput) -> StepPlan:
         """What the workers are to do with this step."""
-        plan, self._plan = self._plan, Plan()
+        plan, self._plan = self._plan, StepPlan()
         step, self._step = self._step, self._step + 1
         plan.idle = output.total_num_scheduled_tokens == 0
         plan.asking = plan.idle and any(
@@ -307,7 +320,7 @@ class SchedulerSide:
         return not ours and bool(request.num_computed_tokens > followed.local)
 
     def _save(
-        self, followed: _Followed, end: int, tables: tuple[list[int], ...], plan: Plan
+        self, followed: _Followed, end: int, tables: tuple[list[int], ...], plan: StepPlan
     ) -> None:
         start, followed.saved = followed.saved, end
         hashes = followed.hashes(start, end)
@@ -362,10 +375,10 @@ class SchedulerSide:
             self._shared.close()
 
 
-def _span(group: int, hashes: Sequence[bytes], pages: Sequence[int]) -> Span:
+def _span(group: int, hashes: Sequence[bytes], pages: Sequence[int]) -> BlockSpan:
     """Blocks with a page; those that have left the window have none (vLLM's null block, 0)."""
     keys = keys_of(hashes, group)
     if 0 in pages:
         there = [at for at, page in enumerate(pages) if page]
-        return Span(group, [keys[at] for at in there], [pages[at] for at in there])
-    return Span(group, keys, list(pages))
+        return BlockSpan(group, [keys[at] for at in there], [pages[at] for at in there])
+    return BlockSpan(group, keys, list(pages))

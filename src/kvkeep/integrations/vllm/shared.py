@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from kvkeep.integrations.vllm.groups import Groups
-    from kvkeep.integrations.vllm.options import Options
+    from kvkeep.integrations.vllm.options import ConnectorOptions
     from kvkeep.integrations.vllm.stats import Counts
     from kvkeep.store import BlockStore
 
-__all__ = ["Shared", "log_fault"]
+__all__ = ["SharedStore", "log_fault"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
 _PATIENCE_S = 0.05
 
 # By vLLM's engine id. vLLM makes both sides itself and lets them know nothing of each other, so
 # this is how they meet; it holds nothing alive.
-_ENGINES: WeakValueDictionary[str, Shared] = WeakValueDictionary()
+_ENGINES: WeakValueDictionary[str, SharedStore] = WeakValueDictionary()
 
 
-class Shared:
+class SharedStore:
     """One store with what both sides do with it. Thread safety: all methods.
 
     vLLM ends its two sides in any order, so the scheduler may ask after the worker has closed the
@@ -47,7 +47,12 @@ class Shared:
     """
 
     def __init__(
-        self, engine: str, store: BlockStore, groups: Groups, sizes: list[int], options: Options
+        self,
+        engine: str,
+        store: BlockStore,
+        groups: Groups,
+        sizes: list[int],
+        options: ConnectorOptions,
     ) -> None:
         self.store = store
         self.groups = groups
@@ -72,7 +77,7 @@ class Shared:
         atexit.register(self.close)
 
     @staticmethod
-    def find(engine: str) -> Shared | None:
+    def find(engine: str) -> SharedStore | None:
         """That of a worker in this process."""
         return _ENGINES.get(engine)
 

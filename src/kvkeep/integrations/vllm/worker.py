@@ -13,11 +13,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.vllm.device import DeviceCopies
-from kvkeep.integrations.vllm.messages import Answers, Save, Span
+from kvkeep.integrations.vllm.messages import Answers, BlockSpan, Save
 from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
 from kvkeep.integrations.vllm.outer import require_own_engine
 from kvkeep.integrations.vllm.pages import pages_of
-from kvkeep.integrations.vllm.shared import Shared, log_fault
+from kvkeep.integrations.vllm.shared import SharedStore, log_fault
 from kvkeep.integrations.vllm.stats import Counts
 from kvkeep.store.blocks.store import BlockStore
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvkeep.integrations.vllm.groups import Groups
-    from kvkeep.integrations.vllm.messages import Load, Plan, Question
-    from kvkeep.integrations.vllm.options import Options
+    from kvkeep.integrations.vllm.messages import PageLoad, RankLookup, StepPlan
+    from kvkeep.integrations.vllm.options import ConnectorOptions
     from kvkeep.integrations.vllm.pages import GroupPages
 
 __all__ = ["WorkerSide"]
@@ -46,7 +46,7 @@ _PAUSE_S = 0.002
 class _Loading:
     """A load under way, or done: ``missing`` pages were not filled."""
 
-    load: Load
+    load: PageLoad
     until: float
     cancelled: bool = False
     missing: list[int] = field(default_factory=list)
@@ -63,7 +63,7 @@ class WorkerSide:
         self,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
-        options: Options,
+        options: ConnectorOptions,
         groups: Groups,
     ) -> None:
         self._vllm_config = vllm_config
@@ -79,7 +79,7 @@ class WorkerSide:
         self._pages: list[GroupPages] = []
         self._device: DeviceCopies | None = None
         self.counts = Counts()
-        self.shared: Shared | None = None
+        self.shared: SharedStore | None = None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Learn where the pages are, and open the store.
@@ -98,7 +98,7 @@ class WorkerSide:
             self.shared.store.pin_memory()
             self._device = DeviceCopies(self._pages, self._write, self._drop)
 
-    def _share(self, described: str) -> Shared:
+    def _share(self, described: str) -> SharedStore:
         """Open the store for pages that lie in memory as ``described``."""
         config = self._vllm_config
         warn_of_seeds(config)
@@ -107,7 +107,7 @@ class WorkerSide:
         store = BlockStore(namespace, tiers=self._options.tiers)
         sizes = [pages.record_bytes for pages in self._pages]
         engine = config.kv_transfer_config.engine_id
-        shared = Shared(engine, store, self._groups, sizes, self._options)
+        shared = SharedStore(engine, store, self._groups, sizes, self._options)
         _LOG.info(
             "kvkeep keeps blocks of %d tokens, %d bytes, in %s",
             self._groups.block_tokens, sum(sizes), ", ".join(t.place for t in store.stats()),
@@ -116,7 +116,7 @@ class WorkerSide:
 
     # --- loads -----------------------------------------------------------------------------------
 
-    def start(self, plan: Plan) -> None:
+    def start(self, plan: StepPlan) -> None:
         """Begin what the plan wants loaded and asked; returns at once."""
         shared = self._open()
         if plan.clear != self._cleared:
@@ -176,7 +176,7 @@ class WorkerSide:
         )  # fmt: skip
         shared.count_hits(self.counts)
 
-    def _answer(self, question: Question) -> None:
+    def _answer(self, question: RankLookup) -> None:
         """In a thread: ask the store, the tiers that others write to included."""
         shared, there = self._open(), question.first
         until = time.monotonic() + self._options.lookup_timeout
@@ -192,7 +192,7 @@ class WorkerSide:
             self._answers.append((question.number, there))
             shared.news.set()
 
-    def finished(self, ended: set[str], plan: Plan) -> KVConnectorTransferResults:
+    def finished(self, ended: set[str], plan: StepPlan) -> KVConnectorTransferResults:
         """Loads that are done since the last call; those of requests that ``ended`` stop."""
         for request in ended:
             if request in self._loading:
@@ -232,7 +232,7 @@ class WorkerSide:
 
     # --- saves -----------------------------------------------------------------------------------
 
-    def save(self, plan: Plan) -> None:
+    def save(self, plan: StepPlan) -> None:
         """Copy what is complete out of the pages; they may be used again when this returns."""
         if plan.saves:
             started = time.monotonic()
@@ -248,14 +248,16 @@ class WorkerSide:
         for keys, seconds in plan.pins:
             self._open().pin(keys, seconds)
 
-    def _unknown(self, span: Span) -> Span:
+    def _unknown(self, span: BlockSpan) -> BlockSpan:
         wanted = self._open().unknown(span.keys)
         if len(wanted) == len(span.keys):
             return span
-        return Span(span.group, [span.keys[at] for at in wanted], [span.pages[at] for at in wanted])
+        return BlockSpan(
+            span.group, [span.keys[at] for at in wanted], [span.pages[at] for at in wanted]
+        )
 
     def _write(
-        self, span: Span, fill: Callable[[int, memoryview], None], ttl: float | None
+        self, span: BlockSpan, fill: Callable[[int, memoryview], None], ttl: float | None
     ) -> None:
         shared, there = self._open(), 0
         try:
@@ -270,7 +272,7 @@ class WorkerSide:
             saved_tokens=there * tokens, dropped_tokens=(len(span.keys) - there) * tokens
         )
 
-    def _drop(self, span: Span) -> None:
+    def _drop(self, span: BlockSpan) -> None:
         tokens = self._groups.block_tokens if span.group == 0 else 0
         self.counts.add(dropped_tokens=len(span.keys) * tokens)
 
@@ -286,6 +288,6 @@ class WorkerSide:
         if self.shared is not None:
             self.shared.close()
 
-    def _open(self) -> Shared:
+    def _open(self) -> SharedStore:
         assert self.shared is not None, "vLLM did not register its caches"
         return self.shared

@@ -5,10 +5,10 @@ from __future__ import annotations
 from kvkeep.observe.explain.answer import (
     REASONS,
     Cause,
+    ExplainSummary,
     Explanation,
     Missing,
     Span,
-    Summary,
     Totals,
     around,
 )
@@ -17,11 +17,11 @@ from kvkeep.observe.explain.explainer import Explainer
 __all__ = [
     "REASONS",
     "Cause",
+    "ExplainSummary",
     "Explainer",
     "Explanation",
     "Missing",
     "Span",
-    "Summary",
     "Totals",
     "around",
 ]

@@ -18,10 +18,10 @@ __all__ = [
     "REASONS",
     "STORE_REASONS",
     "Cause",
+    "ExplainSummary",
     "Explanation",
     "Missing",
     "Span",
-    "Summary",
     "Totals",
     "around",
 ]
@@ -174,7 +174,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class ExplainSummary:
     """What the last ``requests`` reused and computed, and the causes, ranked by tokens."""
 
     requests: int

@@ -12,11 +12,11 @@ from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.events import Closed, Evicted, Opened, Stored
 from kvkeep.core.extras import as_extras
 from kvkeep.core.tokens import as_row, as_tokens
-from kvkeep.observe.explain.answer import Explanation, Summary, Totals
+from kvkeep.observe.explain.answer import ExplainSummary, Explanation, Totals
 from kvkeep.observe.explain.fates import Asker
 from kvkeep.observe.explain.inbox import Inbox
 from kvkeep.observe.explain.mirror import Mirror
-from kvkeep.observe.explain.record import Record
+from kvkeep.observe.explain.record import RequestRecord
 from kvkeep.observe.explain.summary import add_up, summarise
 
 if TYPE_CHECKING:
@@ -112,8 +112,8 @@ class Explainer:
         self._clock = clock
         self._reuse = reuse
         self._mirror = Mirror(self.page_size, policy, units, prompt_tokens)
-        self._records: OrderedDict[str, Record] = OrderedDict()
-        self._running: OrderedDict[str, Record] = OrderedDict()
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._running: OrderedDict[str, RequestRecord] = OrderedDict()
         self._totals: OrderedDict[Namespace, Totals] = OrderedDict()
         self._computed: dict[str, int] = {}
         self._inbox: Inbox[_Told] = Inbox(self._understand, "kvkeep-explain", _MOST_TOLD)
@@ -221,7 +221,9 @@ class Explainer:
             prompt, cached=self._given(told.tokens, told.cached), sequence=told.sequence, at=told.at
         )
         tokens = len(told.tokens)
-        record = Record(asker, told.at, told.namespace, told.kind, told.session, tokens, judged)
+        record = RequestRecord(
+            asker, told.at, told.namespace, told.kind, told.session, tokens, judged
+        )
         self._records.pop(told.id, None)
         self._records[told.id] = record
         if len(self._records) > self._most_requests:
@@ -251,7 +253,7 @@ class Explainer:
             record.ttft_s, record.seconds = told.ttft_s, told.seconds
             self._count(record)
 
-    def _count(self, record: Record) -> None:
+    def _count(self, record: RequestRecord) -> None:
         """Add what became of a request to its namespace's totals: at its end, when that is sure."""
         space = record.namespace
         before = self._totals.pop(space, None) or Totals(space, 0, 0, {}, {})
@@ -302,7 +304,7 @@ class Explainer:
             asker = Asker("", store=False, reuse=self._reuse)
             prompt = self._mirror.prompt(row, namespace, asker, extras)
             judged = self._mirror.judged(prompt, cached=self._given(row, cached), at=at)
-            record = Record(asker, at, namespace, "", None, len(row), judged)
+            record = RequestRecord(asker, at, namespace, "", None, len(row), judged)
             record.settle(sources, missing)
             return record.explanation()
 
@@ -314,7 +316,7 @@ class Explainer:
             newest = islice(reversed(self._records.values()), last)
             return [record.explanation() for record in newest]
 
-    def summary(self, last: int = 1000) -> Summary:
+    def summary(self, last: int = 1000) -> ExplainSummary:
         """What the last requests reused and computed, and for which causes, the dearest first."""
         last = whole("last", last, 0)
         with self._inbox.lock:

@@ -1,4 +1,4 @@
-"""`Ledger`: what became of each unit, a full page of tokens with all that stands before it."""
+"""`UnitLedger`: what became of each unit, a full page of tokens with all that stands before it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Rows = npt.NDArray[np.int64]
 
-__all__ = ["NAME_BYTES", "Ledger", "Space", "chain"]
+__all__ = ["NAME_BYTES", "NamespaceUnits", "UnitLedger", "chain"]
 
 NAME_BYTES = 16
 _SPACE_UNITS = 8
@@ -34,8 +34,8 @@ _SLACK = 65_536
 def chain(parent: bytes, tokens: bytes, unit_bytes: int) -> list[bytes]:
     """Names of the full units of ``tokens`` (int32 bytes) behind ``parent``: chained hashes.
 
-    They depend on the tokens alone; whose units they are says the `Space` they are looked up in.
-    Cost: one SHA-256 a unit, about 0.5 µs at 16 tokens.
+    They depend on the tokens alone; whose units they are says the `NamespaceUnits` they are looked
+    up in. Cost: one SHA-256 a unit, about 0.5 µs at 16 tokens.
     """
     sha256 = hashlib.sha256
     names: list[bytes] = []
@@ -46,7 +46,7 @@ def chain(parent: bytes, tokens: bytes, unit_bytes: int) -> list[bytes]:
 
 
 @dataclass(slots=True, eq=False)
-class Space:
+class NamespaceUnits:
     """One namespace: the rows of its units, and the newest prompt that was asked in it."""
 
     namespace: Namespace
@@ -54,7 +54,7 @@ class Space:
     prompt: int = -1
 
 
-class Ledger:
+class UnitLedger:
     """Remembers units by name and namespace, and follows which of them are in the cache.
 
     A unit that is in the cache is known by its page. Units that are not are remembered up to
@@ -68,8 +68,10 @@ class Ledger:
         self.unit_bytes = unit_tokens * TOKEN_BYTES
         self.units = units
         self.forgotten = 0
-        self.spaces: dict[Namespace, Space] = {}
-        self._holders: dict[bytes, Space | dict[Space, None]] = {}  # of units in the cache
+        self.spaces: dict[Namespace, NamespaceUnits] = {}
+        self._holders: dict[
+            bytes, NamespaceUnits | dict[NamespaceUnits, None]
+        ] = {}  # of units in the cache
         self._row_of_page = np.full(64, -1, np.int64)
         self._free: list[int] = []
         self._used = 0  # rows ever in use; those behind are untouched
@@ -96,7 +98,7 @@ class Ledger:
 
     # --- looking -----------------------------------------------------------------------------
 
-    def find(self, space: Space | None, names: Sequence[bytes]) -> Rows:
+    def find(self, space: NamespaceUnits | None, names: Sequence[bytes]) -> Rows:
         """The row of each unit, -1 where it is unknown."""
         if space is None:
             return np.full(len(names), -1, np.int64)
@@ -107,12 +109,12 @@ class Ledger:
         """The row of the unit in ``page``, -1 where that is unknown."""
         return int(self._row_of_page[page]) if 0 <= page < len(self._row_of_page) else -1
 
-    def cached(self, space: Space | None, name: bytes) -> bool:
+    def cached(self, space: NamespaceUnits | None, name: bytes) -> bool:
         """Whether the unit is in the cache."""
         row = -1 if space is None else space.rows.get(name, -1)
         return row >= 0 and bool(self.page[row] >= 0)
 
-    def cached_units(self, space: Space | None, names: Sequence[bytes]) -> int:
+    def cached_units(self, space: NamespaceUnits | None, names: Sequence[bytes]) -> int:
         """How many leading units are in the cache: what is cached is closed by prefix."""
         low, high = 0, len(names)
         while low < high:
@@ -123,26 +125,28 @@ class Ledger:
                 high = middle
         return low
 
-    def holders(self, name: bytes, but: Namespace, most: int = 1) -> list[Space]:
+    def holders(self, name: bytes, but: Namespace, most: int = 1) -> list[NamespaceUnits]:
         """Namespaces other than ``but`` that have a unit of this name in the cache, newest first.
 
         At ``most`` so many: thousands may share what everybody begins with.
         """
         found = self._holders.get(name, ())
-        spaces = (found,) if isinstance(found, Space) else islice(reversed(found), most + 1)
+        spaces = (
+            (found,) if isinstance(found, NamespaceUnits) else islice(reversed(found), most + 1)
+        )
         return [space for space in spaces if space.namespace != but][:most]
 
     # --- what happens ------------------------------------------------------------------------
 
-    def enter(self, namespace: Namespace) -> Space:
+    def enter(self, namespace: Namespace) -> NamespaceUnits:
         """The space of a namespace, made if it is new."""
         space = self.spaces.get(namespace)
         if space is None:
-            space = self.spaces[namespace] = Space(namespace)
+            space = self.spaces[namespace] = NamespaceUnits(namespace)
         return space
 
     def note(
-        self, space: Space, names: Sequence[bytes], depth: int, rows: Rows | None = None
+        self, space: NamespaceUnits, names: Sequence[bytes], depth: int, rows: Rows | None = None
     ) -> Rows:
         """The rows of these units, the first of them at ``depth``; new ones are made.
 
@@ -188,7 +192,7 @@ class Ledger:
 
     def stored(
         self,
-        space: Space,
+        space: NamespaceUnits,
         rows: Rows,
         pages: npt.NDArray[np.int32],
         fate: Fate,
@@ -215,7 +219,7 @@ class Ledger:
         for name in self.name[rows].tolist():
             found = holders.setdefault(name, space)
             if found is not space:
-                if isinstance(found, Space):
+                if isinstance(found, NamespaceUnits):
                     found = holders[name] = {found: None}
                 found[space] = None
 
@@ -233,7 +237,7 @@ class Ledger:
             found = self._holders[name]
             if found is space:
                 del self._holders[name]
-            elif not isinstance(found, Space):
+            elif not isinstance(found, NamespaceUnits):
                 del found[space]
                 if len(found) == 1:
                     self._holders[name] = next(iter(found))
@@ -278,7 +282,7 @@ class Ledger:
         return self._out + _SPACE_UNITS * len(self.spaces) - self.units
 
     def _remove(self, row: int) -> None:
-        space: Space = self.space[row]
+        space: NamespaceUnits = self.space[row]
         del space.rows[self.name[row]]
         if not space.rows:
             self.spaces.pop(space.namespace, None)
@@ -300,7 +304,7 @@ class Ledger:
         said = {
             (name, space.namespace)
             for name, found in self._holders.items()
-            for space in ([found] if isinstance(found, Space) else found)
+            for space in ([found] if isinstance(found, NamespaceUnits) else found)
         }
         assert held == said
         aged = {row for stamp, part in self._ages for row in self._still(stamp, part).tolist()}

@@ -11,8 +11,8 @@ from kvkeep.core.events import Closed, Evicted, Opened, Stored
 from kvkeep.core.extras import signed
 from kvkeep.observe.explain.alike import Anchors
 from kvkeep.observe.explain.fates import UNKNOWN, Asker, Eviction
-from kvkeep.observe.explain.ledger import Ledger, chain
-from kvkeep.observe.explain.nearest import Prompt, Prompts
+from kvkeep.observe.explain.ledger import UnitLedger, chain
+from kvkeep.observe.explain.nearest import PromptHistory, SeenPrompt
 from kvkeep.observe.explain.reasons import Question, Reasons
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ class Mirror:
     """
 
     def __init__(self, page_size: int, policy: str, units: int, prompt_tokens: int) -> None:
-        self.ledger = Ledger(page_size, units)
-        self.prompts = Prompts(prompt_tokens)
+        self.ledger = UnitLedger(page_size, units)
+        self.prompts = PromptHistory(prompt_tokens)
         self._reasons = Reasons(self.ledger, self.prompts, policy)
         self._number = 0  # of events
         self._before: Event | None = None
         self._gone: tuple[Evicted, Eviction] | None = None  # the last, if it is not settled
         # Sequences that were opened: at which event, and what was evicted for them.
         self._opened: OrderedDict[int, tuple[int, Eviction | None]] = OrderedDict()
-        self._open: OrderedDict[int, Prompt] = OrderedDict()
+        self._open: OrderedDict[int, SeenPrompt] = OrderedDict()
 
     # --- events ------------------------------------------------------------------------------
 
@@ -105,7 +105,9 @@ class Mirror:
                 prompt.asker.tail = names[len(prompt.names) - depth]
         self.ledger.forget()
 
-    def _names(self, event: Stored, prompt: Prompt | None, depth: int, above: bytes) -> list[bytes]:
+    def _names(
+        self, event: Stored, prompt: SeenPrompt | None, depth: int, above: bytes
+    ) -> list[bytes]:
         """The names of stored units: those of their prompt, as far as they are its own."""
         unit = self.ledger.unit_tokens
         tokens = signed(event.tokens, event.extras)
@@ -124,23 +126,25 @@ class Mirror:
 
     def prompt(
         self, plain: TokenArray, namespace: Namespace, asker: Asker, extras: Extras = ()
-    ) -> Prompt:
+    ) -> SeenPrompt:
         """A prompt with its names and anchors. Changes nothing."""
         tokens = signed(plain, extras)
         data = tokens.tobytes()
         names = chain(b"", data, self.ledger.unit_bytes)
         over = data[len(names) * self.ledger.unit_bytes :]
         tail = chain(names[-1] if names else b"", over, len(over))[0] if over else None
-        return Prompt(asker, namespace, tokens, names, tail, Anchors.of(tokens), plain)
+        return SeenPrompt(asker, namespace, tokens, names, tail, Anchors.of(tokens), plain)
 
-    def judged(self, prompt: Prompt, *, cached: int, at: float) -> list[Span]:
+    def judged(self, prompt: SeenPrompt, *, cached: int, at: float) -> list[Span]:
         """What would be said of a prompt that is asked now. Changes nothing."""
         self._settle()
         space = self.ledger.spaces.get(prompt.namespace)
         rows = self.ledger.find(space, prompt.names)
         return self._reasons.spans(Question(prompt, space, rows, cached, at, None, None))
 
-    def asked(self, prompt: Prompt, *, cached: int, sequence: int | None, at: float) -> list[Span]:
+    def asked(
+        self, prompt: SeenPrompt, *, cached: int, sequence: int | None, at: float
+    ) -> list[Span]:
         """What is said of a prompt; it is remembered from now on."""
         opened, made_room = self._opening(sequence)
         if made_room is not None:
@@ -170,7 +174,7 @@ class Mirror:
             sequence = self._before.sequence
         return (None, None) if sequence is None else self._opened.pop(sequence, (None, None))
 
-    def _remember(self, prompt: Prompt, cached: int, at: float, rows: Rows | None) -> None:
+    def _remember(self, prompt: SeenPrompt, cached: int, at: float, rows: Rows | None) -> None:
         """``cached`` leading units of ``prompt`` were there; the others are being computed."""
         ledger = self.ledger
         space = ledger.enter(prompt.namespace)

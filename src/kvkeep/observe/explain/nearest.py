@@ -1,4 +1,4 @@
-"""`Prompts`: those asked lately, and which of them a new one differs from the least."""
+"""`PromptHistory`: those asked lately, and which of them a new one differs from the least."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.observe.explain.alike import Anchors
     from kvkeep.observe.explain.fates import Asker
-    from kvkeep.observe.explain.ledger import Ledger
+    from kvkeep.observe.explain.ledger import UnitLedger
 
-__all__ = ["Nearest", "Prompt", "Prompts"]
+__all__ = ["Nearest", "PromptHistory", "SeenPrompt"]
 
 _VOTED = 4
 _ANCHOR_TOKENS = 16
@@ -30,7 +30,7 @@ _ENOUGH = 32
 
 
 @dataclass(slots=True, eq=False)
-class Prompt:
+class SeenPrompt:
     """One prompt: its tokens, the names of its full units, and of what follows the last.
 
     Tokens with extras are negative numbers in ``tokens``, which are compared, and themselves in
@@ -65,7 +65,7 @@ class Nearest:
     Ours differs at ``position``, until it first goes on the same at ``resumes``.
     """
 
-    prompt: Prompt
+    prompt: SeenPrompt
     position: int
     resumes: int
     stretches: tuple[Stretch, ...]
@@ -76,7 +76,7 @@ class Nearest:
         return sum(stretch.stop - stretch.start for stretch in self.stretches)
 
 
-class Prompts:
+class PromptHistory:
     """Remembers prompts up to ``most_tokens`` in total, the oldest forgotten.
 
     A prompt that continues another, or is the same, takes its place. Thread safety: none. Memory:
@@ -88,17 +88,17 @@ class Prompts:
         self.tokens = 0
         self._anchors = 0
         self._numbered = 0
-        self._prompts: OrderedDict[int, Prompt] = OrderedDict()
+        self._prompts: OrderedDict[int, SeenPrompt] = OrderedDict()
         self._by_anchor: dict[int, int] = {}  # hash, of a namespace, to the newest that has it
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def get(self, number: int) -> Prompt | None:
+    def get(self, number: int) -> SeenPrompt | None:
         """The prompt of that number, if it is still remembered."""
         return self._prompts.get(number)
 
-    def add(self, prompt: Prompt, before: int) -> None:
+    def add(self, prompt: SeenPrompt, before: int) -> None:
         """Remember ``prompt``; its number is set. ``before`` is that of one it may continue."""
         other = self._prompts.get(before)
         if other is not None and np.array_equal(prompt.tokens[: len(other.tokens)], other.tokens):
@@ -125,7 +125,7 @@ class Prompts:
             if by_anchor.get(anchor) == number:
                 del by_anchor[anchor]
 
-    def candidates(self, ours: Prompt, near: Iterable[int]) -> list[Prompt]:
+    def candidates(self, ours: SeenPrompt, near: Iterable[int]) -> list[SeenPrompt]:
         """Those worth comparing with: ``near`` by, and with most anchors of the same namespace."""
         get = self._by_anchor.get
         votes = Counter(number for anchor in ours.salted() if (number := get(anchor)) is not None)
@@ -134,7 +134,7 @@ class Prompts:
         return [one for one in found if one is not None and one.namespace == ours.namespace]
 
     def nearest(
-        self, asked: Prompt, candidates: Iterable[Prompt], ledger: Ledger, missing: int
+        self, asked: SeenPrompt, candidates: Iterable[SeenPrompt], ledger: UnitLedger, missing: int
     ) -> Nearest | None:
         """Of ``candidates``, the one of which most would be reused but for the difference.
 
@@ -164,7 +164,7 @@ class Prompts:
         return best[3] if best[0] >= enough else None
 
 
-def cached_tokens(prompt: Prompt, ledger: Ledger) -> int:
+def cached_tokens(prompt: SeenPrompt, ledger: UnitLedger) -> int:
     """How many leading tokens of ``prompt`` are in the cache."""
     space, tail = ledger.spaces.get(prompt.namespace), prompt.asker.tail
     units = ledger.cached_units(space, prompt.names)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
     from kvkeep.observe.explain.fates import Fate
-    from kvkeep.observe.explain.ledger import Ledger, Rows, Space
-    from kvkeep.observe.explain.nearest import Nearest, Prompt, Prompts
+    from kvkeep.observe.explain.ledger import NamespaceUnits, Rows, UnitLedger
+    from kvkeep.observe.explain.nearest import Nearest, PromptHistory, SeenPrompt
 
 __all__ = ["Question", "Reasons", "evicted"]
 
@@ -39,8 +39,8 @@ class Question:
     units. ``opened`` is the number of the event it was opened at, None where nobody knows.
     """
 
-    prompt: Prompt
-    space: Space | None
+    prompt: SeenPrompt
+    space: NamespaceUnits | None
     rows: Rows
     cached: int
     at: float
@@ -75,9 +75,9 @@ Verdict = Asker | Eviction | _Late | str
 
 
 class Reasons:
-    """Judges prompts by what a `Ledger` and the `Prompts` asked lately say. Changes neither."""
+    """Judges prompts by a `UnitLedger` and the `PromptHistory`. Changes neither."""
 
-    def __init__(self, ledger: Ledger, prompts: Prompts, policy: str) -> None:
+    def __init__(self, ledger: UnitLedger, prompts: PromptHistory, policy: str) -> None:
         self._ledger = ledger
         self._prompts = prompts
         self._policy = policy
@@ -193,7 +193,7 @@ class Reasons:
 
     # --- what follows the last full unit -----------------------------------------------------
 
-    def _of_tail(self, asked: Question, space: Space | None, reason: str) -> list[Span]:
+    def _of_tail(self, asked: Question, space: NamespaceUnits | None, reason: str) -> list[Span]:
         """The last tokens, which fill no page: seen before, or ``reason``."""
         start = max(asked.cached, len(asked.names) * self._size)
         if start >= len(asked.tokens):
@@ -210,7 +210,7 @@ class Reasons:
             return [self._span(asked, start, stop, [gone])]
         return [Span(start, stop, None, _REMAINDER, {"page_size": self._size})]
 
-    def _filled_and_gone(self, space: Space | None, tail: int) -> Eviction | None:
+    def _filled_and_gone(self, space: NamespaceUnits | None, tail: int) -> Eviction | None:
         """The eviction of the page that a tail had become part of, by what was generated."""
         asker = self._ledger.fate[tail]
         if space is None or not isinstance(asker, Asker) or asker.tail is None:
@@ -272,7 +272,7 @@ class Reasons:
         return spans
 
     def _same_page(
-        self, asked: Question, spans: list[Span], others: list[Prompt], known: int
+        self, asked: Question, spans: list[Span], others: list[SeenPrompt], known: int
     ) -> list[Span]:
         """The first tokens of the first new page, where another's page begins with the same."""
         start, stop = known * self._size, (known + 1) * self._size
@@ -286,7 +286,7 @@ class Reasons:
             spans = painted(spans, Span(start, common, None, _REMAINDER, evidence), {_NEW})
         return spans
 
-    def _there(self, prompt: Prompt, unit: int) -> bool:
+    def _there(self, prompt: SeenPrompt, unit: int) -> bool:
         """Whether this page of ``prompt`` is cached, or is the last one and never was full."""
         space = self._ledger.spaces.get(prompt.namespace)
         if unit < len(prompt.names):
@@ -313,7 +313,7 @@ def _differing(ours: Namespace, theirs: Namespace) -> dict[str, list[str]]:
     }
 
 
-def _divergence(prompt: Prompt, found: Nearest) -> dict[str, Any]:
+def _divergence(prompt: SeenPrompt, found: Nearest) -> dict[str, Any]:
     position = found.position
     window = slice(max(0, position - BEFORE), position + BEHIND)
     ours, theirs = prompt.shown, found.prompt.shown

@@ -1,4 +1,4 @@
-"""`Record`: what is kept of one request, and the explanation that it makes."""
+"""`RequestRecord`: what is kept of one request, and the explanation that it makes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.observe.explain.fates import Asker
 
-__all__ = ["Record"]
+__all__ = ["RequestRecord"]
 
 # What a store knows better: it was asked after the pool, and was the last place.
 _STORE_KNOWS = frozenset({"new", "diverged", "evicted", "not_admitted"})
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class RequestRecord:
     """One request: ``judged`` is what was said of its prompt when it was asked."""
 
     asker: Asker

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.observe.explain.answer import Cause, Summary
+from kvkeep.observe.explain.answer import Cause, ExplainSummary
 from kvkeep.observe.explain.sentences import cause_sentence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from kvkeep.observe.explain.answer import Span
-    from kvkeep.observe.explain.record import Record
+    from kvkeep.observe.explain.record import RequestRecord
 
 __all__ = ["add_up", "summarise"]
 
@@ -27,7 +27,7 @@ class _Group:
     example: str = ""
     evidence: Mapping[str, Any] | None = None
 
-    def add(self, record: Record, tokens: int, evidence: Mapping[str, Any]) -> None:
+    def add(self, record: RequestRecord, tokens: int, evidence: Mapping[str, Any]) -> None:
         self.tokens += tokens
         self.requests += 1
         if tokens > self.most:
@@ -43,7 +43,7 @@ def add_up(spans: Iterable[Span], reused: dict[str, int], computed: dict[str, in
             computed[span.reason] = computed.get(span.reason, 0) + span.tokens
 
 
-def summarise(records: Iterable[Record]) -> Summary:
+def summarise(records: Iterable[RequestRecord]) -> ExplainSummary:
     """The summary of these requests. Cost: one pass over their spans."""
     groups: dict[tuple[str, str, int | None], _Group] = {}
     reused: dict[str, int] = {}
@@ -65,7 +65,7 @@ def summarise(records: Iterable[Record]) -> Summary:
     total = sum(computed.values())
     ranked = sorted(groups.items(), key=lambda item: -item[1].tokens)
     causes = tuple(_cause(*key, group, total) for key, group in ranked)
-    return Summary(requests, prompt_tokens, reused, computed, causes)
+    return ExplainSummary(requests, prompt_tokens, reused, computed, causes)
 
 
 def _cause(reason: str, tenant: str, position: int | None, group: _Group, total: int) -> Cause:

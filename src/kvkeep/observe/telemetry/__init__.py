@@ -9,18 +9,18 @@ from kvkeep.observe.telemetry.evictions import PageTimes, TimesOfPages
 from kvkeep.observe.telemetry.histogram import Buckets, Histogram
 from kvkeep.observe.telemetry.labels import label, visible
 from kvkeep.observe.telemetry.logs import configure
-from kvkeep.observe.telemetry.reuse import RequestWatch, Reuse, Reused
-from kvkeep.observe.telemetry.shares import Share, Shares
+from kvkeep.observe.telemetry.reuse import RequestWatch, ReuseCounter, Reused
+from kvkeep.observe.telemetry.shares import NamespaceShare, Shares
 from kvkeep.observe.telemetry.starting import start, wanted
 
 __all__ = [
     "Buckets",
     "Histogram",
+    "NamespaceShare",
     "PageTimes",
     "RequestWatch",
-    "Reuse",
+    "ReuseCounter",
     "Reused",
-    "Share",
     "Shares",
     "TimesOfPages",
     "configure",

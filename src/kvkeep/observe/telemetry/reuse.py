@@ -1,4 +1,4 @@
-"""`RequestWatch`, what telemetry is told of requests, and `Reuse`: what they did not compute."""
+"""`RequestWatch`, what telemetry is told of requests, and `ReuseCounter`, which counts reuse."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvkeep.observe.telemetry.shares import Share, Shares
+from kvkeep.observe.telemetry.shares import NamespaceShare, Shares
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["POOL", "RequestWatch", "Reuse", "Reused"]
+__all__ = ["POOL", "RequestWatch", "ReuseCounter", "Reused"]
 
 POOL: Final = "pool"
 """What the pool of pages is called among the tiers."""
@@ -52,7 +52,7 @@ class RequestWatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reused:
-    """What a `Reuse` has counted since the start.
+    """What a `ReuseCounter` has counted since the start.
 
     ``hit_tokens`` by tier ("pool", or the name of one behind it); ``computed_tokens`` of prompts
     took ``computed_seconds``; what was reused would have taken ``saved_seconds``, if a token had
@@ -63,7 +63,7 @@ class Reused:
     computed_tokens: int
     computed_seconds: float
     saved_seconds: float
-    shares: tuple[Share, ...]
+    shares: tuple[NamespaceShare, ...]
 
     @property
     def saved_tokens(self) -> int:
@@ -71,7 +71,7 @@ class Reused:
         return sum(self.hit_tokens.values())
 
 
-class Reuse:
+class ReuseCounter:
     """A `RequestWatch` that counts what requests reuse and what they compute.
 
     Thread safety: all methods. Memory: a name for each request that has not ended, and `Shares`.

@@ -13,11 +13,11 @@ from kvkeep.core.errors import InvalidValue, whole
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Share", "Shares"]
+__all__ = ["NamespaceShare", "Shares"]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class NamespaceShare:
     """One namespace's part: of all prompt tokens, and of its own that were reused, each 0 … 1.
 
     ``name`` is None for all that are not named.
@@ -75,7 +75,7 @@ class Shares:
             if len(self._names) > self._most:
                 self._forget()
 
-    def top(self, most: int = 20) -> list[Share]:
+    def top(self, most: int = 20) -> list[NamespaceShare]:
         """The ``most`` largest, largest first, then the rest as one where there is any.
 
         What they ask for adds up to 1; nothing before the first token.
@@ -91,9 +91,9 @@ class Shares:
                 shares.append(self._share(None, _Tokens(max(prompt, 0.0), max(reused, 0.0))))
             return shares
 
-    def _share(self, name: str | None, tokens: _Tokens) -> Share:
+    def _share(self, name: str | None, tokens: _Tokens) -> NamespaceShare:
         reused = tokens.reused / tokens.prompt if tokens.prompt else 0.0
-        return Share(name, tokens.prompt / self._all.prompt, min(reused, 1.0))
+        return NamespaceShare(name, tokens.prompt / self._all.prompt, min(reused, 1.0))
 
     def _weight(self) -> float:
         """What a token weighs now; all that was counted is scaled down before it overflows."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.serve.engine.sampling import Row, adjust, likeliest
+from kvkeep.serve.engine.sampling import LogitsRow, adjust, likeliest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -141,7 +141,7 @@ class BeamSearch:
     def _continuations(self, logits: torch.Tensor) -> list[Pick]:
         """The best continuations of all live beams, best first."""
         scores = logits.to(torch.float32, copy=True)
-        adjust(scores, [Row(self._params, None, ())] * len(scores))
+        adjust(scores, [LogitsRow(self._params, None, ())] * len(scores))
         scores = scores.log_softmax(-1)
         scores += scores.new_tensor([score for _, score in self._live])[:, None]
         vocabulary = scores.shape[-1]

@@ -16,13 +16,13 @@ from kvkeep.core.errors import IllegalStep, InvalidValue, QueueFull
 from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.tokens import as_tokens
 from kvkeep.serve.engine.beams import BeamSearch
-from kvkeep.serve.engine.observe import Watch
+from kvkeep.serve.engine.observe import EngineWatch
 from kvkeep.serve.engine.offload.keeper import Keeper
 from kvkeep.serve.engine.params import SamplingParams
 from kvkeep.serve.engine.request import Request
 from kvkeep.serve.engine.scheduler import Limits, Scheduler
 from kvkeep.serve.engine.stats import EngineStats
-from kvkeep.serve.engine.step import Step
+from kvkeep.serve.engine.step import EngineStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -92,7 +92,7 @@ class Engine:
         self.limits = limits
         self._checked_at = -_CHECK_S
         self._did = EngineStats()
-        self._watch = Watch(self._did, observer)
+        self._watch = EngineWatch(self._did, observer)
         self._keeper: Keeper | None = None
         if store is not None:
             if not cache.reuse:
@@ -103,7 +103,7 @@ class Engine:
                 store, runner, cache, self._did, timeout=load_timeout, watch=self._watch
             )
         self._scheduler = Scheduler(cache, limits, self._did, self._keeper, self._watch)
-        self._step = Step(runner, self._scheduler, self._did, self._keeper, self._watch)
+        self._step = EngineStep(runner, self._scheduler, self._did, self._keeper, self._watch)
         runner.serve(cache)
 
     # --- requests ----------------------------------------------------------------------------

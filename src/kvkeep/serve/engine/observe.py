@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.engine.stats import EngineStats
     from kvkeep.store import Fate
 
-__all__ = ["LoadReport", "Observer", "Outcome", "Watch"]
+__all__ = ["EngineWatch", "LoadReport", "Observer", "Outcome"]
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Observer(Protocol):
         """Nothing more comes of a request: once for each that was added, admitted or not."""
 
 
-class Watch:
+class EngineWatch:
     """The observer of an engine, if it has one, for all parts of it. Thread safety: none.
 
     Who tells it something asks whether ``observer`` is None before it gathers what there is.

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvkeep.serve.engine.drafts import PromptLookup
 from kvkeep.serve.engine.offload.writes import Trail
-from kvkeep.serve.engine.sampling import Row, chance_of, fresh_seed
+from kvkeep.serve.engine.sampling import LogitsRow, chance_of, fresh_seed
 from kvkeep.serve.engine.text import GrowingText
 
 if TYPE_CHECKING:
@@ -301,13 +301,13 @@ class Answer:
         """By which answers are compared."""
         return self.sum_logprob / max(1, len(self.generated))
 
-    def row(self, ahead: int = 0) -> Row:
+    def row(self, ahead: int = 0) -> LogitsRow:
         """How its next token is chosen, or the one after ``ahead`` drafts."""
         request = self.request
         chance = None
         if not request.params.greedy:
             chance = chance_of(request.seed, self.index, len(self.generated) + ahead)
-        return Row(request.params, chance, self.generated)
+        return LogitsRow(request.params, chance, self.generated)
 
     def propose(self, limit: int) -> list[int]:
         """Guess up to ``limit`` tokens that may follow."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from kvkeep.serve.engine.params import SamplingParams
 
-__all__ = ["Row", "adjust", "chance_of", "choose", "fresh_seed", "likeliest"]
+__all__ = ["LogitsRow", "adjust", "chance_of", "choose", "fresh_seed", "likeliest"]
 
 # What float32 can divide by, and an infinity divided by it is still one.
 _COLDEST, _HOTTEST = 1e-30, 1e30
@@ -67,7 +67,7 @@ def chance_of(seed: int, choice: int, position: int) -> int:
 
 
 @dataclass(slots=True)
-class Row:
+class LogitsRow:
     """What is asked of one row of logits.
 
     ``chance`` draws the token; None takes the likeliest, whatever ``params`` say. ``generated``
@@ -86,7 +86,7 @@ class Row:
         return bool(params.logit_bias) or (penalised and len(self.generated) > 0)
 
 
-def choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+def choose(logits: torch.Tensor, rows: Sequence[LogitsRow]) -> list[int]:
     """The next token of each row of ``logits`` [rows, vocabulary], which stay as they are.
 
     See `SamplingParams` for the rules; among equals the lower id comes first. A row with NaN or
@@ -108,7 +108,7 @@ def choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     return chosen
 
 
-def adjust(scores: torch.Tensor, rows: Sequence[Row]) -> None:
+def adjust(scores: torch.Tensor, rows: Sequence[LogitsRow]) -> None:
     """Add the biases of ``rows`` to their ``scores`` and take penalties away, in place.
 
     ``scores`` are float32 [rows, vocabulary]. Raises `InvalidValue` if a bias names a token
@@ -157,7 +157,9 @@ def likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:
 # --- rows that are adjusted or drawn ---------------------------------------------------------
 
 
-def _choose_special(scores: torch.Tensor, rows: list[Row], plain: torch.Tensor) -> torch.Tensor:
+def _choose_special(
+    scores: torch.Tensor, rows: list[LogitsRow], plain: torch.Tensor
+) -> torch.Tensor:
     """Tokens of ``rows``, whose ``scores`` [rows, vocabulary] are float32 and change.
 
     ``plain`` are the likeliest without adjustments: what is taken where the scores are no numbers.
@@ -193,7 +195,7 @@ class _Knobs:
     min_p: torch.Tensor
 
     @classmethod
-    def of(cls, rows: list[Row], device: torch.device) -> _Knobs:
+    def of(cls, rows: list[LogitsRow], device: torch.device) -> _Knobs:
         table = [
             (
                 row.params.top_k or float("inf"),
@@ -206,7 +208,7 @@ class _Knobs:
         return cls(*together.T.unsqueeze(-1).unbind(0))
 
 
-def _draw(scores: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+def _draw(scores: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
     """A token of each row of ``scores`` [rows, vocabulary], which are at most 0 and change."""
     vocabulary = scores.shape[-1]
     tokens = torch.empty(len(rows), dtype=torch.long, device=scores.device)
@@ -231,7 +233,7 @@ def _pick(scores: torch.Tensor, rows: list[int]) -> torch.Tensor:
     return scores if len(rows) == len(scores) else scores[rows]
 
 
-def _draw_uncut(scores: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+def _draw_uncut(scores: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
     """From all tokens, or those that ``min_p`` leaves: nothing needs to be ranked."""
     weights = scores.exp()
     if any(row.params.min_p > 0 for row in rows):
@@ -239,13 +241,13 @@ def _draw_uncut(scores: torch.Tensor, rows: list[Row]) -> torch.Tensor:
     return _race(weights, torch.arange(scores.shape[-1], device=scores.device), rows)
 
 
-def _draw_few(scores: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+def _draw_few(scores: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
     """From the ``top_k`` likeliest, cut by ``top_p`` and ``min_p`` then."""
     tokens, _ = _draw_ranked(scores, rows, max(row.params.top_k for row in rows), total=None)
     return tokens
 
 
-def _draw_nucleus(scores: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+def _draw_nucleus(scores: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
     """From the fewest that add up to ``top_p``; all are ranked only where it takes that many."""
     total = scores.exp().sum(-1, keepdim=True, dtype=torch.float64)
     vocabulary = scores.shape[-1]
@@ -259,7 +261,7 @@ def _draw_nucleus(scores: torch.Tensor, rows: list[Row]) -> torch.Tensor:
 
 
 def _draw_ranked(
-    scores: torch.Tensor, rows: list[Row], width: int, total: torch.Tensor | None
+    scores: torch.Tensor, rows: list[LogitsRow], width: int, total: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens drawn from the ``width`` likeliest, and whether ``top_p`` was reached among them.
 
@@ -276,7 +278,7 @@ def _draw_ranked(
     return ids.gather(-1, places[:, None])[:, 0], sums[:, -1] >= share[:, 0]
 
 
-def _race(weights: torch.Tensor, ids: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+def _race(weights: torch.Tensor, ids: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
     """The place [rows] of the token that comes first, each at a time of its own over its weight.
 
     ``weights`` are [rows, n], at most 1; ``ids`` the tokens that they are of, [n] or [rows, n].

@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.core.errors import InvalidValue, OutOfPages, whole
-from kvkeep.serve.engine.observe import Watch
+from kvkeep.serve.engine.observe import EngineWatch
 from kvkeep.serve.engine.request import BY_ARRIVAL, Answer
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Scheduler:
         limits: Limits,
         did: EngineStats,
         keeper: Keeper | None = None,
-        watch: Watch | None = None,
+        watch: EngineWatch | None = None,
     ) -> None:
         self.requests: dict[int, Request] = {}
         """Those that have not ended, by id."""
@@ -112,7 +112,7 @@ class Scheduler:
         self._limits = limits
         self._did = did
         self._keeper = keeper
-        self._watch = watch or Watch(did)
+        self._watch = watch or EngineWatch(did)
         self._watermark = ceil(limits.watermark * cache.num_pages)
         self._blocked = 0  # steps for which nothing is admitted, unless somebody makes room
 

@@ -1,4 +1,4 @@
-"""`Step`: one forward pass over what the `Scheduler` chose, and what comes of it.
+"""`EngineStep`: one forward pass over what the `Scheduler` chose, and what comes of it.
 
 admit, grow, chunks ──▶ copies ──▶ forward ──▶ publish ──▶ choose ──▶ hand out
                                                              │
@@ -16,7 +16,7 @@ import torch
 
 from kvkeep.serve.engine.attention.batch import Piece
 from kvkeep.serve.engine.logprobs import logprobs_of
-from kvkeep.serve.engine.observe import Watch
+from kvkeep.serve.engine.observe import EngineWatch
 from kvkeep.serve.engine.request import BY_ARRIVAL, Answer, Delta
 from kvkeep.serve.engine.sampling import choose
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from kvkeep.serve.engine.scheduler import Chunk, Scheduler
     from kvkeep.serve.engine.stats import EngineStats
 
-__all__ = ["Step"]
+__all__ = ["EngineStep"]
 
 _log = logging.getLogger(__name__)
 
 
-class Step:
+class EngineStep:
     """What an `Engine` does again and again. Thread safety: none."""
 
     def __init__(
@@ -44,13 +44,13 @@ class Step:
         scheduler: Scheduler,
         did: EngineStats,
         keeper: Keeper | None = None,
-        watch: Watch | None = None,
+        watch: EngineWatch | None = None,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._did = did
         self._keeper = keeper
-        self._watch = watch or Watch(did)
+        self._watch = watch or EngineWatch(did)
         # Who ended in this step: the observer is told behind what was computed of them.
         self._over: list[tuple[Request, Outcome]] = []
 

@@ -1,4 +1,4 @@
-"""`Journal`: what a cache holds, kept from its events, and told in the words of the wire."""
+"""`CacheMirror`: what a cache holds, kept from its events, and told in the words of the wire."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         def extras(self) -> Extras: ...
 
 
-__all__ = ["Journal"]
+__all__ = ["CacheMirror"]
 
 # Of one event at most: no message should keep a reader for long, or be too large for it.
 _EVENT_BLOCKS = 4096
@@ -56,7 +56,7 @@ class _Page:
     extras: Extras
 
 
-class Journal:
+class CacheMirror:
     """A mirror of one cache's stored pages: page id → block key, tokens, parent.
 
     A page is a block of ``page_size`` tokens; its hash is the low 64 bits of its block key

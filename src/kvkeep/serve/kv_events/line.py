@@ -1,4 +1,4 @@
-"""`Line`: one source's sockets and what is going on with it; the reader's thread works on it."""
+"""`Subscription`: the sockets of one source and its state; used by the reader's thread alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Context = zmq.Context[zmq.Socket[bytes]]
 
-__all__ = ["Asked", "Line"]
+__all__ = ["ReplayRequest", "Subscription"]
 
 # Messages that wait here to be read. The others wait at the publisher, which has its own bound;
 # what it drops then is seen as a gap and asked for again.
@@ -25,7 +25,7 @@ _QUEUE = 64
 _WATCHED = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
-class Asked(Enum):
+class ReplayRequest(Enum):
     """What was asked for on the replay socket."""
 
     SINCE = "since"  # the last batch that was taken, and what came after
@@ -33,7 +33,7 @@ class Asked(Enum):
     ALL = "all"  # every batch that is still there
 
 
-class Line:
+class Subscription:
     """A subscription, at most one question on the replay socket, and what both have brought."""
 
     def __init__(self, context: Context, source: Source) -> None:
@@ -41,7 +41,7 @@ class Line:
         self.stream = Stream()
         self.stats = ReaderStats()
         self.ranks: set[int] = set()
-        self.asked: Asked | None = None
+        self.asked: ReplayRequest | None = None
         self.answered = False  # whether the question at hand has brought anything
         self.proved = False  # whether the last batch taken was among it
         self.progress = False
@@ -74,7 +74,7 @@ class Line:
             found = found or self.stats.connected
         return found
 
-    def ask(self, what: Asked, now: float, patience: float, *, missing: bool) -> None:
+    def ask(self, what: ReplayRequest, now: float, patience: float, *, missing: bool) -> None:
         """Send a question, on a socket of its own: no late answer is taken for another's."""
         self.hang_up()
         assert self.source.replay is not None
@@ -84,7 +84,11 @@ class Line:
         self.dealer.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         _connect(self.dealer, self.source.replay)
         taken = self.stream.taken or 0
-        start = {Asked.SINCE: taken, Asked.SNAPSHOT: SNAPSHOT, Asked.ALL: 0}[what]
+        start = {
+            ReplayRequest.SINCE: taken,
+            ReplayRequest.SNAPSHOT: SNAPSHOT,
+            ReplayRequest.ALL: 0,
+        }[what]
         self.dealer.send_multipart((b"", seq_frame(start)))
         self.asked = what
         self.answered = self.proved = self.progress = False

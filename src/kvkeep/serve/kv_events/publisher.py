@@ -16,7 +16,7 @@ import zmq
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.events import Evicted, Stored
-from kvkeep.serve.kv_events.journal import Journal
+from kvkeep.serve.kv_events.journal import CacheMirror
 from kvkeep.serve.kv_events.source import check_endpoint
 from kvkeep.serve.kv_events.wire import (
     END,
@@ -120,7 +120,7 @@ class EventPublisher:
         self._most = whole("queue", queue, 1)
         self.stats = PublisherStats()
         self._cache = cache
-        self._journal = Journal(cache.page_size, medium)
+        self._journal = CacheMirror(cache.page_size, medium)
         self._topic = topic.encode()
         self._rank = rank
         self._history: deque[tuple[int, bytes]] = deque()

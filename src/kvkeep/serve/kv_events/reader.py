@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 import zmq
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.serve.kv_events.line import Asked, Line
-from kvkeep.serve.kv_events.source import ReaderStats, Source, Step
+from kvkeep.serve.kv_events.line import ReplayRequest, Subscription
+from kvkeep.serve.kv_events.source import MessageAction, ReaderStats, Source
 from kvkeep.serve.kv_events.wire import END, SEQ_BYTES, decode
 
 if TYPE_CHECKING:
@@ -73,10 +73,10 @@ class EventReader:
         self._patience_s = patience_s
         self._closing = False
         self._context = zmq.Context()
-        self._lines: list[Line] = []
+        self._lines: list[Subscription] = []
         try:
             for source in sources:
-                self._lines.append(Line(self._context, source))
+                self._lines.append(Subscription(self._context, source))
         except BaseException:
             self._shut()
             raise
@@ -134,7 +134,7 @@ class EventReader:
             if line.dealer is None and now >= line.next_check:
                 self._check(line, now)
 
-    def _messages(self, line: Line, now: float) -> None:
+    def _messages(self, line: Subscription, now: float) -> None:
         for _ in range(_AT_ONCE):
             try:
                 frames = line.sub.recv_multipart(zmq.NOBLOCK)
@@ -151,37 +151,42 @@ class EventReader:
             if not self._message(line, int.from_bytes(frames[1], "big"), frames[2], now):
                 return
 
-    def _message(self, line: Line, seq: int, payload: bytes, now: float) -> bool:
+    def _message(self, line: Subscription, seq: int, payload: bytes, now: float) -> bool:
         """Take one that came by subscription; whether to go on with the next."""
         step = line.stream.live(seq)
-        if step is Step.TAKE:
+        if step is MessageAction.TAKE:
             self._take(line, seq, payload, live=True)
             return True
-        if step is Step.SKIP:
+        if step is MessageAction.SKIP:
             line.stats.duplicates += 1
             return True
-        if step is Step.RESTART:
+        if step is MessageAction.RESTART:
             line.stats.restarts += 1
             self._reset(line)
         elif line.stream.taken is not None:  # else it is only where we came in
             line.stats.gaps += 1
         if line.source.replay is not None:
-            self._ask(line, Asked.SNAPSHOT if line.stream.taken is None else Asked.SINCE, now, True)
+            self._ask(
+                line,
+                ReplayRequest.SNAPSHOT if line.stream.taken is None else ReplayRequest.SINCE,
+                now,
+                True,
+            )
             return False
         self._start_at(line, seq, payload)
         return True
 
-    def _start_at(self, line: Line, seq: int, payload: bytes) -> None:
+    def _start_at(self, line: Subscription, seq: int, payload: bytes) -> None:
         """What was before cannot be had: begin here."""
         self._reset(line)
         line.stats.partial = seq > 0
         self._take(line, seq, payload, live=True)
 
-    def _take(self, line: Line, seq: int, payload: bytes, *, live: bool = False) -> None:
+    def _take(self, line: Subscription, seq: int, payload: bytes, *, live: bool = False) -> None:
         self._deliver(line, payload)
         line.stream.took(seq, payload, live=live)
 
-    def _deliver(self, line: Line, payload: bytes) -> None:
+    def _deliver(self, line: Subscription, payload: bytes) -> None:
         try:
             batch, unread = decode(payload)
         except InvalidValue:
@@ -198,7 +203,7 @@ class EventReader:
             log.exception("a batch of %s could not be taken", line.source.instance)
             line.stats.malformed += 1
 
-    def _reset(self, line: Line) -> None:
+    def _reset(self, line: Subscription) -> None:
         if line.stream.taken is not None or line.ranks:
             line.stats.resets += 1
         for rank in line.ranks:
@@ -208,17 +213,25 @@ class EventReader:
 
     # --- questions ---------------------------------------------------------------------------
 
-    def _check(self, line: Line, now: float) -> None:
+    def _check(self, line: Subscription, now: float) -> None:
         """Is what we took last still what it said last, and did anything come since?"""
         line.next_check = now + self._check_s
         if line.source.replay is not None:
-            self._ask(line, Asked.SNAPSHOT if line.stream.taken is None else Asked.SINCE, now)
+            self._ask(
+                line,
+                ReplayRequest.SNAPSHOT if line.stream.taken is None else ReplayRequest.SINCE,
+                now,
+            )
 
-    def _ask(self, line: Line, what: Asked, now: float, missing: bool = False) -> None:
+    def _ask(
+        self, line: Subscription, what: ReplayRequest, now: float, missing: bool = False
+    ) -> None:
         line.ask(what, now, self._patience_s, missing=missing)
-        line.stats.replays += what is not Asked.SNAPSHOT
+        line.stats.replays += what is not ReplayRequest.SNAPSHOT
 
-    def _answers(self, line: Line, dealer: zmq.Socket[bytes], now: float, *, arrived: bool) -> None:
+    def _answers(
+        self, line: Subscription, dealer: zmq.Socket[bytes], now: float, *, arrived: bool
+    ) -> None:
         if not arrived:
             if now >= line.deadline:
                 self._silence(line, now)
@@ -238,11 +251,11 @@ class EventReader:
                 return
             self._answer(line, int.from_bytes(frames[2], "big"), frames[3])
 
-    def _answer(self, line: Line, seq: int, payload: bytes) -> None:
+    def _answer(self, line: Subscription, seq: int, payload: bytes) -> None:
         stream = line.stream
         first = not line.answered
         line.answered = True
-        if line.asked is Asked.SNAPSHOT:
+        if line.asked is ReplayRequest.SNAPSHOT:
             if first:
                 self._reset(line)
                 line.stats.snapshots += 1
@@ -250,7 +263,7 @@ class EventReader:
             self._deliver(line, payload)
             stream.took(seq, None)
             line.progress = True
-        elif line.asked is Asked.ALL and first:
+        elif line.asked is ReplayRequest.ALL and first:
             self._reset(line)
             line.stats.partial = seq > 0
             self._take(line, seq, payload)
@@ -261,23 +274,23 @@ class EventReader:
             self._take(line, seq, payload)
             line.progress = True
 
-    def _ended(self, line: Line, now: float) -> None:
+    def _ended(self, line: Subscription, now: float) -> None:
         """The end of an answer; what it was decides what is asked next."""
         asked, proved, missing = line.asked, line.proved, line.missing
         stuck = missing and not line.progress
         answered = line.answered
         line.hang_up()
         line.next_check = now + self._check_s
-        if asked is Asked.SINCE and (not proved or stuck):
+        if asked is ReplayRequest.SINCE and (not proved or stuck):
             if not proved:
                 line.stats.restarts += 1
-            self._ask(line, Asked.SNAPSHOT, now, missing)
-        elif asked is Asked.SNAPSHOT and not answered:
-            self._ask(line, Asked.ALL, now, missing)
-        elif asked is Asked.ALL and not answered and line.stream.taken is not None:
+            self._ask(line, ReplayRequest.SNAPSHOT, now, missing)
+        elif asked is ReplayRequest.SNAPSHOT and not answered:
+            self._ask(line, ReplayRequest.ALL, now, missing)
+        elif asked is ReplayRequest.ALL and not answered and line.stream.taken is not None:
             self._reset(line)  # it was restarted, and has said nothing yet
 
-    def _silence(self, line: Line, now: float) -> None:
+    def _silence(self, line: Subscription, now: float) -> None:
         """No answer in time."""
         missing, progress = line.missing, line.progress
         line.hang_up()

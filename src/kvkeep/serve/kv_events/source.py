@@ -8,7 +8,7 @@ from enum import Enum
 
 from kvkeep.core.errors import InvalidValue
 
-__all__ = ["ReaderStats", "Source", "Step", "Stream", "check_endpoint", "digest"]
+__all__ = ["MessageAction", "ReaderStats", "Source", "Stream", "check_endpoint", "digest"]
 
 
 def check_endpoint(endpoint: str) -> None:
@@ -68,7 +68,7 @@ class ReaderStats:
         return asdict(self)
 
 
-class Step(Enum):
+class MessageAction(Enum):
     """What to do with a message."""
 
     TAKE = "take"
@@ -99,16 +99,16 @@ class Stream:
         self._live = -1
         self._digest: bytes | None = None
 
-    def live(self, seq: int) -> Step:
+    def live(self, seq: int) -> MessageAction:
         """A message with this number came by subscription."""
         if seq <= self._live:
-            return Step.RESTART
+            return MessageAction.RESTART
         if self.taken is None:
-            return Step.TAKE if seq == 0 or self._anywhere else Step.GAP
+            return MessageAction.TAKE if seq == 0 or self._anywhere else MessageAction.GAP
         if seq <= self.taken:
             self._live = seq
-            return Step.SKIP
-        return Step.TAKE if seq == self.taken + 1 else Step.GAP
+            return MessageAction.SKIP
+        return MessageAction.TAKE if seq == self.taken + 1 else MessageAction.GAP
 
     def took(self, seq: int, payload: bytes | None, *, live: bool = False) -> None:
         """Everything up to this number is taken; ``payload`` is None for a snapshot."""

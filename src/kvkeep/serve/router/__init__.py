@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from kvkeep.serve.router.cost import CostModel
-from kvkeep.serve.router.held import Held
-from kvkeep.serve.router.index import Place, PrefixIndex
-from kvkeep.serve.router.router import PrefixRouter, RouterStats, Score, Ticket
+from kvkeep.serve.router.held import HeldPrefix
+from kvkeep.serve.router.index import Place, PlacementIndex
+from kvkeep.serve.router.router import PrefixRouter, RouterStats, RouteTicket, Score
 
 __all__ = [
     "CostModel",
-    "Held",
+    "HeldPrefix",
     "Place",
-    "PrefixIndex",
+    "PlacementIndex",
     "PrefixRouter",
+    "RouteTicket",
     "RouterStats",
     "Score",
-    "Ticket",
 ]

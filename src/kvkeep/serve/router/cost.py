@@ -11,7 +11,7 @@ from kvkeep.core.errors import InvalidValue
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvkeep.serve.router.held import Held
+    from kvkeep.serve.router.held import HeldPrefix
 
 __all__ = ["CostModel"]
 
@@ -49,7 +49,7 @@ class CostModel:
         if not self.token_s or not self.memory_s:
             raise InvalidValue("token_s and memory_s are above 0")
 
-    def prefill_s(self, tokens: int, held: Held | None) -> float:
+    def prefill_s(self, tokens: int, held: HeldPrefix | None) -> float:
         """Seconds for a prompt of so many tokens where ``held`` of it is there already.
 
         The last token is always computed, and what is slower to load than to compute is computed.

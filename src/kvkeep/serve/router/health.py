@@ -16,7 +16,7 @@ from kvkeep.core.errors import InvalidValue, whole
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
-__all__ = ["Doubt", "Health", "Patience", "State", "Waiting"]
+__all__ = ["Doubt", "Health", "InstanceHealth", "Patience", "Waiting"]
 
 log = logging.getLogger("kvkeep.router")
 
@@ -57,7 +57,7 @@ class Patience:
         whole("tries", self.tries, 1)
 
 
-class State(Enum):
+class InstanceHealth(Enum):
     """Whether an instance may get requests."""
 
     UP = "up"
@@ -121,21 +121,21 @@ class Health:
 
     # --- what is thought of them -------------------------------------------------------------
 
-    def state(self, name: str) -> State:
+    def state(self, name: str) -> InstanceHealth:
         """Of one instance."""
         one = self._instances[name]
         if one.suspect:
-            return State.SUSPECT
-        return State.RESTING if one.rests_until > self._clock() else State.UP
+            return InstanceHealth.SUSPECT
+        return InstanceHealth.RESTING if one.rests_until > self._clock() else InstanceHealth.UP
 
     def up(self) -> list[str]:
         """The instances that may be asked."""
-        return [name for name in self._instances if self.state(name) is State.UP]
+        return [name for name in self._instances if self.state(name) is InstanceHealth.UP]
 
     def best(self, tried: Collection[str]) -> list[str]:
         """The instances among which to choose next: those that are up, or else any that is left."""
         left = [name for name in self._instances if name not in tried]
-        for state in (State.UP, State.RESTING):
+        for state in (InstanceHealth.UP, InstanceHealth.RESTING):
             found = [name for name in left if self.state(name) is state]
             if found:
                 return found

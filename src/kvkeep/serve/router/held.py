@@ -1,14 +1,14 @@
-"""`Held`: how much of a prompt each place holds, found by one walk along its keys."""
+"""`HeldPrefix`: how much of a prompt each place holds, found by one walk along its keys."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Held", "Tier", "in_one_tier", "in_several_tiers"]
+__all__ = ["HeldPrefix", "TierBlocks", "in_one_tier", "in_several_tiers"]
 
 
 @dataclass(slots=True)
-class Held:
+class HeldPrefix:
     """What a place holds of a prompt's beginning, without a hole: tokens, and in which tier.
 
     What lies in several tiers counts for the first of them.
@@ -24,7 +24,7 @@ class Held:
 
 
 @dataclass(slots=True, eq=False)
-class Tier:
+class TierBlocks:
     """The blocks of one tier, of all places: prefix key → places, a bit each."""
 
     name: str
@@ -37,12 +37,12 @@ class Tier:
         return any(size % one == 0 for one in self.sizes)
 
 
-def in_one_tier(keys: list[int], among: int, tier: Tier, size: int) -> dict[int, Held]:
+def in_one_tier(keys: list[int], among: int, tier: TierBlocks, size: int) -> dict[int, HeldPrefix]:
     """What the places of the mask ``among`` hold, by bit; one probe and one comparison a key.
 
     ``keys`` are those of the prompt's prefixes, ``size`` tokens apart.
     """
-    found: dict[int, Held] = {}
+    found: dict[int, HeldPrefix] = {}
     get = tier.holders.get
     alive, same = among, among
     for at, key in enumerate(keys):
@@ -53,21 +53,23 @@ def in_one_tier(keys: list[int], among: int, tier: Tier, size: int) -> dict[int,
         left = alive & mask
         if left != alive:
             for bit in _bits(alive ^ left) if at else ():
-                found[bit] = Held(at * size, {tier.name: at * size})
+                found[bit] = HeldPrefix(at * size, {tier.name: at * size})
             alive = left
             if not alive:
                 return found
     for bit in _bits(alive) if keys else ():
-        found[bit] = Held(len(keys) * size, {tier.name: len(keys) * size})
+        found[bit] = HeldPrefix(len(keys) * size, {tier.name: len(keys) * size})
     return found
 
 
-def in_several_tiers(keys: list[int], among: int, tiers: list[Tier], size: int) -> dict[int, Held]:
+def in_several_tiers(
+    keys: list[int], among: int, tiers: list[TierBlocks], size: int
+) -> dict[int, HeldPrefix]:
     """`in_one_tier`, where each block may lie in any of ``tiers``; the first that has it counts.
 
     Work is per key a probe in each tier, and per change of who has it where.
     """
-    found: dict[int, Held] = {}
+    found: dict[int, HeldPrefix] = {}
     since: dict[int, int] = {}
     gets = [tier.holders.get for tier in tiers]
     before = [0] * len(tiers)
@@ -93,18 +95,18 @@ def in_several_tiers(keys: list[int], among: int, tiers: list[Tier], size: int) 
 
 
 def _count(  # noqa: PLR0917 - the walk's own state
-    found: dict[int, Held],
+    found: dict[int, HeldPrefix],
     since: dict[int, int],
     before: list[int],
     now: list[int],
     at: int,
-    tiers: list[Tier],
+    tiers: list[TierBlocks],
     size: int,
 ) -> None:
     """Who leaves a tier here has had it since; who enters one begins here."""
     for tier, old, new in zip(tiers, before, now, strict=True):
         for bit in _bits(old & ~new):
-            found.setdefault(bit, Held()).add(tier.name, (at - since[bit]) * size)
+            found.setdefault(bit, HeldPrefix()).add(tier.name, (at - since[bit]) * size)
     for old, new in zip(before, now, strict=True):
         for bit in _bits(new & ~old):
             since[bit] = at

@@ -1,4 +1,4 @@
-"""`PrefixIndex`: who holds which prefix, in which tier."""
+"""`PlacementIndex`: who holds which prefix, in which tier."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvkeep.core.errors import whole
-from kvkeep.serve.router.held import Held, Tier, in_one_tier, in_several_tiers
+from kvkeep.serve.router.held import HeldPrefix, TierBlocks, in_one_tier, in_several_tiers
 from kvkeep.serve.router.keys import MAX_TOKENS, PrefixKeys, length_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Hash = int | bytes
 
-__all__ = ["Place", "PrefixIndex"]
+__all__ = ["Place", "PlacementIndex"]
 
 MAX_BLOCK = 65_536
 _MAX_TOKEN = 2**31 - 1
@@ -55,7 +55,7 @@ class _Stock:
 
     share: _Share
     bit: int
-    tier: Tier
+    tier: TierBlocks
     holders: dict[int, int]
     """The tier's, of all places: prefix key → places, a bit each."""
     blocks: dict[Hash, int] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class _Stock:
         self.blocks[block] = key
 
 
-class PrefixIndex:
+class PlacementIndex:
     """Which places hold which prefix; an int of a bit a place for each prefix and tier.
 
     ``tiers`` name the tiers from the fastest on; others that are heard of come after. Of a block
@@ -126,7 +126,7 @@ class PrefixIndex:
         self._keys = PrefixKeys()
         self._most = whole("most_blocks", most_blocks, 1)
         self._named = frozenset(tiers)
-        self._tiers = {tier: Tier(tier) for tier in tiers}
+        self._tiers = {tier: TierBlocks(tier) for tier in tiers}
         self._shares: dict[str, _Share] = {}
         self._expected = _Share()  # what was not told, but is on its way: bound by the requests
         self._stocks: dict[Place, dict[str, _Stock]] = {}
@@ -297,7 +297,7 @@ class PrefixIndex:
                 at = self._names.index(None)
                 self._names[at] = place
                 bit = 1 << at
-            shelf = self._tiers.setdefault(tier, Tier(tier))
+            shelf = self._tiers.setdefault(tier, TierBlocks(tier))
             stock = stocks[tier] = _Stock(share, bit, shelf, shelf.holders)
             share.stocks.append(stock)
         return stock
@@ -363,9 +363,9 @@ class PrefixIndex:
 
     # --- what is asked -----------------------------------------------------------------------
 
-    def lookup(self, tokens: TokenArray, lora: str = "", salt: str = "") -> dict[Place, Held]:
+    def lookup(self, tokens: TokenArray, lora: str = "", salt: str = "") -> dict[Place, HeldPrefix]:
         """What each place holds of this prompt; who holds nothing is not named."""
-        found: dict[int, Held] = {}
+        found: dict[int, HeldPrefix] = {}
         root = self._keys.root(lora, salt)
         for size, among in self._sizes.items():
             # Blocks that end between ours cannot go on for long from where ours end.
@@ -383,7 +383,7 @@ class PrefixIndex:
             for bit, one in held.items():
                 if bit not in found or found[bit].tokens < one.tokens:
                     found[bit] = one
-        named: dict[Place, Held] = {}
+        named: dict[Place, HeldPrefix] = {}
         for bit, one in found.items():
             place = self._names[bit]
             assert place is not None, "a bit without a place"

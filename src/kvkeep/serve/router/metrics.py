@@ -9,7 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from kvkeep.serve.http import metrics as http_metrics
-from kvkeep.serve.router.health import State
+from kvkeep.serve.router.health import InstanceHealth
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from kvkeep.serve.router.router import PrefixRouter, Score
     from kvkeep.serve.router.upstreams import Upstreams
 
-__all__ = ["Metrics"]
+__all__ = ["RouterMetrics"]
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
 
 
-class Metrics:
+class RouterMetrics:
     """A registry of its own; nothing of it names a prompt, a key or a client.
 
     ``tiers`` have a label of their own; whatever else instances call theirs is "other". The server
@@ -133,8 +133,8 @@ class Metrics:
             self._held.labels(name, "known").set(held)
             self._held.labels(name, "evicted").set(evicted)
             state = upstreams.health.state(name)
-            self._resting.labels(name).set(state is State.RESTING)
-            self._suspect.labels(name).set(state is State.SUSPECT)
+            self._resting.labels(name).set(state is InstanceHealth.RESTING)
+            self._suspect.labels(name).set(state is InstanceHealth.SUSPECT)
         known = router.stats()
         for kind in ("blocks", "prefixes", "orphans", "refused", "skipped", "evicted"):
             self._blocks.labels(kind).set(getattr(known, kind))
@@ -147,7 +147,7 @@ class Metrics:
 class _OfHTTP(Collector):
     """The connections and bodies of the proxy's own server."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""`Prompts`: the tokens of a request, so that it can be compared with what is cached."""
+"""`PromptParser`: the tokens of a request, so that it can be compared with what is cached."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Tokenize = Callable[[dict[str, Any]], TokenArray]
 
-__all__ = ["Prompt", "Prompts", "TokenizeOutcome"]
+__all__ = ["Prompt", "PromptParser", "TokenizeOutcome"]
 
 _MOST_BYTES = 32 << 20  # of a tokenizer's answer; eight million bytes of text are not more tokens
 _MOST_NAME = 4096  # bytes of a model's name or a salt, as JSON
@@ -84,7 +84,7 @@ class Prompt:
     salt: str = ""
 
 
-class Prompts:
+class PromptParser:
     """Reads requests. Text becomes tokens by ``tokenize``, or by asking an instance's /tokenize.
 
     ``tokenize`` gets the body of a request with text in ``prompt``, or with ``messages``; it runs

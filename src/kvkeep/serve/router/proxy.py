@@ -19,10 +19,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of
-from kvkeep.serve.router.health import Patience, State
-from kvkeep.serve.router.metrics import Metrics
+from kvkeep.serve.router.health import InstanceHealth, Patience
+from kvkeep.serve.router.metrics import RouterMetrics
 from kvkeep.serve.router.probes import Probes
-from kvkeep.serve.router.prompts import Prompt, Prompts
+from kvkeep.serve.router.prompts import Prompt, PromptParser
 from kvkeep.serve.router.upstreams import UpstreamFailed, passed_on
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from kvkeep.serve.kv_events import EventReader
     from kvkeep.serve.router.prompts import Tokenize
-    from kvkeep.serve.router.router import PrefixRouter, Score, Ticket
+    from kvkeep.serve.router.router import PrefixRouter, RouteTicket, Score
     from kvkeep.serve.router.upstreams import Upstreams
 
 __all__ = ["create_proxy"]
@@ -91,12 +91,12 @@ def create_proxy(
     """An ASGI application in front of ``upstreams``, whose names are the router's instances.
 
     ``reader`` is only looked at, for /metrics. ``hosts`` are the names in a Host header that are
-    served (None: all); see `Prompts` for ``tokenize``, `Patience` for how long instances are
+    served (None: all); see `PromptParser` for ``tokenize``, `Patience` for how long instances are
     waited for, and `BodyBudget` for the memory that requests take. Keys and bodies are passed on as
     they are; neither is logged.
     """
     bodies = bodies or BodyBudget()
-    metrics = Metrics(bodies, router.cost.tiers)
+    metrics = RouterMetrics(bodies, router.cost.tiers)
     proxy = _Proxy(
         router, upstreams, reader, tokenize, patience=patience or Patience(), metrics=metrics
     )
@@ -185,7 +185,7 @@ class _Proxy:
         tokenize: Tokenize | None,
         *,
         patience: Patience,
-        metrics: Metrics,
+        metrics: RouterMetrics,
     ) -> None:
         self._router = router
         self._upstreams = upstreams
@@ -193,14 +193,14 @@ class _Proxy:
         self._reader = reader
         self._patience = patience
         self._metrics = metrics
-        self._prompts = Prompts(upstreams, patience, tokenize, told=self._metrics.tokenized)
+        self._prompts = PromptParser(upstreams, patience, tokenize, told=self._metrics.tokenized)
         self._health.subscribe(self._metrics.doubted)
         self.probes = Probes(upstreams, self._health, patience, self._metrics.probed)
 
     async def health(self, request: Request) -> Response:
         """200 while an instance is up; how many are, and what is thought of each."""
         states = {name: self._health.state(name) for name in self._upstreams.names}
-        up = sum(state is State.UP for state in states.values())
+        up = sum(state is InstanceHealth.UP for state in states.values())
         body = {
             "status": "ok" if up else "unavailable",
             "instances": up,
@@ -264,7 +264,7 @@ class _Proxy:
         self,
         question: _Question,
         score: Score,
-        ticket: Ticket,
+        ticket: RouteTicket,
         send: Send,
         others: set[str],
     ) -> _Outcome:
@@ -361,7 +361,7 @@ class _Proxy:
 
     def _hopeful(self, others: set[str]) -> bool:
         """Whether one of them answers, if only probes."""
-        return any(self._health.state(name) is not State.SUSPECT for name in others)
+        return any(self._health.state(name) is not InstanceHealth.SUSPECT for name in others)
 
     def _headers(self, question: _Question, score: Score) -> list[tuple[bytes, bytes]]:
         if self._router.num_ranks(score.place.instance) < 2:

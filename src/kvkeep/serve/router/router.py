@@ -12,8 +12,8 @@ from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.tokens import as_tokens
 from kvkeep.serve.kv_events.wire import AllBlocksCleared, BlockStored, salt_digest
 from kvkeep.serve.router.cost import CostModel
-from kvkeep.serve.router.held import Held
-from kvkeep.serve.router.index import Place, PrefixIndex
+from kvkeep.serve.router.held import HeldPrefix
+from kvkeep.serve.router.index import Place, PlacementIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokensLike
     from kvkeep.serve.kv_events.wire import KVEvent
 
-__all__ = ["PrefixRouter", "RouterStats", "Score", "Ticket"]
+__all__ = ["PrefixRouter", "RouteTicket", "RouterStats", "Score"]
 
 # What is being computed right now, as a tier of its own; in steps of so many tokens.
 _COMING = "COMING"
@@ -74,7 +74,7 @@ class _Load:
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class RouteTicket:
     """A request that was sent to ``place``; give it back with `PrefixRouter.end`."""
 
     place: Place
@@ -108,9 +108,9 @@ class PrefixRouter:
 
     An instance has ``ranks`` data-parallel ranks at most: what another one tells counts as the
     first one's, so that no prompt is sent to a rank that is not there. ``most_blocks`` of them are
-    remembered of an instance, see `PrefixIndex`.
+    remembered of an instance, see `PlacementIndex`.
 
-    Thread safety: every method takes one lock. Cost: see `PrefixIndex`. `InvalidValue` for ranks
+    Thread safety: every method takes one lock. Cost: see `PlacementIndex`. `InvalidValue` for ranks
     that are none.
     """
 
@@ -128,7 +128,7 @@ class PrefixRouter:
         self._clock = clock
         self._lock = threading.Lock()
         ranked = sorted(self.cost.tiers, key=lambda tier: self.cost.tiers[tier])
-        self._index = PrefixIndex(ranked, most_blocks=most_blocks)
+        self._index = PlacementIndex(ranked, most_blocks=most_blocks)
         self._loads: dict[str, dict[Place, _Load]] = {}
         self._windows: set[tuple[Place, int]] = set()
         self._adapters: dict[str, set[str]] = {}
@@ -239,7 +239,7 @@ class PrefixRouter:
             return self._scores(1, {}, among)
 
     def _scores(
-        self, length: int, held: dict[Place, Held], among: Collection[str] | None
+        self, length: int, held: dict[Place, HeldPrefix], among: Collection[str] | None
     ) -> list[Score]:
         now = self._clock()
         cost = self.cost
@@ -253,7 +253,7 @@ class PrefixRouter:
             self._fade(load, now)
         least = min((load.recent_s for _, load in places), default=0.0)
         scores = []
-        nothing = Held()
+        nothing = HeldPrefix()
         unknown_s = cost.prefill_s(length, None)
         for place, load in places:
             there = held.get(place, nothing)
@@ -279,7 +279,7 @@ class PrefixRouter:
 
     def begin(
         self, score: Score, tokens: TokensLike | None = None, *, lora: str = "", salt: str = ""
-    ) -> Ticket:
+    ) -> RouteTicket:
         """A prompt is sent there: it counts as load, and its ``tokens`` as coming there."""
         place = score.place
         row = None if tokens is None else as_tokens(tokens)
@@ -288,7 +288,7 @@ class PrefixRouter:
             load = self._loads.get(place.instance, {}).get(place)
             if load is None:
                 raise InvalidValue(f"{place} is not known to this router")
-            ticket = Ticket(place, score.prefill_s, load)
+            ticket = RouteTicket(place, score.prefill_s, load)
             self._fade(load, self._clock())
             load.waiting_ns += _ns(ticket.prefill_s)
             load.recent_s += ticket.prefill_s
@@ -299,12 +299,12 @@ class PrefixRouter:
                 )
         return ticket
 
-    def first_token(self, ticket: Ticket) -> None:
+    def first_token(self, ticket: RouteTicket) -> None:
         """Its prompt is computed; what remains is writing."""
         with self._lock:
             self._arrived(ticket)
 
-    def end(self, ticket: Ticket) -> None:
+    def end(self, ticket: RouteTicket) -> None:
         """It has ended, however; a second time changes nothing."""
         with self._lock:
             if ticket.ended:
@@ -313,7 +313,7 @@ class PrefixRouter:
             ticket.ended = True
             ticket.load.requests -= 1
 
-    def _arrived(self, ticket: Ticket) -> None:
+    def _arrived(self, ticket: RouteTicket) -> None:
         if not ticket.waiting:
             return
         ticket.waiting = False

@@ -11,12 +11,12 @@ require("prometheus_client", "server")
 from kvkeep.serve.http import bind, url_of  # noqa: E402 - what is missing was named first
 from kvkeep.serve.server.app import create_app  # noqa: E402
 from kvkeep.serve.server.listening import Listener  # noqa: E402
-from kvkeep.serve.server.settings import LOOPBACK_HOSTS, Settings  # noqa: E402
+from kvkeep.serve.server.settings import LOOPBACK_HOSTS, ServerSettings  # noqa: E402
 
 __all__ = [
     "LOOPBACK_HOSTS",
     "Listener",
-    "Settings",
+    "ServerSettings",
     "bind",
     "create_app",
     "url_of",

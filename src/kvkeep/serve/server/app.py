@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvkeep.bench.traces import Capture
     from kvkeep.observe.telemetry import RequestWatch
     from kvkeep.serve.engine import Engine
-    from kvkeep.serve.server.settings import Settings
+    from kvkeep.serve.server.settings import ServerSettings
 
 __all__ = ["create_app"]
 
@@ -34,7 +34,7 @@ _DESCRIPTION = (
 
 def create_app(
     engine: Engine,
-    settings: Settings,
+    settings: ServerSettings,
     *,
     capture: Capture | None = None,
     watches: Sequence[RequestWatch] = (),

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from kvkeep.serve.engine import Completion, Delta
-    from kvkeep.serve.server.schemas.base import Answer
-    from kvkeep.serve.server.service import Service, Ticket
+    from kvkeep.serve.server.schemas.base import ResponseModel
+    from kvkeep.serve.server.service import ServedRequest, Service
     from kvkeep.serve.server.worker import Job
 
 __all__ = ["Writer", "answer"]
@@ -43,16 +43,16 @@ class Writer(Protocol):
     def id(self) -> str:
         """As the client is told it."""
 
-    def begin(self) -> Iterable[Answer]:
+    def begin(self) -> Iterable[ResponseModel]:
         """The events before any token."""
 
-    def more(self, number: int, delta: Delta) -> Iterable[Answer]:
+    def more(self, number: int, delta: Delta) -> Iterable[ResponseModel]:
         """The events of one delta."""
 
-    def end(self, completions: Sequence[Completion]) -> Iterable[Answer]:
+    def end(self, completions: Sequence[Completion]) -> Iterable[ResponseModel]:
         """The events after the last token."""
 
-    def whole(self, completions: Sequence[Completion]) -> Answer:
+    def whole(self, completions: Sequence[Completion]) -> ResponseModel:
         """All of it at once."""
 
 
@@ -98,7 +98,7 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, service: Service, ticket: Ticket, writer: Writer, stack: AsyncExitStack
+        self, service: Service, ticket: ServedRequest, writer: Writer, stack: AsyncExitStack
     ) -> None:
         super().__init__()
         self._service = service
@@ -142,12 +142,12 @@ class EventStream(Response):
 
 
 async def _submitted(
-    service: Service, ticket: Ticket, jobs: Callable[[], Sequence[Job]], characters: int
+    service: Service, ticket: ServedRequest, jobs: Callable[[], Sequence[Job]], characters: int
 ) -> None:
     await ticket.submit(await service.tokenizing(jobs, characters))
 
 
-async def _completions(ticket: Ticket) -> list[Completion]:
+async def _completions(ticket: ServedRequest) -> list[Completion]:
     done: dict[int, Completion] = {}
     async for arrived in ticket.deltas():
         for number, delta in arrived:
@@ -160,7 +160,7 @@ def _in_order(completions: Mapping[int, Completion]) -> list[Completion]:
     return [completions[number] for number in range(len(completions))]
 
 
-async def _in_time(ticket: Ticket, work: Coroutine[Any, Any, Result]) -> Result:
+async def _in_time(ticket: ServedRequest, work: Coroutine[Any, Any, Result]) -> Result:
     """``work``'s result, within the time that the request has."""
     try:
         async with asyncio.timeout_at(ticket.deadline):
@@ -190,7 +190,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _json(event: Answer) -> bytes:
+def _json(event: ResponseModel) -> bytes:
     return event.model_dump_json().encode()
 
 

@@ -18,7 +18,7 @@ from kvkeep.serve.server.text import showable, showable_at
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvkeep.observe.explain import Cause, Explanation, Span, Summary
+    from kvkeep.observe.explain import Cause, ExplainSummary, Explanation, Span
 
     Decode = Callable[[Sequence[int]], str]
 
@@ -45,7 +45,7 @@ def as_answer(
     )
 
 
-def as_summary(summary: Summary) -> SummaryAnswer:
+def as_summary(summary: ExplainSummary) -> SummaryAnswer:
     """What costs most, first."""
     return SummaryAnswer(
         requests=summary.requests,

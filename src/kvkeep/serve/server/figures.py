@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Figures", "SessionFigures", "Share", "TenantFigures", "Times"]
+__all__ = ["Figures", "FirstTokenTimes", "ReuseTotals", "SessionFigures", "TenantFigures"]
 
 _BUCKET_S = 5
 _BUCKETS = 120  # ten minutes
@@ -26,7 +26,7 @@ _MOST_SESSIONS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class FirstTokenTimes:
     """Seconds to the first token of late requests; None where there were none."""
 
     count: int
@@ -35,7 +35,7 @@ class Times:
 
 
 @dataclass(slots=True)
-class Share:
+class ReuseTotals:
     """What was asked for, and how many tokens of it were reused."""
 
     requests: int = 0
@@ -50,14 +50,14 @@ class Share:
 
 
 @dataclass(slots=True)
-class TenantFigures(Share):
+class TenantFigures(ReuseTotals):
     """Of one tenant, which is a ``cache_salt``."""
 
     tenant: str = ""
 
 
 @dataclass(slots=True)
-class SessionFigures(Share):
+class SessionFigures(ReuseTotals):
     """Of one session of a tenant."""
 
     tenant: str = ""
@@ -69,7 +69,7 @@ class SessionFigures(Share):
 
 
 @dataclass(slots=True)
-class _Bucket(Share):
+class _Bucket(ReuseTotals):
     """What was asked for within five seconds."""
 
     number: int = 0
@@ -98,21 +98,21 @@ class Figures:
 
     def opened(
         self, prompt_tokens: int, reused: int, tenant: str, session: str | None, turn: int | None
-    ) -> tuple[Share, ...]:
+    ) -> tuple[ReuseTotals, ...]:
         """A request was admitted, with so much of its prompt there.
 
         Returns where it was counted, for `reused`: what else it reuses belongs there.
         """
         now = self._clock()
         with self._lock:
-            shares: list[Share] = [self._bucket(now), self._tenant(tenant)]
+            shares: list[ReuseTotals] = [self._bucket(now), self._tenant(tenant)]
             if session is not None:
                 shares.append(self._session(tenant, session, turn, now))
             for share in shares:
                 share.take(prompt_tokens, reused)
         return tuple(shares)
 
-    def reused(self, shares: Iterable[Share], tokens: int) -> None:
+    def reused(self, shares: Iterable[ReuseTotals], tokens: int) -> None:
         """So many tokens more were reused by a request that `opened` has counted."""
         with self._lock:
             for share in shares:
@@ -174,7 +174,7 @@ class Figures:
     def _newest(self) -> int:
         return self._buckets[-1].number if self._buckets else self._began
 
-    def times(self) -> tuple[Times, Times]:
+    def times(self) -> tuple[FirstTokenTimes, FirstTokenTimes]:
         """Times to the first token in the last five minutes: of cold requests, and of warm ones.
 
         Warm is who reused half of its prompt or more. Of the last 2,000 requests at most.
@@ -199,9 +199,9 @@ class Figures:
             return [replace(one) for one in latest]
 
 
-def _times(seconds: list[float]) -> Times:
+def _times(seconds: list[float]) -> FirstTokenTimes:
     if not seconds:
-        return Times(0, None, None)
+        return FirstTokenTimes(0, None, None)
     seconds.sort()
     last = len(seconds) - 1
-    return Times(len(seconds), seconds[round(last * 0.5)], seconds[round(last * 0.95)])
+    return FirstTokenTimes(len(seconds), seconds[round(last * 0.5)], seconds[round(last * 0.95)])

@@ -25,7 +25,7 @@ from kvkeep.serve.server.text import showable
 if TYPE_CHECKING:
     from kvkeep.core.cache import CacheStats
     from kvkeep.serve.engine import EngineStats
-    from kvkeep.serve.server.figures import Times
+    from kvkeep.serve.server.figures import FirstTokenTimes
     from kvkeep.serve.server.service import Service
     from kvkeep.store.tiers import TierStats
 
@@ -161,7 +161,7 @@ def _pages(cache: CacheStats) -> LivePages:
     )
 
 
-def _times(times: Times) -> LiveTimes:
+def _times(times: FirstTokenTimes) -> LiveTimes:
     return LiveTimes(**asdict(times))
 
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_1_0_0
 from prometheus_client.registry import Collector
 
-from kvkeep.observe.telemetry import PageTimes, Reuse
+from kvkeep.observe.telemetry import PageTimes, ReuseCounter
 from kvkeep.serve.http import metrics as http_metrics
 from kvkeep.serve.server import families
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import CacheStats, PagedCache
     from kvkeep.serve.http import BodyBudget, Connections
 
-__all__ = ["Metrics"]
+__all__ = ["ServerMetrics"]
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _WARM = 0.5  # so much of its prompt was reused
 
 
-class Metrics:
+class ServerMetrics:
     """One server's figures, in a registry of their own.
 
     ``reuse`` is a `kvkeep.observe.telemetry.RequestWatch`: whoever watches the engine's requests
@@ -47,7 +47,7 @@ class Metrics:
         registry.register(self._state)
         self._telling = threading.Lock()
         self._times: PageTimes | None = None
-        self.reuse = Reuse()
+        self.reuse = ReuseCounter()
         self.events: Callable[[], Mapping[str, int]] | None = None
         self.reasons: Callable[[], Mapping[str, int]] | None = None
         self.connections: Connections | None = None

@@ -1,4 +1,4 @@
-"""`Record`: what a capture is told of one client's request."""
+"""`JobRecorder`: what a capture is told of one client's request."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from kvkeep.serve.engine import Completion
     from kvkeep.serve.server.worker import Job
 
-__all__ = ["Record"]
+__all__ = ["JobRecorder"]
 
 
-class Record:
+class JobRecorder:
     """Notes each job of a request once: when it has ended, or when the request is given up.
 
     A job that came to no good end was looked up in the cache, too, and may have left some of its

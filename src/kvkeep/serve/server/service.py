@@ -14,8 +14,8 @@ from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.server.errors import ApiError, outcome_of
 from kvkeep.serve.server.lanes import Lanes
 from kvkeep.serve.server.live import Live
-from kvkeep.serve.server.metrics import Metrics
-from kvkeep.serve.server.record import Record
+from kvkeep.serve.server.metrics import ServerMetrics
+from kvkeep.serve.server.record import JobRecorder
 from kvkeep.serve.server.watching import Watching
 from kvkeep.serve.server.worker import EngineStopped, Generation, Worker
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.observe.telemetry import RequestWatch
     from kvkeep.serve.engine import Delta, Engine, Tokenizer
-    from kvkeep.serve.server.settings import Settings
+    from kvkeep.serve.server.settings import ServerSettings
     from kvkeep.serve.server.worker import Call, Job
     from kvkeep.store.tiers import Removed
 
-__all__ = ["Service", "Ticket"]
+__all__ = ["ServedRequest", "Service"]
 
 Result = TypeVar("Result")
 
@@ -48,7 +48,7 @@ class Service:
     def __init__(
         self,
         engine: Engine,
-        settings: Settings,
+        settings: ServerSettings,
         capture: Capture | None = None,
         watches: Sequence[RequestWatch] = (),
     ) -> None:
@@ -60,7 +60,7 @@ class Service:
             budget=settings.body_budget_bytes,
             seconds=min(settings.body_timeout_s, settings.request_timeout_s),
         )
-        self.metrics = Metrics()
+        self.metrics = ServerMetrics()
         self.metrics.bodies = self.bodies
         self.watching = Watching(
             engine.cache,
@@ -74,7 +74,7 @@ class Service:
         self.worker = Worker(engine, self.watching, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
         self.draining = False
-        self._tickets: set[Ticket] = set()
+        self._tickets: set[ServedRequest] = set()
         self._all_gone = asyncio.Event()
         self._lanes = Lanes()
         self._mean_seconds = 1.0  # of late requests, each new one weighing a tenth
@@ -179,13 +179,13 @@ class Service:
     # --- requests ----------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def admitted(self, call: Call) -> AsyncIterator[Ticket]:
+    async def admitted(self, call: Call) -> AsyncIterator[ServedRequest]:
         """Take a client's request in, or refuse it: `ApiError` 503, `QueueFull`.
 
         While the block lasts the request counts as running; all that its jobs hold is given back
         with it, however it ends.
         """
-        ticket = Ticket(self, call)
+        ticket = ServedRequest(self, call)
         try:
             self.refuse_if_closed()
             self._refuse_if_full()
@@ -249,7 +249,7 @@ class Service:
             ticket.fail(error)
 
 
-class Ticket:
+class ServedRequest:
     """One client's request while it runs."""
 
     def __init__(self, service: Service, call: Call) -> None:
@@ -259,7 +259,9 @@ class Ticket:
         self._last: dict[tuple[int, int], float] = {}  # when each answer's last token came
         self._generation: Generation | None = None
         self._failed: ApiError | None = None
-        self._record = None if service.capture is None else Record(service.capture, call.endpoint)
+        self._record = (
+            None if service.capture is None else JobRecorder(service.capture, call.endpoint)
+        )
         self.deadline = asyncio.get_running_loop().time() + service.settings.request_timeout_s
         self.outcome = "gone"  # until it is known better
 

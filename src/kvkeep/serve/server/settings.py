@@ -1,4 +1,4 @@
-"""`Settings`: what a server is told when it is made."""
+"""`ServerSettings`: what a server is told when it is made."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from kvkeep.core.errors import InvalidValue, whole
 
-__all__ = ["LOOPBACK_HOSTS", "Settings"]
+__all__ = ["LOOPBACK_HOSTS", "ServerSettings"]
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ServerSettings:
     """What a server is told when it is made; the engine has its own `Limits`.
 
     ``name`` is what clients call the model. ``api_key`` is asked of every request but /health.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvkeep.observe.telemetry import RequestWatch
     from kvkeep.serve.engine import Delta, Request
     from kvkeep.serve.engine.observe import LoadReport
-    from kvkeep.serve.server.figures import Share
+    from kvkeep.serve.server.figures import ReuseTotals
     from kvkeep.serve.server.worker import Call
     from kvkeep.store import Fate
 
@@ -40,7 +40,7 @@ class _Watched:
     name: str
     kind: str
     begun: float
-    shares: tuple[Share, ...] = ()
+    shares: tuple[ReuseTotals, ...] = ()
     """Where it is counted; nowhere before it is admitted."""
     generated: int = 0
     ttft_s: float | None = None

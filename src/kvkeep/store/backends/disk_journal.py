@@ -17,7 +17,7 @@ from typing import Final
 
 from kvkeep.core.keys import BLOCK_ID_BYTES
 
-__all__ = ["HEAD", "Journal"]
+__all__ = ["HEAD", "ChangeJournal"]
 
 HEAD: Final = 64
 """Bytes of the ledger's file before the first note."""
@@ -28,7 +28,7 @@ _STATE_AT: Final = 40
 _NOTE: Final = struct.Struct(f"<{BLOCK_ID_BYTES}sI")
 
 
-class Journal:
+class ChangeJournal:
     """The journal in the open file ``fd``, whose lock is held; ``head`` is its first `HEAD` bytes.
 
     Thread safety: none, the lock is held for as long as this object is used.

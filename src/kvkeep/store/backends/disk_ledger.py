@@ -43,7 +43,7 @@ import numpy as np
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.disk_files import open_known, padded, pin, size_of
 from kvkeep.store.backends.disk_home import LEDGER_MAGIC as _MAGIC
-from kvkeep.store.backends.disk_journal import HEAD, Journal
+from kvkeep.store.backends.disk_journal import HEAD, ChangeJournal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,7 +68,7 @@ class Count:
 
     __slots__ = ("_fd", "_marked", "journal", "pins", "used")
 
-    def __init__(self, fd: int, used: int, journal: Journal) -> None:
+    def __init__(self, fd: int, used: int, journal: ChangeJournal) -> None:
         self._fd = fd
         self._marked = False
         self.journal = journal
@@ -252,7 +252,7 @@ class DiskLedger:
 
     def _counted(self, fd: int) -> Count:
         head = os.pread(fd, HEAD, 0).ljust(HEAD, b"\0")
-        used, journal = self._trusted(head), Journal(fd, head)
+        used, journal = self._trusted(head), ChangeJournal(fd, head)
         (own,) = _ID.unpack_from(head, _LAYOUT.size)
         replaced = self.counted_at is not None and own != self._id
         if used is not None and self.counted_at is not None and not replaced:

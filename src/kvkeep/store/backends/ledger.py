@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends.base import Listed
 
-__all__ = ["Ledger", "Move"]
+__all__ = ["Move", "UsageLedger"]
 
 
 class Move:
@@ -28,7 +28,7 @@ class Move:
         self.clear = True  # no other move of the same blocks at the same time
 
 
-class Ledger:
+class UsageLedger:
     """Bytes held, from a listing and from what is put and deleted by us.
 
     What is on its way in or out counts as held: the sum errs to the safe side. When a call failed,

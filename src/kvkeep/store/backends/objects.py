@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvkeep.core.errors import BackendFailed, InvalidValue, require
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
 from kvkeep.store.backends.base import Backend, Listed, Room
-from kvkeep.store.backends.ledger import Ledger
+from kvkeep.store.backends.ledger import UsageLedger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -92,7 +92,7 @@ class ObjectBackend(Backend):
         self._notes = f"{self._prefix}/spaces/" if self._prefix else "spaces/"
         self._name = name or f"{self.scheme}://{self._prefix}"
         self.capacity = capacity
-        self._ledger = None if capacity is None else Ledger(capacity, self._name, self.list)
+        self._ledger = None if capacity is None else UsageLedger(capacity, self._name, self.list)
         # It keeps the very buffer it is given, and ours is used again: it gets a copy.
         memory = require("obstore.store", "objects").MemoryStore
         self._copies = isinstance(store, memory)

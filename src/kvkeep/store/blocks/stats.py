@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 
     from kvkeep.store.tiers import TierStats
 
-__all__ = ["Asked", "Lookup", "Put", "StoreStats", "closed_is_illegal", "runs_of", "seconds_of"]
+__all__ = [
+    "Lookup",
+    "Put",
+    "StoreCounters",
+    "StoreStats",
+    "closed_is_illegal",
+    "runs_of",
+    "seconds_of",
+]
 
 
 @contextmanager
@@ -114,7 +122,7 @@ class StoreStats:
         return asdict(self) | {"hit_rate": self.hit_rate}
 
 
-class Asked:
+class StoreCounters:
     """The counts of `StoreStats`, added up. Thread safety: all methods."""
 
     def __init__(self) -> None:

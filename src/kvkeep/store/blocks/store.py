@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.store.backends import Backend
     from kvkeep.store.blocks.timing import Operation
-    from kvkeep.store.tiers import Prefetch, Removed, TierStats
+    from kvkeep.store.tiers import BlockPrefetch, Removed, TierStats
 
 __all__ = ["BlockStore"]
 
@@ -251,7 +251,7 @@ class BlockStore:
         self._tiered.check_open()
         return any(tier.asked for tier in self._tiered.tiers)
 
-    def prefetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Prefetch:
+    def prefetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> BlockPrefetch:
         """Start bringing blocks of so many bytes into memory; returns at once.
 
         Raises:

@@ -16,7 +16,14 @@ from kvkeep.core.geometry import KVGeometry, parse_bytes
 from kvkeep.core.tokens import as_tokens
 from kvkeep.store.blocks.pinning import pin_memory
 from kvkeep.store.blocks.shared import ClosedUse, SharedStores, places_of
-from kvkeep.store.blocks.stats import Asked, Lookup, Put, closed_is_illegal, runs_of, seconds_of
+from kvkeep.store.blocks.stats import (
+    Lookup,
+    Put,
+    StoreCounters,
+    closed_is_illegal,
+    runs_of,
+    seconds_of,
+)
 from kvkeep.store.blocks.timing import Timing
 from kvkeep.store.identity import is_loaded
 from kvkeep.store.kv.forms import Form
@@ -37,8 +44,7 @@ if TYPE_CHECKING:
     from kvkeep.store.blocks.stats import StoreStats
     from kvkeep.store.blocks.timing import Operation
     from kvkeep.store.kv.forms import KV, Layout
-    from kvkeep.store.tiers import Fate, Removed
-    from kvkeep.store.tiers import Prefetch as BlockPrefetch
+    from kvkeep.store.tiers import BlockPrefetch, Fate, Removed
 
 __all__ = ["KVStore", "Prefetch"]
 
@@ -195,7 +201,7 @@ class KVStore:
         self._replacing = threading.Lock()
         self._names: dict[str, Names] = {}
         self._notes: dict[bytes, bytes] = {}
-        self._asked = Asked()
+        self._asked = StoreCounters()
         self._timing = Timing("tokens")
         self._followers = Followers()
         limits = {

@@ -19,29 +19,29 @@ opening.py    from URLs
 from __future__ import annotations
 
 from kvkeep.store.tiers.adaptive import AdaptiveTiering
-from kvkeep.store.tiers.counters import Counters, TierStats
+from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.fates import Fate, Fates, Happened, What
 from kvkeep.store.tiers.front import Front
 from kvkeep.store.tiers.notes import note_of
 from kvkeep.store.tiers.opening import TIER_OPTIONS, TIERINGS, open_backend, open_tiers, tiering
 from kvkeep.store.tiers.plan import Exclusive, Inclusive, TieringPolicy
 from kvkeep.store.tiers.tier import Tier, TierOptions
-from kvkeep.store.tiers.tiered import Prefetch, Removed, TieredStore, Written
+from kvkeep.store.tiers.tiered import BlockPrefetch, Removed, TieredStore, Written
 
 __all__ = [
     "TIERINGS",
     "TIER_OPTIONS",
     "AdaptiveTiering",
-    "Counters",
+    "BlockPrefetch",
     "Exclusive",
     "Fate",
     "Fates",
     "Front",
     "Happened",
     "Inclusive",
-    "Prefetch",
     "Removed",
     "Tier",
+    "TierCounters",
     "TierOptions",
     "TierStats",
     "TieredStore",

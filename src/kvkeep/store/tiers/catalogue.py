@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.eviction import Entry, EvictionPolicy
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.tiers.packed import Packed, Row
+from kvkeep.store.tiers.packed import Packed, PackedRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
@@ -449,7 +449,7 @@ class Catalogue:
 
     # --- below here ------------------------------------------------------------------------------
 
-    def _known(self, block: bytes) -> _Kept | Row | None:
+    def _known(self, block: bytes) -> _Kept | PackedRow | None:
         """What is known of ``block``. Takes the lock, if it must."""
         kept = self._kept.get(block)
         if kept is not None or not len(self._packed):
@@ -645,7 +645,7 @@ class Catalogue:
         if kept.block in self._kept:  # a row was never taken out
             self._policy_of(kept.block).put_back(kept)
 
-    def _expired(self, known: _Kept | Row) -> bool:
+    def _expired(self, known: _Kept | PackedRow) -> bool:
         if self.ttl is None:
             return False
         now = self._clock()
@@ -680,7 +680,7 @@ class Catalogue:
             self._packed.check()
             rows = list(self._packed)
             assert not self._kept.keys() & {row.block for row in rows}
-            known: list[_Kept | Row] = [*self._kept.values(), *rows]
+            known: list[_Kept | PackedRow] = [*self._kept.values(), *rows]
             assert self._bytes == sum(one.size for one in known)
             assert self._taken == sum(self._takes(one.size) for one in known)
             pinned = [kept for kept in self._kept.values() if kept.pinned]

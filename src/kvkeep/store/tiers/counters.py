@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from dataclasses import asdict, dataclass, field, fields
 
-__all__ = ["Counters", "TierStats"]
+__all__ = ["TierCounters", "TierStats"]
 
 
 @dataclass
-class Counters:
+class TierCounters:
     """Totals since the start, of one tier. Blocks unless the name says bytes or seconds.
 
     Attributes:
@@ -74,7 +74,7 @@ class TierStats:
     "closed" (all is well), "open" or "trying": the worst of looking up, reading and writing.
     ``breakers`` has the state of each kind of call (see `kvkeep.store.tiers.breaker`), ``parts``
     the parts of the place that are left alone, nodes of a cluster, with their states. ``counters``
-    has `Counters` by name.
+    has `TierCounters` by name.
     """
 
     name: str

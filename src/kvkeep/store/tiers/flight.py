@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
-from kvkeep.store.tiers.front import Held
+from kvkeep.store.tiers.front import MemoryLease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class Flight:
         self._since = time.monotonic()  # who joins may wait before it was started
         self._began = False  # the attempt has a thread
         self._joined = 0
-        self._held: Held | None = None
+        self._held: MemoryLease | None = None
         self._done = False
         self._landed = landed
 
@@ -86,7 +86,7 @@ class Flight:
         with self._changed:
             self._called_off = True
 
-    def wait(self, until: float | None) -> Held | None:
+    def wait(self, until: float | None) -> MemoryLease | None:
         """The record, or None when no tier gave it, or not ``until`` (monotonic seconds)."""
         with self._changed:
             while not self._done:
@@ -202,7 +202,7 @@ class Flight:
         self._done = True
         self._changed.notify_all()
         try:
-            held = Held(record) if draft is None else self._front.commit(draft, self.block)
+            held = MemoryLease(record) if draft is None else self._front.commit(draft, self.block)
         except BackendFailed:
             return  # memory was closed meanwhile
         self.source = tier

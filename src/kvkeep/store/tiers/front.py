@@ -11,7 +11,7 @@ from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.arena import Arena
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.tiers.catalogue import Catalogue
-from kvkeep.store.tiers.counters import Counters, TierStats
+from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.fates import Fates
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.turns import AGAIN, Again, Turns
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.store.backends.memory import Draft, Lease, MemoryBackend
 
-__all__ = ["Front", "Held"]
+__all__ = ["Front", "MemoryLease"]
 
 _TRIES = 8
 _THREADS = 64
 """Of requests that put at a time, and of readers of the tiers below: about as many at most."""
 
 
-class Held:
+class MemoryLease:
     """A record somebody works with: in memory under a lease, or in a buffer of its own.
 
     ``payload``, the raw KV, is to be read only; the header before it is for who sends the record
@@ -78,7 +78,7 @@ class Front:
         self.backend = backend
         self.capacity = backend.arena.size
         self.catalogue = Catalogue(policy, ttl=ttl, budget=self.capacity)
-        self.counters = Counters()
+        self.counters = TierCounters()
         self.fates = Fates()
         """Where it notes what it loses; set by who has other tiers."""
         self.evicted: Callable[[bytes], None] | None = None
@@ -92,12 +92,12 @@ class Front:
         assert isinstance(block, bytes)
         return not self._outlived(block) and self.backend.contains(block)
 
-    def lease(self, block: bytes) -> Held | None:
+    def lease(self, block: bytes) -> MemoryLease | None:
         """Access to a record that is here."""
         if self._outlived(block):
             return None
         lease = self.backend.lease(block)
-        return None if lease is None else Held(lease.place, lease)
+        return None if lease is None else MemoryLease(lease.place, lease)
 
     def reserve(self, block: bytes, raw_bytes: int) -> Draft | None:
         """Room for a record, which others have to leave; None when nothing more may go."""
@@ -119,7 +119,7 @@ class Front:
 
         return self._turns.take(attempt)
 
-    def commit(self, draft: Draft, block: bytes) -> Held:
+    def commit(self, draft: Draft, block: bytes) -> MemoryLease:
         """Make a draft's record findable; access to it, writable until it was sealed.
 
         Raises:
@@ -130,7 +130,7 @@ class Front:
             assert lease is not None
             self.catalogue.add(block, len(lease.view))
             self._stay(block)
-        return Held(lease.place, lease)
+        return MemoryLease(lease.place, lease)
 
     def buffer(self, raw_bytes: int) -> memoryview:
         """Room for a record outside of the arena, for when there is none or it need not stay."""

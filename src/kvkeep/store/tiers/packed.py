@@ -18,7 +18,7 @@ from kvkeep.core.keys import BLOCK_ID_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Packed", "Row"]
+__all__ = ["Packed", "PackedRow"]
 
 _ROW: Final = struct.Struct(f"<{BLOCK_ID_BYTES}sQdIHQ")
 _USED_AT: Final = BLOCK_ID_BYTES + 8
@@ -29,7 +29,7 @@ _AT_ONCE: Final = 1024  # buckets
 _SLACK: Final = 4096  # entries of a queue whose rows are gone, besides as many as there are rows
 
 
-class Row(NamedTuple):
+class PackedRow(NamedTuple):
     """A block: bytes of its record, last use (Unix seconds), hits, the listing that saw it last.
 
     ``serial`` tells rows of one block at different times apart.
@@ -87,15 +87,15 @@ class Packed:
     def __contains__(self, block: bytes) -> bool:
         return self._length > 0 and self._find(block)[1] >= 0
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[PackedRow]:
         for bucket in self._buckets:
             if bucket:
-                yield from map(Row._make, _ROW.iter_unpack(bytes(bucket)))
+                yield from map(PackedRow._make, _ROW.iter_unpack(bytes(bucket)))
 
-    def get(self, block: bytes) -> Row | None:
+    def get(self, block: bytes) -> PackedRow | None:
         """The row of ``block``."""
         bucket, at = self._find(block)
-        return None if bucket is None or at < 0 else Row._make(_ROW.unpack_from(bucket, at))
+        return None if bucket is None or at < 0 else PackedRow._make(_ROW.unpack_from(bucket, at))
 
     def add(self, block: bytes, size: int, used: float, hits: int, round_: int) -> None:
         """``block``, which is not here, goes after all others of its group."""
@@ -124,13 +124,13 @@ class Packed:
         struct.pack_into("<H", bucket, at + _ROUND_AT, round_)
         return True
 
-    def take(self, block: bytes) -> Row | None:
+    def take(self, block: bytes) -> PackedRow | None:
         """Take out the row of ``block``."""
         self._settle()
         bucket, at = self._find(block)
         if bucket is None or at < 0:
             return None
-        row = Row._make(_ROW.unpack_from(bucket, at))
+        row = PackedRow._make(_ROW.unpack_from(bucket, at))
         del bucket[at : at + _ROW.size]
         if not bucket:
             self._buckets[hash(block) % self._number] = None
@@ -141,7 +141,7 @@ class Packed:
             self._compact(queue)
         return row
 
-    def oldest(self, group: bytes | None) -> Row | None:
+    def oldest(self, group: bytes | None) -> PackedRow | None:
         """The row of ``group`` that goes first; it stays."""
         self._settle()
         queue = self._queues.get(group)
@@ -159,14 +159,14 @@ class Packed:
         """What `sweep` takes, one after another."""
         return range(0, self._number, _AT_ONCE)
 
-    def sweep(self, part: int, gone: Callable[[Row], bool]) -> list[Row]:
+    def sweep(self, part: int, gone: Callable[[PackedRow], bool]) -> list[PackedRow]:
         """The rows in one of `parts` for which ``gone`` says so. They stay."""
         some = self._buckets[part : part + _AT_ONCE]
         return [
             row
             for bucket in some
             if bucket
-            for row in map(Row._make, _ROW.iter_unpack(bytes(bucket)))
+            for row in map(PackedRow._make, _ROW.iter_unpack(bytes(bucket)))
             if gone(row)
         ]
 
@@ -233,7 +233,7 @@ class Packed:
             at = bucket.find(block, at + 1)
         return bucket, at
 
-    def _row(self, number: int, serial: int) -> Row | None:
+    def _row(self, number: int, serial: int) -> PackedRow | None:
         bucket = self._buckets[number]
         if bucket is None:
             return None
@@ -241,7 +241,7 @@ class Packed:
         at = bucket.find(wanted)
         while at >= 0 and at % _ROW.size != _SERIAL_AT:
             at = bucket.find(wanted, at + 1)
-        return None if at < 0 else Row._make(_ROW.unpack_from(bucket, at - _SERIAL_AT))
+        return None if at < 0 else PackedRow._make(_ROW.unpack_from(bucket, at - _SERIAL_AT))
 
     def _push(self, group: bytes | None, number: int, serial: int) -> None:
         queue = self._queues.get(group)

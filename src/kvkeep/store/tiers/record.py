@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from kvkeep.core.errors import require
 from kvkeep.core.keys import BLOCK_ID_BYTES
 
-__all__ = ["HEADER_BYTES", "BadRecord", "Header", "naming", "read_header", "seal", "verify"]
+__all__ = ["HEADER_BYTES", "BadRecord", "RecordHeader", "naming", "read_header", "seal", "verify"]
 
 HEADER_BYTES = 128
 VERSION = 1
@@ -47,7 +47,7 @@ class OtherVersion(BadRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class RecordHeader:
     """What a record says of itself: block id, codec number, lengths in bytes, checksum."""
 
     block: bytes
@@ -77,7 +77,7 @@ def seal(record: memoryview, block: bytes, codec: int, raw_bytes: int) -> None:
     record[:HEADER_BYTES] = head + xxhash.xxh3_64_digest(head)
 
 
-def read_header(record: memoryview | bytes) -> Header:
+def read_header(record: memoryview | bytes) -> RecordHeader:
     """Read a header; of the payload nothing is looked at.
 
     Raises:
@@ -97,10 +97,10 @@ def read_header(record: memoryview | bytes) -> Header:
     if flags:
         raise OtherVersion(f"the record has flags {flags:#x}, which this kvkeep does not know")
     payload_bytes, checksum = _REST.unpack_from(head, _NAME.size)
-    return Header(block, codec, raw_bytes, payload_bytes, checksum)
+    return RecordHeader(block, codec, raw_bytes, payload_bytes, checksum)
 
 
-def verify(record: memoryview, block: bytes) -> Header:
+def verify(record: memoryview, block: bytes) -> RecordHeader:
     """Read the header and prove that ``record`` is all of ``block``'s, unchanged.
 
     Raises:

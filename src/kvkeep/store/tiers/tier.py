@@ -17,7 +17,7 @@ from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import WITHOUT_KEY_ID, Damaged, OtherKey
 from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.catalogue import Catalogue
-from kvkeep.store.tiers.counters import Counters, TierStats
+from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.fates import Fates, Happened
 from kvkeep.store.tiers.notes import difference
 from kvkeep.store.tiers.record import (
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvkeep.store.codecs import Codec
     from kvkeep.store.tiers.breaker import Call
     from kvkeep.store.tiers.fates import What
-    from kvkeep.store.tiers.record import Header
+    from kvkeep.store.tiers.record import RecordHeader
 
 __all__ = ["Tier", "TierOptions"]
 
@@ -120,7 +120,7 @@ class Tier:
     options: TierOptions = field(default_factory=TierOptions)
     demote: Callable[[bytes], None] | None = None
     """Takes a block that must go to where it goes, if anywhere. Set by who has other tiers."""
-    counters: Counters = field(default_factory=Counters)
+    counters: TierCounters = field(default_factory=TierCounters)
     fates: Fates = field(default_factory=Fates)
     """Where it notes what it loses. Set by who has other tiers."""
     indexed: bool = field(init=False)
@@ -523,7 +523,7 @@ class Tier:
         self.hide([block])
         self.fates.note([block], self.name, "refused", reason)
 
-    def _codec(self, header: Header) -> Codec | None:
+    def _codec(self, header: RecordHeader) -> Codec | None:
         """What decodes it; None where this tier promises more than the record does.
 
         Exact KV, that is, or encryption: who could forge a plain record would get round the key.
@@ -541,7 +541,7 @@ class Tier:
         return None if codec is None or (self.codec.exact and not codec.exact) else codec
 
     def _decoded(
-        self, codec: Codec, header: Header, record: memoryview, room: _RecordRoom
+        self, codec: Codec, header: RecordHeader, record: memoryview, room: _RecordRoom
     ) -> memoryview:
         if room.placed:  # a raw tier met a codec: what is in its place is not in its final form
             scratch = self._scratch.take(len(record))

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from kvkeep.store.tiers.counters import TierStats
-    from kvkeep.store.tiers.front import Front, Held
+    from kvkeep.store.tiers.front import Front, MemoryLease
     from kvkeep.store.tiers.tier import Tier
 
-__all__ = ["Prefetch", "Removed", "TieredStore", "Written"]
+__all__ = ["BlockPrefetch", "Removed", "TieredStore", "Written"]
 
 _WINDOW = 16  # blocks read ahead, at most
 _PROBES = (1, 16, 64, 256)  # blocks asked for at once: few at first, most prompts are not there
@@ -89,7 +89,7 @@ class _Queued:
         self.deleting = deleting
 
 
-class Prefetch:
+class BlockPrefetch:
     """Blocks on their way into memory, in a thread of the store.
 
     Once the store is closed it is `done` and can be cancelled; all else raises `IllegalStep`:
@@ -431,7 +431,7 @@ class TieredStore:
         cancelled: Callable[[], bool] | None = None,
         sources: list[str] | None = None,
     ) -> int:
-        ahead: deque[Flight | Held] = deque()
+        ahead: deque[Flight | MemoryLease] = deque()
         # What comes up must not push out what the same prompt has in memory.
         mixed = any(levels) and not all(levels)
         above = [block for block, level in zip(blocks, levels, strict=False) if mixed and not level]
@@ -479,7 +479,7 @@ class TieredStore:
         fit = self.front.capacity // 2 // (raw_bytes + HEADER_BYTES)
         return max(2, min(_WINDOW, fit))
 
-    def _start(self, block: bytes, raw_bytes: int, level: int) -> Flight | Held:
+    def _start(self, block: bytes, raw_bytes: int, level: int) -> Flight | MemoryLease:
         held = self.front.lease(block)
         if held is not None:
             return held
@@ -522,11 +522,11 @@ class TieredStore:
             lost = self._replacements - since > len(newer)
         return lost or any(not replaced.isdisjoint(blocks) for replaced in newer)
 
-    def _source(self, came: Flight | Held) -> str:
+    def _source(self, came: Flight | MemoryLease) -> str:
         tier = came.source if isinstance(came, Flight) else None
         return self.front.name if tier is None else tier.name
 
-    def _await(self, waiting: Flight | Held, until: float | None) -> Held | None:
+    def _await(self, waiting: Flight | MemoryLease, until: float | None) -> MemoryLease | None:
         if not isinstance(waiting, Flight):
             self.front.counters.count(hits=1, read_bytes=len(waiting.record))
             return waiting
@@ -610,13 +610,13 @@ class TieredStore:
             if not tier.knows(block) and block in self.front:
                 self._queue(tier, block, 0.0, writing.one_more(tier, block))
 
-    def prefetch(self, plan: Callable[[], tuple[Sequence[bytes], Sequence[int]]]) -> Prefetch:
+    def prefetch(self, plan: Callable[[], tuple[Sequence[bytes], Sequence[int]]]) -> BlockPrefetch:
         """Bring blocks into memory, as far as half of it holds them; returns at once.
 
         ``plan`` gives ids and raw bytes; it is called in a thread of the store and may `locate`.
         """
         self.check_open()
-        handle = Prefetch(self.check_open)
+        handle = BlockPrefetch(self.check_open)
 
         def bring() -> None:
             try:
@@ -723,7 +723,7 @@ class TieredStore:
         raw_bytes: int,
         fill: Callable[[int, memoryview], None],
         until: float,
-    ) -> Held | None:
+    ) -> MemoryLease | None:
         draft = self.front.reserve(block, raw_bytes)
         if draft is None and _left(until) and raw_bytes + HEADER_BYTES <= self.front.capacity:
             for tier in self.tiers:  # what waits to be written holds memory
@@ -1226,7 +1226,7 @@ def _flush(tier: Tier, flushed: list[bool]) -> None:
     flushed.append(tier.flush())
 
 
-def _let_go(waiting: Flight | Held) -> None:
+def _let_go(waiting: Flight | MemoryLease) -> None:
     if isinstance(waiting, Flight):
         waiting.leave()
     else:

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
     from kvkeep.bench.replay.outcome import Outcome
 
-__all__ = ["Arranged", "Line", "arranged"]
+__all__ = ["Arranged", "PolicyCurve", "arranged"]
 
 _USUAL = "lru"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PolicyCurve:
     """One policy with all its capacities, the smallest first."""
 
     name: str
@@ -47,18 +47,18 @@ class Line:
 class Arranged:
     """All of a report's outcomes. ``capacities`` are those of the policies, smallest first."""
 
-    policies: tuple[Line, ...]
-    belady: Line | None
+    policies: tuple[PolicyCurve, ...]
+    belady: PolicyCurve | None
     infinite: Outcome | None
     capacities: tuple[int, ...]
 
     @property
-    def usual(self) -> Line | None:
+    def usual(self) -> PolicyCurve | None:
         """What the others are compared with: lru, or else the first."""
         named = (line for line in self.policies if line.name == _USUAL)
         return next(named, self.policies[0] if self.policies else None)
 
-    def best(self, capacity: int) -> Line | None:
+    def best(self, capacity: int) -> PolicyCurve | None:
         """Who reuses most with that capacity; the first of equals."""
         there = [line for line in self.policies if line.at(capacity) is not None]
         return max(there, key=lambda line: _rate(line.at(capacity)), default=None)
@@ -67,7 +67,7 @@ class Arranged:
         """What no policy exceeds with that capacity, where it was computed."""
         return self.belady.at(capacity) if self.belady is not None else None
 
-    def each(self) -> Iterable[tuple[Line, Outcome]]:
+    def each(self) -> Iterable[tuple[PolicyCurve, Outcome]]:
         """Every policy with every capacity: by capacity, then in the order they were given."""
         for capacity in self.capacities:
             for line in self.policies:
@@ -94,8 +94,8 @@ def arranged(outcomes: Sequence[Outcome]) -> Arranged:
     bound = [one for one in outcomes if one.policy == BELADY]
     infinite = [one for one in outcomes if one.policy == INFINITE]
     return Arranged(
-        policies=tuple(Line(name, _sorted(found)) for name, found in lines.items()),
-        belady=Line(BELADY, _sorted(bound)) if bound else None,
+        policies=tuple(PolicyCurve(name, _sorted(found)) for name, found in lines.items()),
+        belady=PolicyCurve(BELADY, _sorted(bound)) if bound else None,
         infinite=infinite[0] if infinite else None,
         capacities=tuple(sorted({one.capacity_tokens for one in policies or bound})),
     )

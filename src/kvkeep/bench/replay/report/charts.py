@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.bench.replay.outcome import Outcome
-    from kvkeep.bench.replay.report.arranged import Arranged, Line
+    from kvkeep.bench.replay.report.arranged import Arranged, PolicyCurve
     from kvkeep.bench.replay.report.prices import Prices
 
 __all__ = ["PERCENTILES", "chart_data"]
@@ -41,7 +41,7 @@ def chart_data(found: Arranged, prices: Prices | None, span_s: float) -> dict[st
     }
 
 
-def _line(line: Line, prices: Prices | None, span_s: float) -> dict[str, Any]:
+def _line(line: PolicyCurve, prices: Prices | None, span_s: float) -> dict[str, Any]:
     return {
         "name": line.name,
         "points": [_point(one, prices, span_s) for one in line.outcomes],
@@ -60,7 +60,7 @@ def _point(outcome: Outcome, prices: Prices | None, span_s: float) -> dict[str, 
     return point
 
 
-def _what_if(line: Line) -> list[tuple[float, float]]:
+def _what_if(line: PolicyCurve) -> list[tuple[float, float]]:
     """The points of all its outcomes, one for each capacity."""
     return sorted({at: rate for one in line.outcomes for at, rate in one.what_if}.items())
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvkeep.bench.replay.outcome import Outcome
-    from kvkeep.bench.replay.report.arranged import Arranged, Line
+    from kvkeep.bench.replay.report.arranged import Arranged, PolicyCurve
     from kvkeep.bench.replay.report.prices import Prices
 
 __all__ = ["GLOSSARY", "REASON_WORDS", "findings"]
@@ -89,7 +89,7 @@ def _some(capacities: Sequence[int]) -> list[int]:
     return [capacities[round(at * last / (_MOST - 1))] for at in range(_MOST)]
 
 
-def _capacity(found: Arranged, usual: Line, capacity: int) -> str:
+def _capacity(found: Arranged, usual: PolicyCurve, capacity: int) -> str:
     mine, best, bound = usual.at(capacity), found.best(capacity), found.bound(capacity)
     assert mine is not None
     assert best is not None
@@ -110,7 +110,7 @@ def _capacity(found: Arranged, usual: Line, capacity: int) -> str:
     return said
 
 
-def _why(usual: Line) -> Iterator[str]:
+def _why(usual: PolicyCurve) -> Iterator[str]:
     """Why the usual policy computed what it computed, with the capacity in the middle."""
     outcome = usual.outcomes[(len(usual.outcomes) - 1) // 2]
     missed = sum(outcome.misses.values())
@@ -143,7 +143,7 @@ def _median(rows: Sequence[Sequence[float]]) -> float | None:
     return None
 
 
-def _waits(usual: Line) -> Iterator[str]:
+def _waits(usual: PolicyCurve) -> Iterator[str]:
     """Times to first token with the least memory and with the most, where there are any."""
     timed = [
         (outcome.capacity_tokens, times["p50"], times["p99"])
@@ -164,7 +164,7 @@ def _waits(usual: Line) -> Iterator[str]:
 
 
 def _refused(found: Arranged) -> Iterator[str]:
-    most: tuple[Line, Outcome] | None = max(
+    most: tuple[PolicyCurve, Outcome] | None = max(
         found.each(), key=lambda one: one[1].refused, default=None
     )
     if most is not None and most[1].refused:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvkeep.bench.replay.outcome import Outcome
-    from kvkeep.bench.replay.report.arranged import Arranged, Line
+    from kvkeep.bench.replay.report.arranged import Arranged, PolicyCurve
     from kvkeep.bench.replay.report.prices import Prices
 
 __all__ = ["sections"]
@@ -196,7 +196,7 @@ def _latency(found: Arranged) -> str:
     return _section("latency", "How long until the first token", chosen, chart)
 
 
-def _times(line: Line, outcome: Outcome) -> list[str]:
+def _times(line: PolicyCurve, outcome: Outcome) -> list[str]:
     ttft, queue = outcome.latency.get("ttft_s") or {}, outcome.latency.get("queue_s") or {}
     busy = outcome.latency.get("utilisation")
     return [
@@ -216,7 +216,7 @@ def _seconds(value: float | None) -> str:
 
 def _tiers(found: Arranged) -> str:
     fields: list[str] = []
-    rows: list[tuple[Line, Outcome, dict[str, Any]]] = []
+    rows: list[tuple[PolicyCurve, Outcome, dict[str, Any]]] = []
     for line, outcome in found.each():
         for tier in outcome.tiers:
             rows.append((line, outcome, tier))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.traces.generators.base import GeneratedTrace, Prompt, Session, Turn, Workload
+from kvkeep.bench.traces.generators.base import (
+    GeneratedTrace,
+    PromptSegments,
+    SessionScript,
+    TrafficModel,
+    Turn,
+)
 from kvkeep.bench.traces.generators.chance import Chance, Table
 from kvkeep.bench.traces.generators.workloads import API, RAG, Agents, Chat, Tenants
 from kvkeep.core.errors import InvalidValue
@@ -20,16 +26,16 @@ __all__ = [
     "Chance",
     "Chat",
     "GeneratedTrace",
-    "Prompt",
-    "Session",
+    "PromptSegments",
+    "SessionScript",
     "Table",
     "Tenants",
+    "TrafficModel",
     "Turn",
-    "Workload",
     "generate",
 ]
 
-_WORKLOADS: dict[str, Callable[[], Workload]] = {
+_WORKLOADS: dict[str, Callable[[], TrafficModel]] = {
     "agent": Agents,
     "rag": RAG,
     "api": API,

@@ -9,13 +9,21 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvkeep.bench.traces.chain import Growing, words_of
 from kvkeep.bench.traces.generators.chance import WAITS, Chance, mean_of
-from kvkeep.bench.traces.request import Request
+from kvkeep.bench.traces.request import TraceRequest
 from kvkeep.core.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["FIRST_TOKEN_S", "TOKEN_S", "GeneratedTrace", "Prompt", "Session", "Turn", "Workload"]
+__all__ = [
+    "FIRST_TOKEN_S",
+    "TOKEN_S",
+    "GeneratedTrace",
+    "PromptSegments",
+    "SessionScript",
+    "TrafficModel",
+    "Turn",
+]
 
 FIRST_TOKEN_S = 0.3
 TOKEN_S = 0.02
@@ -24,29 +32,31 @@ TOKEN_S = 0.02
 _MOST_UNIT = 1 << 20
 
 
-class Prompt:
+class PromptSegments:
     """Segments of text in a row; each has a name, and is the same text wherever that occurs."""
 
     def __init__(self, unit_tokens: int) -> None:
         self._growing = Growing(unit_tokens)
 
-    def add(self, tokens: int, *name: object) -> Prompt:
+    def add(self, tokens: int, *name: object) -> PromptSegments:
         """A segment at the end; returns the prompt itself."""
         digest = hashlib.blake2b("/".join(map(str, name)).encode(), digest_size=8).digest()
         self._growing.append(words_of(int.from_bytes(digest, "little"), tokens))
         return self
 
-    def request(self, session: Session, turn: int, time: float, output_tokens: int) -> Request:
+    def request(
+        self, session: SessionScript, turn: int, time: float, output_tokens: int
+    ) -> TraceRequest:
         """It as a request; the answer is at its end afterwards."""
         growing = self._growing
         units, tokens = growing.units(), growing.length
         answer = "answer", session.name, turn
         # Without the last token, whose KV is never computed.
-        computed = Prompt(growing.unit_tokens)
+        computed = PromptSegments(growing.unit_tokens)
         computed._growing = growing.fork()
         computed.add(output_tokens - 1, *answer)
         self.add(output_tokens, *answer)
-        return Request(
+        return TraceRequest(
             time,
             units,
             tokens,
@@ -68,12 +78,12 @@ class Turn:
     """
 
     gap_s: float
-    prompt: Prompt
+    prompt: PromptSegments
     output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class SessionScript:
     """What is asked in it, one turn after the other; each once the one before was answered."""
 
     name: str
@@ -82,7 +92,7 @@ class Session:
     namespace: str = ""
 
 
-class Workload(Protocol):
+class TrafficModel(Protocol):
     """A kind of traffic."""
 
     @property
@@ -93,7 +103,7 @@ class Workload(Protocol):
     def sessions_per_second(self) -> float:
         """How many begin, on average."""
 
-    def session(self, name: str, chance: Chance, unit_tokens: int) -> Session:
+    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
         """The session of this name; all its chance is ``chance``."""
 
 
@@ -101,7 +111,7 @@ class Workload(Protocol):
 class _Running:
     time: float
     number: int
-    session: Session = field(compare=False)
+    session: SessionScript = field(compare=False)
     turn: Turn = field(compare=False)
     turns: int = field(compare=False, default=1)
 
@@ -117,7 +127,7 @@ class GeneratedTrace:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: TrafficModel,
         *,
         seed: int,
         requests: int,
@@ -141,7 +151,7 @@ class GeneratedTrace:
     def __repr__(self) -> str:
         return f"<GeneratedTrace {self.name}, {self.length} requests>"
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         arrivals = Chance(self.seed, self.workload.kind, "arrivals")
         running: list[_Running] = []
         arrival, number = 0.0, 0
@@ -158,7 +168,7 @@ class GeneratedTrace:
         heapq.heappush(running, _Running(time, number, session, next(session.turns)))
 
     @staticmethod
-    def _next(running: list[_Running]) -> Request:
+    def _next(running: list[_Running]) -> TraceRequest:
         """The first of all turns; the session's next one takes its place."""
         one = heapq.heappop(running)
         turn = one.turn

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.traces.generators.base import Prompt, Session, Turn
+from kvkeep.bench.traces.generators.base import PromptSegments, SessionScript, Turn
 from kvkeep.bench.traces.generators.chance import Chance, zipf
 
 if TYPE_CHECKING:
@@ -39,11 +39,13 @@ class Agents:
     output: Table = ((0, 20), (0.5, 120), (0.9, 600), (1, 2000))
     gap_s: Table = ((0, 0.01), (0.5, 0.15), (0.86, 1), (0.95, 8), (0.99, 60), (1, 900))
 
-    def session(self, name: str, chance: Chance, unit_tokens: int) -> Session:
+    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
         """One task."""
-        return Session(name, self.kind, self._turns(name, chance, Prompt(unit_tokens)))
+        return SessionScript(
+            name, self.kind, self._turns(name, chance, PromptSegments(unit_tokens))
+        )
 
-    def _turns(self, name: str, chance: Chance, prompt: Prompt) -> Iterator[Turn]:
+    def _turns(self, name: str, chance: Chance, prompt: PromptSegments) -> Iterator[Turn]:
         agent = chance.pick(range(self.agents), zipf(self.agents, 1.0))
         shared = self.space, "agent", agent
         prompt.add(Chance(*shared).whole(self.instructions), *shared)
@@ -75,15 +77,15 @@ class RAG:
     output: Table = ((0, 20), (0.5, 180), (0.9, 500), (1, 1200))
     gap_s: Table = ((0, 3), (0.5, 30), (0.9, 180), (1, 1200))
 
-    def session(self, name: str, chance: Chance, unit_tokens: int) -> Session:
+    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
         """One question, or two."""
-        return Session(name, self.kind, self._turns(name, chance, unit_tokens))
+        return SessionScript(name, self.kind, self._turns(name, chance, unit_tokens))
 
     def _turns(self, name: str, chance: Chance, unit_tokens: int) -> Iterator[Turn]:
         popular = zipf(self.passages, 0.8)
         shared = self.space, "rag"
         for turn in range(2 if chance.happens(0.2) else 1):
-            prompt = Prompt(unit_tokens)
+            prompt = PromptSegments(unit_tokens)
             prompt.add(Chance(*shared).whole(self.instructions), *shared)
             found = chance.some(range(self.passages), chance.whole(self.found), popular)
             for passage in found:
@@ -109,11 +111,13 @@ class API:
     alone: float = 0.99
     """Sessions of one turn; the others have three on average."""
 
-    def session(self, name: str, chance: Chance, unit_tokens: int) -> Session:
+    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
         """One call, mostly."""
-        return Session(name, self.kind, self._turns(name, chance, Prompt(unit_tokens)))
+        return SessionScript(
+            name, self.kind, self._turns(name, chance, PromptSegments(unit_tokens))
+        )
 
-    def _turns(self, name: str, chance: Chance, prompt: Prompt) -> Iterator[Turn]:
+    def _turns(self, name: str, chance: Chance, prompt: PromptSegments) -> Iterator[Turn]:
         template = chance.pick(range(self.templates), zipf(self.templates, 1.1))
         shared = self.space, "api", template
         prompt.add(Chance(*shared).whole(self.template), *shared)
@@ -141,11 +145,13 @@ class Chat:
     turns: Table = ((0, 0.51), (0.45, 1.49), (0.7, 3.5), (0.9, 8), (1, 16))
     gap_s: Table = ((0, 2), (0.5, 40), (0.9, 250), (0.98, 1200), (1, 3600))
 
-    def session(self, name: str, chance: Chance, unit_tokens: int) -> Session:
+    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
         """One conversation."""
-        return Session(name, self.kind, self._turns(name, chance, Prompt(unit_tokens)))
+        return SessionScript(
+            name, self.kind, self._turns(name, chance, PromptSegments(unit_tokens))
+        )
 
-    def _turns(self, name: str, chance: Chance, prompt: Prompt) -> Iterator[Turn]:
+    def _turns(self, name: str, chance: Chance, prompt: PromptSegments) -> Iterator[Turn]:
         assistant = chance.pick(range(self.assistants), zipf(self.assistants, 1.0))
         shared = self.space, "chat", assistant
         prompt.add(Chance(*shared).whole(self.instructions), *shared)
@@ -181,7 +187,7 @@ class Tenants:
     mix: tuple[tuple[float, Kind], ...] = field(default_factory=_mix)
     """Workloads, each with its share of the sessions."""
 
-    def session(self, name: str, chance: Chance, unit_tokens: int) -> Session:
+    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
         """One of some tenant."""
         tenant = chance.pick(range(self.tenants), zipf(self.tenants, self.exponent))
         sums, total = [], 0.0
@@ -191,4 +197,4 @@ class Tenants:
         workload = chance.pick([one for _, one in self.mix], sums)
         space = "" if chance.happens(self.common) else f"tenant-{tenant}"
         made = replace(workload, space=space).session(name, chance, unit_tokens)
-        return Session(name, made.kind, made.turns, f"tenant-{tenant}")
+        return SessionScript(name, made.kind, made.turns, f"tenant-{tenant}")

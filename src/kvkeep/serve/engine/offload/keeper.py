@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.keys import Namespace
-from kvkeep.serve.engine.observe import LoadReport, Watch
+from kvkeep.serve.engine.observe import EngineWatch, LoadReport
 from kvkeep.serve.engine.offload.evidence import Evidence
 from kvkeep.serve.engine.offload.forms import Forms
 from kvkeep.serve.engine.offload.loads import Loads
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.engine.offload.loads import Load, Piece
+    from kvkeep.serve.engine.offload.loads import Load, LoadChunk
     from kvkeep.serve.engine.request import Answer
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.stats import EngineStats
@@ -66,7 +66,7 @@ class Keeper:
         did: EngineStats,
         *,
         timeout: float,
-        watch: Watch | None = None,
+        watch: EngineWatch | None = None,
     ) -> None:
         if store.geometry != runner.geometry:
             raise InvalidValue(
@@ -85,7 +85,7 @@ class Keeper:
         self._runner = runner
         self._cache = cache
         self._did = did
-        self._watch = watch or Watch(did)
+        self._watch = watch or EngineWatch(did)
         self._timeout = timeout
         forms = Forms(runner.tensors, store.layout)
         self._writes = Writes(store, runner.tensors, forms, did)
@@ -177,7 +177,7 @@ class Keeper:
                 self._tell(answer, load)
                 self.forget(answer)
 
-    def _write(self, answer: Answer, piece: Piece, load: Load) -> None:
+    def _write(self, answer: Answer, piece: LoadChunk, load: Load) -> None:
         start, tokens, block, _ = piece
         sequence = answer.sequence
         size = self._runner.page_size

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.engine.offload.writes import Known
     from kvkeep.store import KVStore, Prefetch
 
-__all__ = ["Load", "Loads", "Piece"]
+__all__ = ["Load", "LoadChunk", "Loads"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ _GRACE_S = 0.5
 _END_S = 0.5
 
 
-class Piece(NamedTuple):
+class LoadChunk(NamedTuple):
     """KV of ``tokens`` tokens from ``start`` on, in the order of pages, in a block of `Buffers`."""
 
     start: int
@@ -98,7 +98,7 @@ class Load:
         self._ready = 0  # tokens that are found in memory, now that it is admitted,
         self._stop = 0  # and those of them that are wanted
         self._read = False  # nothing more comes
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[LoadChunk] = deque()
         self._due: float | None = None  # when the read at hand should be through
 
     @property
@@ -239,7 +239,7 @@ class Loads:
                     tokens, sources = self._read(load, start, stop, block, left)
                 finally:
                     load._due = None
-                    self._arrived(load, Piece(start, tokens, block, sources))
+                    self._arrived(load, LoadChunk(start, tokens, block, sources))
                 if start + tokens < stop:
                     self._lost(load, start + tokens)
                     if load.evidence is not None:
@@ -298,7 +298,7 @@ class Loads:
         keys = block_keys(load.namespace, load.tokens, self._block)[start // self._block :]
         self._known.found([], missing=keys, asked=time.monotonic())
 
-    def _arrived(self, load: Load, piece: Piece) -> None:
+    def _arrived(self, load: Load, piece: LoadChunk) -> None:
         if load.evidence is not None:
             load.evidence.now()
         with self._lock:
@@ -310,14 +310,14 @@ class Loads:
         else:
             self._buffers.give(piece.block)
 
-    def take(self, load: Load) -> list[Piece]:
+    def take(self, load: Load) -> list[LoadChunk]:
         """What has come since; give each one back when its pages are written."""
         with self._lock:
             pieces = list(load._pieces)
             load._pieces.clear()
         return pieces
 
-    def give_back(self, piece: Piece) -> None:
+    def give_back(self, piece: LoadChunk) -> None:
         """Its memory is free again."""
         self._buffers.give(piece.block)
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from kvkeep.serve.server.schemas.base import Answer
+from kvkeep.serve.server.schemas.base import ResponseModel
 
 __all__ = [
     "ChatAnswer",
@@ -30,7 +30,7 @@ __all__ = [
 FinishReason = Literal["stop", "length"]
 
 
-class ErrorBody(Answer):
+class ErrorBody(ResponseModel):
     """What went wrong."""
 
     message: str
@@ -39,25 +39,25 @@ class ErrorBody(Answer):
     code: str | None = Field(description="What a program can go by.")
 
 
-class ErrorAnswer(Answer):
+class ErrorAnswer(ResponseModel):
     """Every answer that is no success."""
 
     error: ErrorBody
 
 
-class PromptDetails(Answer):
+class PromptDetails(ResponseModel):
     """Of the prompt tokens."""
 
     cached_tokens: int = Field(description="Were reused, not computed. Exact.")
 
 
-class ExtraUsage(Answer):
+class ExtraUsage(ResponseModel):
     """What kvkeep tells besides."""
 
     loaded_tokens: int = Field(description="Of the cached tokens: came from the store.")
 
 
-class Usage(Answer):
+class Usage(ResponseModel):
     """Tokens of all prompts and all answers."""
 
     prompt_tokens: int
@@ -67,7 +67,7 @@ class Usage(Answer):
     kvkeep: ExtraUsage
 
 
-class TokenScore(Answer):
+class TokenScore(ResponseModel):
     """A token that could stand in a place."""
 
     token: str
@@ -81,14 +81,14 @@ class ScoredToken(TokenScore):
     top_logprobs: list[TokenScore]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(ResponseModel):
     """Token by token."""
 
     content: list[ScoredToken]
     refusal: None = None
 
 
-class MessageAnswer(Answer):
+class MessageAnswer(ResponseModel):
     """The model's turn."""
 
     role: Literal["assistant"] = "assistant"
@@ -96,7 +96,7 @@ class MessageAnswer(Answer):
     refusal: None = None
 
 
-class ChatChoice(Answer):
+class ChatChoice(ResponseModel):
     """One of the n answers."""
 
     index: int
@@ -105,7 +105,7 @@ class ChatChoice(Answer):
     finish_reason: FinishReason
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ResponseModel):
     """The model's next turn."""
 
     id: str
@@ -116,7 +116,7 @@ class ChatAnswer(Answer):
     usage: Usage
 
 
-class MessageDelta(Answer):
+class MessageDelta(ResponseModel):
     """More of the model's turn; the first has the role."""
 
     role: Literal["assistant"] | None = None
@@ -127,7 +127,7 @@ class MessageDelta(Answer):
         return {key: value for key, value in dump(self).items() if value is not None}
 
 
-class ChatChunkChoice(Answer):
+class ChatChunkChoice(ResponseModel):
     """More of one of the n answers."""
 
     index: int
@@ -136,7 +136,7 @@ class ChatChunkChoice(Answer):
     finish_reason: FinishReason | None = None
 
 
-class ChatChunk(Answer):
+class ChatChunk(ResponseModel):
     """One event of a stream."""
 
     id: str
@@ -147,7 +147,7 @@ class ChatChunk(Answer):
     usage: Usage | None = None
 
 
-class CompletionLogprobs(Answer):
+class CompletionLogprobs(ResponseModel):
     """Lists with one entry a token."""
 
     tokens: list[str]
@@ -156,7 +156,7 @@ class CompletionLogprobs(Answer):
     text_offset: list[int] = Field(description="Characters of the text before each token.")
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(ResponseModel):
     """One of the n answers to one of the prompts, or more of it; prompts come in their order."""
 
     index: int
@@ -165,7 +165,7 @@ class CompletionChoice(Answer):
     finish_reason: FinishReason | None = None
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ResponseModel):
     """The continuations; in a stream, one event of it."""
 
     id: str
@@ -176,7 +176,7 @@ class CompletionAnswer(Answer):
     usage: Usage | None = None
 
 
-class Model(Answer):
+class Model(ResponseModel):
     """The model that is served."""
 
     id: str
@@ -186,7 +186,7 @@ class Model(Answer):
     max_model_len: int = Field(description="The longest prompt and answer together, in tokens.")
 
 
-class Models(Answer):
+class Models(ResponseModel):
     """All models that are served: one."""
 
     object: Literal["list"] = "list"

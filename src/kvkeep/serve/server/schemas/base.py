@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.engine import SamplingParams
 
-__all__ = ["Answer", "Extras", "Question", "SamplingQuestion", "StreamOptions", "wrong"]
+__all__ = ["Extras", "RequestModel", "ResponseModel", "SamplingQuestion", "StreamOptions", "wrong"]
 
 _MOST_STOPS = 4
 # A stop text is looked for at every token.
@@ -35,7 +35,7 @@ def wrong(field: str, what: str) -> PydanticCustomError:
     return PydanticCustomError("wrong_field", "{field} {what}", {"field": field, "what": what})
 
 
-class Question(BaseModel):
+class RequestModel(BaseModel):
     """A JSON object that a client sends: no type is guessed and no unknown field passed over.
 
     ``REFUSED`` are fields of OpenAI's that cannot be honoured here, and why. None of them may be
@@ -61,13 +61,13 @@ class Question(BaseModel):
         return {key: item for key, item in value.items() if key not in cls.REFUSED}
 
 
-class Answer(BaseModel):
+class ResponseModel(BaseModel):
     """A JSON object that a client is sent."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class StreamOptions(Question):
+class StreamOptions(RequestModel):
     """What a stream has besides the answer."""
 
     include_usage: bool | None = Field(
@@ -75,7 +75,7 @@ class StreamOptions(Question):
     )
 
 
-class Extras(Question):
+class Extras(RequestModel):
     """What kvkeep offers besides."""
 
     store: bool = Field(
@@ -157,7 +157,7 @@ def _biases(bias: dict[str, float] | None) -> dict[str, float] | None:
     return bias
 
 
-class SamplingQuestion(Question):
+class SamplingQuestion(RequestModel):
     """The fields that chat and plain completions share. Null is the same as not there."""
 
     model: str | None = Field(default=None, description="The served model's name; may be left out.")

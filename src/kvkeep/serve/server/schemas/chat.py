@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from kvkeep.serve.server.schemas.base import Question, SamplingQuestion, wrong
+from kvkeep.serve.server.schemas.base import RequestModel, SamplingQuestion, wrong
 
 __all__ = ["ChatQuestion", "Message", "Messages", "TextFormat", "TextPart", "characters"]
 
@@ -15,14 +15,14 @@ _MOST_MESSAGES = 4096
 _MOST_PARTS = 8192
 
 
-class TextPart(Question):
+class TextPart(RequestModel):
     """A piece of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(Question):
+class Message(RequestModel):
     """One turn of a conversation."""
 
     REFUSED: ClassVar[dict[str, str]] = {
@@ -74,7 +74,7 @@ def characters(messages: Sequence[Message]) -> int:
     return sum(len(turn.text) for turn in messages)
 
 
-class TextFormat(Question):
+class TextFormat(RequestModel):
     """Plain text, the only format there is."""
 
     type: Literal["text"]

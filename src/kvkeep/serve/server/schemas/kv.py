@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvkeep.serve.server.schemas.base import Answer, Question, wrong
+from kvkeep.serve.server.schemas.base import RequestModel, ResponseModel, wrong
 from kvkeep.serve.server.schemas.prompt import PromptQuestion
 
 __all__ = ["ClearAnswer", "ClearQuestion", "HealthAnswer", "Hidden", "KVStats", "KVTree",
@@ -12,7 +12,7 @@ __all__ = ["ClearAnswer", "ClearQuestion", "HealthAnswer", "Hidden", "KVStats", 
            "SessionAnswer", "SessionQuestion", "Space", "TierFreed"]  # fmt: skip
 
 
-class MemoryPoint(Answer):
+class MemoryPoint(ResponseModel):
     """What a cache of another size would do, as far as what was asked for tells."""
 
     times: float = Field(description="Of the memory there is.")
@@ -21,7 +21,7 @@ class MemoryPoint(Answer):
     hit_rate: float = Field(description="The share of prompt tokens that would be reused.")
 
 
-class KVStats(Answer):
+class KVStats(ResponseModel):
     """Counters and measures; docs/serving.md says what each is."""
 
     reuse: bool = Field(description="False with --no-reuse: every prompt is computed.")
@@ -31,14 +31,14 @@ class KVStats(Answer):
     what_if: list[MemoryPoint] | None = Field(description="Null with --no-what-if.")
 
 
-class Hidden(Answer):
+class Hidden(ResponseModel):
     """What a drawing leaves out below a run."""
 
     runs: int
     pages: int
 
 
-class Run(Answer):
+class Run(ResponseModel):
     """Consecutive pages on one edge of the prefix tree, and what follows them."""
 
     num_tokens: int
@@ -51,7 +51,7 @@ class Run(Answer):
     hidden: Hidden | None = None
 
 
-class Space(Answer):
+class Space(ResponseModel):
     """One namespace: what is stored under one cache_salt."""
 
     cache_salt: str
@@ -60,14 +60,14 @@ class Space(Answer):
     hidden: Hidden | None = None
 
 
-class KVTree(Answer):
+class KVTree(ResponseModel):
     """The prefix trees."""
 
     page_size: int = Field(description="Tokens a page.")
     namespaces: list[Space]
 
 
-class ClearQuestion(Question):
+class ClearQuestion(RequestModel):
     """What to forget: everything that no running request uses, or that of one cache_salt."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{}, {"cache_salt": "tenant-1"}]})
@@ -75,7 +75,7 @@ class ClearQuestion(Question):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
-class TierFreed(Answer):
+class TierFreed(ResponseModel):
     """What one tier deleted."""
 
     name: str
@@ -86,7 +86,7 @@ class TierFreed(Answer):
     )
 
 
-class ClearAnswer(Answer):
+class ClearAnswer(ResponseModel):
     """What was forgotten."""
 
     pages: int
@@ -108,7 +108,7 @@ class RemoveQuestion(PromptQuestion):
     )
 
 
-class RemoveAnswer(Answer):
+class RemoveAnswer(ResponseModel):
     """What was deleted: everything that begins with the prompt's first page or block."""
 
     tokens: int = Field(description="Of the prompt.")
@@ -121,7 +121,7 @@ class RemoveAnswer(Answer):
     complete: bool = Field(description="True: no page is in use, and no tier failed.")
 
 
-class SessionQuestion(Question):
+class SessionQuestion(RequestModel):
     """What is said of a session. It orders eviction, and changes nothing else."""
 
     model_config = ConfigDict(
@@ -145,14 +145,14 @@ class SessionQuestion(Question):
         return self
 
 
-class SessionAnswer(Answer):
+class SessionAnswer(ResponseModel):
     """What came of it."""
 
     known: bool = Field(description="Whether this server has heard of the session lately.")
     pages: int = Field(description="Of its own: those that are kept, or those that go first now.")
 
 
-class HealthAnswer(Answer):
+class HealthAnswer(ResponseModel):
     """The service takes requests."""
 
     status: str

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvkeep.serve.server.schemas.base import Answer, Question, wrong
+from kvkeep.serve.server.schemas.base import RequestModel, ResponseModel, wrong
 
 __all__ = ["MapAnswer", "MapNodeAnswer", "NodeAnswer", "NodeChanged", "NodeQuestion",
            "SearchAnswer", "SearchMatch"]  # fmt: skip
@@ -12,7 +12,7 @@ __all__ = ["MapAnswer", "MapNodeAnswer", "NodeAnswer", "NodeChanged", "NodeQuest
 _LONGEST_PIN_S = 366 * 86_400
 
 
-class MapNodeAnswer(Answer):
+class MapNodeAnswer(ResponseModel):
     """A run of the prefix tree, a namespace, or several small siblings together."""
 
     id: int = Field(
@@ -42,7 +42,7 @@ class MapNodeAnswer(Answer):
     count: int = Field(description="How many siblings it stands for; 0 where it is not hidden.")
 
 
-class MapAnswer(Answer):
+class MapAnswer(ResponseModel):
     """The largest subtrees one by one, and all others summed up in hidden nodes."""
 
     page_size: int = Field(description="Tokens a page.")
@@ -65,7 +65,7 @@ class NodeAnswer(MapNodeAnswer):
     children: int
 
 
-class SearchMatch(Answer):
+class SearchMatch(ResponseModel):
     """A run in which what was sought ends."""
 
     id: int
@@ -74,13 +74,13 @@ class SearchMatch(Answer):
     text: str | None = Field(description="What stands there. Null with --no-text.")
 
 
-class SearchAnswer(Answer):
+class SearchAnswer(ResponseModel):
     """At most 50 places, one for each run, those near the top of the tree first."""
 
     matches: list[SearchMatch]
 
 
-class NodeQuestion(Question):
+class NodeQuestion(RequestModel):
     """What to do with a node. It orders eviction, or frees pages; nothing that runs is harmed."""
 
     model_config = ConfigDict(
@@ -102,7 +102,7 @@ class NodeQuestion(Question):
         return self
 
 
-class NodeChanged(Answer):
+class NodeChanged(ResponseModel):
     """What came of it."""
 
     pages: int = Field(description="Kept by the pin, no longer kept by one, or freed.")

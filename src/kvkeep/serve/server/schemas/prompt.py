@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from kvkeep.serve.server.schemas.base import Question, wrong
+from kvkeep.serve.server.schemas.base import RequestModel, wrong
 from kvkeep.serve.server.schemas.chat import Messages
 from kvkeep.serve.server.schemas.completions import Token
 
@@ -13,7 +13,7 @@ __all__ = ["PromptQuestion"]
 _Text = Annotated[str, Field(min_length=1)]
 
 
-class PromptQuestion(Question):
+class PromptQuestion(RequestModel):
     """A prompt as text, as token ids or as a conversation, and whose it is."""
 
     prompt: _Text | Annotated[list[Token], Field(min_length=1, fail_fast=True)] | None = Field(

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field
 
-from kvkeep.serve.server.schemas.base import Answer
+from kvkeep.serve.server.schemas.base import ResponseModel
 from kvkeep.serve.server.schemas.prompt import PromptQuestion
 
 __all__ = [
@@ -31,7 +31,7 @@ class ExplainQuestion(PromptQuestion):
     )
 
 
-class SpanAnswer(Answer):
+class SpanAnswer(ResponseModel):
     """Tokens start … stop - 1 of a prompt: reused from somewhere, or computed for a reason."""
 
     start: int
@@ -41,7 +41,7 @@ class SpanAnswer(Answer):
     evidence: dict[str, Any] = Field(description="What the reason is known by.")
 
 
-class DivergedText(Answer):
+class DivergedText(ResponseModel):
     """The text around the first token that differs from a prompt that was cached."""
 
     given_text: str
@@ -50,7 +50,7 @@ class DivergedText(Answer):
     at_cached: int
 
 
-class SeenRequest(Answer):
+class SeenRequest(ResponseModel):
     """A request, and what became of its prompt's tokens."""
 
     id: str | None = Field(description="That of the answer; null for a prompt that was not run.")
@@ -77,13 +77,13 @@ class ExplanationAnswer(SeenRequest):
     )
 
 
-class RequestsAnswer(Answer):
+class RequestsAnswer(ResponseModel):
     """The last requests, newest first."""
 
     requests: list[SeenRequest]
 
 
-class CauseAnswer(Answer):
+class CauseAnswer(ResponseModel):
     """One of the things that cost prefill."""
 
     reason: str
@@ -96,7 +96,7 @@ class CauseAnswer(Answer):
     sentence: str
 
 
-class SummaryAnswer(Answer):
+class SummaryAnswer(ResponseModel):
     """What the last requests had computed, and why; what costs most comes first."""
 
     requests: int
@@ -109,7 +109,7 @@ class SummaryAnswer(Answer):
 # --- live ----------------------------------------------------------------------------------
 
 
-class LiveTotals(Answer):
+class LiveTotals(ResponseModel):
     """Since the start; never less than before."""
 
     requests: int
@@ -120,7 +120,7 @@ class LiveTotals(Answer):
     evicted_pages: int
 
 
-class LivePages(Answer):
+class LivePages(ResponseModel):
     """Pages of the pool by state."""
 
     total: int
@@ -131,7 +131,7 @@ class LivePages(Answer):
     pinned: int
 
 
-class LiveTimes(Answer):
+class LiveTimes(ResponseModel):
     """Times to the first token; null where there were none."""
 
     count: int
@@ -139,14 +139,14 @@ class LiveTimes(Answer):
     p95_s: float | None
 
 
-class LiveTtft(Answer):
+class LiveTtft(ResponseModel):
     """Of the last five minutes."""
 
     cold: LiveTimes
     warm: LiveTimes = Field(description="At least half the prompt was reused.")
 
 
-class LiveTier(Answer):
+class LiveTier(ResponseModel):
     """One tier of the store."""
 
     name: str
@@ -167,7 +167,7 @@ class LiveTier(Answer):
     written_bytes: int
 
 
-class LivePoint(Answer):
+class LivePoint(ResponseModel):
     """What a cache of another size would do."""
 
     times: float
@@ -175,7 +175,7 @@ class LivePoint(Answer):
     hit_rate: float
 
 
-class LiveTenant(Answer):
+class LiveTenant(ResponseModel):
     """One cache_salt."""
 
     cache_salt: str = Field(description=_SALT)
@@ -185,7 +185,7 @@ class LiveTenant(Answer):
     pages: int
 
 
-class LiveSession(Answer):
+class LiveSession(ResponseModel):
     """One session."""
 
     session: str
@@ -197,7 +197,7 @@ class LiveSession(Answer):
     last_at: float = Field(description="Seconds since 1970.")
 
 
-class LiveAnswer(Answer):
+class LiveAnswer(ResponseModel):
     """The server at this moment, for those who ask every second."""
 
     at: float = Field(description="Seconds since 1970.")

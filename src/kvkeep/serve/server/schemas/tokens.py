@@ -4,14 +4,14 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvkeep.serve.server.schemas.base import Answer, Question, wrong
+from kvkeep.serve.server.schemas.base import RequestModel, ResponseModel, wrong
 from kvkeep.serve.server.schemas.chat import Messages
 from kvkeep.serve.server.schemas.completions import Token
 
 __all__ = ["DetokenizeQuestion", "TextAnswer", "TokenizeQuestion", "TokensAnswer"]
 
 
-class TokenizeQuestion(Question):
+class TokenizeQuestion(RequestModel):
     """A text or a conversation; one of the two."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Return a copy of"}]})
@@ -29,7 +29,7 @@ class TokenizeQuestion(Question):
         return self
 
 
-class TokensAnswer(Answer):
+class TokensAnswer(ResponseModel):
     """Token ids."""
 
     count: int
@@ -37,7 +37,7 @@ class TokensAnswer(Answer):
     tokens: list[int]
 
 
-class DetokenizeQuestion(Question):
+class DetokenizeQuestion(RequestModel):
     """Token ids."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [72, 105]}]})
@@ -46,7 +46,7 @@ class DetokenizeQuestion(Question):
     tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
-class TextAnswer(Answer):
+class TextAnswer(ResponseModel):
     """The text of tokens, without special ones."""
 
     prompt: str
