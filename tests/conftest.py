@@ -6,6 +6,11 @@ import os
 import shutil
 
 import pytest
+from hypothesis import settings
+
+# No test asserts how long anything takes: the machine may be busy.
+settings.register_profile("kvkeep", deadline=None)
+settings.load_profile("kvkeep")
 
 
 @pytest.fixture(scope="module")

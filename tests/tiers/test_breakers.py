@@ -248,7 +248,7 @@ def test_breakers_are_bounded_however_many_parts_a_place_names() -> None:
 
 
 def test_an_open_breaker_is_forgotten_last() -> None:
-    breakers = Breakers("here", limit=1)
+    breakers = Breakers("here", limit=1, pause=LONG)
     for number in range(5_000):
         breakers.of("read", f"node{number}")
         if number == 100:
