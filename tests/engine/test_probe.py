@@ -143,7 +143,7 @@ def test_half_precision_is_proved_too(make_model):
 @pytest.mark.parametrize("way", ["short", "long"])
 def test_each_way_to_attend_is_proved(make_model, monkeypatch, way):
     """A fault in either shows in the proof, cold or continued."""
-    module = importlib.import_module(f"kvkeep.serve.engine.{way}")
+    module = importlib.import_module(f"kvkeep.serve.engine.attention.{way}")
     right = module.attend
 
     def wrong(query, key, value, scoring, **more):

@@ -113,10 +113,10 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from replaying import workload
-from kvkeep.bench.replay import Run, replay
+from kvkeep.bench.replay import ReplayRun, replay
 
 if __name__ == "__main__":
-    for _ in replay(workload(["abc"] * 50), [Run("lru", 16), Run("2q", 16)], jobs=2):
+    for _ in replay(workload(["abc"] * 50), [ReplayRun("lru", 16), ReplayRun("2q", 16)], jobs=2):
         os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -226,7 +226,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvkeep-tape\nVersion: 1\n")
     (info / "entry_points.txt").write_text(
-        f"[kvkeep.store.backends]\ntape = {module}:Tape\nbroken = {module}:Broken\n"
+        f"[kvkeep.backends]\ntape = {module}:Tape\nbroken = {module}:Broken\n"
     )
     (site / f"{module}.py").write_text(
         textwrap.dedent("""
