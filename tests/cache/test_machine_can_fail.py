@@ -24,6 +24,7 @@ from kvkeep.core.events import Stored
 from kvkeep.core.eviction import LRU
 from kvkeep.core.keys import as_namespace
 from kvkeep.core.pages import PagePool
+from kvkeep.core.prefix.base import PrefixIndex
 from kvkeep.core.prefix.chain import ChainIndex, _KeyEncoder
 from kvkeep.core.prefix.radix import RadixIndex
 from kvkeep.core.prefix.tree import RunTree
@@ -122,30 +123,32 @@ def copies_are_handed_to_every_fork(patch: Patch) -> None:
 
 
 def evicts_what_is_held(patch: Patch) -> None:
-    patch.setattr(RunTree, "_leave", lambda self, leaf: None)
-    patch.setattr(RunTree, "_enter", lambda self, leaf: self.policy.add(leaf))
+    patch.setattr(RunTree, "dequeue", lambda self, leaf: None)
+    patch.setattr(RunTree, "enqueue", lambda self, leaf: self.policy.add(leaf))
 
 
 def a_fork_holds_nothing(patch: Patch) -> None:
-    patch.setattr(RunTree, "again", lambda self, hold: hold)
+    patch.setattr(PrefixIndex, "again", lambda self, hold: hold)
 
 
 def a_match_is_not_held(patch: Patch) -> None:
-    hold = RunTree.hold
+    hold = PrefixIndex.hold
 
-    def careless(self: RunTree, match: object, namespace: object, *, used: bool = True) -> object:
+    def careless(
+        self: PrefixIndex, match: object, namespace: object, *, used: bool = True
+    ) -> object:
         end, source = hold(self, match, namespace, used=used)
         if source is not None:
             self.release(source, used=False)
             source = self.again(end)
         return end, source
 
-    patch.setattr(RunTree, "hold", careless)
+    patch.setattr(PrefixIndex, "hold", careless)
 
 
 def evicts_one_page_too_many(patch: Patch) -> None:
-    evict = RunTree.evict
-    patch.setattr(RunTree, "evict", lambda self, count: evict(self, count + (count == 2)))
+    evict = PrefixIndex.evict
+    patch.setattr(PrefixIndex, "evict", lambda self, count: evict(self, count + (count == 2)))
 
 
 def partial_matches_are_a_token_too_long(patch: Patch) -> None:
@@ -172,10 +175,10 @@ def partial_matches_are_a_token_too_short(patch: Patch) -> None:
 
 
 def namespaces_are_one(patch: Patch) -> None:
-    match, hold = RunTree.match, RunTree.hold
+    match, hold = PrefixIndex.match, PrefixIndex.hold
     one = as_namespace("")
-    patch.setattr(RunTree, "match", lambda self, symbols, _: match(self, symbols, one))
-    patch.setattr(RunTree, "hold", lambda self, found, _, **how: hold(self, found, one, **how))
+    patch.setattr(PrefixIndex, "match", lambda self, symbols, _: match(self, symbols, one))
+    patch.setattr(PrefixIndex, "hold", lambda self, found, _, **how: hold(self, found, one, **how))
 
 
 def keys_of_rejected_tokens_stay(patch: Patch) -> None:
@@ -204,8 +207,8 @@ def a_use_is_forgotten(patch: Patch) -> None:
 
 
 def pins_are_forgotten(patch: Patch) -> None:
-    patch.setattr(RunTree, "_enter", lambda self, leaf: self.policy.add(leaf))
-    patch.setattr(RunTree, "_leave", lambda self, leaf: self.policy.discard(leaf))
+    patch.setattr(RunTree, "enqueue", lambda self, leaf: self.policy.add(leaf))
+    patch.setattr(RunTree, "dequeue", lambda self, leaf: self.policy.discard(leaf))
 
 
 def events_name_the_wrong_parent(patch: Patch) -> None:

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.core.eviction import Entry
-from kvkeep.core.prefix import PrefixIndex, PrefixMatch, PrefixRun
-from kvkeep.core.prefix.base import Encoder, Inserted
+from kvkeep.core.prefix import PrefixMatch, PrefixRun
+from kvkeep.core.prefix.base import Encoder
+from kvkeep.core.prefix.results import Inserted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.keys import Namespace
+    from kvkeep.core.prefix.pinned import Pinned
 
 
 class Bytes(Encoder):
@@ -60,6 +62,15 @@ class Page(Entry):
         self.pins = []
         self.hard = []
 
+    @property
+    def end(self) -> int:
+        return self.depth
+
+    @property
+    def node(self) -> Page:
+        """Itself: where a pin stands on it."""
+        return self
+
     def all(self) -> Iterator[Page]:
         yield self
         for child in self.children:
@@ -69,12 +80,42 @@ class Page(Entry):
         return [] if self.parent is None else [*self.parent.path(), self]
 
 
-class NaiveIndex(PrefixIndex[Page]):
+class NaivePins:
+    """What `Pins` counts, recounted each time."""
+
+    def __init__(self, index: NaiveIndex) -> None:
+        self._index = index
+
+    @property
+    def num_pages(self) -> int:
+        return self._index.num_pinned
+
+    @property
+    def num_hard(self) -> int:
+        return self._index.num_hard_pinned
+
+    @property
+    def num_broken(self) -> int:
+        return self._index.pins_broken
+
+    @property
+    def broken(self) -> list[Pinned]:
+        return self._index.broken
+
+    def would_keep(self, hold: Page) -> int:
+        own = set(hold.path())
+        return len(own | {n for node in self._index.nodes() if node.hard for n in node.path()})
+
+
+class NaiveIndex:
+    """Has the methods of `PrefixIndex` that the suite calls, and none of its code."""
+
     name = "naive"
 
     def __init__(self, page_size: int, policy: EvictionPolicy) -> None:
         self.page_size = page_size
         self.policy = policy
+        self.pins = NaivePins(self)
         self.pins_broken = 0
         self.broken = []
         self.roots: dict[Namespace, Page] = {}
@@ -274,9 +315,6 @@ class NaiveIndex(PrefixIndex[Page]):
             page.pins.remove(pin)
             self.settle()
 
-    def pinned(self, pin):
-        return 0 if pin.spot is None else pin.spot.depth
-
     @property
     def num_pinned(self):
         return len({n for node in self.nodes() if node.pins or node.hard for n in node.path()})
@@ -284,13 +322,6 @@ class NaiveIndex(PrefixIndex[Page]):
     @property
     def num_hard_pinned(self):
         return len({n for node in self.nodes() if node.hard for n in node.path()})
-
-    def would_keep(self, hold):
-        own = set(hold.path())
-        return len(own | {n for node in self.nodes() if node.hard for n in node.path()})
-
-    def length(self, hold):
-        return hold.depth
 
     @property
     def num_namespaces(self):

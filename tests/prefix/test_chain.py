@@ -1,6 +1,6 @@
 """What is particular to the chain index: block keys in place of tokens, each computed once.
 
-The contract that it shares with the radix index is in `kvkeep.testing.PrefixIndexTests`.
+The contract that it shares with the radix index is in `prefix_suite.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shipped contract suite over every prefix index."""
+"""The contract suite over both kinds of prefix index, and over a naive one to test the suite."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from naive_index import NaiveIndex
+from prefix_suite import PrefixIndexTests
 
 from kvkeep.core.prefix import ChainIndex, RadixIndex
-from kvkeep.testing import PrefixIndexTests
 
 if TYPE_CHECKING:
     from kvkeep.core.eviction import EvictionPolicy

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep import InvalidValue, Namespace
+from kvkeep import Namespace
 from kvkeep.core.eviction import LRU
 from kvkeep.core.prefix import ChainIndex, RadixIndex
 from kvkeep.core.prefix.finding import Finding
 from kvkeep.core.prefix.node import descend
-from kvkeep.core.prefix.pinned import Pinned
+from kvkeep.core.prefix.pinned import Pinned, soft_pins, soft_pins_below
 from kvkeep.core.prefix.walk import Survey, TreeWalk
 from kvkeep.core.tokens import as_tokens
 
@@ -41,7 +41,7 @@ class Tree:
         row = as_tokens(list(tokens))
         encoder = index.encoder(name)
         hold, source = index.hold(index.match(encoder.lookup(row), name), name)
-        start, stop = index.length(hold), len(row) // PAGE
+        start, stop = hold.end, len(row) // PAGE
         pages = np.arange(self.pages, self.pages + stop - start, dtype=np.int32)
         self.pages += len(pages)
         if len(pages):
@@ -376,7 +376,7 @@ def test_a_node_is_looked_at(kind):
     tree = Tree(kind)
     end = tree.put([1, 1, 2, 2, 3, 3], 1)
     tree.put([1, 1, 5, 5], 1)
-    look = tree.index.look(end)
+    look = tree.index.details(end)
     assert look.namespace == SPACES[1]
     (root,) = tree.roots()
     assert end.parent is not None
@@ -405,12 +405,12 @@ def test_a_branch_is_forgotten_but_for_what_is_held(kind):
     top = next(iter(root.children.values()))
     assert sorted(tree.index.evict_below(top).tolist()) == [3, 4]
     tree.index.check([held])
-    assert tree.index.keeps(held)
+    assert held.in_tree
     assert len(tree.index.evict_below(top)) == 0
     tree.index.release(held)
     assert len(tree.index.evict_below(root)) == 4
     tree.index.check([])
-    assert not tree.index.keeps(held)
+    assert not held.in_tree
     assert tree.roots() == []
 
 
@@ -421,23 +421,14 @@ def test_pins_are_known_where_they_are():
     index = tree.index
     pin = Pinned()
     index.pin(held, pin)
-    assert index.pins_at(held) == [pin]
-    assert index.pins_at(other) == []
-    assert index.pins_below(held) == []  # somebody holds it
+    assert soft_pins(held) == [pin]
+    assert soft_pins(other) == []
+    assert soft_pins_below(held) == []  # somebody holds it
     index.release(held)
-    assert index.pins_below(held) == [pin]
-    assert index.pins_below(tree.roots()[0]) == [pin]
-    assert index.pins_below(other) == []
+    assert soft_pins_below(held) == [pin]
+    assert soft_pins_below(tree.roots()[0]) == [pin]
+    assert soft_pins_below(other) == []
     index.evict_below(held)
-    assert index.pinned(pin) == 0
-    assert index.broken == [pin]
-    assert index.pins_broken == 1
-
-
-def test_an_index_may_do_without():
-    from naive_index import NaiveIndex
-
-    index = NaiveIndex(PAGE, LRU())
-    with pytest.raises(InvalidValue, match="no map"):
-        index.walk(())
-    assert index.moment == 0
+    assert pin.num_pages == 0
+    assert index.pins.broken == [pin]
+    assert index.pins.num_broken == 1

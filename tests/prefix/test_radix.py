@@ -1,6 +1,6 @@
 """What is particular to the radix index: exact to the token, and how its runs are cut and grow.
 
-The contract that it shares with the chain index is in `kvkeep.testing.PrefixIndexTests`.
+The contract that it shares with the chain index is in `prefix_suite.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Store:
     def put(self, tokens: list[int], *, release: bool = True) -> Any:
         """Store full pages of tokens, as a request does that shares what is there."""
         hold, source = self.index.hold(self.index.match(self.symbols(tokens), SPACE), SPACE)
-        start = self.index.length(hold)
+        start = hold.end
         new = len(tokens) // self.size - start
         pages = np.arange(self.next_page, self.next_page + new, dtype=np.int32)
         self.next_page += new
@@ -177,7 +177,7 @@ def test_a_run_that_was_cut_for_a_hold_is_one_run_again(store: Store) -> None:
     hold, source = cut(store)
     store.index.release(source, used=False)
     assert store.runs() == [(0, 0, [0, 1, 2])]
-    assert store.index.keeps(before), "the end is the run that it was"
+    assert before.in_tree, "the end is the run that it was"
     store.index.check([hold])
     assert store.match(*range(1, 13)) == ([0, 1, 2], -1, 0)
     assert store.match(1, 2, 9) == ([], 0, 2)
@@ -278,7 +278,7 @@ def test_a_run_that_others_stand_on_does_not_grow() -> None:
         pinned = hold
         hold = grow(store, 2, hold, first=2000)
         assert [len(run.pages) for run in store.index.runs(SPACE)] == [2, 2], stand
-        assert store.index.length(pinned) == 2
+        assert pinned.end == 2
         store.index.check([hold, *other])
 
 

@@ -227,7 +227,7 @@ class PrefixCache:
         tokens = as_tokens(input_ids.numpy())
         return tokens[: len(tokens) // self.page_size * self.page_size].tobytes()
 
-    def _match(self, symbols: bytes) -> PrefixMatch[Node]:
+    def _match(self, symbols: bytes) -> PrefixMatch:
         match = self._index.match(symbols, _ALL)
         assert match is not None, "the root is held"
         return match.without_partial()

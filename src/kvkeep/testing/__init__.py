@@ -1,6 +1,5 @@
 """Tests for those who extend kvkeep, and what is needed to test those who use it.
 
-    PrefixIndexTests   the contract of `kvkeep.core.prefix.base`; subclass it with your index
     PolicyTests        the contract of `kvkeep.core.eviction.base`; subclass it with your policy
     BackendTests       the contract of `kvkeep.store.backends.base`; subclass it with your backend
     CountingBackend    a backend around another that counts the calls
@@ -10,15 +9,13 @@
     TaggedPages        an engine's KV memory in which every slot knows what was written to it
     strategies         hypothesis strategies: prompts that share prefixes, tokens in every form
 
-A new index is tested by this, and a new policy likewise:
+A new policy is tested by this:
 
-    from kvkeep.testing import PrefixIndexTests
+    from kvkeep.testing import PolicyTests
 
-    class TestMyIndex(PrefixIndexTests):
-        exact = True  # finds pages that match only in part
-
-        def make_index(self, page_size, policy):
-            return MyIndex(page_size, policy)
+    class TestMyPolicy(PolicyTests):
+        def make_policy(self):
+            return MyPolicy()
 
 The suites need pytest and hypothesis (``pip install 'kvkeep[testing]'``), which are imported when a
 suite is asked for.
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
     from kvkeep.testing.memory import TaggedPages
     from kvkeep.testing.naive import NaiveCache
     from kvkeep.testing.policy_suite import PolicyTests
-    from kvkeep.testing.prefix_suite import PrefixIndexTests
     from kvkeep.testing.proxy import FaultProxy
 
 __all__ = [
@@ -49,7 +45,6 @@ __all__ = [
     "FaultyBackend",
     "NaiveCache",
     "PolicyTests",
-    "PrefixIndexTests",
     "TaggedPages",
     "strategies",
 ]
@@ -61,13 +56,11 @@ _HOMES = {
     "FaultyBackend": "kvkeep.testing.faulty",
     "NaiveCache": "kvkeep.testing.naive",
     "PolicyTests": "kvkeep.testing.policy_suite",
-    "PrefixIndexTests": "kvkeep.testing.prefix_suite",
     "TaggedPages": "kvkeep.testing.memory",
 }
 _ASSERTING = (
     "backend_hooks", "backend_suite", "backend_threads", "backend_walk", "policy_suite",
-    "prefix_driver", "prefix_finding", "prefix_forgetting", "prefix_holding",
-    "prefix_pins", "prefix_walk", "naive",
+    "naive",
 )  # fmt: skip
 
 

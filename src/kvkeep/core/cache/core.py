@@ -86,7 +86,7 @@ class Core:
     def __init__(
         self,
         pool: PagePool,
-        index: PrefixIndex[Any],
+        index: PrefixIndex,
         pins: int,
         clock: Callable[[], float],
         *,
@@ -189,10 +189,10 @@ class Core:
 
     # --- prompts -----------------------------------------------------------------------------
 
-    def hold(self, match: PrefixMatch[Any] | None, space: Namespace) -> tuple[Any, Any]:
+    def hold(self, match: PrefixMatch | None, space: Namespace) -> tuple[Any, Any]:
         """Protect what a prompt matched, see `PrefixIndex.hold`; the time is noted."""
         if self.ages.clock() >= self.ages.due:
-            self.ages.note(self.index.moment)
+            self.ages.note(self.index.policy.moment)
         return self.index.hold(match, space)
 
     # --- pages -------------------------------------------------------------------------------

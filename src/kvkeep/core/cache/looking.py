@@ -25,6 +25,7 @@ from kvkeep.core.cache.views import CacheMap, Found, NodeView
 from kvkeep.core.errors import InvalidValue, NotCached, whole
 from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.prefix.finding import Finding
+from kvkeep.core.prefix.results import PrefixMatch
 from kvkeep.core.prefix.walk import Survey
 from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE, as_tokens
 
@@ -138,7 +139,7 @@ class Looking:
             with core:
                 heads += survey.heads(rows[start : start + _STEP], _HEAD_TOKENS * TOKEN_BYTES)
         ending: list[Blocks | None] = [None] * len(rows)
-        if blocks is not None and core.index.name == "radix":
+        if blocks is not None and core.index.exact:
             ending = ends_of_blocks(blocks, self._runs(survey, walk, rows), core.marks)
         tops = survey.parents < 0
         return CacheMap(
@@ -152,7 +153,7 @@ class Looking:
         )
 
     def _heads(self, heads: list[bytes]) -> list[Head]:
-        if self._core.index.name != "radix":
+        if not self._core.index.exact:
             return [(None, head[:_KEY_BYTES]) for head in heads]
         plain = self._core.marks.plain
         return [(plain(np.frombuffer(head, TOKEN_DTYPE))[0], b"") for head in heads]
@@ -178,9 +179,9 @@ class Looking:
         """The namespace of a node, and the tokens before it; None if it is elsewhere by now."""
         core = self._core
         with core:
-            if not core.index.keeps(node):
+            if not node.in_tree:
                 return None
-            space, symbols = core.index.before(node)
+            space, symbols = node.before()
         return (space, symbols) if len(symbols) == depth * core.page_size * TOKEN_BYTES else None
 
     # --- one node ----------------------------------------------------------------------------
@@ -194,9 +195,9 @@ class Looking:
         with core:
             self._check(top, number)
             notes = core.ages.notes()
-            look = core.index.look(top)
+            look = core.index.details(top)
             heads = survey.heads(row, _HEAD_TOKENS * TOKEN_BYTES)
-            exact = core.index.name == "radix"
+            exact = core.index.exact
             symbols = np.frombuffer(look.symbols, TOKEN_DTYPE)
             tokens, extras = core.marks.plain(symbols) if exact else (None, ())
         ages = notes.seconds(survey.below_last)
@@ -224,7 +225,9 @@ class Looking:
         with core:
             core.pins.expire()
             self._check(top, number)
-            hold, _ = core.index.hold(core.index.at(top), Namespace(), used=False)
+            hold, _ = core.index.hold(
+                PrefixMatch(top.pages, top, top.size), Namespace(), used=False
+            )
             try:
                 pin = core.pins.add(hold, ttl, hard=False)
             finally:
@@ -259,7 +262,7 @@ class Looking:
         core = self._core
         with core:
             pages = self._evict(top)
-            if not core.index.keeps(top):
+            if not top.in_tree:
                 return pages, 0
             rest = core.index.walk(["size"], top)
             while not rest.done:
@@ -277,7 +280,7 @@ class Looking:
 
     def _check(self, node: Any, number: int) -> None:
         """It may have gone since it was found."""
-        if not self._core.index.keeps(node):
+        if not node.in_tree:
             raise _unknown(number)
 
     # --- search ------------------------------------------------------------------------------
@@ -291,7 +294,7 @@ class Looking:
         if not all(len(needle) for needle in sought):
             raise InvalidValue("nothing is sought: each needle has at least one token")
         core = self._core
-        if core.index.name != "radix":
+        if not core.index.exact:
             raise InvalidValue(
                 f"the {core.index.name} index keeps keys of its pages and no tokens, so nothing "
                 "can be sought in it; make the cache with prefix='radix'"

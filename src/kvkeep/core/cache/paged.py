@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from kvkeep.core.extras import as_extras, signed
 from kvkeep.core.keys import Namespace, as_namespace, chain_keys, root_key
 from kvkeep.core.pages import PageCopy, PagePool
 from kvkeep.core.prefix import index as make_index
-from kvkeep.core.prefix.base import EMPTY_PAGES
+from kvkeep.core.prefix.results import EMPTY_PAGES
 from kvkeep.core.tokens import TOKEN_BYTES, as_row, as_tokens, check_range
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class PagedCache:
                 sequence.adopt(len(shared))
             if core.watch is not None:
                 # Tokens are what the radix index looks for; the bytes are there already.
-                if extras or core.index.name != "radix":
+                if extras or not core.index.exact:
                     symbols = signed(prompt, extras)[:-1].tobytes()
                 sequence.told_pages = core.watch.opened(symbols, shared, space)
             if core.index.policy.remembers and self.reuse:
@@ -220,8 +220,8 @@ class PagedCache:
         return self._core.index.policy.asked(keys) * self._block_tokens // self.page_size
 
     def _affordable(
-        self, match: PrefixMatch[Any] | None, total: int, reserve: int
-    ) -> tuple[PrefixMatch[Any] | None, int]:
+        self, match: PrefixMatch | None, total: int, reserve: int
+    ) -> tuple[PrefixMatch | None, int]:
         """The match to hold and the pages it then needs, or `OutOfPages` before anything changed.
 
         Holding a match takes its pages out of what can be evicted. A page that matches only in
@@ -264,9 +264,7 @@ class PagedCache:
                 return CachedPrefix(0, EMPTY_PAGES)
             return CachedPrefix(found, match.pages.copy(), match.partial_page, match.partial_tokens)
 
-    def _find(
-        self, prompt: TokenArray, space: Namespace, extras: Extras
-    ) -> PrefixMatch[Any] | None:
+    def _find(self, prompt: TokenArray, space: Namespace, extras: Extras) -> PrefixMatch | None:
         """The longest match of a prompt in the index; `open` does it itself, for speed."""
         if not self.reuse:
             return None
@@ -274,7 +272,7 @@ class PagedCache:
         row = index.marks.known(prompt, extras) if extras else prompt
         return index.match(index.encoder(space).lookup(row), space)
 
-    def _check_range(self, prompt: TokenArray, match: PrefixMatch[Any] | None) -> int:
+    def _check_range(self, prompt: TokenArray, match: PrefixMatch | None) -> int:
         """Refuse negative ids, and return how many tokens the match covers.
 
         Tokens that equal stored ones are not negative, unless marks are stored: then all of the
@@ -331,7 +329,7 @@ class PagedCache:
             core.sessions.settle()
             match = self._find(prompt, space, extras)
             self._check_range(prompt, match)
-            top = None if match is None else core.index.top_of(match)
+            top = None if match is None else match.first_node()
             if top is None:
                 return RemovedPages(0, 0)
             return RemovedPages(*self._looking.evict_family(top))
@@ -483,7 +481,7 @@ class PagedCache:
                 pins=len(board.pins),
                 pinned_pages=board.num_pages,
                 hard_pinned_pages=board.num_hard_pages,
-                pins_broken=index.pins_broken,
+                pins_broken=index.pins.num_broken,
                 pins_expired=board.expired,
                 opened=did.opened,
                 forked=did.forked,

@@ -6,7 +6,7 @@ import heapq
 from typing import TYPE_CHECKING, Any, cast
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.prefix.pinned import Pinned
+from kvkeep.core.prefix.pinned import Pinned, soft_pins, soft_pins_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ class PinBoard:
     """
 
     def __init__(
-        self, index: PrefixIndex[Any], hard_budget: int, most: int, clock: Callable[[], float]
+        self, index: PrefixIndex, hard_budget: int, most: int, clock: Callable[[], float]
     ) -> None:
         self._index = index
         self.page_size = index.page_size
@@ -70,7 +70,7 @@ class PinBoard:
                 f"{self.most} pins are set, as many as this cache keeps; unpin some, or give "
                 "them a ttl after which they end by themselves"
             )
-        if hard and (needed := self._index.would_keep(hold)) > self.hard_budget:
+        if hard and (needed := self._index.pins.would_keep(hold)) > self.hard_budget:
             raise InvalidValue(
                 f"hard pins would hold {needed} pages, their budget is {self.hard_budget}; "
                 "unpin something, pin softly, or give the cache a larger hard_pin_pages"
@@ -96,7 +96,7 @@ class PinBoard:
 
     def expire(self) -> None:
         """End the pins whose time is over, and those whose prefix had to give way entirely."""
-        broken = self._index.broken
+        broken = self._index.pins.broken
         while broken:
             self.end(cast("Pin", broken.pop()))
         while self._expiry and (not self._expiry[0][2].active or self._over(self._expiry[0][0])):
@@ -112,7 +112,7 @@ class PinBoard:
         """Pages that a pin still keeps."""
         if not pin.active or (pin.expires is not None and self._over(pin.expires)):
             return 0
-        return self._index.pinned(pin)
+        return pin.num_pages
 
     def hard_holds(self) -> list[Any]:
         """The holds of hard pins."""
@@ -120,18 +120,18 @@ class PinBoard:
 
     def soft_at(self, place: Any) -> list[Pin]:
         """The soft pins that stand at the end of the run ``place``."""
-        return cast("list[Pin]", self._index.pins_at(place))
+        return cast("list[Pin]", soft_pins(place))
 
     def soft_below(self, place: Any) -> list[Pin]:
         """The soft pins whose last run goes when ``place`` and all behind it is evicted."""
-        return cast("list[Pin]", self._index.pins_below(place))
+        return cast("list[Pin]", soft_pins_below(place))
 
     @property
     def num_pages(self) -> int:
         """Pages that pins keep, each counted once; `expire` first."""
-        return self._index.num_pinned
+        return self._index.pins.num_pages
 
     @property
     def num_hard_pages(self) -> int:
         """Pages that hard pins keep, each counted once; `expire` first."""
-        return self._index.num_hard_pinned
+        return self._index.pins.num_hard

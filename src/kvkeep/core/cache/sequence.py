@@ -468,7 +468,7 @@ class Sequence:
         table = self._table.values
         assert len(table) == -(-len(self._tokens) // core.page_size)
         assert len(np.unique(table)) == len(table), "a page stands twice in a page table"
-        assert core.index.length(self._hold) == self._shared or not self._shared
+        assert self._hold.end == self._shared or not self._shared
         published = np.isin(table, stored)
         assert published[: self._shared].all(), "a shared page is not in the index"
         assert not published[self._shared :].any(), "the index stores a page that is not held"

@@ -140,7 +140,7 @@ class SessionBoard:
     are forgotten beyond ``most`` of them. Nothing here holds a page.
     """
 
-    def __init__(self, index: PrefixIndex[Any], num_pages: int, clock: Callable[[], float]) -> None:
+    def __init__(self, index: PrefixIndex, num_pages: int, clock: Callable[[], float]) -> None:
         self.lines: OrderedDict[Key, SessionState] = OrderedDict()
         self.most = _MOST_SESSIONS
         self._index = index

@@ -38,6 +38,11 @@ class Hinted(EvictionPolicy):
         self._awaited = AgeQueue[tuple[float, int]]()
         self._deaths = 0
 
+    @property
+    def moment(self) -> int:
+        """The inner policy's count of events."""
+        return self.inner.moment
+
     def death(self) -> int:
         """The number of the next death: what to set ``died`` to."""
         self._deaths += 1

@@ -1,17 +1,16 @@
-"""Prefix indices: the longest cached prefix of a prompt, and what of the rest may go."""
+"""Prefix indices: the longest cached prefix of a prompt, and which pages may be evicted."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.prefix.base import PrefixIndex, PrefixMatch, PrefixRun
+from kvkeep.core.prefix.base import PrefixIndex
 from kvkeep.core.prefix.chain import ChainIndex
 from kvkeep.core.prefix.radix import RadixIndex
+from kvkeep.core.prefix.results import PrefixMatch, PrefixRun
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from kvkeep.core.eviction import EvictionPolicy
 
 __all__ = [
@@ -27,8 +26,8 @@ __all__ = [
 INDICES: dict[str, type[RadixIndex | ChainIndex]] = {"radix": RadixIndex, "chain": ChainIndex}
 
 
-def index(name: str, page_size: int, policy: EvictionPolicy) -> PrefixIndex[Any]:
-    """A new, empty index of that name; `InvalidValue` lists the names."""
+def index(name: str, page_size: int, policy: EvictionPolicy) -> PrefixIndex:
+    """Return a new, empty index of that name; `InvalidValue` lists the names."""
     if name not in INDICES:
         raise InvalidValue(f"no prefix index {name!r}; there are {', '.join(INDICES)}")
     return INDICES[name](page_size, policy)

@@ -1,329 +1,441 @@
-"""The contract of a prefix index: tokens in, page ids out, and what may be evicted."""
+"""`PrefixIndex`: the longest cached prefix of a prompt, and which pages may be evicted."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.prefix.check import check_tree
+from kvkeep.core.prefix.heads import common_bytes
+from kvkeep.core.prefix.marks import Marks
+from kvkeep.core.prefix.node import Node, descend
+from kvkeep.core.prefix.results import (
+    EMPTY_PAGES,
+    Inserted,
+    NodeDetails,
+    PrefixMatch,
+    PrefixRun,
+    joined,
+)
+from kvkeep.core.prefix.tree import RunTree
+from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kvkeep.core.eviction import EvictionPolicy
-    from kvkeep.core.extras import Extras
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.table import PageArray
-    from kvkeep.core.prefix.marks import Marks
     from kvkeep.core.prefix.owners import Owner, Owners
     from kvkeep.core.prefix.pinned import Pinned
     from kvkeep.core.prefix.walk import TreeWalk
     from kvkeep.core.tokens import TokenArray
 
-__all__ = ["Encoder", "Hold", "Inserted", "Look", "PrefixIndex", "PrefixMatch", "PrefixRun"]
-
-Hold = TypeVar("Hold")
-"""What an index hands out for the end of a path it keeps; opaque to everybody else."""
+__all__ = ["Encoder", "PrefixIndex"]
 
 
 class Encoder(ABC):
-    """Turns the tokens of one sequence into what an index compares; one per sequence.
+    """Turns the tokens of one sequence into the symbols that an index compares.
 
-    Tokens with extras are marks, negative ids of the index's `Marks`.
-    It may keep what it computed for the leading pages, so it must be told when those change.
+    Tokens with extras are given as marks, negative ids of the index's `Marks`. An encoder may
+    cache the symbols of leading pages, so `cut` must be called when their tokens change.
     """
 
     @abstractmethod
     def lookup(self, tokens: TokenArray) -> bytes:
-        """What to match for a prompt of these tokens."""
+        """Return the symbols to match for a prompt of these tokens."""
 
     @abstractmethod
     def pages(self, tokens: TokenArray, start: int, stop: int) -> bytes:
-        """What to insert for the full pages ``start`` … ``stop`` of these tokens."""
+        """Return the symbols of the full pages ``start`` … ``stop`` of these tokens."""
 
     @abstractmethod
     def cut(self, pages: int) -> None:
-        """Only the first ``pages`` pages are still the same tokens."""
+        """Forget all but the first ``pages`` pages: later tokens may differ from now on."""
 
     @abstractmethod
     def fork(self) -> Encoder:
-        """An encoder for a sequence that has the same tokens so far."""
+        """Return an encoder for a sequence that has the same tokens so far."""
 
 
-@dataclass(slots=True, eq=False)
-class PrefixMatch(Generic[Hold]):
-    """The longest cached prefix of a prompt; good until the index changes.
-
-    ``pages`` are the full pages, int32, in order. ``partial_page`` is the page whose first
-    ``partial_tokens`` tokens also match (-1 and 0 where there is none, always for an index
-    over full pages). ``end`` is where the full pages end and ``source`` what holds the partial
-    page: both for the index alone.
-    """
-
-    pages: PageArray
-    end: Hold
-    taken: int
-    partial_page: int = -1
-    partial_tokens: int = 0
-    source: Hold | None = field(default=None, repr=False)
-
-    def without_partial(self) -> PrefixMatch[Hold]:
-        """The same match at its last full page."""
-        return PrefixMatch(self.pages, self.end, self.taken)
-
-
-class Inserted(NamedTuple, Generic[Hold]):
-    """What an insert did: the ``hold`` moved to the end, and pages that were ``existing``.
-
-    ``existing`` (int32) stand for the first of the pages given: another had computed them before.
-    """
-
-    hold: Hold
-    existing: PageArray
-
-
-class PrefixRun(NamedTuple):
-    """One run of the tree, for people: see `PrefixIndex.runs`."""
-
-    depth: int
-    start: int
-    """Pages before it."""
-    pages: PageArray
-    symbols: bytes
-    """What the index keeps for it: int32 tokens and marks, or 32-byte keys."""
-    tokens: TokenArray | None
-    """Its tokens, when the index keeps them."""
-    children: int
-    holders: int
-    pins: int
-    state: str
-    """What the eviction policy says of it."""
-    extras: Extras = ()
-    """Those of its tokens, where it has any; positions count from its first token."""
-
-
-class Look(NamedTuple):
-    """One run by its id, or the root of a namespace: see `PrefixIndex.look`."""
-
-    namespace: Namespace
-    path: tuple[int, ...]
-    """Ids from the root to the run that it hangs from."""
-    start: int
-    """Pages before it."""
-    pages: PageArray
-    symbols: bytes
-    children: int
-    state: str
-    """What the eviction policy says of it."""
-
-
-class PrefixIndex(ABC, Generic[Hold]):
+class PrefixIndex(ABC):
     """Finds the longest cached prefix of a prompt and keeps the order of eviction.
 
-    The index holds page ids and never touches tensors or reference counts: what it stores, its
-    owner retains; what `evict`, `drop` and `clear` return, its owner releases. Everything that is
-    stored is prefix-closed: a page is there only while all pages before it are.
+    The index holds page ids and never touches tensors or reference counts: its owner retains the
+    pages it stores and releases those that `evict`, `drop`, `clear` and `evict_below` return. A
+    page is stored only while all pages before it are. Namespaces share nothing.
 
-    A **hold** on the end of a path protects the path: nothing on it is evicted. `hold` gives one,
-    `insert` and `shorten` move it, `release` ends it. ``num_evictable`` is exact: so many pages
-    could be evicted now, one by one, whatever the order.
+    A **hold** on the end of a path protects the path from eviction. `hold` and `again` give one,
+    `insert`, `shorten` and `move` move it, `release` and `drop` end it; pins, see `pin`.
 
-    `match` changes nothing at all. Namespaces share nothing.
-
-    Thread safety: none; called under the cache's lock. Cost: see the implementations.
+    Thread safety: none; used under the cache's lock.
     """
 
     name: str
-    page_size: int
-    policy: EvictionPolicy
-    marks: Marks
-    """What stands for tokens with extras among the tokens that it is given."""
-    num_pages: int
-    """Pages stored."""
-    num_evictable: int
-    """Pages that nobody holds; soft pins count as evictable."""
-    pins_broken: int
-    """Soft pins that gave way to memory pressure, or to `clear`; all that there ever were."""
-    broken: list[Pinned]
-    """Those of them that their owner has not taken from here yet."""
-    owners: Owners | None = None
-    """Who uses what, once `keep_owners` was called."""
+    exact: bool
+    """Symbols are tokens: a page can match in part, and tokens can be read back."""
 
-    def keep_owners(self) -> Owners:
-        """Begin to keep who uses what; what is stored already counts as shared.
-
-        `InvalidValue` for an index that cannot: hints are no part of what an index must do.
-        """
-        raise InvalidValue(f"the {self.name} index keeps no owners, so it takes no hints")
+    def __init__(self, page_size: int, policy: EvictionPolicy, unit: int) -> None:
+        self.page_size = page_size
+        self.unit = unit
+        """Bytes of symbols per page."""
+        self.marks = Marks()
+        """The marks that stand for tokens with extras."""
+        self._tree = RunTree(policy, unit, ordered=self.exact)
+        self._roots = self._tree.roots
+        self.pins = self._tree.pins
+        """The pins that `pin` set, and how many pages they cover."""
 
     @abstractmethod
     def encoder(self, namespace: Namespace) -> Encoder:
-        """An encoder for a new sequence in ``namespace``."""
+        """Return an encoder for a new sequence in ``namespace``."""
 
-    @abstractmethod
-    def match(self, symbols: bytes, namespace: Namespace) -> PrefixMatch[Hold] | None:
-        """The longest cached prefix, or None when the namespace is empty. Changes nothing."""
+    @property
+    def policy(self) -> EvictionPolicy:
+        """The eviction policy; wrapped in `Hinted` once owners are kept."""
+        return self._tree.policy
 
-    @abstractmethod
-    def protects(self, match: PrefixMatch[Hold] | None) -> int:
-        """How many evictable pages `hold` would protect: pages that then cannot be evicted."""
+    @property
+    def num_pages(self) -> int:
+        """Pages stored."""
+        return self._tree.num_pages
 
-    @abstractmethod
-    def hold(
-        self, match: PrefixMatch[Hold] | None, namespace: Namespace, *, used: bool = True
-    ) -> tuple[Hold, Hold | None]:
-        """Protect a match: a hold on its full pages, and one on its partial page if it has one.
+    @property
+    def num_evictable(self) -> int:
+        """Pages that could be evicted now: those without holds. Pages with soft pins count."""
+        return self._tree.num_evictable
 
-        ``used`` counts as a hit on its full pages.
+    # --- matching ----------------------------------------------------------------------------
+
+    def match(self, symbols: bytes, namespace: Namespace) -> PrefixMatch | None:
+        """Return the longest cached prefix; None if nothing is stored in ``namespace``.
+
+        Changes nothing. Cost: one dictionary probe and one memcmp per run on the path, about
+        0.3 µs and 20 ps a byte.
         """
+        root = self._roots.get(namespace)
+        if root is None:
+            return None
+        node: Node = root
+        unit = self.unit
+        startswith = symbols.startswith
+        offset = 0
+        pages: list[PageArray] = []
+        while child := node.children.get(symbols[offset : offset + unit]):
+            run = child.run
+            if not startswith(run, offset):
+                return self._match_inside(symbols, offset, child, pages)
+            offset += len(run)
+            pages.append(child.pages)
+            node = child
+        match = PrefixMatch(joined(pages), node, node.size)
+        if self.exact and node.children and offset < len(symbols):
+            self._match_head(symbols[offset : offset + unit], match)
+        return match
 
-    @abstractmethod
-    def again(self, hold: Hold) -> Hold:
-        """A second hold on the same path, for a fork."""
+    def _match_inside(
+        self, symbols: bytes, offset: int, child: Node, pages: list[PageArray]
+    ) -> PrefixMatch:
+        """Return the match of a prompt that ends or differs inside ``child``, after its key."""
+        common = common_bytes(symbols, offset, child.run)
+        taken = common // self.unit
+        pages.append(child.pages[:taken])
+        match = PrefixMatch(joined(pages), child, taken)
+        tokens = (common - taken * self.unit) // TOKEN_BYTES
+        if self.exact and tokens:
+            match.partial_page = int(child.pages[taken])
+            match.partial_tokens = tokens
+            match.source = child
+        return match
 
-    @abstractmethod
+    def _match_head(self, head: bytes, match: PrefixMatch) -> None:
+        """Add the partial page: the first page of the child that shares most with ``head``."""
+        node = match.end
+        if node.heads is None:
+            (key,) = node.children
+            found: tuple[bytes, int] | None = key, common_bytes(head, 0, key)
+        else:
+            found = node.heads.closest(head, node.children)
+        if found is not None and found[1] >= TOKEN_BYTES:
+            match.source = node.children[found[0]]
+            match.partial_page = int(match.source.pages[0])
+            match.partial_tokens = found[1] // TOKEN_BYTES
+
+    # --- holding -----------------------------------------------------------------------------
+
+    def protects(self, match: PrefixMatch | None) -> int:
+        """Return how many evictable pages a `hold` of this match would make unevictable.
+
+        Cost: up to the first held ancestor.
+        """
+        if match is None:
+            return 0
+        count = 0
+        if match.source is not None and not match.source.holders:
+            count = 1  # the partial page
+        node: Node | None = match.end
+        if not match.end.holders:
+            count += match.taken - match.end.size  # hold() splits the run there
+        while node is not None and not node.holders:
+            count += node.size
+            node = node.parent
+        return count
+
+    def hold(
+        self, match: PrefixMatch | None, namespace: Namespace, *, used: bool = True
+    ) -> tuple[Node, Node | None]:
+        """Hold the full pages of a match, and its partial page if it has one.
+
+        Return both holds. ``used`` counts as a hit on the full pages. For None, the hold is on the
+        empty prefix of ``namespace``.
+        """
+        tree = self._tree
+        if match is None:
+            root = tree.root(namespace)
+            tree.hold(root)
+            return root, None
+        end = match.end
+        if match.taken < end.size:
+            end = tree.split(end, match.taken)
+        tree.hold(end)
+        if used:
+            tree.policy.hit(end)
+            if end.end:  # nothing is reused of a root
+                end.uses += 1
+        source = match.source
+        if source is not None:
+            if source.size > 1:  # protect one page only: the rest of the run stays evictable
+                source = tree.split(source, 1)
+            tree.hold(source)
+        return end, source
+
+    def again(self, hold: Node) -> Node:
+        """Return a second hold on the same path, for a fork."""
+        hold.holders += 1
+        return hold
+
+    def release(self, hold: Node, *, used: bool = True) -> None:
+        """End a hold; ``used`` counts as a use of its path.
+
+        After an unused hold, a run that was split for it may be joined again. Cost: up to the
+        first ancestor that is held by others.
+        """
+        if used:
+            self._tree.policy.used(hold)
+        self._tree.release(hold)
+        if not used and len(hold.children) == 1:
+            self._tree.rejoin(hold)
+
+    def shorten(self, hold: Node, pages: int) -> Node:
+        """Move a hold back so that it covers only the first ``pages`` pages; return it."""
+        return self.move(hold, hold, pages)
+
+    def move(self, hold: Node, path: Node, pages: int) -> Node:
+        """Move a hold to the first ``pages`` pages of the path to ``path``; return it.
+
+        One of the two paths begins with the other.
+        """
+        node = path
+        while node.parent is not None and node.parent.end >= pages:
+            node = node.parent
+        if node.end > pages:
+            node = self._tree.split(node, pages - (node.end - node.size))
+        return self._moved(hold, node)
+
+    def _moved(self, hold: Node, node: Node) -> Node:
+        if node is not hold:
+            self._tree.hold(node)
+            self.release(hold, used=False)
+        return node
+
+    # --- storing and removing ----------------------------------------------------------------
+
     def insert(
         self,
-        hold: Hold,
+        hold: Node,
         symbols: bytes,
         pages: PageArray,
         priority: int,
         *,
         known: bool = False,
         owner: Owner | None = None,
-    ) -> Inserted[Hold]:
+    ) -> Inserted:
         """Store ``pages`` after the path of ``hold`` and move the hold to their end.
 
-        ``known`` is for the policy: they were asked for before. ``owner``: on whose behalf.
+        ``known`` tells the policy that the pages had been requested before. ``owner`` is the user
+        they are stored for, None for an unnamed one.
         """
+        assert len(symbols) == len(pages) * self.unit
+        tree, unit = self._tree, self.unit
+        node = hold
+        offset = 0
+        existing: list[PageArray] = []
+        while child := node.children.get(symbols[offset : offset + unit]):
+            if not symbols.startswith(child.run, offset):
+                child = tree.split(child, common_bytes(symbols, offset, child.run) // unit)
+            offset += len(child.run)
+            existing.append(child.pages)
+            node = child
+        if tree.owners is not None and (existing or owner is None):
+            tree.owners.used(node, owner)
+        if offset < len(symbols):
+            node = tree.append(
+                node,
+                symbols[offset:],
+                pages[offset // unit :],
+                priority,
+                known=known,
+                owner=owner,
+                publisher=hold,
+            )
+        self._moved(hold, node)
+        node.priority = max(node.priority, priority)  # it is held, so in no queue by priority
+        return Inserted(node, joined(existing))
 
-    @abstractmethod
-    def shorten(self, hold: Hold, pages: int) -> Hold:
-        """Move a hold back so that it covers the first ``pages`` pages."""
-
-    @abstractmethod
-    def move(self, hold: Hold, path: Hold, pages: int) -> Hold:
-        """Move a hold to the first ``pages`` pages of another's path, which begins with its own."""
-
-    @abstractmethod
-    def release(self, hold: Hold, *, used: bool = True) -> None:
-        """End a hold; ``used`` counts as a use of its path.
-
-        After a hold that was no use, the index may join what it had cut for that hold.
-        """
-
-    @abstractmethod
-    def drop(self, hold: Hold, keep: int) -> PageArray:
-        """End a hold and forget its path beyond ``keep`` pages, so far as nobody else needs it."""
-
-    @abstractmethod
     def evict(self, count: int) -> PageArray:
-        """Forget ``count`` pages (all evictable ones if they are fewer) and return their ids."""
+        """Remove ``count`` pages, or all evictable ones if they are fewer; return their ids.
 
-    @abstractmethod
+        Leaves with soft pins are evicted last. Cost: about 1.5 µs a run, whatever is stored.
+        """
+        return self._tree.evict(count)
+
+    def drop(self, hold: Node, keep: int) -> PageArray:
+        """End a hold and remove its path beyond ``keep`` pages, as far as nothing else needs it."""
+        self.release(hold)
+        freed: list[PageArray] = []
+        node = hold
+        while node.end > keep and not node.holders and not node.children and not node.pins:
+            parent = node.parent
+            assert parent is not None
+            count = min(node.size, node.end - keep)
+            whole = count == node.size
+            freed.append(self._tree.remove(node, count))
+            if not whole:
+                break
+            node = parent
+        return joined(freed)
+
     def clear(self, namespace: Namespace | None = None) -> PageArray:
-        """Forget all that nobody holds, in one namespace or in all, and return the page ids."""
+        """Remove all pages without holds, pinned or not, of one namespace or of all."""
+        if namespace is None:
+            return self.evict(self.num_evictable)
+        root = self._roots.get(namespace)
+        return EMPTY_PAGES if root is None else self.evict_below(root)
 
-    @abstractmethod
-    def pin(self, hold: Hold, pin: Pinned, *, hard: bool = False) -> None:
-        """Set ``pin`` on this path: it stays until nothing else is left, its beginning longest.
+    def evict_below(self, node: Node) -> PageArray:
+        """Remove a run and all its descendants, pinned or not, except those that are held."""
+        children_first = [below for below, _ in descend(node)][::-1]
+        return joined(
+            [
+                self._tree.remove(below, below.size)
+                for below in children_first
+                if not below.holders and below.parent is not None
+            ]
+        )
 
-        The pin stays where ``hold`` is now, wherever the hold is moved later. A ``hard`` pin
-        takes over the hold itself, so that nothing of the path goes.
+    # --- pins and owners ---------------------------------------------------------------------
+
+    def pin(self, hold: Node, pin: Pinned, *, hard: bool = False) -> None:
+        """Set ``pin`` on the path of ``hold``; it stays there wherever the hold moves later.
+
+        A path with a soft pin is evicted last, its tail first. A ``hard`` pin takes over the hold
+        itself, so the path is not evicted at all.
         """
+        assert hold.holders, "a pin is set while its path is held"
+        self._tree.pins.add(hold, pin, hard=hard)
 
-    @abstractmethod
     def unpin(self, pin: Pinned) -> None:
-        """Take a pin away, and end the hold of a hard one; a broken one was taken away already."""
-
-    @abstractmethod
-    def pinned(self, pin: Pinned) -> int:
-        """Pages on the path of ``pin`` that are still there; 0 when it is broken or was ended."""
-
-    @property
-    @abstractmethod
-    def num_pinned(self) -> int:
-        """Pages on the paths of pins, each counted once."""
-
-    @property
-    @abstractmethod
-    def num_hard_pinned(self) -> int:
-        """Pages on the paths of hard pins, each counted once."""
-
-    @abstractmethod
-    def would_keep(self, hold: Hold) -> int:
-        """What ``num_hard_pinned`` would be with a hard pin of this path."""
-
-    @abstractmethod
-    def length(self, hold: Hold) -> int:
-        """Pages on the path of ``hold``."""
-
-    # --- the map: an index may do without ----------------------------------------------------
+        """Remove a pin, and end the hold of a hard one; do nothing if it is broken."""
+        spot = pin.spot
+        if spot is None:
+            return
+        node = spot.node
+        if pin in spot.hard:
+            self._tree.pins.remove(pin)
+            self.release(node)
+            return
+        queued = not node.children and not node.holders
+        if queued:
+            self._tree.dequeue(node)
+        self._tree.pins.remove(pin)
+        if queued:
+            self._tree.enqueue(node)
 
     @property
-    def moment(self) -> int:
-        """How many events the policy has counted; what ``last_used`` is compared with."""
-        return 0
+    def owners(self) -> Owners | None:
+        """Which user stored what; None until `keep_owners` is called."""
+        return self._tree.owners
 
-    def walk(self, columns: Iterable[str], top: Namespace | Hold | None = None) -> TreeWalk:
-        """A walk over all there is, one namespace (with its root), or a hold and all behind it.
+    def keep_owners(self) -> Owners:
+        """Start to record owners; pages stored before count as shared."""
+        return self._tree.keep_owners()
 
-        `InvalidValue` for an index that has no nodes to walk over.
-        """
-        raise InvalidValue(f"the {self.name} index cannot be walked over, so it has no map")
+    # --- inspecting --------------------------------------------------------------------------
 
-    def keeps(self, place: Hold) -> bool:
-        """Whether what a walk has found is still there."""
-        raise InvalidValue(f"the {self.name} index has no map")
+    def walk(self, columns: Iterable[str], top: Namespace | Node | None = None) -> TreeWalk:
+        """Return a walk over all nodes, those of one namespace, or a node and its descendants."""
+        from kvkeep.core.prefix.walk import TreeWalk  # noqa: PLC0415 - only maps need it
 
-    def look(self, place: Hold) -> Look:
-        """All there is to know of what a walk has found, and which is still there."""
-        raise InvalidValue(f"the {self.name} index has no map")
+        if isinstance(top, Node):
+            return TreeWalk([top], *columns)
+        tops = [*self._roots.values()] if top is None else [self._roots.get(top)]
+        return TreeWalk([root for root in tops if root is not None], *columns)
 
-    def before(self, place: Hold) -> tuple[Namespace, bytes]:
-        """The namespace of what a walk has found, and the symbols on the way to it."""
-        raise InvalidValue(f"the {self.name} index has no map")
-
-    def at(self, place: Hold) -> PrefixMatch[Hold]:
-        """As if a prompt had matched up to the end of what a walk has found."""
-        raise InvalidValue(f"the {self.name} index has no map")
-
-    def pins_at(self, place: Hold) -> list[Pinned]:
-        """The soft pins that stand at the end of what a walk has found."""
-        raise InvalidValue(f"the {self.name} index has no map")
-
-    def pins_below(self, place: Hold) -> list[Pinned]:
-        """The soft pins at the end of runs that `evict_below` of ``place`` takes away."""
-        raise InvalidValue(f"the {self.name} index has no map")
-
-    def top_of(self, match: PrefixMatch[Hold]) -> Hold | None:
-        """The run with which the path of a match begins; None for a match without a full page."""
-        raise InvalidValue(f"the {self.name} index has no map")
-
-    def evict_below(self, place: Hold) -> PageArray:
-        """Forget a run and all behind it, pinned or not, so far as nobody holds it."""
-        raise InvalidValue(f"the {self.name} index has no map")
+    def details(self, node: Node) -> NodeDetails:
+        """Describe a node that is in the tree."""
+        path: list[int] = []
+        above = node.parent
+        while above is not None:
+            path.append(above.id)
+            above = above.parent
+        return NodeDetails(
+            namespace=node.before()[0],
+            path=tuple(reversed(path)),
+            start=node.depth,
+            pages=node.pages.copy(),
+            symbols=bytes(node.run),
+            children=len(node.children),
+            state=self.policy.describe(node) if node.end else "",
+        )
 
     @property
-    @abstractmethod
     def num_namespaces(self) -> int:
         """Namespaces in which anything is stored or held."""
+        return len(self._roots)
 
-    @abstractmethod
     def namespaces(self) -> dict[Namespace, int]:
-        """Pages stored per namespace."""
+        """Return the pages stored per namespace. Cost: all nodes."""
+        return {
+            namespace: sum(node.size for node, _ in descend(root))
+            for namespace, root in self._roots.items()
+        }
 
-    @abstractmethod
     def runs(self, namespace: Namespace) -> Iterator[PrefixRun]:
-        """What is stored, depth first; for people and for tests."""
+        """Yield the stored runs depth first, most recently used branches first."""
+        root = self._roots.get(namespace)
+        for node, depth in () if root is None else descend(root):
+            if node.parent is not None:
+                symbols = bytes(node.run)
+                row = np.frombuffer(symbols, TOKEN_DTYPE)
+                tokens, extras = self.marks.plain(row) if self.exact else (None, ())
+                yield PrefixRun(
+                    depth=depth - 1,
+                    start=node.depth,
+                    pages=node.pages.copy(),
+                    symbols=symbols,
+                    tokens=tokens,
+                    children=len(node.children),
+                    holders=node.holders,
+                    pins=node.pins,
+                    state=self.policy.describe(node),
+                    extras=extras,
+                )
 
-    @abstractmethod
-    def check(self, holds: list[Hold]) -> PageArray:
-        """Recount everything given all holds there are; returns the pages stored. Asserts."""
+    def check(self, holds: list[Node]) -> PageArray:
+        """Recount everything, given all holds; return the pages stored. Asserts."""
+        return check_tree(self._tree, holds)
 
-
-EMPTY_PAGES: PageArray = np.empty(0, np.int32)
-EMPTY_PAGES.flags.writeable = False
+    def __repr__(self) -> str:
+        return f"<{self.name} index, {self.num_pages} pages, {self.num_evictable} evictable>"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvkeep.core.keys import KEY_BYTES, chain_keys, root_key
-from kvkeep.core.prefix.base import Encoder
-from kvkeep.core.prefix.tree import RunTree
+from kvkeep.core.prefix.base import Encoder, PrefixIndex
 from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -18,26 +17,23 @@ if TYPE_CHECKING:
 __all__ = ["ChainIndex"]
 
 
-class ChainIndex(RunTree):
-    """The tree over the 32-byte keys of `kvkeep.core.keys`: it keeps no tokens, and finds full
-    pages.
+class ChainIndex(PrefixIndex):
+    """Compares the 32-byte block keys of `kvkeep.core.keys`: stores no tokens, matches full pages.
 
-    The keys of a sequence are a row of 32-byte symbols like any other, so runs, holds and eviction
-    are those of the radix index: no object and no dictionary entry per page. A key names all
-    tokens before it, so equal keys are equal prefixes.
+    A key covers all tokens before it, so equal keys are equal prefixes.
 
     Memory: 32 bytes and 4 a page, and about 600 bytes a run. Cost: hashing, 0.45 µs a page once per
     sequence, then a lookup at memory speed.
     """
 
     name = "chain"
-    unit = KEY_BYTES
+    exact = False
 
     def __init__(self, page_size: int, policy: EvictionPolicy) -> None:
-        super().__init__(page_size, policy)
+        super().__init__(page_size, policy, unit=KEY_BYTES)
 
     def encoder(self, namespace: Namespace) -> Encoder:
-        """An encoder that computes each key of its sequence once."""
+        """Return an encoder that computes each key of its sequence once."""
         return _KeyEncoder(root_key(namespace), self.page_size, [], self.marks)
 
 

@@ -1,11 +1,13 @@
-"""`Node`: one run of pages in the tree, and ways to walk from it."""
+"""`Node`: one run of pages in the tree, with the operations that change its shape."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvkeep.core.eviction.base import Entry
-from kvkeep.core.prefix.base import EMPTY_PAGES
+from kvkeep.core.prefix.results import EMPTY_PAGES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,13 +22,12 @@ __all__ = ["Node", "Root", "descend"]
 
 
 class Node(Entry):
-    """A run of pages and the symbols they stand for. The root of a namespace has no pages.
+    """A run of pages and the symbols they were computed from.
 
-    ``serial`` is its name for people: no two nodes of a tree ever have the same. It belongs to the
-    *end* of the run, as a hold and a pin do: it stays when the run grows, when its tail is evicted,
-    and when it is split, where the new front gets another. ``uses`` are the requests whose reuse
-    ended here, and below where that is gone: those that reused the run are these and all further
-    down, so a split leaves both halves with what they had.
+    ``serial`` is unique in its tree and belongs to the *end* of the run, as holds and pins do: it
+    stays when the run grows, loses its tail, or is cut, where the new front gets a new serial.
+    ``uses`` counts the requests whose reuse ended here or in an evicted descendant; the requests
+    that reused a run are its own uses and those of all its descendants, so a cut changes nothing.
     """
 
     __slots__ = (
@@ -44,35 +45,100 @@ class Node(Entry):
     ) -> None:
         super().__init__()
         self.parent = parent
-        self.run = run
-        self.key = bytes(run[:unit])
+        self.run = run  # symbols of all pages
+        self.key = bytes(run[:unit])  # symbols of the first page
         self.pages = pages
         self.size = len(pages)
         self.depth = 0 if parent is None else parent.end
         self.end: int = self.depth + self.size
         self.children: dict[bytes, Node] = {}
-        self.heads: Heads | None = None
-        self.holders = 0  # holds on this very node, and children that are held
-        self.pins = 0  # soft ones at its end
-        self.spot: Spot | None = None  # all of them, if there are any
-        self.covered = 0  # 1 if a pin stands at its end, and children that are covered
-        self.kept = 0  # the same, of hard pins alone
-        self.owner: Owner | None = None  # who alone has used it, if that is known
+        self.heads: Heads | None = None  # the children's keys in order, from two children on
+        self.holders = 0  # holds on this node, and children with holders
+        self.pins = 0  # soft pins at its end
+        self.spot: Spot | None = None  # all pins at its end
+        self.covered = 0  # 1 for pins at its end, and 1 for each covered child
+        self.kept = 0  # like covered, for hard pins alone
+        self.owner: Owner | None = None  # the only user so far, if known
         self.serial = serial
         self.uses = 0
-        self.sleepers = 0  # 1 if it is suspended itself, and children that have any
+        self.sleepers = 0  # 1 if it is suspended itself, and 1 for each child with sleepers
 
     @property
     def id(self) -> int:
-        """Its number for people: that of a root is negative."""
+        """The number by which people name it; negative for a root."""
         return self.serial if self.end else -self.serial
+
+    @property
+    def in_tree(self) -> bool:
+        """Whether it is still in the tree; always true for a root."""
+        return self.parent is not None
+
+    def before(self) -> tuple[Namespace, bytes]:
+        """Return its namespace and the symbols of all runs before it."""
+        runs: list[bytes | memoryview] = []
+        node = self
+        while node.parent is not None:
+            node = node.parent
+            runs.append(node.run)
+        assert isinstance(node, Root)
+        return node.namespace, b"".join(reversed(runs))
+
+    def grow(self, symbols: bytes, pages: PageArray) -> None:
+        """Append pages to the run."""
+        self.run = b"".join((self.run, symbols))
+        self.pages = np.concatenate((self.pages, pages))
+        self.size += len(pages)
+        self.end += len(pages)
+
+    def trim(self, count: int, unit: int) -> PageArray:
+        """Remove the last ``count`` pages and return them.
+
+        Symbols are copied only when half of them are gone, so that trimming page by page is cheap.
+        """
+        keep = self.size - count
+        gone = self.pages[keep:]
+        self.pages = self.pages[:keep]
+        self.size = keep
+        self.end -= count
+        view = memoryview(self.run)
+        self.run = view[: keep * unit]
+        if isinstance(view.obj, bytes) and len(view.obj) > 2 * len(self.run):
+            self.run = bytes(self.run)
+            self.pages = self.pages.copy()
+        return gone
+
+    def cut_off(self, upper: Node, unit: int) -> None:
+        """Give the first pages to ``upper``, a new node that takes this node's place."""
+        parent, at = self.parent, upper.size
+        assert parent is not None
+        parent.children[upper.key] = upper
+        self.run = bytes(self.run[at * unit :])
+        self.key = self.run[:unit]
+        self.pages = self.pages[at:].copy()
+        self.size -= at
+        self.depth += at
+        self.parent = upper
+        upper.children[self.key] = self
+
+    def absorb(self, upper: Node) -> None:
+        """Undo `cut_off`: put the pages of ``upper``, the parent, in front again."""
+        parent = upper.parent
+        assert parent is not None
+        self.run = b"".join((upper.run, self.run))
+        self.key = upper.key
+        self.pages = np.concatenate((upper.pages, self.pages))
+        self.size += upper.size
+        self.depth = upper.depth
+        self.parent = parent
+        parent.children[self.key] = self
+        upper.parent = None
 
     def __repr__(self) -> str:
         return f"<Node …{self.end} pages, {self.size} of its own, {self.holders} holders>"
 
 
 class Root(Node):
-    """Where the paths of one namespace begin: no pages, never evicted, gone when it is empty."""
+    """The start of all paths of one namespace: no pages, removed when it is empty."""
 
     __slots__ = ("namespace",)
 
@@ -80,9 +146,17 @@ class Root(Node):
         super().__init__(None, b"", EMPTY_PAGES, 0, serial)
         self.namespace = namespace
 
+    @property
+    def in_tree(self) -> bool:
+        """Always true: a root that is removed stays a valid, empty path."""
+        return True
+
 
 def descend(root: Node) -> Iterator[tuple[Node, int]]:
-    """Every node below and with ``root``, parents first, with its depth; no recursion."""
+    """Yield ``root`` and all its descendants with their depth in nodes; parents first.
+
+    Children that were used most recently come first. No recursion.
+    """
     stack = [(root, 0)]
     while stack:
         node, depth = stack.pop()

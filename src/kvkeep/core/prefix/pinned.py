@@ -14,22 +14,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvkeep.core.prefix.node import descend
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvkeep.core.prefix.node import Node
 
-__all__ = ["Pinned", "Pins", "Spot"]
+__all__ = ["Pinned", "Pins", "Spot", "soft_pins", "soft_pins_below"]
 
 
 class Pinned:
-    """One pin, for `PrefixIndex.pin`. Users of an index derive what they know of it."""
+    """One pin, as the index sees it; the cache derives its pins from this class."""
 
     __slots__ = ("spot",)
 
     def __init__(self) -> None:
         self.spot: Spot | None = None
         """Where it stands; None before it is set, and when it was broken or taken away."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages on its path that are still stored; 0 when it is broken or was removed."""
+        return 0 if self.spot is None else self.spot.node.end
 
 
 class Spot:
@@ -69,7 +76,10 @@ class Pins:
         """Pages on the paths of all pins."""
         self.num_hard = 0
         """Pages on the paths of hard pins."""
+        self.num_broken = 0
+        """Soft pins that gave way entirely, since the start."""
         self.broken: list[Pinned] = []
+        """Those of them that the owner of the index has not taken out yet."""
 
     def add(self, node: Node, pin: Pinned, *, hard: bool) -> None:
         """``pin`` stands at the end of ``node``."""
@@ -115,6 +125,7 @@ class Pins:
             for pin in spot.soft:
                 pin.spot = None
             self.broken += spot.soft
+            self.num_broken += len(spot.soft)
             return
         parent.pins += len(spot.soft)
         own = parent.spot
@@ -199,3 +210,16 @@ class Pins:
         assert covered == self.num_pages, (covered, self.num_pages)
         assert kept == self.num_hard, (kept, self.num_hard)
         assert all(pin.spot is None for pin in self.broken)
+
+
+def soft_pins(node: Node) -> list[Pinned]:
+    """Return the soft pins at the end of ``node``."""
+    return [] if node.spot is None else list(node.spot.soft)
+
+
+def soft_pins_below(top: Node) -> list[Pinned]:
+    """Return the soft pins that `PrefixIndex.evict_below` of ``top`` breaks or moves up.
+
+    Cost: all descendants.
+    """
+    return [pin for node, _ in descend(top) if not node.holders for pin in soft_pins(node)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.core.prefix.base import Encoder
-from kvkeep.core.prefix.tree import RunTree
+from kvkeep.core.prefix.base import Encoder, PrefixIndex
 from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["RadixIndex"]
 
 
-class RadixIndex(RunTree):
+class RadixIndex(PrefixIndex):
     """Edges are page-aligned token runs; beyond the full pages, a page's first tokens match too.
 
     Memory: 4 bytes a token, 4 a page, and about 600 bytes a run.
@@ -26,12 +25,11 @@ class RadixIndex(RunTree):
     exact = True
 
     def __init__(self, page_size: int, policy: EvictionPolicy) -> None:
-        super().__init__(page_size, policy)
-        self.unit = page_size * TOKEN_BYTES
+        super().__init__(page_size, policy, unit=page_size * TOKEN_BYTES)
         self._encoder = _TokenEncoder(page_size)
 
     def encoder(self, namespace: Namespace) -> Encoder:
-        """One for all: token bytes depend on nothing else."""
+        """Return the same encoder for all sequences: token bytes depend on nothing else."""
         return self._encoder
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
-    from kvkeep.core.prefix.base import PrefixRun
+    from kvkeep.core.prefix.results import PrefixRun
     from kvkeep.core.tokens import TokenArray
 
 __all__ = ["draw"]

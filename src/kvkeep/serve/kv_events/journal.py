@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.kv_events.wire import BlockHash, KVEvent
 
     class StoredRun(Protocol):
-        """A run of a cache's tree: `kvkeep.core.prefix.base.Run` is one."""
+        """A run of a cache's tree: `kvkeep.core.prefix.PrefixRun` is one."""
 
         @property
         def depth(self) -> int: ...

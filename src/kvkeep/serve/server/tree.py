@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.prefix.base import PrefixRun as StoredRun
+    from kvkeep.core.prefix.results import PrefixRun as StoredRun
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.server.service import Service
 

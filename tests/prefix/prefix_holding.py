@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-
-from kvkeep.testing.prefix_hooks import PrefixHooks, pages_of
+from prefix_hooks import PrefixHooks, pages_of
 
 if TYPE_CHECKING:
-    from kvkeep.testing.prefix_driver import IndexDriver
+    from prefix_driver import IndexDriver
 
 __all__ = ["HoldingTests"]
 
@@ -160,7 +159,7 @@ class HoldingTests(PrefixHooks):
             driver.keep(pages_of(driver, *path)).hold
             for path in ([1, 2, 3], [1, 2, 4, 5], [1], [8])
         ]
-        assert [driver.index.length(hold) for hold in holds] == [3, 4, 1, 1]
+        assert [hold.end for hold in holds] == [3, 4, 1, 1]
 
     def test_check_finds_a_hold_too_many_or_too_few(self, driver: IndexDriver) -> None:
         """It recounts with the holds it is given: a leaked one does not pass."""

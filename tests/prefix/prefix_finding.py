@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefix_hooks import PrefixHooks, pages_of
 
-from kvkeep.testing.prefix_hooks import PrefixHooks, pages_of
 from kvkeep.testing.strategies import Recipe, recipes
 
 if TYPE_CHECKING:
-    from kvkeep.testing.prefix_driver import IndexDriver
+    from prefix_driver import IndexDriver
 
 __all__ = ["FindingTests"]
 
@@ -78,7 +78,7 @@ class FindingTests(PrefixHooks):
         orders = []
         for lookups in (0, 30):
             driver = self.make_driver(2)
-            chance, other = random.Random(7), random.Random(8)  # noqa: S311 - a test, not a secret
+            chance, other = random.Random(7), random.Random(8)
             for _ in range(12):
                 driver.store([chance.randrange(2) for _ in range(chance.randrange(2, 14))])
                 for _ in range(lookups):
@@ -140,7 +140,7 @@ class FindingTests(PrefixHooks):
         """With hundreds of pages behind one place, removed and added again, the best is found."""
         size = 4
         driver = self.make_driver(size)
-        chance = random.Random(11)  # noqa: S311 - a test, not a secret
+        chance = random.Random(11)
         stem = [5] * size
         stored: dict[tuple[int, ...], None] = {}
 
@@ -221,7 +221,7 @@ class FindingTests(PrefixHooks):
     def test_runs_show_everything(self) -> None:
         """The runs of a namespace are all its pages, in order, with their tokens if kept."""
         driver = self.make_driver(2)
-        chance = random.Random(3)  # noqa: S311 - a test, not a secret
+        chance = random.Random(3)
         for _ in range(20):
             driver.store([chance.randrange(2) for _ in range(chance.randrange(2, 16))])
         (space,) = driver.index.namespaces()

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefix_hooks import PrefixHooks
 
 from kvkeep.core.eviction import POLICIES
-from kvkeep.testing.prefix_hooks import PrefixHooks
 from kvkeep.testing.strategies import Recipe, recipes
 
 if TYPE_CHECKING:
+    from prefix_driver import HeldPath, IndexDriver
+
     from kvkeep.core.prefix.pinned import Pinned
-    from kvkeep.testing.prefix_driver import HeldPath, IndexDriver
 
 __all__ = ["WalkTests"]
 

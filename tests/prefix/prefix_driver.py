@@ -1,4 +1,4 @@
-"""`IndexDriver`: uses a bare prefix index the way a cache does, with the naive model beside it."""
+"""`IndexDriver`: uses a bare prefix index as a cache does, and compares it with the naive model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HeldPath:
 class IndexDriver:
     """Gives out page ids 0, 1, 2 …, remembers all holds, and tells the model what was stored."""
 
-    def __init__(self, index: PrefixIndex[Any], *, exact: bool) -> None:
+    def __init__(self, index: PrefixIndex, *, exact: bool) -> None:
         self.index = index
         self.naive = NaiveCache(index.page_size, exact=exact)
         self.held: list[HeldPath] = []
@@ -44,7 +44,7 @@ class IndexDriver:
         self.pins: dict[Pinned, list[int]] = {}  # the pages that were there when they were set
         self._pages = 0
 
-    def match(self, tokens: list[int], namespace: str = "") -> PrefixMatch[Any] | None:
+    def match(self, tokens: list[int], namespace: str = "") -> PrefixMatch | None:
         """Look up a prompt."""
         space = as_namespace(namespace)
         symbols = self.index.encoder(space).lookup(as_tokens(tokens))
@@ -143,7 +143,7 @@ class IndexDriver:
         del self.pins[pin]
         self.hard.pop(pin, None)
         self.index.unpin(pin)
-        assert not self.index.pinned(pin)
+        assert not pin.num_pages
 
     def drop(self, held: HeldPath, keep: int) -> list[int]:
         """End a hold and forget what is behind ``keep`` pages, so far as nobody needs it."""
@@ -191,9 +191,9 @@ class IndexDriver:
         holders = {held.namespace for held in self.held}
         assert self.index.num_namespaces == len(spaces | holders)
         for held in self.held:
-            assert self.index.length(held.hold) == len(held.pages)
-        covered = {p for pin, path in self.pins.items() for p in path[: self.index.pinned(pin)]}
-        assert self.index.num_pinned == len(covered)
+            assert held.hold.end == len(held.pages)
+        covered = {p for pin, path in self.pins.items() for p in path[: pin.num_pages]}
+        assert self.index.pins.num_pages == len(covered)
         assert covered <= self.naive.pages.keys()
         hard = {page for held in self.hard.values() for page in held.pages}
-        assert self.index.num_hard_pinned == len(hard)
+        assert self.index.pins.num_hard == len(hard)

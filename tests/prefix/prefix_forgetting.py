@@ -6,19 +6,19 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from prefix_hooks import PrefixHooks, pages_of
 
 from kvkeep.core.eviction import FIFO, LFU, Priority
-from kvkeep.testing.prefix_hooks import PrefixHooks, pages_of
 
 if TYPE_CHECKING:
-    from kvkeep.testing.prefix_driver import IndexDriver
+    from prefix_driver import IndexDriver
 
 __all__ = ["ForgettingTests"]
 
 
 def fill(driver: IndexDriver, prompts: int, seed: int = 5) -> None:
     """Store prompts of 1 … 8 pages that often begin alike."""
-    chance = random.Random(seed)  # noqa: S311 - a test, not a secret
+    chance = random.Random(seed)
     for _ in range(prompts):
         pages = [chance.randrange(3) for _ in range(chance.randrange(1, 9))]
         driver.store(pages_of(driver, *pages))

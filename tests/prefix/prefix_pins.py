@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.testing.prefix_hooks import PrefixHooks, pages_of
+from prefix_hooks import PrefixHooks, pages_of
 
 if TYPE_CHECKING:
+    from prefix_driver import IndexDriver
+
     from kvkeep.core.prefix.pinned import Pinned
-    from kvkeep.testing.prefix_driver import IndexDriver
 
 __all__ = ["PinTests"]
 
@@ -42,15 +43,15 @@ class PinTests(PrefixHooks):
         tokens = pages_of(driver, 1, 2, 3)
         pages = driver.store(tokens)
         pinned = pin(driver, tokens)
-        assert driver.index.pinned(pinned) == 3
+        assert pinned.num_pages == 3
         assert driver.evict(1) == pages[2:]
-        assert driver.index.pinned(pinned) == 2
-        assert driver.index.pins_broken == 0
+        assert pinned.num_pages == 2
+        assert driver.index.pins.num_broken == 0
         driver.check()
         assert sorted(driver.evict(9)) == sorted(pages[:2])
-        assert driver.index.pinned(pinned) == 0
-        assert driver.index.pins_broken == 1
-        assert driver.index.broken == [pinned]
+        assert pinned.num_pages == 0
+        assert driver.index.pins.num_broken == 1
+        assert driver.index.pins.broken == [pinned]
         driver.unpin(pinned)  # of what has gone: nothing happens
         driver.check()
 
@@ -63,7 +64,7 @@ class PinTests(PrefixHooks):
         pages = driver.store(tokens)
         pinned = pin(driver, tokens)
         assert len(driver.evict(3)) == 3  # the other branch, and the end of this one
-        assert driver.index.pinned(pinned) == 2
+        assert pinned.num_pages == 2
         others = driver.store(pages_of(driver, 9, 9))
         assert sorted(driver.evict(2)) == sorted(others)
         assert driver.found(tokens) == pages[:2]
@@ -117,7 +118,7 @@ class PinTests(PrefixHooks):
         driver.store([*tokens, *pages_of(driver, 5)])
         driver.close(driver.open(tokens[:size]))
         driver.close(driver.open(tokens))
-        assert driver.index.pinned(pinned) == 4
+        assert pinned.num_pages == 4
         assert not set(driver.evict(2)) & set(pages)
         assert driver.found(tokens) == pages
         driver.check()
@@ -129,7 +130,7 @@ class PinTests(PrefixHooks):
             driver.store(tokens)
             pinned = pin(driver, tokens)
             assert len(driver.clear(space)) == 2
-            assert driver.index.pinned(pinned) == 0
+            assert pinned.num_pages == 0
             driver.check()
 
     def test_pins_that_come_together_are_all_known(self, driver: IndexDriver) -> None:
@@ -143,14 +144,14 @@ class PinTests(PrefixHooks):
             pins += [pin(driver, tokens[:size]) for _ in range(before)]
             driver.check()
             driver.evict(2)
-            assert [driver.index.pinned(each) for each in pins] == [1] * len(pins)
+            assert [each.num_pages for each in pins] == [1] * len(pins)
             driver.check()
             driver.unpin(pins.pop(0))
             driver.check()
-            driver.index.broken.clear()
+            driver.index.pins.broken.clear()
             driver.evict(1)
-            assert set(driver.index.broken) == set(pins)
-            assert [driver.index.pinned(each) for each in pins] == [0] * len(pins)
+            assert set(driver.index.pins.broken) == set(pins)
+            assert [each.num_pages for each in pins] == [0] * len(pins)
             driver.check()
 
     def test_a_hard_pin_holds(self, driver: IndexDriver) -> None:
@@ -164,18 +165,18 @@ class PinTests(PrefixHooks):
         soft = pin(driver, tokens)
         driver.check()
         index = driver.index
-        assert (index.num_pinned, index.num_hard_pinned, index.num_evictable) == (3, 2, 2)
+        assert (index.pins.num_pages, index.pins.num_hard, index.num_evictable) == (3, 2, 2)
         held = driver.open(pages_of(driver, 1, 9))
-        assert index.would_keep(held.hold) == 3
+        assert index.pins.would_keep(held.hold) == 3
         driver.close(held)
         assert len(driver.evict(9)) == 2
         assert driver.found(tokens) == pages[:2]
-        assert (index.pinned(soft), index.pinned(hard)) == (2, 2)
+        assert (soft.num_pages, hard.num_pages) == (2, 2)
         driver.unpin(hard)
         driver.check()
-        assert (index.num_pinned, index.num_hard_pinned) == (2, 1)
+        assert (index.pins.num_pages, index.pins.num_hard) == (2, 1)
         assert len(driver.evict(9)) == 1
         driver.unpin(again)
         assert len(driver.evict(9)) == 1
-        assert index.broken == [soft]
+        assert index.pins.broken == [soft]
         driver.check()

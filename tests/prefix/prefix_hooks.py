@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from prefix_driver import IndexDriver
 
 from kvkeep.core.eviction import LRU
-from kvkeep.testing.prefix_driver import IndexDriver
 
 if TYPE_CHECKING:
     from kvkeep.core.eviction import EvictionPolicy
@@ -22,7 +22,7 @@ class PrefixHooks:
     exact = False
     """The index finds pages that match only in part."""
 
-    def make_index(self, page_size: int, policy: EvictionPolicy) -> PrefixIndex[Any]:
+    def make_index(self, page_size: int, policy: EvictionPolicy) -> PrefixIndex:
         """A new, empty index."""
         raise NotImplementedError("say how to make the index that is to be tested")
 

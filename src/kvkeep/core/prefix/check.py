@@ -1,0 +1,63 @@
+"""Recount a `RunTree` from scratch: every counter, queue and link."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvkeep.core.prefix.node import descend
+from kvkeep.core.prefix.results import joined
+
+if TYPE_CHECKING:
+    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.prefix.node import Node
+    from kvkeep.core.prefix.tree import RunTree
+
+__all__ = ["check_tree"]
+
+
+def check_tree(tree: RunTree, holds: list[Node]) -> PageArray:
+    """Assert every invariant of ``tree``, given all holds on it; return the pages stored."""
+    direct = Counter(holds)
+    nodes: list[Node] = []
+    for namespace, root in tree.roots.items():
+        assert root.holders or root.children, f"an empty root of {namespace}"
+        assert root.parent is None
+        assert root.size == root.end == 0
+        _check_children(tree, root, direct.pop(root, 0))
+        for node, _ in descend(root):
+            if node is not root:
+                _check_children(tree, node, direct.pop(node, 0))
+                _check_run(tree, node)
+                nodes.append(node)
+    assert not direct, f"holds on nodes that are not in the tree: {list(direct)}"
+    tree.pins.check(nodes)
+    if tree.owners is not None:
+        tree.owners.check(list(tree.roots.values()))
+    pages = joined([node.pages for node in nodes])
+    assert len(pages) == tree.num_pages, (len(pages), tree.num_pages)
+    free = [node for node in nodes if not node.holders]
+    evictable = sum(node.size for node in free)
+    assert evictable == tree.num_evictable, (evictable, tree.num_evictable)
+    pinned = [bool(node.pins) for node in free if not node.children]
+    assert pinned.count(False) == len(tree.policy), (pinned.count(False), len(tree.policy))
+    assert pinned.count(True) == len(tree.pinned_leaves)
+    return pages
+
+
+def _check_children(tree: RunTree, node: Node, direct: int) -> None:
+    held = sum(1 for child in node.children.values() if child.holders)
+    assert node.holders == held + direct, f"wrong holders: {node}"
+    for key, child in node.children.items():
+        assert child.parent is node
+        assert child.key == key == bytes(child.run[: tree.unit])
+    if tree.ordered and len(node.children) > 1:
+        assert node.heads is not None
+
+
+def _check_run(tree: RunTree, node: Node) -> None:
+    assert node.parent is not None
+    assert node.size == len(node.pages) > 0
+    assert len(node.run) == node.size * tree.unit
+    assert node.end == node.parent.end + node.size
+    assert node.depth == node.parent.end

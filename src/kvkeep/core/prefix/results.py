@@ -1,0 +1,103 @@
+"""What a prefix index returns: matches, inserts, and descriptions of stored runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from kvkeep.core.extras import Extras
+    from kvkeep.core.keys import Namespace
+    from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.prefix.node import Node
+    from kvkeep.core.tokens import TokenArray
+
+__all__ = ["EMPTY_PAGES", "Inserted", "NodeDetails", "PrefixMatch", "PrefixRun", "joined"]
+
+EMPTY_PAGES: PageArray = np.empty(0, np.int32)
+EMPTY_PAGES.flags.writeable = False
+
+
+def joined(parts: list[PageArray]) -> PageArray:
+    """Return one array of all page ids; a single part is returned as it is, not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else EMPTY_PAGES
+
+
+@dataclass(slots=True, eq=False)
+class PrefixMatch:
+    """The longest cached prefix of a prompt; valid until the index changes."""
+
+    pages: PageArray
+    """The full pages, int32, in order."""
+    end: Node
+    """The node in which the full pages end. For the index."""
+    taken: int
+    """Pages of ``end`` that match."""
+    partial_page: int = -1
+    """The page of which only the first ``partial_tokens`` tokens match; -1 for none."""
+    partial_tokens: int = 0
+    source: Node | None = field(default=None, repr=False)
+    """The node that stores the partial page. For the index."""
+
+    def without_partial(self) -> PrefixMatch:
+        """Return the same match without its partial page."""
+        return PrefixMatch(self.pages, self.end, self.taken)
+
+    def first_node(self) -> Node | None:
+        """Return the node in which the path begins; None for a match without a full page."""
+        if not len(self.pages):
+            return None
+        node = self.end
+        while node.parent is not None and node.parent.parent is not None:
+            node = node.parent
+        return node
+
+
+class Inserted(NamedTuple):
+    """The result of an insert."""
+
+    hold: Node
+    """The hold, moved to the end of the inserted pages."""
+    existing: PageArray
+    """Stored pages, int32, that replace the first of the given pages: same tokens, older."""
+
+
+class PrefixRun(NamedTuple):
+    """One run of the tree, as `PrefixIndex.runs` lists it."""
+
+    depth: int
+    """Runs before it on its path."""
+    start: int
+    """Pages before it on its path."""
+    pages: PageArray
+    symbols: bytes
+    """What the index compares: int32 tokens and marks, or 32-byte keys."""
+    tokens: TokenArray | None
+    """Its tokens; None for an index that stores keys."""
+    children: int
+    holders: int
+    pins: int
+    """Soft pins at its end."""
+    state: str
+    """How the eviction policy ranks it, in words."""
+    extras: Extras = ()
+    """Extras of its tokens; positions count from its first token."""
+
+
+class NodeDetails(NamedTuple):
+    """One run, or the root of a namespace, as `PrefixIndex.details` describes it."""
+
+    namespace: Namespace
+    path: tuple[int, ...]
+    """Ids from the root down to the parent."""
+    start: int
+    """Pages before it on its path."""
+    pages: PageArray
+    symbols: bytes
+    children: int
+    state: str
+    """How the eviction policy ranks it, in words."""
