@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep import InvalidValue
-from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE, as_tokens, single_token
+from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE, as_tokens, common_length, single_token
 
 LARGEST = 2**31 - 1
 INTEGERS = [np.dtype(order + kind + str(size))
@@ -265,3 +265,13 @@ def test_torch_tensors(device: str) -> None:
         as_tokens(torch.zeros(3, device=device))
     with pytest.raises(InvalidValue, match="one row of ids"):
         as_tokens(torch.zeros((1, 3), dtype=torch.int64, device=device))
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000), st.one_of(st.none(), st.integers(0, 4999)))
+def test_the_common_length_of_two_rows(long: int, short: int, differs: int | None) -> None:
+    left, right = np.arange(long, dtype=np.int32), np.arange(short, dtype=np.int32)
+    if differs is not None and differs < short:
+        right[differs] = -1
+    both = min(long, short)
+    expected = both if differs is None else min(both, differs)
+    assert common_length(left, right) == common_length(right, left) == expected

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.observe.explain.alike import GRAM, Anchors, Stretch, alike, common_tokens
+from kvkeep.core.tokens import common_length
+from kvkeep.observe.explain.alike import GRAM, Anchors, Stretch, alike
 
 ROWS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -18,7 +19,7 @@ def row(tokens: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 def compare(ours: list[int], theirs: list[int]) -> tuple[int, list[Stretch]]:
     one, other = row(ours), row(theirs)
-    start = common_tokens(one, other)
+    start = common_length(one, other)
     return start, alike(one, other, Anchors.of(one), Anchors.of(other), start)
 
 

@@ -122,22 +122,19 @@ def chain_keys(parent: bytes, tokens: bytes, block_bytes: int, extras: Extras = 
     Cost: one SHA-256 a block, about 0.45 µs at 16 tokens a block (0.95 ms for 32,768 tokens).
     """
     sha256 = hashlib.sha256
+    suffixes = _extra_suffixes(extras, block_bytes // TOKEN_BYTES) if extras else None
     keys: list[bytes] = []
-    if extras:
-        behind = _behind_blocks(extras, block_bytes // TOKEN_BYTES)
-        for at, start in enumerate(range(0, len(tokens) - block_bytes + 1, block_bytes)):
-            block = tokens[start : start + block_bytes] + behind.get(at, b"")
-            parent = sha256(parent + block).digest()
-            keys.append(parent)
-        return keys
     for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
-        parent = sha256(parent + tokens[start : start + block_bytes]).digest()
+        block = tokens[start : start + block_bytes]
+        if suffixes:
+            block += suffixes.get(len(keys), b"")
+        parent = sha256(parent + block).digest()
         keys.append(parent)
     return keys
 
 
-def _behind_blocks(extras: Extras, size: int) -> dict[int, bytes]:
-    """What is hashed behind the tokens of each block that has extras."""
+def _extra_suffixes(extras: Extras, size: int) -> dict[int, bytes]:
+    """Return what is hashed after the tokens, by the number of each block that has extras."""
     blocks: dict[int, list[Extra]] = {}
     for position, digest in extras:
         at, within = divmod(position, size)

@@ -16,11 +16,10 @@ from bisect import bisect_left
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
 import torch
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.tokens import as_tokens
+from kvkeep.core.tokens import as_tokens, common_length
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,7 +138,7 @@ def shared_prefixes(texts: Sequence[TokenArray]) -> tuple[list[int], list[Shared
     computed for its logits. O(rows · tokens), and O(rows²) where all rows share something.
     """
     order = sorted(range(len(texts)), key=lambda row: texts[row].tobytes())
-    common = [_common(texts[left], texts[right]) for left, right in pairwise(order)]
+    common = [common_length(texts[left][:-1], texts[right][:-1]) for left, right in pairwise(order)]
     found: set[SharedRows] = set()
     for at, tokens in enumerate(common):
         low, high = at, at + 1
@@ -150,13 +149,6 @@ def shared_prefixes(texts: Sequence[TokenArray]) -> tuple[list[int], list[Shared
         if tokens:
             found.add(SharedRows(tuple(order[low : high + 1]), tokens))
     return order, sorted(found, key=lambda shared: shared.tokens)
-
-
-def _common(left: TokenArray, right: TokenArray) -> int:
-    """Tokens with which both begin, the last one of each left out."""
-    length = min(len(left), len(right)) - 1
-    different = np.flatnonzero(left[:length] != right[:length])
-    return int(different[0]) if len(different) else length
 
 
 class Pass(NamedTuple):

@@ -11,7 +11,7 @@ from kvkeep.core.errors import whole
 from kvkeep.core.events import Closed, Opened, Stored, frozen
 from kvkeep.core.extras import as_extras, signed
 from kvkeep.core.pages import GrowingArray, PageCopy
-from kvkeep.core.tokens import TOKEN_DTYPE, as_tokens, single_token
+from kvkeep.core.tokens import TOKEN_DTYPE, as_tokens, common_length, single_token
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -400,9 +400,9 @@ class Sequence:
         """How many of the pages ``own`` this fork has too, at the same place; one at least."""
         assert self._shared == start
         mine = self._table.values[start : start + len(own)]
-        same = mine == own[: len(mine)]
-        assert same[0]
-        return int(same.argmin()) if not same.all() else len(same)
+        sharing = common_length(mine, own)
+        assert sharing
+        return sharing
 
     def _leave_forks(self) -> None:
         """Its first unpublished page, if it has one, is about to go from its table."""

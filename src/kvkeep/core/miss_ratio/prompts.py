@@ -16,6 +16,7 @@ import numpy as np
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.keys import as_namespace, root_key
 from kvkeep.core.miss_ratio.curve import NAMESPACES, MissRatioCurve
+from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
@@ -36,7 +37,6 @@ _MOST_TIMES = 16
 _FEWEST_BLOCKS = 4096
 """A cache is told apart into so many blocks at least, where its pages are small enough."""
 
-_TOKEN_BYTES = 4
 _AT_ONCE_BYTES = 1024
 _BATCH_PROMPTS = 512
 _WORTH_BYTES = 32_768
@@ -97,13 +97,13 @@ class PromptWatch:
             )
         self.curve = curve
         self._block_pages = curve.block_tokens // page_size
-        self._block_bytes = curve.block_tokens * _TOKEN_BYTES
+        self._block_bytes = curve.block_tokens * TOKEN_BYTES
         self._dtype = np.dtype("<u4" if self._block_bytes % 8 else "<u8")
         width = self._block_bytes // self._dtype.itemsize
         weights = hashlib.shake_256(b"kvkeep what-if 1").digest(8 * width)
         self._weights = np.frombuffer(weights, "<u8") | np.uint64(1)
         self._waiting: list[_Prompt] = []
-        self._worth = max(self._block_pages, _WORTH_BYTES // (page_size * _TOKEN_BYTES))
+        self._worth = max(self._block_pages, _WORTH_BYTES // (page_size * TOKEN_BYTES))
         """So many cached pages."""
         self._paths: list[_Path | None] = [None] * num_pages
         self._kept = 0  # blocks in all of them
@@ -144,7 +144,7 @@ class PromptWatch:
             self._add(tokens, blocks, pages, space, True)
         else:  # the same, where there is nothing to think about
             part = tokens[: blocks * self._block_bytes]
-            length = size // _TOKEN_BYTES + 1
+            length = size // TOKEN_BYTES + 1
             self._waiting.append((None, part, blocks, length, space, True, None))
             if len(self._waiting) >= _BATCH_PROMPTS:
                 self.flush()
@@ -184,7 +184,7 @@ class PromptWatch:
             part = self._hash(tokens, new, start * size)
         else:
             part = tokens[start * size : blocks * size] if new else b""
-        length = len(tokens) // _TOKEN_BYTES + 1
+        length = len(tokens) // TOKEN_BYTES + 1
         self._waiting.append((known, part, blocks, length, space, asked, path))
         if len(self._waiting) >= _BATCH_PROMPTS:
             self.flush()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.core.tokens import TOKEN_DTYPE
+from kvkeep.core.tokens import TOKEN_DTYPE, common_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,8 +24,6 @@ NOWHERE = -1  # no slot; as a namespace's number: the slot belongs to none
 # Rows of a power-of-two length would all begin in the same set of the processor's cache, and the
 # search reads one column of many rows. One cache line more a row spreads them.
 _ROW_PADDING = 16
-
-_FIRST_STEP = 512  # tokens compared first; most rows differ early, the rest is compared in strides
 
 
 class TokenRows:
@@ -96,7 +94,7 @@ class TokenRows:
         """How many published tokens of ``slot`` the prompt begins with. O(that many)."""
         if not self.is_in(slot, namespace):
             return 0
-        return self._equal(slot, prompt, min(int(self.published[slot]), len(prompt)))
+        return common_length(self._tokens[slot, : int(self.published[slot])], prompt)
 
     def longest(
         self, namespace: Namespace, prompt: TokenArray, *, above: int, limit: int
@@ -117,7 +115,7 @@ class TokenRows:
         rivals = rivals[np.argsort(-reach[rivals], kind="stable")]
         while len(rivals := self._that_continue(rivals, reach, prompt, best)):
             for at, slot in enumerate(rivals.tolist()):
-                length = self._equal(slot, prompt, int(reach[slot]))
+                length = common_length(self._tokens[slot, : int(reach[slot])], prompt)
                 if length > best:
                     best, found = length, slot
                     rivals = rivals[at + 1 :]
@@ -154,21 +152,8 @@ class TokenRows:
         slots = slots[self._tokens[slots, last] == prompt[last]]
         for slot in slots[np.argsort(-published[slots], kind="stable")].tolist():
             length = int(published[slot])
-            if self._equal(slot, prompt, length) == length:
+            if common_length(self._tokens[slot, :length], prompt) == length:
                 yield slot
-
-    def _equal(self, slot: int, prompt: TokenArray, end: int) -> int:
-        """How many of the row's first ``end`` tokens equal the prompt's, counted from the front."""
-        row = self._tokens[slot]
-        start, step = 0, _FIRST_STEP
-        while start < end:
-            stop = min(start + step, end)
-            differs = row[start:stop] != prompt[start:stop]
-            at = int(differs.argmax())
-            if differs[at]:
-                return start + at
-            start, step = stop, step * 8
-        return end
 
     def check(self) -> None:
         """Assert what must hold within each row."""

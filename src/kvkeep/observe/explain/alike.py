@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Words = npt.NDArray[np.uint64]
     Places = npt.NDArray[np.int64]
 
-__all__ = ["GRAM", "Anchors", "Stretch", "alike", "common_tokens"]
+__all__ = ["GRAM", "Anchors", "Stretch", "alike"]
 
 GRAM = 8
 """Tokens of an anchor, and of the shortest stretch that counts."""
@@ -72,13 +72,6 @@ class Anchors:
         once[1:] &= ~same
         once[:-1] &= ~same
         return cls(chosen[once], places[order[once]])
-
-
-def common_tokens(ours: TokenArray, theirs: TokenArray) -> int:
-    """How many leading tokens are the same."""
-    length = min(len(ours), len(theirs))
-    same = ours[:length] == theirs[:length]
-    return length if same.all() else int(same.argmin())
 
 
 def alike(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,26 +22,11 @@ if TYPE_CHECKING:
 
     Rows = npt.NDArray[np.int64]
 
-__all__ = ["NAME_BYTES", "NamespaceUnits", "UnitLedger", "chain"]
+__all__ = ["NamespaceUnits", "UnitLedger"]
 
-NAME_BYTES = 16
 _SPACE_UNITS = 8
 """A namespace is counted as so many units: that is about the memory it needs."""
 _SLACK = 65_536
-
-
-def chain(parent: bytes, tokens: bytes, unit_bytes: int) -> list[bytes]:
-    """Names of the full units of ``tokens`` (int32 bytes) behind ``parent``: chained hashes.
-
-    They depend on the tokens alone; whose units they are says the `NamespaceUnits` they are looked
-    up in. Cost: one SHA-256 a unit, about 0.5 µs at 16 tokens.
-    """
-    sha256 = hashlib.sha256
-    names: list[bytes] = []
-    for start in range(0, len(tokens) - unit_bytes + 1, unit_bytes):
-        parent = sha256(parent + tokens[start : start + unit_bytes]).digest()[:NAME_BYTES]
-        names.append(parent)
-    return names
 
 
 @dataclass(slots=True, eq=False)

@@ -9,9 +9,10 @@ import numpy as np
 
 from kvkeep.core.events import Closed, Evicted, Opened, Stored
 from kvkeep.core.extras import signed
+from kvkeep.core.keys import chain_keys
 from kvkeep.observe.explain.alike import Anchors
 from kvkeep.observe.explain.fates import UNKNOWN, Asker, Eviction
-from kvkeep.observe.explain.ledger import UnitLedger, chain
+from kvkeep.observe.explain.ledger import UnitLedger
 from kvkeep.observe.explain.nearest import PromptHistory, SeenPrompt
 from kvkeep.observe.explain.reasons import Question, Reasons
 
@@ -120,7 +121,7 @@ class Mirror:
                 names = prompt.names[depth : depth + count]
                 above = names[-1]
         rest = tokens[len(names) * unit :]
-        return names + chain(above, rest.tobytes(), self.ledger.unit_bytes)
+        return names + chain_keys(above, rest.tobytes(), self.ledger.unit_bytes)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -130,9 +131,9 @@ class Mirror:
         """A prompt with its names and anchors. Changes nothing."""
         tokens = signed(plain, extras)
         data = tokens.tobytes()
-        names = chain(b"", data, self.ledger.unit_bytes)
+        names = chain_keys(b"", data, self.ledger.unit_bytes)
         over = data[len(names) * self.ledger.unit_bytes :]
-        tail = chain(names[-1] if names else b"", over, len(over))[0] if over else None
+        tail = chain_keys(names[-1] if names else b"", over, len(over))[0] if over else None
         return SeenPrompt(asker, namespace, tokens, names, tail, Anchors.of(tokens), plain)
 
     def judged(self, prompt: SeenPrompt, *, cached: int, at: float) -> list[Span]:

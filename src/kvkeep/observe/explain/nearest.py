@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.core.keys import root_key
-from kvkeep.observe.explain.alike import GRAM, Stretch, alike, common_tokens
+from kvkeep.core.tokens import common_length
+from kvkeep.observe.explain.alike import GRAM, Stretch, alike
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -144,7 +145,7 @@ class PromptHistory:
         ours = asked.tokens
         best: tuple[int, int, int, Nearest] | None = None
         for prompt in candidates:
-            position = common_tokens(ours, prompt.tokens)
+            position = common_length(ours, prompt.tokens)
             if position >= min(len(ours), len(prompt.tokens)):
                 continue
             cached = cached_tokens(prompt, ledger)

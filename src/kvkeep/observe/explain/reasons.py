@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.observe.explain.alike import GRAM, common_tokens
+from kvkeep.core.tokens import common_length
+from kvkeep.observe.explain.alike import GRAM
 from kvkeep.observe.explain.answer import BEFORE, BEHIND, Span
 from kvkeep.observe.explain.fates import Asker, Eviction
 from kvkeep.observe.explain.spans import painted
@@ -278,7 +279,7 @@ class Reasons:
         start, stop = known * self._size, (known + 1) * self._size
         common = 0
         for prompt in others:
-            shared = min(stop, common_tokens(asked.tokens, prompt.tokens))
+            shared = min(stop, common_length(asked.tokens, prompt.tokens))
             if shared > max(start, common) and self._there(prompt, known):
                 common = shared
         if common > start:

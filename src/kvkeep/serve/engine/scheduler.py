@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.core.errors import InvalidValue, OutOfPages, whole
+from kvkeep.core.tokens import common_length
 from kvkeep.serve.engine.observe import EngineWatch
 from kvkeep.serve.engine.request import BY_ARRIVAL, Answer
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvkeep.core.cache import PagedCache
-    from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine.offload.keeper import Keeper
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.stats import EngineStats
@@ -236,7 +236,7 @@ class Scheduler:
         for other in self._prefilling():
             if other.request.store and other.request.namespace == namespace:
                 theirs = other.request.prompt
-                common = _common_tokens(mine, theirs) // size * size
+                common = common_length(mine, theirs) // size * size
                 if common > other.computed:
                     shared = max(shared, common)
         if not shared or self._is_urgent(answer):
@@ -373,13 +373,3 @@ class Scheduler:
         for request in searches.values():
             if all(answer.waits for answer in request.live):
                 yield request
-
-
-def _common_tokens(a: TokenArray, b: TokenArray) -> int:
-    """How many tokens ``a`` and ``b`` begin with alike."""
-    length = min(len(a), len(b))
-    if not length or a[0] != b[0]:
-        return 0
-    differ = a[:length] != b[:length]
-    first = int(differ.argmax())
-    return first if differ[first] else length

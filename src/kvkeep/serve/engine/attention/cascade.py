@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
+from kvkeep.core.tokens import common_length
 from kvkeep.serve.engine.attention.paged import attend_in_part
 from kvkeep.serve.engine.attention.short import groups, rows_of
 
@@ -109,7 +110,7 @@ def shared_prefixes(tables: Sequence[IntArray], least: int) -> list[tuple[list[i
         # In the order of their bytes, tables that begin alike are neighbours.
         rest = sorted(family, key=lambda index: tables[index].tobytes())
         while len(rest) > 1:
-            alike = np.array([_alike(tables[a], tables[b]) for a, b in pairwise(rest)])
+            alike = np.array([common_length(tables[a], tables[b]) for a, b in pairwise(rest)])
             saved, first, last = max(_savings(alike))
             if saved < max(1, least):
                 break
@@ -127,13 +128,6 @@ def _savings(alike: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
         most = int(saved.argmax())
         best.append((int(saved[most]), first, first + most + 1))
     return best
-
-
-def _alike(one: IntArray, other: IntArray) -> int:
-    """How many pages two tables begin with alike."""
-    shorter = min(len(one), len(other))
-    differ = one[:shorter] != other[:shorter]
-    return int(differ.argmax()) if differ.any() else shorter
 
 
 def _cascade(members: Sequence[Placed], pages: int, setting: Setting) -> Cascade:

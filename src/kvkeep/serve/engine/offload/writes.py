@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from kvkeep.core.keys import chain_keys, root_key
+from kvkeep.core.tokens import TOKEN_BYTES
 from kvkeep.serve.engine.offload.forms import Buffers
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ _QUEUE_BYTES = 256 << 20
 _QUEUE_BLOCKS = 64
 # Of so many blocks it is remembered that they were offered: about 16 MB.
 _REMEMBERED = 65_536
-_TOKEN_BYTES = 4
 # How long a block waits for room in the store, and how often it asks.
 _ROOM_S = 1.0
 _AGAIN_S = 0.01
@@ -204,7 +204,7 @@ class Writes:
         if have * self._block < stop:
             tokens = sequence.tokens[have * self._block : stop].tobytes()
             parent = _parent(trail, sequence.namespace, have)
-            trail.keys += chain_keys(parent, tokens, self._block * _TOKEN_BYTES)
+            trail.keys += chain_keys(parent, tokens, self._block * TOKEN_BYTES)
 
     def _hand_over(
         self, sequence: Sequence, start: int, stop: int, tenant: str, key: bytes
@@ -287,9 +287,9 @@ def _parent(trail: Trail, namespace: Namespace, blocks: int) -> bytes:
 def block_keys(namespace: Namespace, tokens: TokenArray, block: int) -> list[bytes]:
     """Keys of the blocks of ``tokens``, the last of which may be shorter."""
     root = root_key(namespace)
-    keys = chain_keys(root, tokens.tobytes(), block * _TOKEN_BYTES)
+    keys = chain_keys(root, tokens.tobytes(), block * TOKEN_BYTES)
     rest = len(tokens) % block
     if rest:
         parent = keys[-1] if keys else root
-        keys += chain_keys(parent, tokens[-rest:].tobytes(), rest * _TOKEN_BYTES)
+        keys += chain_keys(parent, tokens[-rest:].tobytes(), rest * TOKEN_BYTES)
     return keys
