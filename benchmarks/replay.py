@@ -27,10 +27,11 @@ from kvkeep import PagedCache
 from kvkeep.bench.replay import BELADY, INFINITE, ReplayRun, Workload, replay, simulate
 from kvkeep.bench.traces import open_trace
 from kvkeep.core.errors import KVKeepError
+from kvkeep.core.eviction import POLICIES
+from kvkeep.core.eviction import policy as named_policy
 
 CAPACITIES = (3_000, 5_859, 10_000, 20_000)
 TIERS = ((1_500, 3_000), (1_500, 6_000), (3_000, 20_000))
-POLICIES = ("lru", "fifo", "2q", "arc", "s3fifo", "gdsf", "tlru", "reuse", "adaptive")
 QUICK = ("lru", "2q", "adaptive")
 ELSEWHERE: dict[str, tuple[float, ...]] = {
     "lru": (6.5, 13.6, 21.2, 28.8),
@@ -184,7 +185,8 @@ def main() -> int:
         print(f"replay.py: {fault}", file=sys.stderr)
         return 2
     sizes = CAPACITIES[:2] if args.quick else CAPACITIES
-    policies = QUICK if args.quick else POLICIES
+    every = [name for name in POLICIES if not named_policy(name).needs_priorities]
+    policies = QUICK if args.quick else tuple(every)
     rates = [*pools(work, policies, sizes), *tiers(work, TIERS[:1] if args.quick else TIERS)]
     rates += hints(work)
     error, cost = curve(work, HINTED)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvkeep.core.errors import IllegalStep, InvalidValue, whole
+from kvkeep.core.eviction import POLICIES
 from kvkeep.core.eviction import policy as named_policy
 from kvkeep.core.keys import Namespace
 from kvkeep.core.prefix import RadixIndex
@@ -111,9 +112,10 @@ class PrefixCache:
     ) -> None:
         chosen = named_policy(policy)
         if chosen.remembers:
+            others = [name for name in POLICIES if not named_policy(name).remembers]
             raise InvalidValue(
                 f"{chosen.name} decides by what was asked for before, which mini-sglang does not "
-                "say; lru, slru, lfu and fifo do without"
+                f"say; these policies do without: {', '.join(others)}"
             )
         self.device = torch.device(device)
         self.page_size = whole("page_size", page_size, 1)

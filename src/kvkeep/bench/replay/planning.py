@@ -9,6 +9,8 @@ from kvkeep.bench.replay.bounds import BELADY, INFINITE
 from kvkeep.bench.replay.outcome import EVICTED, NEVER, OTHER, REMAINDER
 from kvkeep.bench.replay.runs import ReplayRun
 from kvkeep.bench.replay.simulate import SESSIONS
+from kvkeep.core.eviction import POLICIES
+from kvkeep.core.eviction import policy as policy_named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["Advice", "PlannedMemory", "amount"]
 
 _USUAL = "lru"
-_POLICIES = ("lru", "2q", "s3fifo", "arc", "adaptive")
 _TIERINGS = ("inclusive", "exclusive", "adaptive")
 _TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
 _WORTH = 0.01
@@ -55,7 +56,8 @@ class PlannedMemory:
 
     def runs(self, workload: Workload) -> list[ReplayRun]:
         """The replays it takes: policies, less and more memory, tiers, and the bounds."""
-        found = [ReplayRun(policy, self.memory_tokens) for policy in _POLICIES]
+        policies = [name for name in POLICIES if policy_named(name).advised]
+        found = [ReplayRun(policy, self.memory_tokens) for policy in policies]
         if (workload.session >= 0).any():
             found += [
                 ReplayRun(policy + SESSIONS, self.memory_tokens) for policy in ("lru", "adaptive")
@@ -68,7 +70,7 @@ class PlannedMemory:
             below = (self.disk_tokens,)
             found += [
                 ReplayRun(policy, self.memory_tokens, below=below, tiering=name)
-                for policy in _POLICIES
+                for policy in policies
                 for name in _TIERINGS
             ]
             found.append(ReplayRun(BELADY, self.memory_tokens, below=below))

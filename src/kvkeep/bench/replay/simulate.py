@@ -13,6 +13,7 @@ from kvkeep.bench.replay.outcome import Outcome
 from kvkeep.bench.replay.watching import ReplayWatch
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.errors import InvalidValue, OutOfPages, whole
+from kvkeep.core.eviction import policy as named_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,10 +32,6 @@ NOBODY = 2**31 - 1
 _UNIT = 2  # tokens of the cache that stand for a unit, by units: a page
 
 _TIMES = (0.5, 1.0, 2.0, 4.0)  # the memory, for each namespace's curve
-
-# These order by when something was asked for: what a running request stores, and may not be evicted
-# as long as it runs, changes nothing.
-_BY_USE = {"lru", "fifo", "priority"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +116,7 @@ def simulate(
     and one is copied from, ids do not tell which one the engine took.
 
     Cost: some 100 µs a request by units, some 200 by tokens for prompts of 12,000, and 60 for each
-    page of its answer with a policy other than lru, fifo and priority.
+    page of its answer with a policy that is not `by_recency`.
     """
     begun = time.perf_counter()
     stage = Stage(
@@ -213,7 +210,8 @@ class Stage:
         self.pages = pages
         pages = whole("pages", pages + (page_tokens is None), 1, 2**31 - 1)
         named = policy if isinstance(policy, str) else policy.name
-        self.at_once = named in _BY_USE and not sessions
+        policy = named_policy(policy)
+        self.at_once = policy.by_recency and not sessions
         if sessions:
             named += SESSIONS
         outcome = Outcome(

@@ -38,6 +38,7 @@ class Adaptive(Reuse):
     """
 
     name = "adaptive"
+    advised = True
     portions = True
 
     def __init__(self, remembered: float = 4.0) -> None:

@@ -26,6 +26,7 @@ class ARC(OncePolicy):
 
     name = "arc"
     remembers = True
+    advised = True
 
     def __init__(self) -> None:
         super().__init__()

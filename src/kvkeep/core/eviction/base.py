@@ -1,4 +1,4 @@
-"""The contract of eviction: an index says what may go, a policy says what goes first."""
+"""The contract of eviction: the index says what may be evicted, a policy says in which order."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ __all__ = ["Entry", "EvictionPolicy"]
 class Entry:
     """One run of pages in a prefix index, as a policy sees it.
 
-    The index creates entries and derives its nodes from this class. ``last_used`` and ``stored``
-    count the policy's events (larger is later), ``hits`` the requests that reused it, ``priority``
-    what its caller asked for, ``size`` its pages, ``depth`` the pages before it. A policy that
-    needs to remember more keeps it in ``state``. ``died`` and ``due`` are hints, which
-    `kvkeep.core.eviction.hints` orders by: the number of its death, from 1 on, or 0 while it
-    lives; a time by any clock, or None.
+    The index creates entries; its nodes derive from this class.
     """
 
     __slots__ = (
@@ -27,68 +22,72 @@ class Entry:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.size = 0
-        self.depth = 0
-        self.died = 0
-        self.due: float | None = None
-        self.last_used = 0
-        self.stored = 0
-        self.hits = 0
-        self.priority = 0
-        self.state: object = None
+        self.size = 0  # its pages
+        self.depth = 0  # pages before it
+        self.stored = 0  # when it was stored, in events of the policy: larger is later
+        self.last_used = 0  # likewise
+        self.hits = 0  # requests that reused it
+        self.priority = 0  # given by its caller
+        self.state: object = None  # for the policy's own use
+        # Hints, which `kvkeep.core.eviction.hints` orders by:
+        self.died = 0  # the number of its death, from 1 on; 0 while it lives
+        self.due: float | None = None  # when its owner expects to reuse it, by any clock
 
 
 class EvictionPolicy(ABC):
     """Orders the entries that may be evicted.
 
-    An entry may be evicted while nobody holds it and nothing longer hangs from it: the index then
-    `add`s it, and `discard`s it when that ends. `pop` names the next victim. The index takes as
-    many pages as it needs from the victim's tail; if the entry outlives that, it is `put_back`.
-    When a victim is gone, `inherit` hands what was known of it to its parent, so an entry's record
-    counts what happened to everything that ever hung from it, and nothing has to be updated along
-    a whole path at each use.
+    An entry is a candidate while it has no holders and no descendants: the index `add`s it when
+    that begins and `discard`s it when that ends. `pop` names the next victim. The index takes as
+    many pages as it needs from the victim's tail; an entry that keeps some is `put_back`. When an
+    entry is removed, `inherit` passes its record to the parent. So a record covers everything that
+    ever followed the entry, and a use never updates a whole path.
 
-    A policy may own any queues it likes (2Q, ARC); it must name a victim whenever it has one, since
-    what is added is all the memory that can be had.
+    A policy may keep any queues it likes, but `pop` must return an entry while it has one.
 
-    One that wants to know what was asked for before, also of what went since, sets ``remembers``:
-    who serves it then names the blocks of every prompt (`asked`), and says of what is stored
-    whether it was ``known``.
+    A policy whose class attributes are set right works everywhere once it is in
+    `kvkeep.core.eviction.POLICIES`.
 
-    Thread safety: none; called under the cache's lock. Cost asked for: O(log n) a call, and not
-    more with more entries than that.
+    Thread safety: none; called under the cache's lock. Each call should cost O(log n) at most.
     """
 
     name: str
     remembers = False
-    """It is to be told what is asked for; the keys cost a hash of every prompt."""
+    """It has a history of requests, evicted ones too: it needs the block keys of every prompt
+    (`asked`), which cost a hash of every prompt, and ``known`` for what is stored."""
     portions = False
-    """A victim may be worth keeping but for its tail, and `portion` says how much that is."""
+    """It may evict only the tail of a victim: the index then asks `portion`."""
     sized = True
-    """What it keeps of an added entry depends on the size or depth of that, so the entry is taken
-    out and added again when it loses its front (`split`) or gets it back, which no call announces:
-    the front goes, and all that was recorded of it. False saves that, and keeps its place."""
+    """Its queues depend on `Entry.size` or `Entry.depth`. The index then removes and adds an entry
+    that is split or joined again; with False the entry keeps its place, which is cheaper."""
+    by_recency = False
+    """It orders by priority, time of storage and last use alone. So it makes no difference whether
+    a running request, whose pages cannot be evicted, stores them one by one or all at the end."""
+    advised = False
+    """`kvkeep plan` tries it: it needs no settings and no priorities to do well."""
+    needs_priorities = False
+    """It orders by the priorities that callers give, which traces do not have."""
     taken = False
-    """An index uses it: a policy orders the entries of one index, not of two."""
+    """An index uses it. A policy orders the entries of one index only."""
 
     def __init__(self) -> None:
         self._time = 0
 
-    def fit(self, size: int, block: int) -> None:  # noqa: B027 - most have no use for it
-        """It serves a memory of ``size`` (in the unit of `Entry.size`), in blocks of ``block``."""
+    def fit(self, size: int, block: int) -> None:  # noqa: B027 - most policies do not need it
+        """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
 
     def asked(self, keys: Sequence[bytes]) -> int:
-        """A prompt made of these blocks came; how many of its leading ones are ``known``.
+        """Record a prompt of these blocks; return how many leading ones were requested before.
 
-        Keys are chained: one names all that comes before it, too. Called if it `remembers`, when
-        the prompt was admitted, before any of it is stored.
+        A key also covers all blocks before its own. Called only if the policy `remembers`, after
+        the prompt is admitted and before any of it is stored.
         """
         return 0
 
     def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
-        """``entry`` was just put in the index (it is held by the sequence that published it).
+        """Record a new entry, held by the sequence that published it.
 
-        ``known``: it was asked for before, and went since. That counts as a hit.
+        ``known``: it was requested before and evicted since, which counts as a hit.
         """
         self._time += 1
         entry.stored = entry.last_used = self._time
@@ -96,29 +95,29 @@ class EvictionPolicy(ABC):
         entry.hits = int(known)
 
     def grown(self, entry: Entry) -> None:
-        """More was stored at the end of ``entry``, by who holds it: its tail is new."""
+        """Record that the holder of ``entry`` appended pages to it."""
         self._time += 1
         entry.stored = entry.last_used = self._time
 
     def hit(self, entry: Entry) -> None:
-        """A request reuses ``entry`` and all before it."""
+        """Record that a request reuses ``entry`` and all before it."""
         self._time += 1
         entry.last_used = self._time
         entry.hits += 1
 
     def used(self, entry: Entry) -> None:
-        """A sequence that held ``entry`` is done with it."""
+        """Record that a sequence which held ``entry`` ended."""
         self._time += 1
         entry.last_used = self._time
 
     def split(self, upper: Entry, lower: Entry) -> None:
-        """``lower`` was cut in two, its front is now ``upper``; hits stay below until inherited."""
+        """Initialise ``upper``, the new front of ``lower``; hits stay below until inherited."""
         upper.stored = lower.stored
         upper.last_used = lower.last_used
         upper.priority = lower.priority
 
     def inherit(self, parent: Entry, child: Entry) -> None:
-        """``child`` is gone; what used it used ``parent`` too."""
+        """Add the record of ``child``, which was removed, to its parent's."""
         # Written out: this runs once per victim, and max() would be half its cost.
         if child.last_used > parent.last_used:  # noqa: PLR1730
             parent.last_used = child.last_used
@@ -128,42 +127,42 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def add(self, entry: Entry) -> None:
-        """``entry`` may be evicted from now on."""
+        """Make ``entry`` a candidate."""
 
     @abstractmethod
     def discard(self, entry: Entry) -> None:
-        """``entry``, which was added, may not be evicted any more."""
+        """Remove ``entry`` from the candidates."""
 
     @abstractmethod
     def pop(self) -> Entry | None:
-        """Take out the entry that should go next, or None when there is none."""
+        """Remove and return the next victim; None without candidates."""
 
     def portion(self, entry: Entry) -> int:
-        """How much of the tail of ``entry``, just popped, goes before the policy is asked again.
+        """Return how many pages of ``entry``, just popped, to evict before the next `pop`.
 
-        All of it, unless the policy takes in `portions`.
+        Only called for a policy with `portions`; at least 1.
         """
         return entry.size
 
     @abstractmethod
     def put_back(self, entry: Entry) -> None:
-        """The entry just popped lost only its tail: it is next again.
+        """Make the entry just popped, which lost only its tail, a candidate again.
 
-        Unless the policy takes in `portions`: it has had what it wanted of this one, it may be.
+        It is the next victim, unless the policy has `portions`.
         """
 
     @abstractmethod
     def __len__(self) -> int:
-        """Entries that may be evicted."""
+        """Return the number of candidates."""
 
     @property
     def moment(self) -> int:
-        """How much has happened; `Entry.last_used` and `Entry.stored` are such moments."""
+        """The number of events so far, the clock of `Entry.last_used` and `Entry.stored`."""
         return self._time
 
     def describe(self, entry: Entry) -> str:
-        """What decides over ``entry``, in a few characters, for people who read the tree."""
+        """Return what ``entry`` is ranked by, in a few words."""
         return f"used {self._time - entry.last_used} ago, {entry.hits} hits"
 
     def __repr__(self) -> str:
-        return f"<{self.name} eviction, {len(self)} entries may go>"
+        return f"<{self.name} eviction, {len(self)} candidates>"

@@ -17,6 +17,7 @@ class FIFO(QueuePolicy):
 
     name = "fifo"
     sized = False
+    by_recency = True
 
     def age(self, entry: Entry) -> int:
         """When it was stored."""

@@ -17,6 +17,8 @@ class LRU(QueuePolicy):
 
     name = "lru"
     sized = False
+    by_recency = True
+    advised = True
 
     def age(self, entry: Entry) -> int:
         """When it was last used."""

@@ -20,6 +20,8 @@ class Priority(LevelPolicy):
 
     name = "priority"
     sized = False
+    by_recency = True
+    needs_priorities = True
 
     def level(self, entry: Entry) -> int:
         """The priority that the caller gave."""

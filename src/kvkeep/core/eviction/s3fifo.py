@@ -44,6 +44,7 @@ class S3FIFO(EvictionPolicy):
 
     name = "s3fifo"
     remembers = True
+    advised = True
     portions = True
 
     def __init__(self, small: float = 0.1, again: int = 2) -> None:

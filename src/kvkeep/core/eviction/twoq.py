@@ -25,6 +25,7 @@ class TwoQ(OncePolicy):
 
     name = "2q"
     remembers = True
+    advised = True
 
     def __init__(self, probation: float = 0.1, remembered: float = 4.0) -> None:
         super().__init__()

@@ -1,0 +1,78 @@
+"""A policy that a user registers is treated by its attributes, like those that are shipped."""
+
+from __future__ import annotations
+
+import pytest
+from replaying import workload
+
+from kvkeep import InvalidValue, PagedCache
+from kvkeep.bench.replay.planning import PlannedMemory
+from kvkeep.bench.replay.simulate import Stage
+from kvkeep.bench.replay.workload import Workload
+from kvkeep.core.eviction import LRU, POLICIES, TwoQ
+
+
+class MostRecent(LRU):
+    name = "mru"
+    by_recency = True
+    advised = True
+
+    def age(self, entry):
+        return -entry.last_used
+
+
+class Unclear(LRU):
+    name = "unclear"
+    by_recency = advised = False
+
+
+class Historian(TwoQ):
+    name = "historian"
+    advised = False
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for policy in (MostRecent, Unclear, Historian):
+        monkeypatch.setitem(POLICIES, policy.name, policy)
+
+
+@pytest.fixture
+def work() -> Workload:
+    return workload([[at, at + 1] for at in range(4)])
+
+
+def test_a_cache_takes_its_name() -> None:
+    cache = PagedCache(4, 1, eviction="mru")
+    for prompt in ([1], [2], [3]):
+        with cache.open(prompt) as sequence:
+            sequence.publish()
+    cache.evict(1)
+    assert [cache.match([token]).num_tokens for token in (1, 2, 3)] == [1, 1, 0]
+    with pytest.raises(InvalidValue, match="adaptive, mru, unclear, historian"):
+        PagedCache(4, 1, eviction="nru")
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+@pytest.mark.parametrize(("policy", "at_once"), [(MostRecent, True), (Unclear, False)])
+def test_a_replay_publishes_answers_as_its_order_allows(work, policy, at_once, as_object) -> None:
+    given = policy() if as_object else policy.name
+    stage = Stage(work, 4096, given, page_tokens=None, prefix="radix")
+    assert stage.at_once is at_once
+
+
+def test_shipped_policies_by_recency_are_these() -> None:
+    shipped = [name for name, policy in POLICIES.items() if policy().by_recency]
+    assert sorted(shipped) == ["fifo", "lru", "mru", "priority"]
+
+
+def test_a_plan_tries_it_if_it_is_advised(work: Workload) -> None:
+    tried = {run.policy for run in PlannedMemory(1024).runs(work)}
+    assert tried == {"lru", "2q", "s3fifo", "arc", "adaptive", "mru", "belady", "infinite"}
+
+
+def test_an_engine_without_prompts_refuses_a_policy_that_remembers() -> None:
+    mini_sglang = pytest.importorskip("kvkeep.integrations.mini_sglang", exc_type=ImportError)
+    mini_sglang.PrefixCache("cpu", 4, policy="mru")
+    with pytest.raises(InvalidValue, match="priority, gdsf, tlru, mru, unclear"):
+        mini_sglang.PrefixCache("cpu", 4, policy="historian")
