@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from replaying import workload
 
 from kvkeep import InvalidValue, PagedCache
 from kvkeep.bench.replay.planning import PlannedMemory
 from kvkeep.bench.replay.simulate import Stage
-from kvkeep.bench.replay.workload import Workload
 from kvkeep.core.eviction import LRU, POLICIES, TwoQ
+
+if TYPE_CHECKING:
+    from kvkeep.bench.replay.workload import Workload
 
 
 class MostRecent(LRU):
