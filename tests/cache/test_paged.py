@@ -109,7 +109,7 @@ def test_a_policy_by_object_serves_one_cache() -> None:
     cache = PagedCache(4, SIZE, eviction=mine)
     run(cache, range(8))
     assert len(mine) == 1
-    assert repr(mine) == "<slru eviction, 1 entries may go>"
+    assert repr(mine) == "<slru eviction, 1 candidates>"
     with pytest.raises(InvalidValue, match="serves another cache"):
         PagedCache(4, SIZE, eviction=mine)
 

@@ -164,11 +164,11 @@ def test_the_ghost_is_the_papers(size: int, small: float, again: int, asked: lis
 
 @pytest.mark.parametrize("small", [-0.1, 1.1, float("nan")])
 def test_it_refuses_a_share_that_is_none(small: float) -> None:
-    with pytest.raises(InvalidValue, match="share of the small queue lies in 0"):
+    with pytest.raises(InvalidValue, match="small is a share in 0"):
         S3FIFO(small)
 
 
 @pytest.mark.parametrize("again", [0, 4, 1.5])
 def test_it_counts_to_three(again: int) -> None:
-    with pytest.raises(InvalidValue, match=r"reuses that are asked for .* in 1 … 3"):
+    with pytest.raises(InvalidValue, match=r"again is .* in 1 … 3"):
         S3FIFO(again=again)

@@ -133,7 +133,7 @@ def test_2q_without_probation_is_lru(steps: list[tuple[str, int]]) -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
 def test_2q_refuses_a_share_that_is_none(share: float) -> None:
-    with pytest.raises(InvalidValue, match="share on probation lies in 0"):
+    with pytest.raises(InvalidValue, match="probation is a share in 0"):
         TwoQ(share)
 
 

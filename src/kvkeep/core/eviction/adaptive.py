@@ -1,4 +1,4 @@
-"""A policy that watches what others would do, and does what does best."""
+"""Adaptive: follow whichever of several policies would hit most."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Adaptive"]
 
-# Shares of memory for what was asked for once; None: no difference is made, which is LRU.
+# Shares of probation to try; None is LRU.
 _SHARES: Final = (0.01, 0.1, 0.3, 0.5, 0.7, None)
-# A sample is watched: at least this share of the blocks, and so many that chance evens out.
+# The sample: at least this share of the blocks, and at least so many, to keep its error small.
 _SAMPLED: Final = 0.1
 _LEAST: Final = 400
-# Hits count half as much when so many memories' worth of blocks have been asked for since.
+# Half-life of the hits, in requested blocks over blocks in memory.
 _HALF_LIFE: Final = 16.0
 
 
 class Adaptive(Reuse):
-    """LRU, 2Q with some share of probation, or `Reuse`: what would hit most just now.
+    """Acts as LRU, as 2Q with some probation, or as `Reuse`: whichever would hit most now.
 
-    For each candidate it keeps a small cache of keys alone, fed with a sampled share of the blocks
-    that prompts are made of, and follows the one that hits most. Which is best depends on how much
-    memory there is and on what is asked, and both change: where memory is scarce, what was asked
-    for once is rarely worth its place; where there is plenty, it is.
+    Each candidate is simulated in a small cache of keys alone, fed with a sampled share of the
+    blocks of all prompts. Which candidate is best depends on memory and traffic, and both change:
+    where memory is scarce, blocks requested once are rarely worth their place; where it is ample,
+    they are.
 
-    It begins with `Reuse`, which is rarely far from the best. All entries wait in the queues of all
-    candidates, so a change of mind costs nothing. Memory:
-    about 300 bytes for each block of four memories, and 2.5 KiB a sampled one. Cost: about 2 µs a
-    block of every prompt.
+    It starts with `Reuse`, which is rarely far from the best. Entries wait in the queues of all
+    candidates, so a switch costs nothing. Memory: about 300 bytes for each block of four memories,
+    and 2.5 KiB a sampled one. Cost: about 2 µs a block of every prompt.
     """
 
     name = "adaptive"
@@ -52,14 +51,14 @@ class Adaptive(Reuse):
 
     @property
     def chosen(self) -> str:
-        """What it does just now."""
+        """The candidate that is followed now."""
         if not self._by_lists:
             return "reuse"
         probation = self._lists.probation
         return "lru" if probation is None else f"2q with {probation:.0%} on probation"
 
     def fit(self, size: int, block: int) -> None:
-        """It serves a memory of ``size``, in blocks of ``block``."""
+        """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
         super().fit(size, block)
         self._lists.fit(size, block)
         blocks = max(1, size // block)
@@ -71,7 +70,7 @@ class Adaptive(Reuse):
         self._tried_left = self._tried_round = sampled
 
     def asked(self, keys: Sequence[bytes]) -> int:
-        """A prompt came; how many of its leading blocks were asked for lately."""
+        """Record a prompt; return how many of its leading blocks were requested lately."""
         history, below = self._history, self._tried_below
         sampled = [
             (key, key in history) for key in reversed(keys) if int.from_bytes(key[:2]) < below
@@ -88,7 +87,7 @@ class Adaptive(Reuse):
     def _choose(self) -> None:
         now = next(trial for trial in self._trials if self._follows(trial))
         best = max(self._trials, key=lambda trial: trial.hits)
-        if best.hits > now.hits:  # changing costs nothing, so however little better is enough
+        if best.hits > now.hits:  # a switch is free, so any gain is enough
             self._by_lists = isinstance(best, _Lists)
             if isinstance(best, _Lists):
                 self._lists.probation = best.probation
@@ -101,20 +100,20 @@ class Adaptive(Reuse):
             return self._by_lists and trial.probation == self._lists.probation
         return not self._by_lists
 
-    # --- queues: an entry waits in those of all candidates -----------------------------------
+    # --- queues: an entry is in those of all candidates --------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """``entry`` may be evicted from now on."""
+        """Make ``entry`` a candidate."""
         super().add(entry)
         self._lists.add(entry)
 
     def discard(self, entry: Entry) -> None:
-        """``entry`` may not be evicted any more."""
+        """Remove ``entry`` from the candidates."""
         super().discard(entry)
         self._lists.discard(entry)
 
     def pop(self) -> Entry | None:
-        """Take out what the candidate that does best just now would evict."""
+        """Remove the victim of the followed candidate."""
         if self._by_lists:
             entry = self._lists.pop()
             if entry is not None:
@@ -126,26 +125,26 @@ class Adaptive(Reuse):
         return entry
 
     def portion(self, entry: Entry) -> int:
-        """How much of the entry just popped goes before it is asked again."""
+        """Return how many pages of the entry just popped to evict before the next `pop`."""
         return self._lists.portion(entry) if self._by_lists else entry.size
 
     def put_back(self, entry: Entry) -> None:
-        """The entry just popped lost only its tail: it is next again, unless in portions."""
+        """Make the entry just popped a candidate again."""
         super().put_back(entry)
         self._lists.put_back(entry)
 
 
 class _Trial(Protocol):
-    """A cache of keys alone, each a block, under one candidate."""
+    """A simulated cache of block keys under one candidate."""
 
     hits: float
 
     def asked(self, keys: Sequence[tuple[bytes, bool]]) -> None:
-        """Blocks of a prompt, last to first, and whether each was asked for before."""
+        """Request blocks of a prompt, last to first, each with whether it was requested before."""
 
 
 class _Lists:
-    """2Q, or LRU where ``probation`` is None."""
+    """2Q; LRU where ``probation`` is None."""
 
     def __init__(self, probation: float | None, size: int) -> None:
         self.probation = probation
@@ -183,7 +182,7 @@ class _Key(Entry):
 
 
 class _Learned:
-    """`Reuse`, as it is: it goes by what ``learner`` has learned."""
+    """`Reuse`, with the ranks that ``learner`` has learned."""
 
     def __init__(self, size: int, learner: Reuse) -> None:
         self.hits = 0.0

@@ -1,4 +1,4 @@
-"""ARC: recency and frequency share memory, and what was missed says how."""
+"""ARC: recency and frequency share the memory, and misses move the border."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["ARC", "Directory"]
 
 
 class ARC(OncePolicy):
-    """Two queues by last use, for what was asked for once and again; misses move their border.
+    """Two LRU queues, for entries requested once and again; misses move the border between them.
 
-    What comes back after it went from the first queue gives that more room, what comes back after
-    it went from the second takes it away. (Megiddo, Modha: ARC, 2003.)
+    A miss of something evicted from the first queue gives that queue more room; a miss of something
+    evicted from the second takes room away. (Megiddo, Modha: ARC, 2003.)
 
-    A run of pages has no name that outlives it, so what went is told from a `Directory` of blocks:
-    the original algorithm over keys alone, as large as the memory it serves. Its border is the
-    memory's. Memory: up to 500 bytes a block of it. Cost: about 0.5 µs a block of every prompt.
+    Runs of pages have no name that outlives them, so misses are recognised by a `Directory` of
+    blocks: the original algorithm over keys alone, for a memory of the same size. Memory: up to 500
+    bytes a block of the memory. Cost: about 0.5 µs a block of every prompt.
     """
 
     name = "arc"
@@ -34,28 +34,29 @@ class ARC(OncePolicy):
         self._directory = Directory(1)
 
     def fit(self, size: int, block: int) -> None:
-        """It serves a memory of ``size``, in blocks of ``block``."""
+        """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
         self._block = block
         self._directory = Directory(max(1, size // block))
 
     def asked(self, keys: Sequence[bytes]) -> int:
-        """A prompt came; how many of its leading blocks the directory knows."""
+        """Record a prompt; return how many of its leading blocks the directory knows."""
         directory = self._directory
         known = next((at for at, key in enumerate(keys) if key not in directory), len(keys))
-        for key in reversed(keys):  # a prompt's end goes before its beginning
+        for key in reversed(keys):  # the end of a prompt is evicted before its beginning
             directory.asked(key)
         return known
 
     def beyond(self) -> int:
-        """By how much what was asked for once exceeds the target."""
+        """Return by how many pages the first queue exceeds the target."""
         return self._once_size - int(self._directory.target * self._block)
 
 
 class Directory:
-    """ARC over keys: which ``size`` blocks it would hold, and as many that it held.
+    """ARC over keys: the ``size`` blocks it would hold, and as many that it evicted.
 
-    ``once`` and ``again`` are held (T1 and T2 in the paper); ``once_gone`` and ``again_gone`` were
-    (B1 and B2); oldest first. ``target`` is how many of the held ones may be in ``once`` (p).
+    ``once`` and ``again`` are held (T1 and T2 in the paper), ``once_gone`` and ``again_gone`` were
+    evicted (B1 and B2); each oldest first. ``target`` is how many held blocks may be in ``once``
+    (p).
     """
 
     def __init__(self, size: int) -> None:
@@ -75,7 +76,7 @@ class Directory:
         return len(self.once) + len(self.again) + len(self.once_gone) + len(self.again_gone)
 
     def asked(self, key: bytes) -> bool:
-        """``key`` is asked for; whether it was held."""
+        """Request ``key``; return whether it was held."""
         once, again = self.once, self.again
         if key in again:
             again.move_to_end(key)
@@ -103,10 +104,10 @@ class Directory:
         return False
 
     def _make_room(self) -> None:
-        """A key comes that is not known: forget one if there are too many, and let one go."""
+        """Make room for an unknown key: evict one, and forget one if too many are known."""
         if len(self.once) + len(self.once_gone) >= self.size:
             if not self.once_gone:
-                self.once.popitem(last=False)  # all that is held was asked for once
+                self.once.popitem(last=False)  # everything held was requested once
                 return
             self.once_gone.popitem(last=False)
             self._replace(tie=False)

@@ -13,12 +13,12 @@ __all__ = ["FIFO"]
 
 
 class FIFO(QueuePolicy):
-    """What was stored longest ago goes first, however often it was used since."""
+    """Evicts the entry that was stored first, however often it was used since."""
 
     name = "fifo"
     sized = False
     by_recency = True
 
     def age(self, entry: Entry) -> int:
-        """When it was stored."""
+        """Return when the entry was stored."""
         return entry.stored

@@ -1,4 +1,4 @@
-"""What users say about the future, in front of any policy: the dead go first, the awaited last."""
+"""Hints of users about the future, in front of any policy."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Hinted"]
 
 
 class Hinted(EvictionPolicy):
-    """Three classes of entries, whatever policy is inside.
+    """Orders entries by hints, and entries without hints by the ``inner`` policy.
 
-    Entries that ``died`` go first, the oldest death first. Then goes what the ``inner`` policy
-    says. Entries that are ``due`` (seconds, by whatever clock) go when nothing else is left, the
-    latest first; of those due at the same time, the least recently used. Who sets either field
-    discards the entry before and adds it after; when ``due`` is over is theirs to say, too: this
-    policy has no clock.
+    1. Entries that ``died`` are evicted first, the oldest death first.
+    2. Then the victims of the inner policy.
+    3. Entries that are ``due`` (seconds, by any clock) are evicted last: the latest due time first,
+       the least recently used among equals.
 
-    The inner policy is told of all that happens, and orders what has no hint.
+    To change a hint, discard the entry, set the field, and add the entry again. This policy has no
+    clock: its user clears ``due`` when the time has passed. The inner policy receives all events.
 
     Cost: one call more than the inner policy; O(log n) for entries with hints.
     """
@@ -44,48 +44,48 @@ class Hinted(EvictionPolicy):
         return self.inner.moment
 
     def death(self) -> int:
-        """The number of the next death: what to set ``died`` to."""
+        """Return the number of the next death, for ``died``."""
         self._deaths += 1
         return self._deaths
 
-    # --- what happens is the inner policy's business -----------------------------------------
+    # --- events ------------------------------------------------------------------------------
 
     def fit(self, size: int, block: int) -> None:
-        """It serves a memory of ``size``, in blocks of ``block``."""
+        """Pass it to the inner policy."""
         self.inner.fit(size, block)
 
     def asked(self, keys: Sequence[bytes]) -> int:
-        """A prompt came; how many of its leading blocks are known."""
+        """Pass it to the inner policy."""
         return self.inner.asked(keys)
 
     def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
-        """``entry`` was just put in the index."""
+        """Pass it to the inner policy."""
         self.inner.stored(entry, priority, known=known)
 
     def grown(self, entry: Entry) -> None:
-        """More was stored at the end of ``entry``."""
+        """Pass it to the inner policy."""
         self.inner.grown(entry)
 
     def hit(self, entry: Entry) -> None:
-        """A request reuses ``entry`` and all before it."""
+        """Pass it to the inner policy."""
         self.inner.hit(entry)
 
     def used(self, entry: Entry) -> None:
-        """A sequence that held ``entry`` is done with it."""
+        """Pass it to the inner policy."""
         self.inner.used(entry)
 
     def split(self, upper: Entry, lower: Entry) -> None:
-        """``lower`` was cut in two, its front is now ``upper``."""
+        """Pass it to the inner policy."""
         self.inner.split(upper, lower)
 
     def inherit(self, parent: Entry, child: Entry) -> None:
-        """``child`` is gone; what used it used ``parent`` too."""
+        """Pass it to the inner policy."""
         self.inner.inherit(parent, child)
 
-    # --- what goes first ---------------------------------------------------------------------
+    # --- order -------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """``entry`` may be evicted from now on."""
+        """Make ``entry`` a candidate."""
         if entry.died:
             self._dead.push(entry, entry.died)
         elif entry.due is not None:
@@ -94,7 +94,7 @@ class Hinted(EvictionPolicy):
             self.inner.add(entry)
 
     def discard(self, entry: Entry) -> None:
-        """``entry`` may not be evicted any more."""
+        """Remove ``entry`` from the candidates."""
         if entry.died:
             self._dead.remove(entry)
         elif entry.due is not None:
@@ -103,7 +103,7 @@ class Hinted(EvictionPolicy):
             self.inner.discard(entry)
 
     def pop(self) -> Entry | None:
-        """Take out the one that died first, else whom the inner policy names, else the awaited."""
+        """Remove the oldest dead entry, else the inner policy's victim, else the last one due."""
         entry = self._dead.pop()
         if entry is None:
             entry = self.inner.pop()
@@ -112,11 +112,11 @@ class Hinted(EvictionPolicy):
         return entry
 
     def portion(self, entry: Entry) -> int:
-        """All of what has a hint; else what the inner policy wants."""
+        """Return the size of an entry with a hint; else what the inner policy says."""
         return entry.size if entry.died or entry.due is not None else self.inner.portion(entry)
 
     def put_back(self, entry: Entry) -> None:
-        """The entry just popped lost only its tail."""
+        """Make the entry just popped a candidate again."""
         if entry.died:
             self._dead.put_back(entry, entry.died)
         elif entry.due is not None:
@@ -128,7 +128,7 @@ class Hinted(EvictionPolicy):
         return len(self._dead) + len(self._awaited) + len(self.inner)
 
     def describe(self, entry: Entry) -> str:
-        """What decides over ``entry``: its hint, or what the inner policy says."""
+        """Return the entry's hint, and what the inner policy says of it."""
         if entry.died:
             return f"dead, {self._deaths - entry.died} died since"
         said = self.inner.describe(entry)

@@ -1,4 +1,4 @@
-"""What was asked for lately, also of what went since."""
+"""The blocks that were requested lately, evicted ones too."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class History:
         return len(self._keys)
 
     def asked(self, keys: Sequence[bytes]) -> int:
-        """A prompt made of these blocks came; how many leading ones were asked for before.
+        """Record a prompt of these blocks; return how many leading ones were known before.
 
-        Its end is forgotten before its beginning.
+        The end of a prompt is forgotten before its beginning.
         """
         seen = self._keys
         known = next((at for at, key in enumerate(keys) if key not in seen), len(keys))

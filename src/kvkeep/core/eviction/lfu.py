@@ -1,4 +1,4 @@
-"""Least frequently used goes first."""
+"""Least frequently used is evicted first."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["LFU"]
 
 
 class LFU(LevelPolicy):
-    """What was reused least often goes first; among equals, what was used longest ago."""
+    """Evicts the entry with the fewest hits; among equals, the least recently used."""
 
     name = "lfu"
     sized = False
 
     def level(self, entry: Entry) -> int:
-        """How many requests reused it."""
+        """Return how many requests reused the entry."""
         return entry.hits

@@ -13,7 +13,7 @@ __all__ = ["LRU"]
 
 
 class LRU(QueuePolicy):
-    """What was used longest ago goes first; a use of a prompt is a use of all its prefixes."""
+    """Evicts the entry that was used least recently. A use of a prompt uses all its prefixes."""
 
     name = "lru"
     sized = False
@@ -21,5 +21,5 @@ class LRU(QueuePolicy):
     advised = True
 
     def age(self, entry: Entry) -> int:
-        """When it was last used."""
+        """Return when the entry was last used."""
         return entry.last_used

@@ -1,4 +1,4 @@
-"""Lowest priority goes first."""
+"""Lowest priority is evicted first."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Priority"]
 
 
 class Priority(LevelPolicy):
-    """What was published with the lowest priority goes first; among equals, the oldest.
+    """Evicts the entry published with the lowest priority; among equals, the least recently used.
 
-    A prefix has the highest priority of all that was ever published through it.
+    A prefix has the highest priority of everything that was published through it.
     """
 
     name = "priority"
@@ -24,5 +24,5 @@ class Priority(LevelPolicy):
     needs_priorities = True
 
     def level(self, entry: Entry) -> int:
-        """The priority that the caller gave."""
+        """Return the caller's priority."""
         return entry.priority

@@ -1,4 +1,4 @@
-"""Queues of entries in order of age, and the three kinds of policy that are made of them."""
+"""Queues of entries ordered by age, and three kinds of policy built from them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Age = TypeVar("Age", float, tuple[float, int])
 
 
 class AgeQueue(Generic[Age]):
-    """Entries, oldest first, each with the age it was pushed with.
+    """Entries ordered by the age they were pushed with, oldest first.
 
-    Ages mostly come rising (what was used last becomes evictable last), and a parent that is left
-    alone by the eviction of its last child is about as old as that child: both ends of a linked
-    list take these in O(1). Only what belongs in between goes to a heap, at O(log n), and what is
-    removed from there stays as a dead item until it surfaces or outnumbers the living.
+    Most pushes have the largest age so far (the last used entry becomes evictable last) or the
+    smallest (a parent whose last child was just evicted is about as old as that child). Both take
+    O(1) at the ends of a linked list. Other entries go to a heap, at O(log n). An entry removed
+    from the heap leaves a dead item, which is dropped when it surfaces or when dead items prevail.
     """
 
     __slots__ = ("_between", "_heap", "_line", "_pushed")
@@ -39,7 +39,7 @@ class AgeQueue(Generic[Age]):
 
     @property
     def oldest(self) -> Age | None:
-        """The age of what `pop` would give."""
+        """The age of the entry that `pop` would return; None if empty."""
         line, heap = self._line, self._heap
         first = line[next(iter(line))] if line else None
         if not self._between:
@@ -49,7 +49,7 @@ class AgeQueue(Generic[Age]):
         return heap[0][0] if first is None else min(first, heap[0][0])
 
     def push(self, entry: Entry, age: Age) -> None:
-        """Put in an entry that is not there."""
+        """Add an entry that is not in the queue."""
         line = self._line
         if not line or age >= line[next(reversed(line))]:
             line[entry] = age
@@ -62,12 +62,12 @@ class AgeQueue(Generic[Age]):
             heapq.heappush(self._heap, (age, self._pushed, entry))
 
     def put_back(self, entry: Entry, age: Age) -> None:
-        """Put in the entry that was just popped: it goes before others of its age, too."""
+        """Add the entry just popped, in front of others of its age."""
         self._line[entry] = age
         self._line.move_to_end(entry, last=False)
 
     def remove(self, entry: Entry) -> None:
-        """Take out an entry that is there."""
+        """Remove an entry that is in the queue."""
         if self._line.pop(entry, None) is None:
             del self._between[entry]
             if len(self._heap) > 2 * len(self._between) + 64:
@@ -75,7 +75,7 @@ class AgeQueue(Generic[Age]):
                 heapq.heapify(self._heap)
 
     def pop(self) -> Entry | None:
-        """Take out the oldest entry, or None when there is none."""
+        """Remove and return the oldest entry; None if empty."""
         line = self._line
         if not self._between:
             return line.popitem(last=False)[0] if line else None
@@ -90,7 +90,7 @@ class AgeQueue(Generic[Age]):
 
 
 class QueuePolicy(EvictionPolicy):
-    """A policy with one queue, ordered by an age that does not change while an entry is in it."""
+    """A policy with one queue. The age of an entry must not change while it is in the queue."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,25 +98,25 @@ class QueuePolicy(EvictionPolicy):
 
     @abstractmethod
     def age(self, entry: Entry) -> float | tuple[float, int]:
-        """What the queue is ordered by, smallest first.
+        """Return the sort key of the queue; the smallest is evicted first.
 
-        Where two entries are equal, what was held for a moment goes behind the other.
+        Among equal ages, an entry that was removed and added again comes last.
         """
 
     def add(self, entry: Entry) -> None:
-        """``entry`` may be evicted from now on."""
+        """Make ``entry`` a candidate."""
         self._queue.push(entry, self.age(entry))
 
     def discard(self, entry: Entry) -> None:
-        """``entry`` may not be evicted any more."""
+        """Remove ``entry`` from the candidates."""
         self._queue.remove(entry)
 
     def pop(self) -> Entry | None:
-        """Take out the oldest entry."""
+        """Remove and return the oldest entry."""
         return self._queue.pop()
 
     def put_back(self, entry: Entry) -> None:
-        """The entry just popped is next again, before others of its age, too."""
+        """Make the entry just popped the next victim, before others of its age."""
         self._queue.put_back(entry, self.age(entry))
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class QueuePolicy(EvictionPolicy):
 
 
 class LevelPolicy(EvictionPolicy):
-    """A policy with a queue per level: lowest level first, least recently used within it."""
+    """A policy with a queue per level: the lowest level first, least recently used within it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,12 +134,12 @@ class LevelPolicy(EvictionPolicy):
 
     @abstractmethod
     def level(self, entry: Entry) -> int:
-        """The level of ``entry``, lowest goes first."""
+        """Return the level of ``entry``; the lowest is evicted first."""
 
     def add(self, entry: Entry) -> None:
-        """``entry`` may be evicted from now on."""
+        """Make ``entry`` a candidate."""
         level = self.level(entry)
-        entry.state = level  # where to find it again, whatever happens to what level() reads
+        entry.state = level  # its queue, even if level() would say another now
         queue = self._queues.get(level)
         if queue is None:
             queue = self._queues[level] = AgeQueue[float]()
@@ -148,13 +148,13 @@ class LevelPolicy(EvictionPolicy):
         self._length += 1
 
     def discard(self, entry: Entry) -> None:
-        """``entry`` may not be evicted any more."""
+        """Remove ``entry`` from the candidates."""
         assert isinstance(entry.state, int)
         self._queues[entry.state].remove(entry)
         self._length -= 1
 
     def pop(self) -> Entry | None:
-        """Take out the least recently used entry of the lowest level."""
+        """Remove and return the least recently used entry of the lowest level."""
         while self._levels:
             entry = self._queues[self._levels[0]].pop()
             if entry is not None:
@@ -164,7 +164,7 @@ class LevelPolicy(EvictionPolicy):
         return None
 
     def put_back(self, entry: Entry) -> None:
-        """The entry just popped is next again."""
+        """Make the entry just popped the next victim."""
         self.add(entry)
 
     def __len__(self) -> int:
@@ -172,9 +172,10 @@ class LevelPolicy(EvictionPolicy):
 
 
 class OncePolicy(EvictionPolicy):
-    """A policy with two queues by last use: what was asked for once, and what was asked for again.
+    """A policy with two LRU queues: entries requested once, and entries requested again.
 
-    The first may have so much; what is beyond that goes first, then the second, then all of it.
+    The first queue has a share of the memory. What exceeds the share is evicted first, then the
+    second queue, then the rest of the first.
     """
 
     portions = True
@@ -184,14 +185,14 @@ class OncePolicy(EvictionPolicy):
         self._once = AgeQueue[float]()
         self._again = AgeQueue[float]()
         self._once_size = 0
-        self._beyond = 0  # by how much the first queue had too much before the last `pop`
+        self._beyond = 0  # the excess of the first queue before the last `pop`
 
     @abstractmethod
     def beyond(self) -> int:
-        """By how much what was asked for once exceeds what it may have; 0 or less: not at all."""
+        """Return by how many pages the first queue exceeds its share; 0 or less if it does not."""
 
     def add(self, entry: Entry) -> None:
-        """``entry`` may be evicted from now on."""
+        """Make ``entry`` a candidate."""
         if entry.hits:
             self._again.push(entry, entry.last_used)
         else:
@@ -199,7 +200,7 @@ class OncePolicy(EvictionPolicy):
             self._once_size += entry.size
 
     def discard(self, entry: Entry) -> None:
-        """``entry`` may not be evicted any more."""
+        """Remove ``entry`` from the candidates."""
         if entry in self._once:
             self._once.remove(entry)
             self._once_size -= entry.size
@@ -207,7 +208,7 @@ class OncePolicy(EvictionPolicy):
             self._again.remove(entry)
 
     def pop(self) -> Entry | None:
-        """Take out the oldest of the first queue if it has too much, else of the second."""
+        """Remove the oldest entry of the first queue if that has an excess, else of the second."""
         self._beyond = self.beyond()
         entry = None if self._beyond > 0 else self._again.pop()
         if entry is None:
@@ -218,13 +219,13 @@ class OncePolicy(EvictionPolicy):
         return entry
 
     def portion(self, entry: Entry) -> int:
-        """What is too much of it in the first queue; all of it in the second."""
+        """Return the excess of the first queue; for an entry of the second, its size."""
         if entry.hits or self._beyond <= 0:
             return entry.size
         return min(self._beyond, entry.size)
 
     def put_back(self, entry: Entry) -> None:
-        """The entry just popped lost only its tail: it is the oldest of its queue."""
+        """Make the entry just popped the oldest of its queue."""
         self.add(entry)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Reuse: what is least likely to be asked for again soon goes first, as learned from what was."""
+"""Reuse: evict what is least likely to be requested soon, as learned from past requests."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ if TYPE_CHECKING:
 
 __all__ = ["Hazards", "Reuse"]
 
-# Ages in events, by powers of two; what is younger than 2 ** _YOUNG is one bucket.
+# Ages in events, by powers of two; ages below 2 ** _YOUNG share a bucket.
 _YOUNG: Final = 5
 _BUCKETS: Final = 22
 _HITS: Final = 4  # 0, 1, 2, and 3 or more
-# A sample is watched: at least this share of the blocks, and so many that chance evens out.
+# The sample: at least this share of the blocks, and at least so many, to keep its error small.
 _SAMPLED: Final = 0.1
 _LEAST: Final = 1000
-# What was seen counts half as much when so many memories' worth of blocks were asked for since.
+# Half-life of the counts, in requested blocks over blocks in memory.
 _HALF_LIFE: Final = 8.0
 
 
 class Reuse(EvictionPolicy):
-    """Evicts what is least likely to be asked for again within ``horizon`` turnovers of memory.
+    """Evicts what is least likely to be requested within ``horizon`` turnovers of the memory.
 
-    How likely that is, is counted: of the blocks that were asked for so often, and not for so long,
-    how many came back, and when. A sample of all blocks is followed by its keys, so it is known
-    of what is not in memory too. Entries wait in a queue for each number of hits (to 3) and power
-    of two of age, oldest first; they move on as they age, and the queues take turns in the order of
-    what was counted. Where nothing is told of prompts, it is hits over age (hyperbolic caching).
+    The probability is counted online: of the blocks with so many hits that were not requested for
+    so long, how many returned, and when. A sample of all blocks is followed by key, so evicted ones
+    are covered too. Entries wait in one queue per number of hits (to 3) and power of two of age,
+    oldest first. They move between queues as they age, and victims come from the queue with the
+    lowest counted probability. Without any prompts reported, the rank is hits over age (hyperbolic
+    caching).
 
-    What comes back after it went, among the last ``remembered`` memories' worth of blocks, has a
-    hit. Memory: about 300 bytes for each of these. Cost: about 1 µs a block of every prompt, and
-    up to 72 queues to look into for a victim.
+    An entry that returns after its eviction has a hit if it is among the last ``remembered``
+    memories' worth of blocks. Memory: about 300 bytes for each of these. Cost: about 1 µs a block
+    of every prompt, and up to 72 queues to look into for a victim.
     """
 
     name = "reuse"
@@ -47,45 +48,47 @@ class Reuse(EvictionPolicy):
     def __init__(self, horizon: float = 0.5, remembered: float = 4.0) -> None:
         super().__init__()
         if not horizon > 0:
-            raise InvalidValue(f"the horizon is a number of turnovers of memory, got {horizon}")
+            raise InvalidValue(
+                f"horizon is a number of turnovers of the memory above 0, got {horizon}"
+            )
         if not remembered >= 0:
-            raise InvalidValue(f"what is remembered is a number of memories, got {remembered}")
+            raise InvalidValue(f"remembered is a number of memories, 0 or more, got {remembered}")
         self.horizon = horizon
         self.remembered = remembered
         self._size = 0
         self._below = 0
         self._history = History(1)
-        self._watched: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # last asked, hits
+        self._watched: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # last request, hits
         self._most = 0
         self._left = self._round = 1
         self._fade = 1.0
         self._hazards = Hazards()
-        self._stored = 0.0  # what was stored since `_since`, both fading
+        self._stored = 0.0  # pages stored since `_since`; it fades, as `_events` does
         self._events = 0.0
         self._since = 0
         self._queues = [[AgeQueue[float]() for _ in range(_BUCKETS)] for _ in range(_HITS)]
         self.ranks = self._ranked(math.inf)
-        """Hits and bucket of the queues, least likely to be reused first."""
+        """Hits and age bucket of each queue, least likely to be reused first."""
         self._order = self._ordered()
         self._aged = 0
         self._length = 0
 
     def fit(self, size: int, block: int) -> None:
-        """It serves a memory of ``size``, in blocks of ``block``."""
+        """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
         self._size = size
         blocks = max(1, size // block)
         self._history = History(int(self.remembered * blocks))
         self.watch(min(1.0, max(_SAMPLED, _LEAST / blocks)), blocks)
 
     def watch(self, share: float, blocks: int) -> None:
-        """Follow this ``share`` of the keys, of a memory of so many ``blocks``."""
+        """Follow this ``share`` of the keys, for a memory of so many ``blocks``."""
         self._below = max(1, round(share * 65_536))
         self._most = max(1, round(share * blocks * self.remembered))
         self._left = self._round = max(_LEAST // 2, round(share * blocks))
         self._fade = 0.5 ** (self._round / (_HALF_LIFE * share * blocks))
 
     def asked(self, keys: Sequence[bytes]) -> int:
-        """A prompt came; how many of its leading blocks were asked for lately."""
+        """Record a prompt; return how many of its leading blocks were requested lately."""
         below, watched, now = self._below, self._watched, self._time
         for key in keys:
             if int.from_bytes(key[:2]) >= below:
@@ -104,7 +107,7 @@ class Reuse(EvictionPolicy):
         return self._history.asked(keys)
 
     def _learn(self) -> None:
-        """Rank the queues by what was counted so far."""
+        """Rank the queues by the counts so far."""
         fade = self._fade
         self._events = fade * self._events + self._time - self._since
         self._since = self._time
@@ -118,7 +121,7 @@ class Reuse(EvictionPolicy):
         self._hazards.fade(fade)
 
     def follow(self, other: Reuse) -> None:
-        """It is as late as with ``other``, and goes by what that one has learned."""
+        """Take over the clock and the ranks of ``other``."""
         self._time = other._time
         if self.ranks is not other.ranks:
             self.ranks = other.ranks
@@ -139,12 +142,12 @@ class Reuse(EvictionPolicy):
     # --- queues ----------------------------------------------------------------------------------
 
     def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
-        """Count what is stored: it says how soon all of memory is turned over."""
+        """Record a new entry, and count its pages: they give the turnover of the memory."""
         super().stored(entry, priority, known=known)
         self._stored += entry.size
 
     def add(self, entry: Entry) -> None:
-        """``entry`` may be evicted from now on."""
+        """Make ``entry`` a candidate."""
         bucket = bucket_of(self._time - entry.last_used)
         queue = self._queues[min(entry.hits, _HITS - 1)][bucket]
         queue.push(entry, entry.last_used)
@@ -152,12 +155,12 @@ class Reuse(EvictionPolicy):
         self._length += 1
 
     def discard(self, entry: Entry) -> None:
-        """``entry`` may not be evicted any more."""
+        """Remove ``entry`` from the candidates."""
         _queue_of(entry).remove(entry)
         self._length -= 1
 
     def pop(self) -> Entry | None:
-        """Take out the oldest of the first queue in the order learned."""
+        """Remove the oldest entry of the first queue in the learned order."""
         if not self._length:
             return None
         if self._time - self._aged >= 1 << _YOUNG:
@@ -167,7 +170,7 @@ class Reuse(EvictionPolicy):
         return entry
 
     def _age(self) -> None:
-        """Move on what has grown older: at most once for each bucket that an entry lives to see."""
+        """Move entries that grew older: at most once per bucket that an entry lives to see."""
         self._aged = now = self._time
         for queues in self._queues:
             for bucket in range(_BUCKETS - 1):
@@ -180,7 +183,7 @@ class Reuse(EvictionPolicy):
                     entry.state = older
 
     def put_back(self, entry: Entry) -> None:
-        """The entry just popped is next again: still the oldest of the same queue."""
+        """Make the entry just popped the oldest of its queue again."""
         _queue_of(entry).push(entry, entry.last_used)
         self._length += 1
 
@@ -189,7 +192,7 @@ class Reuse(EvictionPolicy):
 
 
 class Hazards:
-    """How often what was asked for comes back, by how often it was asked for and how long ago."""
+    """Counts how often blocks return, by their hits and the time since their last request."""
 
     def __init__(self) -> None:
         self._came = [[0.0] * _BUCKETS for _ in range(_HITS)]
@@ -197,7 +200,7 @@ class Hazards:
         self._inside = [[0.0] * _BUCKETS for _ in range(_HITS)]
 
     def ended(self, age: int, hits: int, *, reused: bool) -> None:
-        """Something with so many ``hits`` was ``reused`` at ``age``, or seen no further."""
+        """Count a block with ``hits`` that was ``reused`` at ``age``, or followed no further."""
         bucket = bucket_of(age)
         self._ended[hits][bucket] += 1
         self._inside[hits][bucket] += age - _start(bucket)
@@ -205,10 +208,10 @@ class Hazards:
             self._came[hits][bucket] += 1
 
     def rates(self, hits: int) -> list[float]:
-        """Reuses per event, for each bucket of age.
+        """Return reuses per event, for each bucket of age.
 
-        One reuse that was not seen is counted everywhere, at a rate of hits over age, so what was
-        never seen is not believed to be impossible.
+        Every bucket starts with one imaginary reuse at a rate of hits over age, so nothing that was
+        never observed counts as impossible.
         """
         rates = [0.0] * _BUCKETS
         older = 0.0
@@ -221,9 +224,11 @@ class Hazards:
         return rates
 
     def chances(self, hits: int, horizon: float) -> list[float]:
-        """How likely what is in the middle of each bucket comes back within ``horizon`` events.
+        """Return for each bucket the probability of a reuse within ``horizon`` events.
 
-        With an endless horizon: at what rate.
+        The age at the start is the middle of the bucket.
+
+        With an infinite horizon, return the rates.
         """
         rates = self.rates(hits)
         if math.isinf(horizon):
@@ -243,13 +248,13 @@ class Hazards:
         return chances
 
     def fade(self, factor: float) -> None:
-        """What was seen counts less from now on."""
+        """Multiply all counts by ``factor``."""
         for table in (self._came, self._ended, self._inside):
             for row in table:
                 row[:] = [factor * count for count in row]
 
     def copy(self) -> Hazards:
-        """The same, to go on counting apart."""
+        """Return an independent copy."""
         other = Hazards()
         other._came = [row.copy() for row in self._came]
         other._ended = [row.copy() for row in self._ended]
@@ -258,7 +263,7 @@ class Hazards:
 
 
 def bucket_of(age: int) -> int:
-    """Which bucket an age in events belongs to."""
+    """Return the bucket of an age in events."""
     return min((age >> _YOUNG).bit_length(), _BUCKETS - 1)
 
 

@@ -1,4 +1,4 @@
-"""S3-FIFO: a small queue for what is new, a large one for what proved itself."""
+"""S3-FIFO: a small queue for new entries, a large one for reused ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = 3  # counters have two bits
 
 
 class _Turn:
-    """What is known of an entry: its queue, since when, and how often it was reused since."""
+    """The record of an entry: its queue, when it entered, and its reuses since."""
 
     __slots__ = ("count", "main", "since")
 
@@ -29,17 +29,18 @@ class _Turn:
 
 
 class S3FIFO(EvictionPolicy):
-    """Two first-in-first-out queues; only when its turn comes, what was reused gets another.
+    """Two FIFO queues. An entry that reaches the front is evicted unless it was reused.
 
-    What is new may have ``small`` of the memory. Whose turn comes there was reused and goes on to
-    the main queue if it was reused ``again`` times, or goes. In the main queue it pays for each
-    further turn with one of the up to three reuses that are counted. What comes back soon after it
-    went from the small queue begins in the main one. (Yang et al.: FIFO queues are all you need for
-    cache eviction, SOSP 2023.)
+    New entries enter the small queue, which has a share ``small`` of the memory. At its front, an
+    entry with ``again`` reuses moves to the main queue; others are evicted. At the front of the
+    main queue, an entry pays one of its counted reuses (three at most) for another round. What
+    returns soon after its eviction from the small queue enters the main queue. (Yang et al.: FIFO
+    queues are all you need for cache eviction, SOSP 2023.)
 
-    A prefix is as new as the newest that hung from it, since it could not go before that. What went
-    is told from a `Ghost`: the original algorithm over keys alone, as large as the memory it
-    serves. Memory: about 400 bytes a block of it. Cost: about 1 µs a block of every prompt.
+    A prefix counts as new as the newest entry that followed it, since it could not be evicted
+    before. Evicted blocks are recognised by a `Ghost`: the original algorithm over keys alone, for
+    a memory of the same size. Memory: about 400 bytes a block of the memory. Cost: about 1 µs a
+    block of every prompt.
     """
 
     name = "s3fifo"
@@ -50,9 +51,9 @@ class S3FIFO(EvictionPolicy):
     def __init__(self, small: float = 0.1, again: int = 2) -> None:
         super().__init__()
         if not 0 <= small <= 1:
-            raise InvalidValue(f"the share of the small queue lies in 0 … 1, got {small}")
+            raise InvalidValue(f"small is a share in 0 … 1, got {small}")
         self.small = small
-        self.again = whole("the reuses that are asked for", again, 1, _MOST)
+        self.again = whole("again", again, 1, _MOST)
         self._size = 0
         self._ghost = Ghost(1, small, again)
         self._new = AgeQueue[float]()
@@ -61,53 +62,53 @@ class S3FIFO(EvictionPolicy):
         self._beyond = 0
 
     def fit(self, size: int, block: int) -> None:
-        """It serves a memory of ``size``, in blocks of ``block``."""
+        """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
         self._size = size
         self._ghost = Ghost(max(1, size // block), self.small, self.again)
 
     def asked(self, keys: Sequence[bytes]) -> int:
-        """A prompt came; how many of its leading blocks were asked for lately."""
+        """Record a prompt; return how many of its leading blocks were requested lately."""
         ghost = self._ghost
         known = next((at for at, key in enumerate(keys) if key not in ghost), len(keys))
-        for key in reversed(keys):  # a prompt's end goes before its beginning
+        for key in reversed(keys):  # the end of a prompt is evicted before its beginning
             ghost.asked(key)
         return known
 
-    # --- what is known of entries ----------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------
 
     def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
-        """It begins in the small queue, or in the main one if it comes back."""
+        """Record a new entry: in the small queue, or in the main one if it returns."""
         super().stored(entry, priority, known=known)
         entry.state = _Turn(self._time, main=known)
 
     def grown(self, entry: Entry) -> None:
-        """Its tail is new, and nothing before that can go first."""
+        """Record new pages: the tail is new, and nothing before it can be evicted earlier."""
         super().grown(entry)
         _turn_of(entry).since = self._time
 
     def hit(self, entry: Entry) -> None:
-        """One reuse more."""
+        """Count one reuse more."""
         super().hit(entry)
         turn = _turn_of(entry)
         turn.count = min(_MOST, turn.count + 1)
 
     def split(self, upper: Entry, lower: Entry) -> None:
-        """Both parts are in the same queue since then; reuses are the end's."""
+        """Initialise the new front in the same queue; the reuses stay with the end."""
         super().split(upper, lower)
         turn = _turn_of(lower)
         upper.state = _Turn(turn.since, main=turn.main)
 
     def inherit(self, parent: Entry, child: Entry) -> None:
-        """It had its turns with its child, whose reuses have been counted there."""
+        """Take over the child's queue and time; its reuses were spent on its own rounds."""
         super().inherit(parent, child)
         mine, gone = _turn_of(parent), _turn_of(child)
         mine.since = max(mine.since, gone.since)
         mine.main = mine.main or gone.main
 
-    # --- queues ----------------------------------------------------------------------------------
+    # --- queues ------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """``entry`` may be evicted from now on."""
+        """Make ``entry`` a candidate."""
         turn = _turn_of(entry)
         if turn.main:
             self._main.push(entry, turn.since)
@@ -116,7 +117,7 @@ class S3FIFO(EvictionPolicy):
             self._new_size += entry.size
 
     def discard(self, entry: Entry) -> None:
-        """``entry`` may not be evicted any more."""
+        """Remove ``entry`` from the candidates."""
         if entry in self._main:
             self._main.remove(entry)
         else:
@@ -124,7 +125,7 @@ class S3FIFO(EvictionPolicy):
             self._new_size -= entry.size
 
     def pop(self) -> Entry | None:
-        """Give turns until one has not earned another. Cost: O(log n) for each reuse counted."""
+        """Move reused entries on until one has no reuse left. Cost: O(log n) per reuse counted."""
         while True:
             self._beyond = self._new_size - int(self.small * self._size)
             entry = None if self._beyond > 0 else self._main.pop()
@@ -151,13 +152,13 @@ class S3FIFO(EvictionPolicy):
             self._main.push(entry, turn.since)
 
     def portion(self, entry: Entry) -> int:
-        """What is too much of it in the small queue; all of it in the main one."""
+        """Return the excess of the small queue; for an entry of the main queue, its size."""
         if _turn_of(entry).main or self._beyond <= 0:
             return entry.size
         return min(self._beyond, entry.size)
 
     def put_back(self, entry: Entry) -> None:
-        """The entry just popped lost only its tail: it is the oldest of its queue."""
+        """Make the entry just popped the oldest of its queue."""
         self.add(entry)
 
     def __len__(self) -> int:
@@ -172,10 +173,10 @@ def _turn_of(entry: Entry) -> _Turn:
 
 
 class Ghost:
-    """S3-FIFO over keys: which ``size`` blocks it would hold, and some that it held.
+    """S3-FIFO over keys: the ``size`` blocks it would hold, and some that it evicted.
 
-    ``new`` and ``main`` are held, each with its reuses; ``gone`` went from ``new`` and is
-    remembered, as many as ``main`` may have.
+    ``new`` and ``main`` are held, with their reuses; ``gone`` was evicted from ``new``, as many
+    keys as ``main`` may have.
     """
 
     def __init__(self, size: int, small: float, again: int) -> None:
@@ -193,7 +194,7 @@ class Ghost:
         return len(self.new) + len(self.main) + len(self.gone)
 
     def asked(self, key: bytes) -> bool:
-        """``key`` is asked for; whether it was held."""
+        """Request ``key``; return whether it was held."""
         for queue in (self.new, self.main):
             count = queue.get(key)
             if count is not None:
@@ -209,7 +210,7 @@ class Ghost:
         return False
 
     def _turn(self) -> None:
-        """One key has its turn: it gets another, or goes."""
+        """Evict the key at the front of a queue, or move it on if it was reused."""
         if self.new and (len(self.new) >= self.small or not self.main):
             key, count = self.new.popitem(last=False)
             if count >= self.again:

@@ -1,4 +1,4 @@
-"""Segmented LRU: what was never reused goes before what was."""
+"""Segmented LRU: entries that were never reused are evicted before those that were."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["SLRU"]
 
 
 class SLRU(EvictionPolicy):
-    """Two LRU queues: entries on probation go before protected ones, which were reused.
+    """Two LRU queues: entries on probation are evicted before protected ones, which were reused.
 
-    Protected entries hold at most ``protected`` of the evictable pages; beyond that the least
-    recently used of them are put on probation again. (Karedla, Love, Wherry: Caching strategies
-    to improve disk system performance, 1994.)
+    Protected entries hold at most ``protected`` of the evictable pages; beyond that, the least
+    recently used of them return to probation. (Karedla, Love, Wherry: Caching strategies to improve
+    disk system performance, 1994.)
     """
 
     name = "slru"
@@ -22,7 +22,7 @@ class SLRU(EvictionPolicy):
     def __init__(self, protected: float = 0.8) -> None:
         super().__init__()
         if not 0 <= protected <= 1:
-            raise InvalidValue(f"the protected share lies in 0 … 1, got {protected}")
+            raise InvalidValue(f"protected is a share in 0 … 1, got {protected}")
         self.protected = protected
         self._probation = AgeQueue[float]()
         self._protected = AgeQueue[float]()
@@ -30,7 +30,7 @@ class SLRU(EvictionPolicy):
         self._pages = 0
 
     def add(self, entry: Entry) -> None:
-        """``entry`` may be evicted from now on: protected if it was reused."""
+        """Make ``entry`` a candidate, protected if it was reused."""
         self._pages += entry.size
         if not entry.hits:
             self._probation.push(entry, entry.last_used)
@@ -43,11 +43,11 @@ class SLRU(EvictionPolicy):
             self._protected_pages -= oldest.size
             oldest.hits = 0
             self._time += 1
-            oldest.last_used = self._time  # it gets a full turn on probation
+            oldest.last_used = self._time  # a full round on probation
             self._probation.push(oldest, oldest.last_used)
 
     def discard(self, entry: Entry) -> None:
-        """``entry`` may not be evicted any more."""
+        """Remove ``entry`` from the candidates."""
         self._pages -= entry.size
         if entry in self._protected:
             self._protected.remove(entry)
@@ -56,7 +56,7 @@ class SLRU(EvictionPolicy):
             self._probation.remove(entry)
 
     def pop(self) -> Entry | None:
-        """Take out the oldest entry on probation, else the oldest protected one."""
+        """Remove the oldest entry on probation, else the oldest protected one."""
         entry = self._probation.pop()
         if entry is None:
             entry = self._protected.pop()
@@ -67,7 +67,7 @@ class SLRU(EvictionPolicy):
         return entry
 
     def put_back(self, entry: Entry) -> None:
-        """The entry just popped lost its tail: back to the front of probation."""
+        """Put the entry just popped at the front of probation."""
         self._pages += entry.size
         self._probation.push(entry, entry.last_used)
 

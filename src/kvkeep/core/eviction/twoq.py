@@ -1,4 +1,4 @@
-"""2Q: what was asked for once goes before what was asked for again."""
+"""2Q: entries requested once are evicted before entries requested again."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["TwoQ"]
 
 
 class TwoQ(OncePolicy):
-    """Two queues by last use: entries on probation, which nobody asked for again, and the others.
+    """Two LRU queues: entries on probation, which were requested once, and all others.
 
-    Probation may have ``probation`` of the memory; what is beyond goes first, then the least
-    recently used of the others. It remembers ``remembered`` times as many blocks as there is room
-    for, so that what comes back after it went is not on probation again. (Johnson, Shasha: 2Q,
-    1994; theirs has a first-in-first-out probation, and remembers half as much as there is room.)
+    Probation has a share ``probation`` of the memory; what exceeds it is evicted first, then the
+    least recently used of the others. The history covers ``remembered`` times as many blocks as the
+    memory holds, so what is requested again after its eviction is not on probation. (Johnson,
+    Shasha: 2Q, 1994. Theirs has a FIFO as probation, and a history of half the memory.)
     """
 
     name = "2q"
@@ -30,26 +30,26 @@ class TwoQ(OncePolicy):
     def __init__(self, probation: float = 0.1, remembered: float = 4.0) -> None:
         super().__init__()
         if not 0 <= probation <= 1:
-            raise InvalidValue(f"the share on probation lies in 0 … 1, got {probation}")
+            raise InvalidValue(f"probation is a share in 0 … 1, got {probation}")
         if not remembered >= 0:
-            raise InvalidValue(f"what is remembered is a number of memories, got {remembered}")
+            raise InvalidValue(f"remembered is a number of memories, 0 or more, got {remembered}")
         self.probation: float | None = probation
-        """Share of the memory; None: no order but that of last use."""
+        """Share of the memory. None disables probation: then it is LRU."""
         self.remembered = remembered
         self._size = 0
         self._history = History(1)
 
     def fit(self, size: int, block: int) -> None:
-        """It serves a memory of ``size``, in blocks of ``block``."""
+        """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
         self._size = size
         self._history = History(int(self.remembered * size / block))
 
     def asked(self, keys: Sequence[bytes]) -> int:
-        """A prompt came; how many of its leading blocks were asked for lately."""
+        """Record a prompt; return how many of its leading blocks were requested lately."""
         return self._history.asked(keys)
 
     def beyond(self) -> int:
-        """By how much probation exceeds its share; without one, whether the oldest is there."""
+        """Return the excess of probation; with LRU, all of it if it has the oldest entry."""
         if self.probation is not None:
             return self._once_size - int(self.probation * self._size)
         once, again = self._once.oldest, self._again.oldest
