@@ -1,4 +1,4 @@
-"""`ChainIndex`: chained block keys over full pages, for engines that speak hashes."""
+"""`ChainIndex`: chained block keys of full pages, for engines that identify blocks by hashes."""
 
 from __future__ import annotations
 

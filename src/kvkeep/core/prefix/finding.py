@@ -1,4 +1,4 @@
-"""Finding tokens anywhere in a tree: within runs, and across the borders between them."""
+"""Search a tree for tokens: within runs, and across the borders between them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _BATCH_TOKENS = 1 << 20
 
 
 class FoundAt(NamedTuple):
-    """Where tokens were found."""
+    """A place where tokens were found."""
 
     row: int
-    """Of the run in which they end."""
+    """Row of the run in which they end."""
     at: int
-    """Tokens before the first of them, from the beginning of the prompt."""
+    """Their position in the prompt, in tokens."""
 
 
 class Finding:
-    """The runs that a `TreeWalk` saw, ready to be searched; their symbols are tokens.
+    """Searches the runs of a `TreeWalk`, whose symbols are tokens.
 
-    Thread safety: none, but it needs no lock: what it looks at does not change. Cost: a pass over
-    all tokens, 1 or 2 ns each for each needle, and 1 µs a run; memory for a million tokens.
+    Thread safety: none, and no lock is needed: the data is a snapshot. Cost: a pass over all
+    tokens, 1 to 2 ns each per needle, and 1 µs a run; memory for a million tokens.
     """
 
     COLUMNS = ("parent", "end", "serial", "run", "depth")
@@ -44,7 +44,7 @@ class Finding:
         self._parents = walk.parents()
         self._page_size = page_size
         self._depths: list[int] = walk.columns["depth"]
-        # What lost its tail is kept as a view of what it was.
+        # A run that lost its tail is a memoryview of the longer one.
         self._runs: list[bytes] = [
             run if type(run) is bytes else bytes(run) for run in walk.columns["run"]
         ]
@@ -52,16 +52,16 @@ class Finding:
         if marks is not None and len(marks):
             for row, run in enumerate(self._runs):
                 self._runs[row] = marks.plain_bytes(run)
-                if len(self._runs[row]) < len(run):  # it was evicted meanwhile, with its marks
+                if len(self._runs[row]) < len(run):  # evicted meanwhile, with its marks
                     unknown.append(row)
         for row in unknown:
             self._runs[row] = b""
         self._lengths = np.array([len(run) for run in self._runs], np.int64) // TOKEN_BYTES
 
     def places(self, needles: Sequence[TokenArray], most: int) -> list[list[FoundAt]]:
-        """For each needle the first place in each run in which it ends, shallow runs first.
+        """Return for each needle its first place in each run, shallow runs first.
 
-        At most ``most`` for each.
+        ``most`` limits the places of each needle.
         """
         assert all(len(needle) for needle in needles)
         found = [dict(self._across(needle)) for needle in needles]
@@ -70,7 +70,7 @@ class Finding:
             if not short:
                 continue
             for i, row, at in self._within(batch, [(i, needles[i]) for i in short]):
-                found[i].setdefault(row, at)  # what begins before the run comes first
+                found[i].setdefault(row, at)  # a place that begins before the run precedes
         return [[FoundAt(row, at[row]) for row in sorted(at)[:most]] for at in found]
 
     def _wants(self, places: dict[int, int], batch: tuple[int, int], most: int) -> bool:
@@ -78,14 +78,14 @@ class Finding:
         return len(places) < most or sum(row < batch[0] for row in places) < most
 
     def path(self, row: int) -> list[int]:
-        """The rows from the top to this one."""
+        """Return the rows from the top to this one."""
         rows = [row]
         while (row := int(self._parents[row])) >= 0:
             rows.append(row)
         return rows[::-1]
 
     def tokens(self, row: int, start: int, stop: int) -> TokenArray:
-        """Tokens ``start`` … ``stop`` of the path to ``row``, as far as there are any."""
+        """Return tokens ``start`` … ``stop`` of the path to ``row``, as far as they exist."""
         parts: list[bytes] = []
         while row >= 0:
             first = self._depths[row] * self._page_size
@@ -102,17 +102,17 @@ class Finding:
     def _within(
         self, batch: tuple[int, int], needles: list[tuple[int, TokenArray]]
     ) -> Iterator[tuple[int, int, int]]:
-        """Which needle ends in which row, and where it begins; the first place of each."""
+        """Yield needle, row and position for the first place of each needle in each run."""
         first, last = batch
         tokens = np.frombuffer(b"".join(self._runs[first:last]), TOKEN_DTYPE)
         lengths = self._lengths[first:last]
         ends = np.cumsum(lengths)
-        begun: dict[int, npt.NDArray[np.intp]] = {}  # by a needle's first token: where that stands
+        begun: dict[int, npt.NDArray[np.intp]] = {}  # positions of each first token
         for i, needle in needles:
             token = int(needle[0])
             if token not in begun:
                 begun[token] = np.flatnonzero(tokens == token)
-            at = _go_on(tokens, begun[token], needle)
+            at = _continued(tokens, begun[token], needle)
             rows = np.searchsorted(ends, at, side="right")
             inside = at + len(needle) <= ends[rows]
             rows, firsts = np.unique(rows[inside], return_index=True)
@@ -121,7 +121,7 @@ class Finding:
                 yield i, row, self._depths[row] * self._page_size + offset
 
     def _batches(self) -> Iterator[tuple[int, int]]:
-        """Rows with a million tokens together, or one row with more."""
+        """Yield ranges of rows with up to a million tokens together, or one longer row."""
         ends = np.cumsum(self._lengths)
         first = 0
         while first < len(ends):
@@ -134,10 +134,12 @@ class Finding:
     # --- across borders ----------------------------------------------------------------------
 
     def _across(self, needle: TokenArray) -> Iterator[FoundAt]:
-        """Where ``needle`` begins in what a run hangs from, and ends in the run."""
+        """Yield the places where ``needle`` begins before a run and ends in it."""
         symbols = needle.tobytes()
         parents, runs = self._parents, self._runs
-        begun: dict[int, list[int]] = {}  # row → tokens of the needle that its path ends with
+        begun: dict[
+            int, list[int]
+        ] = {}  # row → lengths of the needle's heads that its path ends with
         inner = np.unique(parents[parents >= 0])
         ending = {symbols[i - TOKEN_BYTES : i] for i in range(TOKEN_BYTES, len(symbols), 4)}
         for row in inner.tolist():
@@ -150,16 +152,16 @@ class Finding:
             begun[row] = lengths
             children = np.searchsorted(parents, [row, row + 1])
             for child in range(*children.tolist()):
-                # The most that had begun before is what begins first.
+                # The longest head begins first.
                 for length in reversed(lengths):
                     if runs[child].startswith(symbols[length * TOKEN_BYTES :]):
                         yield FoundAt(child, self._depths[child] * self._page_size - length)
                         break
 
     def _begun(self, symbols: bytes, run: bytes, before: list[int]) -> list[int]:
-        """How many leading tokens of ``symbols`` stand at the end of ``run`` and what it follows.
+        """Return the lengths of all heads of ``symbols`` with which the path up to ``run`` ends.
 
-        All that there are, rising; ``before`` are those of what it follows.
+        In tokens, ascending; ``before`` are those of the path before ``run``.
         """
         whole = len(run) // TOKEN_BYTES
         lengths = [
@@ -174,10 +176,10 @@ class Finding:
         return lengths
 
 
-def _go_on(
+def _continued(
     tokens: TokenArray, at: npt.NDArray[np.intp], needle: TokenArray
 ) -> npt.NDArray[np.intp]:
-    """The places among ``at``, where its first token stands, at which all of ``needle`` does."""
+    """Return those of the positions ``at`` of its first token where all of ``needle`` follows."""
     at = at[: np.searchsorted(at, len(tokens) - len(needle), side="right")]
     for offset in range(1, len(needle)):
         if not len(at):

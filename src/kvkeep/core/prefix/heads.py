@@ -1,4 +1,4 @@
-"""`Heads`: among the runs that branch off one place, which one begins most like a prompt?"""
+"""`Heads`: the child of a node whose key shares the longest head with a prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK = 512
 
 
 def common_head(left: bytes, right: bytes) -> int:
-    """Leading bytes that two short byte strings have in common."""
+    """Return how many leading bytes two short byte strings share."""
     length = min(len(left), len(right))
     differs = int.from_bytes(left[:length], "little") ^ int.from_bytes(right[:length], "little")
     if not differs:
@@ -23,7 +23,7 @@ def common_head(left: bytes, right: bytes) -> int:
 
 
 def common_bytes(symbols: bytes, offset: int, run: bytes | memoryview) -> int:
-    """Leading bytes that ``run`` and ``symbols[offset:]`` have in common; memcmp, by halves."""
+    """Return how many leading bytes ``run`` and ``symbols[offset:]`` share, by bisection."""
     low, high = 0, min(len(run), len(symbols) - offset)
     view = memoryview(run)
     if symbols.startswith(view[:high], offset):
@@ -38,13 +38,13 @@ def common_bytes(symbols: bytes, offset: int, run: bytes | memoryview) -> int:
 
 
 class Heads:
-    """The keys of a node's children in order, to find the one with the longest common head.
+    """The keys of a node's children in lexicographic order.
 
-    In lexicographic order that is a neighbour of the key looked for. Keys lie in blocks of some
-    hundreds, so adding one moves little. Removing costs nothing: a key that is no longer among
-    the children is skipped and dropped when met, and all such keys go when they outnumber the rest.
+    The key that shares the longest head with a given one is its neighbour in this order. Keys lie
+    in blocks of some hundred, so adding one moves few. Removed keys are not reported: a key that is
+    no longer among the children is dropped when it is met, and all such keys are when they prevail.
 
-    Cost: O(log n) comparisons to find and to add, whatever has been removed (amortised).
+    Cost: O(log n) comparisons to find and to add, amortised over removals.
     """
 
     __slots__ = ("_blocks", "_count", "_last")
@@ -55,7 +55,7 @@ class Heads:
         self._count = 0
 
     def add(self, key: bytes, alive: Collection[bytes]) -> None:
-        """Put in ``key``; ``alive`` are the children's keys, this one among them."""
+        """Add ``key``; ``alive`` are the children's present keys, this one among them."""
         if self._count > 2 * len(alive) + _BLOCK:
             self._rebuild(alive)
         at = bisect_left(self._last, key)
@@ -65,7 +65,7 @@ class Heads:
         block = self._blocks[at]
         place = bisect_left(block, key)
         if place < len(block) and block[place] == key:
-            return  # it was here, was removed, and nobody had met it since
+            return  # it was removed, not met since, and comes back
         block.insert(place, key)
         self._count += 1
         if len(block) > 2 * _BLOCK:
@@ -74,7 +74,8 @@ class Heads:
             self._last.insert(at, block[half - 1])
 
     def closest(self, key: bytes, alive: Collection[bytes]) -> tuple[bytes, int] | None:
-        """The living key that shares the longest head with ``key``, and how many bytes that is."""
+        """Return the living key that shares the longest head with ``key``, and its length in bytes.
+        """
         best: tuple[bytes, int] | None = None
         at = min(bisect_left(self._last, key), len(self._blocks) - 1)
         place = bisect_left(self._blocks[at], key)

@@ -1,8 +1,9 @@
-"""`Marks`: negative ids that stand for a token together with the bytes that belong to it.
+"""`Marks`: negative ids that stand for a token together with its extras.
 
-A prefix index compares tokens, int32 and never negative. A token with extras
-(`kvkeep.core.extras`) is a *mark* in its place: a negative id that two rows share if and only if
-token and digests are equal. A row of tokens and marks is compared, split and stored like any other.
+A prefix index compares int32 tokens, which are never negative. A token with extras
+(`kvkeep.core.extras`) is replaced by a *mark*: a negative id that two rows share if and only if
+the token and the digests are equal. So a row with marks is compared, split and stored like any
+other.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class _Mark:
 class Marks:
     """The marks of one cache.
 
-    A mark lives as long as something uses it: a sequence that has it, or a stored page
-    (`stored`, `forget`). So the table is as large as what is in the cache, and a mark never
-    stands for two contents at once. Ids are given out downwards from -1, and begin anew after 2³¹.
+    A mark lives while a sequence has it (`marked`, `again`, `release`) or a stored page has it
+    (`stored`, `forget`). So the table is as large as the cached extras, and a mark never stands for
+    two contents at once. Ids count down from -1, and start again after 2³¹.
 
     Thread safety: changes are made under the cache's lock; `plain` may be called anywhere. Cost:
-    nothing for rows without marks; about 1 µs a mark otherwise. Memory: about 400 bytes a mark.
+    nothing for rows without marks, else about 1 µs a mark. Memory: about 400 bytes a mark.
     """
 
     def __init__(self) -> None:
@@ -52,13 +53,13 @@ class Marks:
         self._next = -1
 
     def __len__(self) -> int:
-        """Marks that are in use."""
+        """Return the number of marks in use."""
         return len(self._marks)
 
     # --- from extras to marks ----------------------------------------------------------------
 
     def known(self, tokens: TokenArray, extras: Extras) -> TokenArray:
-        """The row as far as it can be stored: it ends before the first mark that nothing uses."""
+        """Return the row with marks, up to the first token whose mark does not exist."""
         if not extras:
             return tokens
         row = tokens.copy()
@@ -72,7 +73,7 @@ class Marks:
         return row
 
     def marked(self, tokens: TokenArray, extras: Extras) -> TokenArray:
-        """The row with its marks, each used once more."""
+        """Return the row with marks, and count one use of each; makes missing ones."""
         if not extras:
             return tokens
         row = tokens.copy()
@@ -97,15 +98,15 @@ class Marks:
     # --- from marks to extras ----------------------------------------------------------------
 
     def plain_bytes(self, symbols: bytes) -> bytes:
-        """`plain`, the tokens alone, for rows as bytes."""
+        """Return the tokens of a row, both as bytes."""
         row = np.frombuffer(symbols, TOKEN_DTYPE)
         return self.plain(row)[0].tobytes() if self._marks else symbols
 
     def plain(self, row: TokenArray) -> tuple[TokenArray, Extras]:
-        """The tokens of a row, and its extras without their bytes.
+        """Return the tokens of a row, and its extras without their bytes.
 
-        A row that was read without the lock may have marks that nothing uses any more: the result
-        ends before the first of those.
+        In a row that was read without the lock, marks may have ended since: the result ends before
+        the first of those.
         """
         places = np.flatnonzero(row < 0) if self._marks else ()
         if not len(places):
@@ -123,12 +124,12 @@ class Marks:
     # --- uses --------------------------------------------------------------------------------
 
     def again(self, row: TokenArray) -> None:
-        """One more sequence has this row."""
+        """Count one sequence more that has this row."""
         for found in row[row < 0].tolist():
             self._marks[found].uses += 1
 
     def release(self, row: TokenArray) -> None:
-        """A sequence does not have this row any more."""
+        """Count one sequence less that has this row."""
         self._drop(row[row < 0].tolist())
 
     def _drop(self, ids: Iterable[int]) -> None:
@@ -140,7 +141,7 @@ class Marks:
                 del self._ids[mark.token, mark.digests]
 
     def stored(self, pages: PageArray, row: TokenArray) -> None:
-        """The index stores ``pages`` now, which hold this row."""
+        """Record that the index stores ``pages``, which hold this row."""
         if not len(self._marks):
             return
         size = len(row) // len(pages)
@@ -151,14 +152,14 @@ class Marks:
             self._marks[found].uses += 1
 
     def forget(self, pages: PageArray) -> None:
-        """The index does not store these pages any more."""
+        """Record that the index no longer stores these pages."""
         if not self._pages:
             return
         for page in pages.tolist():
             self._drop(self._pages.pop(page, ()))
 
     def check(self, stored: PageArray, rows: Iterable[TokenArray]) -> None:
-        """Recount: marks are used by these stored pages and by these rows of sequences."""
+        """Recount uses, given all stored pages and all rows of sequences. Asserts."""
         uses: dict[int, int] = {}
         for row in rows:
             for found in row[row < 0].tolist():

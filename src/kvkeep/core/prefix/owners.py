@@ -1,14 +1,14 @@
-"""`Owners`: which runs of a tree one user alone has used, and what that user says of them.
+"""`Owners`: which runs only one user has used, and that user's hints about them.
 
-A node's ``owner`` is who alone has ever used it; None stands for several, or for somebody who did
-not say. It only ever goes from an owner to None, and whoever uses a node uses all before it:
+``owner`` of a node is the only user so far; None stands for several users, or an unnamed one. It
+changes from an owner to None and never back, and whoever uses a node uses all nodes before it:
 
     root ── system prompt (None) ─┬─ A's first turn (A) ── A's second turn (A)
                                   └─ B's first turn (B)
 
-So an owner's nodes are whole ends of branches. To say of all of them that they are dead, or that
-they are awaited, is a walk over that owner's nodes; to note that somebody else has come is a walk
-up to the first node that has no owner, and that happens to each node once.
+So an owner's nodes are complete ends of branches. Marking all of them dead or suspended walks over
+that owner's nodes. A use by somebody else walks up to the first node without an owner, which
+happens to each node once.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["Owner", "Owners"]
 
 
 class Owner:
-    """Somebody who uses runs, and the living ones that nobody else has used.
+    """One user of runs, and the living runs that only this user has used.
 
-    ``due`` is when an owner who is away will be back, None otherwise. What an owner who has
-    ``left`` stores from then on is dead from the beginning.
+    ``due`` is when a suspended owner is expected back, else None. What an owner that has ``left``
+    stores afterwards is dead at once.
     """
 
     __slots__ = ("due", "left", "nodes")
@@ -42,10 +42,10 @@ class Owner:
 
 
 class Owners:
-    """Keeps the owners of a tree's nodes, and their hints in order. The tree tells what happens.
+    """The owners of a tree's nodes, and the order by their hints. The tree reports what happens.
 
-    What hangs from a dead node is dead. Nothing here changes what is found, or what may go: only
-    what goes first.
+    Descendants of a dead node are dead. Hints change neither what matches nor what may be evicted:
+    only the order of eviction.
 
     Memory: one dictionary entry a node. Thread safety: none; under the cache's lock.
     """
@@ -53,16 +53,16 @@ class Owners:
     def __init__(self, policy: Hinted) -> None:
         self._policy = policy
         self.num_dead = 0
-        """Pages that died and are still there."""
+        """Pages that are dead and still stored."""
         self.num_awaited = 0
-        """Pages of owners who will be back, with all before them: those stay as long as these."""
+        """Pages of suspended owners, and all pages before them."""
 
-    # --- what owners say ---------------------------------------------------------------------
+    # --- hints -------------------------------------------------------------------------------
 
     def used(self, hold: Node, owner: Owner | None) -> None:
-        """``owner`` (None: somebody) uses the path of ``hold``, which brings it back to life.
+        """Record that ``owner`` (None: unnamed) uses the path of ``hold``; dead nodes on it revive.
 
-        Cost: up to the first node that is known to be used so.
+        Cost: up to the first node for which the use changes nothing.
         """
         node = hold
         while node.owner is not None and node.parent is not None:
@@ -75,9 +75,9 @@ class Owners:
             node = node.parent
 
     def kill(self, owner: Owner, path: Node | None = None) -> int:
-        """The owner's nodes are dead, but for those on ``path``; returns how many pages that is.
+        """Mark the owner's nodes dead, except those on ``path``; return how many pages those are.
 
-        Those that somebody holds stay as long as that lasts. Cost: the owner's living nodes.
+        Held ones stay until they are released. Cost: the owner's living nodes.
         """
         kept: set[Node] = set()
         while path is not None and path.owner is owner:
@@ -91,29 +91,29 @@ class Owners:
         return self.num_dead - before
 
     def suspend(self, owner: Owner, due: float) -> int:
-        """The owner is away until ``due``; returns the pages of its own that are kept for that."""
+        """Suspend an owner until ``due``; return the pages of its own that are kept for it."""
         owner.due = due
         for node in owner.nodes:
             self._change(node, 0, due)
         return sum(node.size for node in owner.nodes)
 
     def wake(self, owner: Owner) -> None:
-        """The owner is away no more."""
+        """End the suspension of an owner."""
         owner.due = None
         for node in owner.nodes:
             self._change(node, 0, None)
 
-    # --- what happens in the tree ------------------------------------------------------------
+    # --- events of the tree ------------------------------------------------------------------
 
     def born(self, leaf: Node, owner: Owner) -> None:
-        """``owner`` stored ``leaf``, which is in no queue yet."""
+        """Record that ``owner`` stored ``leaf``, which is in no queue yet."""
         leaf.owner = owner
         owner.nodes[leaf] = None
         dead = owner.left or (leaf.parent is not None and bool(leaf.parent.died))
         self._set(leaf, self._policy.death() if dead else 0, None if dead else owner.due)
 
     def split(self, upper: Node, lower: Node) -> None:
-        """``lower`` was cut in two, its front is now ``upper``."""
+        """Give ``upper``, the new front of ``lower``, the same owner and hints."""
         upper.sleepers = 1 if lower.sleepers else 0
         upper.owner, upper.died = lower.owner, lower.died
         if upper.owner is not None and not upper.died:
@@ -123,19 +123,19 @@ class Owners:
                 upper.sleepers += 1
 
     def rejoined(self, upper: Node) -> None:
-        """``upper`` goes: it is the front of the run behind it again, which has the same hints."""
+        """Record that ``upper`` ends: the run behind it, with the same hints, takes its pages."""
         if upper.owner is not None and not upper.died:
             del upper.owner.nodes[upper]
 
     def resized(self, node: Node, pages: int) -> None:
-        """``node`` has so many pages more than it had."""
+        """Record that ``node`` has ``pages`` more than before."""
         if node.died:
             self.num_dead += pages
         if node.sleepers:
             self.num_awaited += pages
 
     def gone(self, leaf: Node) -> None:
-        """``leaf`` goes, and is in no queue any more; it still has its parent."""
+        """Record that ``leaf`` is evicted; it is in no queue and still has its parent."""
         if leaf.died:
             self.num_dead -= leaf.size
         elif leaf.owner is not None:
@@ -145,7 +145,7 @@ class Owners:
         leaf.owner = None
 
     def _share(self, node: Node) -> None:
-        """Others use ``node`` too."""
+        """Record that somebody else uses ``node`` too."""
         owner = node.owner
         assert owner is not None
         self._change(node, 0, None)
@@ -153,7 +153,7 @@ class Owners:
         node.owner = None
 
     def _change(self, node: Node, died: int, due: float | None) -> None:
-        """Give ``node`` other hints, and its place by them if it is in a queue."""
+        """Change the hints of ``node``, and its place in the eviction queue."""
         queued = not (node.children or node.holders or node.pins)
         if queued:
             self._policy.discard(node)
@@ -176,7 +176,7 @@ class Owners:
         node.died, node.due = died, due
 
     def _count_on(self, node: Node) -> None:
-        """One more reason why ``node`` stays, and with it all before it."""
+        """Count one reason more to keep ``node`` and all before it."""
         while node.parent is not None:
             node.sleepers += 1
             if node.sleepers > 1:
@@ -192,10 +192,8 @@ class Owners:
             self.num_awaited -= node.size
             node = node.parent
 
-    # --- looking -----------------------------------------------------------------------------
-
     def check(self, roots: Sequence[Node]) -> None:
-        """Recount everything and assert that it agrees."""
+        """Recount everything. Asserts."""
         dead = awaited = 0
         for root in roots:
             for node, _ in descend(root):
@@ -203,10 +201,12 @@ class Owners:
                 if parent is None:
                     assert node.owner is None
                     continue
-                assert parent.owner in {None, node.owner}, "an owner's path has another's node"
+                assert parent.owner in {None, node.owner}, (
+                    "a node of another owner on an owner's path"
+                )
                 hinted = node.died or node.due is not None
-                assert node.owner is not None or not hinted, "a hint of nobody's"
-                assert node.died or not parent.died, "something lives on what is dead"
+                assert node.owner is not None or not hinted, "a hint without an owner"
+                assert node.died or not parent.died, "a living node follows a dead one"
                 assert not (node.died and node.due is not None)
                 if node.owner is not None:
                     assert (node in node.owner.nodes) == (not node.died)

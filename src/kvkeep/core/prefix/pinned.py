@@ -1,13 +1,13 @@
-"""`Pinned`: a pin as an index knows it, and `Pins`: where those of a tree stand.
+"""`Pinned`: a pin as the index sees it, and `Pins`: where the pins of a tree stand.
 
-A pin stands at the end of a run and covers the path to it. When that run is evicted, its pins go
-on standing at the end of the run before it; when the first run of a path is evicted, they are
-broken. All pins that stand at one place are one `Spot`, which moves as a whole:
+A pin stands at the end of a run and covers the path to it. When that run is evicted, its pins move
+to the end of the run before it; when the first run of a path is evicted, they are broken. All pins
+at one place are one `Spot`, which moves as a whole:
 
     root ── A ── B ── C        two pins at C, one at B: B and C have a spot each
-    root ── A ── B             C is gone: one spot with three pins at B
-    root ── A                  B is gone: the same spot at A
-    root                       A is gone: three pins are broken
+    root ── A ── B             C is evicted: one spot with three pins at B
+    root ── A                  B is evicted: the same spot at A
+    root                       A is evicted: three pins are broken
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pinned:
 
     def __init__(self) -> None:
         self.spot: Spot | None = None
-        """Where it stands; None before it is set, and when it was broken or taken away."""
+        """Where it stands; None before it is set, and after it was broken or removed."""
 
     @property
     def num_pages(self) -> int:
@@ -40,7 +40,7 @@ class Pinned:
 
 
 class Spot:
-    """The pins that stand at the end of ``node``: those that can give way, and those that hold."""
+    """The soft and the hard pins at the end of ``node``."""
 
     __slots__ = ("hard", "node", "soft")
 
@@ -63,12 +63,12 @@ class Spot:
 class Pins:
     """All pins of a tree, and the pages that they cover, each counted once.
 
-    ``Node.covered`` is 1 if a pin stands at the node, and 1 more for each child that is covered;
-    ``Node.kept`` counts likewise for hard pins alone. So a pin is counted upwards only to the first
-    node that is covered already.
+    ``Node.covered`` is 1 for pins at the node, and 1 more for each covered child; ``Node.kept`` is
+    the same for hard pins alone. So a pin is counted upwards only to the first node that is covered
+    already.
 
-    Thread safety: none. Cost: a step for each node on the path that nothing covers yet; passing
-    pins on from run to run moves each of them O(log pins) times at most.
+    Thread safety: none. Cost: a step for each uncovered node on the path. While runs are evicted, a
+    pin moves to another spot O(log pins) times at most.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Pins:
         """Those of them that the owner of the index has not taken out yet."""
 
     def add(self, node: Node, pin: Pinned, *, hard: bool) -> None:
-        """``pin`` stands at the end of ``node``."""
+        """Set ``pin`` at the end of ``node``."""
         assert pin.spot is None
         spot = node.spot
         if spot is None:
@@ -98,7 +98,7 @@ class Pins:
         pin.spot = spot
 
     def remove(self, pin: Pinned) -> None:
-        """Take a pin away that stands somewhere."""
+        """Remove a pin that is set."""
         spot = pin.spot
         assert spot is not None
         node = spot.node
@@ -109,16 +109,16 @@ class Pins:
         else:
             del spot.hard[pin]
             if not spot.hard:
-                self._let_go(node)
+                self._unkeep(node)
         if not len(spot):
             node.spot = None
             self._uncover(node)
 
     def pass_on(self, leaf: Node, parent: Node) -> None:
-        """A leaf with pins goes: they stand at the end of ``parent`` now, or are broken."""
+        """Move the pins of ``leaf``, which is evicted, to ``parent``; at a root they are broken."""
         spot = leaf.spot
         assert spot is not None
-        assert not spot.hard, "what a hard pin holds is not evicted"
+        assert not spot.hard, "a run with a hard pin was evicted"
         leaf.spot = None
         self.num_pages -= leaf.size
         if parent.parent is None:
@@ -129,7 +129,7 @@ class Pins:
             return
         parent.pins += len(spot.soft)
         own = parent.spot
-        if own is None:  # a covered child less, a pin of its own more
+        if own is None:  # one covered child less, one own pin more
             spot.node = parent
             parent.spot = spot
             return
@@ -141,17 +141,17 @@ class Pins:
         own.absorb(spot)
 
     def split(self, upper: Node, lower: Node) -> None:
-        """``lower`` was cut in two, its front is now ``upper``; pins stay at its end."""
+        """Count for ``upper``, the new front of ``lower``; the pins stay at the end."""
         upper.covered = 1 if lower.covered else 0
         upper.kept = 1 if lower.kept else 0
 
     def trimmed(self, leaf: Node, pages: int) -> None:
-        """A covered leaf has so many pages less than it had."""
+        """Record that a covered leaf lost its last ``pages`` pages."""
         assert not leaf.kept
         self.num_pages -= pages
 
     def would_keep(self, node: Node) -> int:
-        """Pages that hard pins would cover with one more at the end of ``node``."""
+        """Return the pages that hard pins would cover with one more at ``node``."""
         pages = self.num_hard
         above: Node | None = node
         while above is not None and not above.kept:
@@ -183,7 +183,7 @@ class Pins:
             self.num_hard += node.size
             node = node.parent
 
-    def _let_go(self, node: Node) -> None:
+    def _unkeep(self, node: Node) -> None:
         while node.parent is not None:
             node.kept -= 1
             if node.kept:
@@ -192,7 +192,7 @@ class Pins:
             node = node.parent
 
     def check(self, nodes: Iterable[Node]) -> None:
-        """Recount all nodes of the tree but the roots, and assert that it agrees."""
+        """Recount from all nodes except the roots. Asserts."""
         covered = kept = 0
         for node in nodes:
             spot = node.spot

@@ -16,7 +16,7 @@ __all__ = ["RadixIndex"]
 
 
 class RadixIndex(PrefixIndex):
-    """Edges are page-aligned token runs; beyond the full pages, a page's first tokens match too.
+    """Compares tokens: runs of full pages, and then the first tokens of one page more.
 
     Memory: 4 bytes a token, 4 a page, and about 600 bytes a run.
     """
@@ -34,7 +34,7 @@ class RadixIndex(PrefixIndex):
 
 
 class _TokenEncoder(Encoder):
-    """The tokens themselves, as bytes; keeps nothing."""
+    """Returns the tokens as bytes; has no state."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size

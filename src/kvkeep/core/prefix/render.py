@@ -1,4 +1,4 @@
-"""Draw a prefix tree for people: what is shared, what is held, what goes next."""
+"""Draw a prefix tree in the terminal: what is shared, what is held, how it is ranked."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def draw(
     width: int = 48,
     decode: Callable[[TokenArray], str] | None = None,
 ) -> Tree:
-    """The runs of `PagedCache.runs` as a tree that `rich` prints.
+    """Return the runs of `PagedCache.runs` as a tree that `rich` prints.
 
-    One line a run: tokens, pages, references, what the policy says of it, and the beginning of its
-    text, as ``decode`` gives it, in ``width`` characters. Deeper than ``depth`` runs, or beyond
-    ``branches`` of one run, what is left out is counted. Control characters are made visible, so
-    no text can reach the terminal as anything but text.
+    One line a run: tokens, pages, references, the eviction policy's rank, and the start of its
+    text, as ``decode`` gives it, in ``width`` characters. Runs deeper than ``depth`` and beyond
+    ``branches`` of one parent are counted only. Control characters are escaped, so no text can
+    control the terminal.
     """
     for name, value in (("depth", depth), ("branches", branches), ("width", width)):
         whole(name, value, 1)
@@ -104,7 +104,7 @@ def _line(
 
 
 def _visible(text: str, width: int) -> str:
-    """One line of printable characters: line breaks as ⏎, other control characters as \\x…"""
+    """Return one line of printable text: line breaks as ⏎, other control characters as \\x…"""
     shown = "".join(
         c if c.isprintable() else "⏎" if c == "\n" else c.encode("unicode_escape").decode()
         for c in text[: width + 1]

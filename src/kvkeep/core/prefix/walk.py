@@ -1,4 +1,4 @@
-"""`TreeWalk` and `Survey`: a whole tree as arrays, taken in steps that hold nobody up."""
+"""`TreeWalk` and `Survey`: a whole tree as arrays, read in short steps under the lock."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ _children = attrgetter("children")
 
 
 class TreeWalk:
-    """A walk over trees in steps, parents before children, all of one depth together.
+    """A walk over trees in steps, parents before children, level by level.
 
-    ``columns`` are the fields of nodes that are noted in passing. Between two steps the tree may
-    change: what is evicted meanwhile is known to be gone if it was not looked at yet, what is
-    stored meanwhile may be missing, and of a run that is split meanwhile the new front is. A front
-    that is joined with its end before it was looked at is that longer run here too. Without such
-    changes, or with a single step, all is as it is.
+    ``columns`` names the node fields to record. The tree may change between two steps: nodes
+    evicted before they are visited count as `gone`, nodes stored meanwhile may be missing, and so
+    may the new front of a run that is split. A front that is joined with its end before the visit
+    appears as the joined run. Without such changes, or with a single step, the result is exact.
 
-    Thread safety: `step` and `find` run under the cache's lock, all else anywhere. It keeps the
-    nodes that it saw alive: let go of it soon. Cost: about 1 µs a node, as memory goes.
+    Thread safety: `step` and `find` run under the cache's lock, everything else anywhere. The walk
+    keeps visited nodes alive: drop it soon. Cost: about 1 µs a node, bound by memory access.
     """
 
     def __init__(self, tops: list[Node], *columns: str) -> None:
@@ -46,11 +45,11 @@ class TreeWalk:
 
     @property
     def done(self) -> bool:
-        """Nothing is left to look at."""
+        """Whether all nodes were visited."""
         return self._next == len(self.nodes)
 
     def step(self, most: int) -> list[Node]:
-        """Look at the next nodes, ``most`` at most; these are they."""
+        """Visit and return the next nodes, ``most`` at most."""
         start = self._next
         chunk = self.nodes[start : start + most]
         for place in range(max(start, self._tops), start + len(chunk)):
@@ -65,14 +64,16 @@ class TreeWalk:
         return chunk
 
     def find(self, number: int, most: int) -> Node | None:
-        """The node with that id, if it is among the next ``most``, which are looked at."""
+        """Visit the next nodes, ``most`` at most; return the one with id ``number`` if it is among
+        them.
+        """
         for node in self.step(most):
             if node.id == number:
                 return node
         return None
 
     def parents(self) -> Numbers:
-        """The row of each node's parent, -1 for the tops; never falling."""
+        """Return the row of each node's parent, -1 for the tops; never decreasing."""
         assert self.done
         parents = np.full(len(self.nodes), -1)
         parents[self._tops :] = np.repeat(
@@ -81,23 +82,23 @@ class TreeWalk:
         return parents
 
     def numbers(self, column: str) -> Numbers:
-        """A column of whole numbers."""
+        """Return a recorded column of integers as an array."""
         return np.array(self.columns[column], np.int64)
 
     def ids(self) -> Numbers:
-        """Ids of nodes; needs ``serial`` and ``end``."""
+        """Return the node ids; needs the columns ``serial`` and ``end``."""
         serials = self.numbers("serial")
         return np.where(self.numbers("end") > 0, serials, -serials)
 
     def gone(self) -> npt.NDArray[np.bool_]:
-        """Which nodes had been evicted when they were looked at; needs ``parent`` and ``end``."""
+        """Return which nodes were evicted when visited; needs ``parent`` and ``end``."""
         orphans = np.array([parent is None for parent in self.columns["parent"]], np.bool_)
         return orphans & (self.numbers("end") > 0)
 
     def unknown(self) -> list[int]:
-        """Rows that are gone, or follow what the walk has not seen, since it came later.
+        """Return the rows that are gone, or whose parent row no longer ends where they begin.
 
-        Needs ``parent``, ``end`` and ``depth``.
+        Descendants of such rows are included. Needs ``parent``, ``end`` and ``depth``.
         """
         ends, depths, parents = self.numbers("end"), self.numbers("depth"), self.parents()
         inner = np.flatnonzero(parents >= 0)
@@ -111,19 +112,19 @@ class TreeWalk:
 
 
 def _now(front: Node) -> Node:
-    """The run that a front was joined into, which it still has as its child; else itself."""
+    """Return the run that ``front`` was joined into, still its only child; else ``front``."""
     while front.parent is None and front.children:
         (front,) = front.children.values()
     return front
 
 
 class Survey:
-    """What a tree was like: one row a node, parents first; roots are rows without pages.
+    """A tree as columns: one row a node, parents first; roots are rows without pages.
 
-    ``parents`` are rows, -1 for the tops. Rows of what was evicted meanwhile are ``gone`` and count
-    for nothing; of a run that was joined with its front after that was looked at, the front counts
-    once. ``below_…`` are sums over a node and all behind it: of pages, of runs (roots are
-    none), of uses; and of ``last_used`` the latest.
+    ``parents`` are rows, -1 for the tops. Rows that are ``gone`` count for nothing. Of a run that
+    was joined with its front after the front was visited, the front's pages count once. ``below_…``
+    are sums over a node and all descendants: of pages, of runs (roots are none), of uses;
+    ``below_last`` is the latest ``last_used``.
     """
 
     COLUMNS = ("parent", "end", "serial", "size", "holders", "pins", "uses", "last_used")
@@ -149,7 +150,7 @@ class Survey:
             np.maximum.at(self.below_last, above, self.below_last[start:stop])
 
     def _levels(self) -> list[tuple[int, int]]:
-        """Rows of one depth each, but for the tops: the children of a level are the next one."""
+        """Return the rows of each level below the tops, as (start, stop)."""
         levels: list[tuple[int, int]] = []
         start, stop = 0, int(np.searchsorted(self.parents, 0))
         while stop < len(self.parents):
@@ -158,9 +159,9 @@ class Survey:
         return levels
 
     def largest(self, count: int) -> Numbers:
-        """The rows of the ``count`` largest subtrees, rising; with each, all that it hangs from.
+        """Return the rows of the ``count`` largest subtrees, ascending, closed towards the tops.
 
-        A subtree is no larger than the one it is part of, whose row comes first.
+        A subtree is no larger than the one that contains it, whose row comes first.
         """
         rows = np.argsort(-self.below_pages, kind="stable")[:count]
         rows = rows[~self.gone[rows]]
@@ -168,10 +169,10 @@ class Survey:
         return rows
 
     def heads(self, rows: Numbers, size: int) -> list[bytes]:
-        """The first symbols of some rows, ``size`` bytes of them at most; under the lock."""
+        """Return the first ``size`` bytes of symbols of some rows; call it under the lock."""
         return [bytes(self.nodes[row].run[:size]) for row in rows.tolist()]
 
     def namespace(self, row: int) -> Namespace | None:
-        """Of a row that is a root."""
+        """Return the namespace of a row that is a root; None for other rows."""
         node = self.nodes[row]
         return node.namespace if isinstance(node, Root) else None
