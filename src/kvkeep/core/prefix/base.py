@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvkeep.core.prefix.check import check_tree
 from kvkeep.core.prefix.heads import common_bytes
 from kvkeep.core.prefix.marks import Marks
@@ -20,7 +18,7 @@ from kvkeep.core.prefix.results import (
     joined,
 )
 from kvkeep.core.prefix.tree import RunTree
-from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE
+from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -310,10 +308,7 @@ class PrefixIndex(ABC):
             parent = node.parent
             assert parent is not None
             count = min(node.size, node.end - keep)
-            whole = count == node.size
             freed.append(self._tree.remove(node, count))
-            if not whole:
-                break
             node = parent
         return joined(freed)
 
@@ -385,20 +380,7 @@ class PrefixIndex(ABC):
 
     def details(self, node: Node) -> NodeDetails:
         """Describe a node that is in the tree."""
-        path: list[int] = []
-        above = node.parent
-        while above is not None:
-            path.append(above.id)
-            above = above.parent
-        return NodeDetails(
-            namespace=node.before()[0],
-            path=tuple(reversed(path)),
-            start=node.depth,
-            pages=node.pages.copy(),
-            symbols=bytes(node.run),
-            children=len(node.children),
-            state=self.policy.describe(node) if node.end else "",
-        )
+        return NodeDetails.of(node, self.policy)
 
     @property
     def num_namespaces(self) -> int:
@@ -415,23 +397,10 @@ class PrefixIndex(ABC):
     def runs(self, namespace: Namespace) -> Iterator[PrefixRun]:
         """Yield the stored runs depth first, most recently used branches first."""
         root = self._roots.get(namespace)
+        marks = self.marks if self.exact else None
         for node, depth in () if root is None else descend(root):
             if node.parent is not None:
-                symbols = bytes(node.run)
-                row = np.frombuffer(symbols, TOKEN_DTYPE)
-                tokens, extras = self.marks.plain(row) if self.exact else (None, ())
-                yield PrefixRun(
-                    depth=depth - 1,
-                    start=node.depth,
-                    pages=node.pages.copy(),
-                    symbols=symbols,
-                    tokens=tokens,
-                    children=len(node.children),
-                    holders=node.holders,
-                    pins=node.pins,
-                    state=self.policy.describe(node),
-                    extras=extras,
-                )
+                yield PrefixRun.of(node, depth - 1, self.policy, marks)
 
     def check(self, holds: list[Node]) -> PageArray:
         """Recount everything, given all holds; return the pages stored. Asserts."""

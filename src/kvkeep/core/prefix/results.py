@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kvkeep.core.tokens import TOKEN_DTYPE
+
 if TYPE_CHECKING:
+    from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.extras import Extras
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.table import PageArray
+    from kvkeep.core.prefix.marks import Marks
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.tokens import TokenArray
 
@@ -87,6 +91,27 @@ class PrefixRun(NamedTuple):
     extras: Extras = ()
     """Extras of its tokens; positions count from its first token."""
 
+    @classmethod
+    def of(cls, node: Node, depth: int, policy: EvictionPolicy, marks: Marks | None) -> PrefixRun:
+        """Describe ``node``; ``marks`` is None for an index that stores keys."""
+        symbols = bytes(node.run)
+        tokens: TokenArray | None = None
+        extras: Extras = ()
+        if marks is not None:
+            tokens, extras = marks.plain(np.frombuffer(symbols, TOKEN_DTYPE))
+        return cls(
+            depth=depth,
+            start=node.depth,
+            pages=node.pages.copy(),
+            symbols=symbols,
+            tokens=tokens,
+            children=len(node.children),
+            holders=node.holders,
+            pins=node.pins,
+            state=policy.describe(node),
+            extras=extras,
+        )
+
 
 class NodeDetails(NamedTuple):
     """One run, or the root of a namespace, as `PrefixIndex.details` describes it."""
@@ -101,3 +126,21 @@ class NodeDetails(NamedTuple):
     children: int
     state: str
     """How the eviction policy ranks it, in words."""
+
+    @classmethod
+    def of(cls, node: Node, policy: EvictionPolicy) -> NodeDetails:
+        """Describe a node that is in the tree."""
+        path: list[int] = []
+        above = node.parent
+        while above is not None:
+            path.append(above.id)
+            above = above.parent
+        return cls(
+            namespace=node.before()[0],
+            path=tuple(reversed(path)),
+            start=node.depth,
+            pages=node.pages.copy(),
+            symbols=bytes(node.run),
+            children=len(node.children),
+            state=policy.describe(node) if node.end else "",
+        )
