@@ -2,10 +2,10 @@
 
 cache/       PagedCache and Sequence: open, append, fork, publish, close
 prefix/      prefix indices: the longest cached prefix of a prompt
-eviction/    policies: what goes first
-pages/       the pool of pages, page tables, the tensors they name (torch)
+eviction/    policies: the order of eviction
+pages/       the pool of pages, page tables, and their tensors (torch)
 slots/       SlotCache, for engines whose caches are contiguous
 geometry/    bytes per token, from a model's configuration
 miss_ratio/  sampled miss-ratio curves
-keys.py · tokens.py · extras.py · events.py · errors.py   what all rooms use
+keys.py · tokens.py · extras.py · events.py · errors.py   used by all rooms
 """

@@ -94,11 +94,11 @@ class OutOfSlots(KVKeepError, MemoryError):
 
 
 class QueueFull(KVKeepError, RuntimeError):
-    """As many requests wait as may; this one was not taken. Later there may be room."""
+    """The queue of requests is full; this request was not accepted. Try again later."""
 
 
 class OutOfRoom(KVKeepError, MemoryError):
-    """A tier has no place for a record of ``needed`` bytes; nothing changed."""
+    """A tier has no space for a record of ``needed`` bytes; nothing changed."""
 
     def __init__(self, needed: int, where: str = "the tier") -> None:
         self.needed = needed
@@ -136,10 +136,9 @@ def require(module: str, extra: str) -> ModuleType:
 
 
 def told(value: object, most: int = 80) -> str:
-    """Return a value as a message quotes it: its repr, of ``most`` characters at most.
+    """Return the repr of ``value`` for a message, ``most`` characters at most. Never raises.
 
-    Python refuses to write integers of more than 4,300 digits, and a repr of a caller's own may
-    fail: a message must not.
+    Python refuses to write integers of more than 4,300 digits, and a foreign ``__repr__`` may fail.
     """
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a whole number of {value.bit_length()} bits"
@@ -151,9 +150,9 @@ def told(value: object, most: int = 80) -> str:
 
 
 def whole(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
-    """Return ``value`` as an int in ``low`` … ``high``, or raise `InvalidValue` naming ``name``.
+    """Return ``value`` as an int in ``low`` … ``high``, or raise `InvalidValue` with ``name``.
 
-    Takes NumPy integers; refuses bools and floats, which would be rounded behind the caller's back.
+    Takes NumPy integers. Refuses bools and floats, which would be rounded silently.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""What the cache tells its hooks: one frozen record for each thing that happened.
+"""What the cache reports to its hooks: one frozen record per event.
 
 A hook is any callable that takes an event; see `kvkeep.core.cache.PagedCache.subscribe`. Page ids
-name stored pages: an id that was `Stored` stands for the same tokens until it is `Evicted`, so a
-mirror of the cache needs nothing else.
+name stored pages: from `Stored` to `Evicted`, an id stands for the same tokens. So a mirror of the
+cache needs nothing but these events.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Closed", "Event", "Evicted", "Hook", "Opened", "PagesShort", "Stored
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opened:
-    """A sequence was opened (or forked): how much of its prompt was there already."""
+    """A sequence was opened or forked."""
 
     sequence: int
     namespace: Namespace
@@ -36,12 +36,12 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """Pages became reusable: full pages of computed tokens, in order.
+    """Full pages of computed tokens became reusable.
 
-    ``parent`` is the page before the first of them, -1 at the beginning of a prompt. ``tokens``
-    are the tokens of these pages: ``len(pages) * page_size`` of them. ``extras`` are the digests of
-    the bytes that belong to some of them, at positions that count from the first of ``tokens``:
-    pages are equal only if their extras are.
+    ``parent`` is the page before the first of them, -1 at the start of a prompt. ``tokens`` are the
+    ``len(pages) * page_size`` tokens of these pages. ``extras`` are the digests of bytes that
+    belong to some of them, at positions that count from the first of ``tokens``; pages with
+    different extras differ.
     """
 
     sequence: int
@@ -62,7 +62,7 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Closed:
-    """A sequence was closed: its tokens, and how many of its pages stay reusable."""
+    """A sequence was closed. ``stored_pages`` are those of its pages that stay reusable."""
 
     sequence: int
     tokens: int
@@ -71,20 +71,20 @@ class Closed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagesShort:
-    """An operation could not get its pages and was refused; nothing changed."""
+    """An operation was refused for lack of pages; nothing changed."""
 
     needed: int
     available: int
 
 
 def frozen(array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """A copy that one hook cannot change under another."""
+    """Return a read-only copy, so that no hook can change it under another."""
     array = array.copy()
     array.flags.writeable = False
     return array
 
 
 Event = Opened | Stored | Evicted | Closed | PagesShort
-"""What a cache tells its hooks."""
+"""Every event of a cache."""
 Hook = Callable[[Event], None]
-"""Called under the cache's lock, when an operation is complete: it must be quick."""
+"""Called under the cache's lock when an operation is complete; it must be quick."""

@@ -1,8 +1,8 @@
 """Bytes that belong to tokens of a prompt: an image or a sound behind its placeholder token.
 
-A prompt with such bytes is its tokens and ``extra``, pairs of ``(position, bytes)``. KV from that
-position on depends on the bytes, so they are part of every name and every comparison. Only their
-SHA-256 is kept.
+Such a prompt is its tokens and ``extra``, pairs of ``(position, bytes)``. The KV from that position
+on depends on the bytes, so they are part of every key and every comparison. Only their SHA-256 is
+stored.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ __all__ = [
 
 DIGEST_BYTES = 32
 SEPARATOR = (-1).to_bytes(TOKEN_BYTES, "little", signed=True)
-"""Stands between the tokens of a block and their extras in what is hashed; never a token."""
+"""Separates the tokens of a block from their extras in what is hashed; never a token."""
 _MOST = 65_536
 _MOST_BYTES = 1 << 30
 
 
 class Extra(NamedTuple):
-    """What belongs to one token: its position, and the SHA-256 of the bytes."""
+    """The position of a token, and the SHA-256 of bytes that belong to it."""
 
     position: int
     digest: bytes
 
 
 def as_extras(extra: ExtraLike | None, length: int) -> Extras:
-    """Return the extras of a row of ``length`` tokens, by position; the bytes are hashed.
+    """Return the extras of a row of ``length`` tokens, ordered by position; hashes the bytes.
 
     Positions count from the first token of the row. Several extras at one position keep their
-    order, which is part of what they mean. Raises `InvalidValue` for a position outside the row,
-    for what is no pair of a position and bytes, beyond 1 GiB at one position, and beyond 65,536
-    extras. Cost: one SHA-256 over the bytes, about 1 ms a megabyte; nothing without extras.
+    order, which is part of their meaning. Raises `InvalidValue` for a position outside the row, an
+    item that is no pair of position and bytes, more than 1 GiB at one position, and more than
+    65,536 extras. Cost: one SHA-256 over the bytes, about 1 ms a megabyte; nothing without extras.
     """
     if extra is None:
         return ()
@@ -79,7 +79,7 @@ def _extra(pair: object, length: int) -> Extra:
         raise InvalidValue(f"an extra is a pair (position, bytes), got {told(pair)}")
     position, data = pair
     if not length:
-        raise InvalidValue("there are no tokens, so there is no position for an extra")
+        raise InvalidValue("the row has no tokens, so no position for an extra")
     position = whole("the position of an extra", position, 0, length - 1)
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise InvalidValue(
@@ -98,20 +98,20 @@ def _extra(pair: object, length: int) -> Extra:
 
 
 def by_position(extras: Extras) -> Iterator[tuple[int, tuple[bytes, ...]]]:
-    """Each position that has extras, with their digests in order."""
+    """Yield each position that has extras, with its digests in order."""
     for position, some in groupby(extras, key=lambda one: one.position):
         yield position, tuple(one.digest for one in some)
 
 
 def extras_between(extras: Extras, start: int, stop: int) -> Extras:
-    """The extras of tokens ``start`` … ``stop``; positions then count from ``start``."""
+    """Return the extras of tokens ``start`` … ``stop``; positions then count from ``start``."""
     return tuple(
         Extra(one.position - start, one.digest) for one in extras if start <= one.position < stop
     )
 
 
 def extra_bytes(extras: Extras) -> bytes:
-    """What is hashed behind the tokens of a block with these extras; nothing without any."""
+    """Return what is hashed after the tokens of a block with these extras; b"" without any."""
     if not extras:
         return b""
     return SEPARATOR + b"".join(
@@ -120,10 +120,10 @@ def extra_bytes(extras: Extras) -> bytes:
 
 
 def signed(tokens: TokenArray, extras: Extras) -> TokenArray:
-    """The tokens, with a negative number made of token and digests in place of those with extras.
+    """Return the tokens, with each token that has extras replaced by a negative hash of both.
 
-    The numbers are the same everywhere. Two contents share one with a probability of 2⁻³¹: good
-    enough for statistics and explanations, not for finding KV.
+    The hashes are the same in every process. Two contents share one with a probability of 2⁻³¹:
+    good enough for statistics and explanations, not for finding KV.
     """
     if not extras:
         return tokens

@@ -1,14 +1,14 @@
-"""Namespaces and chained block keys: the names under which KV can be found again.
+"""Namespaces and chained block keys: the names under which stored KV is found.
 
-A block key names a run of tokens, everything before it, and the namespace it was computed in:
+A block key names the tokens of a block, all tokens before it, and the namespace of the KV:
 
     key[-1] = SHA-256( "kvkeep namespace 1\\n" + canonical namespace )
     key[i]  = SHA-256( key[i-1] + tokens of block i as little-endian int32 + its extras )
 
-A block without extras (`kvkeep.core.extras`) has nothing in their place.
-Keys are 32 bytes and the same in every process and on every machine. `docs/keys.md` has the
-format with test vectors. SHA-256 because a second prompt with the same key would be served
-another's KV: keys must hold against somebody who is looking for one.
+For a block without extras (`kvkeep.core.extras`), nothing follows the tokens. Keys are 32 bytes and
+the same in every process and on every machine. `docs/keys.md` has the format with test vectors.
+SHA-256, because a second prompt with the same key would get the KV of another: keys must withstand
+deliberate collisions.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ __all__ = [
 ]
 
 KEY_BYTES = 32
-"""A SHA-256: of a block, of a namespace's root."""
+"""Length of a SHA-256 digest: a block key, or the root key of a namespace."""
 SPACE_BYTES = 16
-"""The beginning of a root, which stands for its namespace in a block id."""
+"""Length of the head of a root key, which stands for the namespace in a block id."""
 BLOCK_ID_BYTES = SPACE_BYTES + KEY_BYTES
-"""A block's name where blocks of many namespaces lie together: its space, then its key."""
+"""Length of a block id, which names a block among all namespaces: its space, then its key."""
 _MAGIC = b"kvkeep namespace 1\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What must never be mixed: KV is reused only within one namespace.
+    """What separates KV that must never be mixed: KV is reused only within one namespace.
 
-    Every field is part of every key. Fields that are left empty are simply equal. ``tenant``
-    separates users who must not learn of each other's prompts, ``lora`` names an adapter with its
-    version, ``rank`` a tensor or pipeline parallel shard ("tp0/2").
+    Every field is part of every key; an empty field is a value like any other. ``tenant`` separates
+    users who must not learn of each other's prompts, ``lora`` names an adapter with its version,
+    ``rank`` a tensor- or pipeline-parallel shard ("tp0/2").
     """
 
     tenant: str = ""
@@ -73,9 +73,9 @@ class Namespace:
                 )
 
     def canonical(self) -> bytes:
-        """The bytes that are hashed: ``name=length:value`` per non-empty field, sorted by name.
+        """Return the bytes to hash: ``name=length:value`` per non-empty field, sorted by name.
 
-        Lengths are in bytes of UTF-8, so no value can pretend to be two fields.
+        Lengths are in bytes of UTF-8, so no value can imitate two fields.
         """
         return b"".join(
             b"%s=%d:%s\n" % (name.encode(), len(value), value)
@@ -85,11 +85,11 @@ class Namespace:
 
 
 NamespaceLike = str | Namespace
-"""A namespace, or a text that stands for a tenant: what `as_namespace` takes."""
+"""A namespace, or a text that names a tenant: what `as_namespace` accepts."""
 
 
 def as_namespace(namespace: NamespaceLike) -> Namespace:
-    """A namespace from what callers give; plain text stands for a tenant."""
+    """Return a namespace; plain text names a tenant."""
     if isinstance(namespace, Namespace):
         return namespace
     if isinstance(namespace, str):
@@ -106,17 +106,17 @@ def _of_tenant(tenant: str) -> Namespace:
 
 @lru_cache(maxsize=1024)
 def root_key(namespace: Namespace) -> bytes:
-    """The key before the first block of ``namespace``: 32 bytes."""
+    """Return the key before the first block of ``namespace``: 32 bytes."""
     return hashlib.sha256(_MAGIC + namespace.canonical()).digest()
 
 
 def space_of(namespace: Namespace) -> bytes:
-    """The first 16 bytes of the root key: what groups a namespace's blocks in a store."""
+    """Return the first 16 bytes of the root key, which group a namespace's blocks in a store."""
     return root_key(namespace)[:SPACE_BYTES]
 
 
 def chain_keys(parent: bytes, tokens: bytes, block_bytes: int, extras: Extras = ()) -> list[bytes]:
-    """Keys of the full blocks of ``tokens`` (int32 little-endian bytes) that follow ``parent``.
+    """Return the keys of the full blocks of ``tokens`` (little-endian int32) after ``parent``.
 
     ``extras`` belong to these tokens, by position. A tail shorter than ``block_bytes`` has no key.
     Cost: one SHA-256 a block, about 0.45 µs at 16 tokens a block (0.95 ms for 32,768 tokens).

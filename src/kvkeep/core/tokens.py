@@ -1,4 +1,4 @@
-"""Tokens as they come from callers, made into one form: a 1-D little-endian int32 array."""
+"""Tokens in the form that all of kvkeep uses: a 1-D little-endian int32 array."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _TOKEN_MAX = np.iinfo(TOKEN_DTYPE).max
 
 
 def as_tokens(tokens: TokensLike) -> TokenArray:
-    """Return ``tokens`` as a 1-D int32 array, without a copy where it is one already.
+    """Return ``tokens`` as a 1-D int32 array, without a copy if it is one already.
 
     Takes a list, a tuple, a NumPy array, anything NumPy reads as an array of integers (a CPU
-    tensor), or a tensor of another device that has ``cpu()`` (torch's). Raises `InvalidValue` for
-    other shapes, for what is not an integer, and for ids outside 0 … 2³¹-1. Cost: one pass over the
-    tokens. A tensor on a GPU is copied to the host, and the caller waits until everything queued
-    on its stream before is done: keep a host copy of tokens where steps must not wait.
+    tensor), or a tensor on another device that has ``cpu()`` (torch's). Raises `InvalidValue` for
+    other shapes, other types, and ids outside 0 … 2³¹-1. Cost: one pass over the tokens. A tensor
+    on a GPU is copied to the host, and the caller waits for everything queued on its stream: where
+    steps must not wait, keep a host copy of the tokens.
     """
     array = as_row(tokens)
     check_range(array)
@@ -43,10 +43,10 @@ def as_tokens(tokens: TokensLike) -> TokenArray:
 
 
 def as_row(tokens: TokensLike) -> TokenArray:
-    """`as_tokens`, but who takes an int32 array has to `check_range` of it.
+    """Return what `as_tokens` returns, without the range check of an int32 array.
 
-    Tokens that equal stored ones are in range, since those were: a prompt that is cached needs
-    no pass over all of it.
+    The caller uses `check_range` for tokens that may be new. Tokens that equal stored ones are in
+    range, so a cached prompt needs no pass over all of it.
     """
     array: npt.NDArray[Any] = tokens if isinstance(tokens, np.ndarray) else _from_objects(tokens)
     if array.ndim != 1:
@@ -65,15 +65,15 @@ def as_row(tokens: TokensLike) -> TokenArray:
 
 
 def check_range(array: TokenArray, start: int = 0) -> None:
-    """Refuse negative ids from position ``start`` on; larger than int32 they cannot be."""
+    """Raise `InvalidValue` for negative ids from ``start`` on; an int32 cannot be too large."""
     if len(array) > start and np.minimum.reduce(array[start:]) < 0:
         _refuse_range(array)
 
 
 def single_token(tokens: TokensLike | int) -> int | None:
-    """The token, where ``tokens`` is plainly one valid token; None leaves it to `as_tokens`.
+    """Return the token if ``tokens`` is plainly one valid token; None leaves it to `as_tokens`.
 
-    Engines append one token at a time, and making an array of it would cost more than the rest.
+    Engines append one token at a time, and making an array of it would cost more than the append.
     """
     if isinstance(tokens, list) and len(tokens) == 1:
         tokens = tokens[0]
@@ -113,9 +113,9 @@ def _from_objects(tokens: TokensLike) -> npt.NDArray[np.generic]:
 
 
 def _on_host(tokens: Any) -> Any:
-    """A tensor of another device as one of the host, by its own ``cpu()``; all else as it is.
+    """Return a tensor of another device as one on the host, by its ``cpu()``; all else as it is.
 
-    The device is asked by the array protocol (`__dlpack_device__`), so no library is imported.
+    The device is read from ``__dlpack_device__``, so no library is imported.
     """
     device = getattr(tokens, "__dlpack_device__", None)
     if device is None or isinstance(tokens, np.ndarray):

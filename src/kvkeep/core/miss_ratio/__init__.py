@@ -1,4 +1,4 @@
-"""What a cache of another size would do, from what this one is asked for: sampled, online."""
+"""Sampled miss-ratio curves: what a cache of another size would reuse, estimated online."""
 
 from __future__ import annotations
 

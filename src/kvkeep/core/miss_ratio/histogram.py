@@ -1,4 +1,4 @@
-"""`DistanceHistogram`: how often blocks were asked for again at which distance, per namespace."""
+"""`DistanceHistogram`: reuse distances of blocks, counted per namespace."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ if TYPE_CHECKING:
 __all__ = ["DistanceHistogram"]
 
 _EXACT = 512
-"""Distances below have a bin each."""
+"""Distances below this have a bin each."""
 _STEPS = 128
-"""Bins an octave beyond: less than 0.8 % wide."""
+"""Bins per octave above that: each less than 0.8 % wide."""
 _TOO_HEAVY = 2.0**200
 
 
 class DistanceHistogram:
-    """Weighted counts of a sample's distances in ``rows`` rows; what came last may weigh most.
+    """Weighted counts of sampled distances in ``rows`` rows; recent ones may weigh more.
 
-    Blocks that were *repeated* a moment ago are counted apart from those that were not, because how
-    many there are of each is known exactly, not from the sample:
+    Blocks that were *repeated* a moment ago are counted apart from all others. How many blocks
+    there are of either kind is known exactly, not only from the sample:
 
-    - of those that were not repeated, the sample shows the share that hits;
-    - repeated blocks are few and used all the time, and it is chance whether they are sampled. Only
-      their misses are taken from the sample, all others are hits (SHARDS' adjustment of counts).
+    - Of blocks that were not repeated, the sample gives the share of hits.
+    - Repeated blocks are few and hot, and it is chance whether they are sampled. Only their misses
+      come from the sample; all others are hits (SHARDS' adjustment of counts).
 
-    ``half_life``: how many blocks have to be asked for until what was counted weighs half. Instead
-    of making all counts lighter, each new one is heavier, and all are divided now and then.
+    ``half_life`` is the number of requested blocks after which a count weighs half. New counts get
+    heavier instead of old ones lighter, and all are divided now and then.
 
-    Cost: 20 ns a distance. Memory: 16 bytes for each row and bin, 512 bins and 128 an octave.
+    Cost: 20 ns a distance. Memory: 16 bytes for each row and bin, 512 bins and 128 per octave.
     """
 
     def __init__(self, rows: int, furthest: float, half_life: float | None) -> None:
         self._half_life = half_life
         self._weight = 1.0
         self._bins = int(_bin(np.array([furthest]))[0]) + 1
-        # First what was not repeated, then what was.
+        # Row 0: not repeated; row 1: repeated.
         self._near = np.zeros((2, rows, self._bins))
-        self._sampled = np.zeros((2, rows))  # what all in the sample weigh, misses too
-        self._asked = np.zeros((2, rows))  # what all that were asked for weigh
+        self._sampled = np.zeros((2, rows))  # weight of all in the sample, misses too
+        self._asked = np.zeros((2, rows))  # weight of all that were requested
 
     def add(self, rows: Ints, repeated: Ints, distances: Floats) -> None:
-        """Count distances of the sample; infinite ones are misses whatever the memory."""
+        """Count distances of the sample; infinite ones are misses in any memory."""
         bins = _bin(distances)
         near = bins < self._bins
         cells = repeated * self._sampled.shape[1] + rows
@@ -58,12 +58,12 @@ class DistanceHistogram:
         self._sampled += counts.reshape(self._sampled.shape)
 
     def asked(self, blocks: Ints, repeated: Ints) -> None:
-        """So many blocks were asked for in each row, of which so many were repeated."""
+        """Count the blocks requested in each row, and how many of them were repeated."""
         self._asked[0] += (blocks - repeated) * self._weight
         self._asked[1] += repeated * self._weight
 
     def age(self, blocks: int) -> None:
-        """So many blocks were asked for: what was counted before weighs less now."""
+        """Reduce the weight of all counts so far, as ``blocks`` were requested since."""
         if self._half_life is None:
             return
         self._weight *= 2.0 ** min(blocks / self._half_life, 500.0)
@@ -74,7 +74,7 @@ class DistanceHistogram:
             self._weight = 1.0
 
     def hit_rates(self, capacities: Floats, sample: float, row: int | None = None) -> Floats:
-        """The share of blocks that each capacity would have had; of all rows without ``row``."""
+        """Return the hit rate of each capacity, in blocks; without ``row``, of all rows."""
         which = slice(None) if row is None else slice(row, row + 1)
         asked = self._asked[:, which].sum(axis=1)
         sampled = self._sampled[:, which].sum(axis=1)
@@ -91,7 +91,7 @@ class DistanceHistogram:
 
 
 def _bin(distances: Floats) -> Ints:
-    """The bin of each distance; a very large number for those that are infinite."""
+    """Return the bin of each distance; a very large number for infinite ones."""
     capped = np.minimum(distances, 2.0**60)
     fraction, octave = np.frexp(np.maximum(capped, _EXACT) / _EXACT)  # 0.5 ≤ fraction < 1
     beyond = (octave - 1) * _STEPS + ((fraction * 2 - 1) * _STEPS).astype(np.int64)
@@ -100,7 +100,7 @@ def _bin(distances: Floats) -> Ints:
 
 
 def _edges(count: int) -> Floats:
-    """Where the first ``count`` bins begin."""
+    """Return where the first ``count`` bins begin."""
     beyond = np.maximum(np.arange(count) - _EXACT, 0)
     edges = _EXACT * 2.0 ** (beyond // _STEPS) * (1 + beyond % _STEPS / _STEPS)
     edges[:_EXACT] = np.arange(min(count, _EXACT))

@@ -1,4 +1,4 @@
-"""`Stack`: how many other blocks were used since each block was used last, many prompts at once."""
+"""`Stack`: LRU stack distances of blocks, for many prompts at once."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _EARLIER = np.tri(_PIECE, k=-1, dtype=bool).T
 
 
 class Stack:
-    """Blocks in the order of their last use, the ``depth`` last ones of them.
+    """The last ``depth`` distinct blocks, in the order of their last use.
 
     A prompt is touched from its last block to its first, so a block always lies above what follows
-    it: along a prompt, distances only grow. Memory of ``c`` blocks that forgets what was used
-    least recently therefore holds exactly the leading blocks with a distance below ``c``. What
-    lies below ``depth`` is a miss in every memory up to that size, and is forgotten.
+    it, and distances only grow along a prompt. Therefore an LRU memory of ``c`` blocks holds
+    exactly the leading blocks with a distance below ``c``. A block below ``depth`` is a miss in
+    every memory up to that size, and is forgotten.
 
-    Prompts come in batches, for speed; distances are those of one prompt after the other.
-    Memory: 16 bytes a block, and twice that during a batch. Cost: 10 ns for each block in the stack
-    a batch, 0.2 µs for each one touched, and as much for each stretch that lay together.
+    Prompts come in batches, for speed; the distances are those of one prompt after the other.
+    Memory: 16 bytes a block, twice that during a batch. Cost per batch: 10 ns for each block in the
+    stack, 0.2 µs for each block touched, and as much for each stretch of blocks that lay together.
     """
 
     def __init__(self, depth: int) -> None:
@@ -42,29 +42,29 @@ class Stack:
         return len(self._keys)
 
     def touch(self, keys: Words, counts: Ints) -> Ints:
-        """Touch prompts one after the other; the distance of each key before its own prompt.
+        """Touch prompts one after the other; return the distance of each key before its own prompt.
 
-        ``keys`` are those of all prompts, each prompt's first block first, ``counts`` how many
-        each has. Equal keys are equal prefixes; none occurs twice in a prompt.
+        ``keys`` are those of all prompts, the first block of each prompt first; ``counts`` is how
+        many each has. Equal keys are equal prefixes; no key occurs twice in a prompt.
         """
         total, below = len(keys), len(self._keys)
         if not total:
             return np.empty(0, np.int64)
         ends = np.cumsum(counts)
         starts = ends - counts
-        # A prompt's blocks in reverse: where the n-th key stands in the order of touching.
+        # The order of touching: each prompt's blocks in reverse.
         mirror = np.repeat(starts + ends - 1, counts) - np.arange(total)
         before = self._touch(keys[mirror])
         begun = below + np.repeat(starts, counts)
-        # All places between, less those whose blocks were touched again in this batch.
+        # All places in between, except those whose blocks were touched again in this batch.
         distances = begun - before - 1 - _moved(before, begun)
-        # Keys that are no prefixes could come out below 0.
+        # Keys that do not stand for prefixes could give a negative distance.
         np.maximum(distances, 0, out=distances)
         distances[before == COLD] = COLD
         return distances[mirror]
 
     def _touch(self, keys: Words) -> Ints:
-        """Where each key of the batch lay when it was touched; they lie on top afterwards.
+        """Return the place of each key when it was touched, and move them all to the top.
 
         Places from the length of the stack on are those of the batch itself.
         """
@@ -86,7 +86,7 @@ class Stack:
         before[times[first]] = COLD
         before[times[first[known]]] = self._places[at[known]]
 
-        stays = np.ones(below, np.int64)  # not bool, whose sums take ten times as long
+        stays = np.ones(below, np.int64)  # not bool: its cumsum takes ten times as long
         stays[self._places[at[known]]] = 0
         rank = np.cumsum(stays)
         remain = below - int(known.sum())
@@ -98,7 +98,7 @@ class Stack:
         return before
 
     def _insert(self, at: Ints, keys: Words, places: Ints) -> None:
-        """Keys that are new, before the ones ``at`` which they sort; what is too deep goes."""
+        """Add new keys, each before the one ``at`` which it sorts; drop those below the depth."""
         total = len(self._keys) + len(keys)
         where = at + np.arange(len(at))
         old = np.ones(total, bool)
@@ -113,16 +113,16 @@ class Stack:
         self._keys, self._places = all_keys, all_places
 
     def check(self) -> None:
-        """Assert that all parts agree."""
+        """Assert that keys and places agree."""
         assert len(self._keys) == len(self._places) <= self.depth
         assert (self._keys[1:] > self._keys[:-1]).all(), "keys are not sorted"
         assert sorted(self._places.tolist()) == list(range(len(self._keys)))
 
 
 def _by_key(keys: Words) -> Ints:
-    """Where the keys stand, sorted by key, then by time."""
-    # With places in their lowest bits, the others of which mostly tell keys apart, they sort five
-    # times as fast.
+    """Return the order of the keys, by key and then by time."""
+    # Positions in the lowest bits make one sort of integers do, five times as fast as argsort. The
+    # other bits nearly always tell keys apart; if not, argsort.
     low = np.uint64((1 << len(keys).bit_length()) - 1)
     mixed = (keys & ~low) | np.arange(len(keys), dtype=np.uint64)
     mixed.sort()
@@ -134,10 +134,10 @@ def _by_key(keys: Words) -> Ints:
 
 
 def _moved(before: Ints, begun: Ints) -> Ints:
-    """For each touch, how many earlier ones moved a block that had lain above its own.
+    """Return for each touch how many earlier ones moved a block from above its own.
 
-    Touches of one prompt whose blocks lay together are one stretch: no other stretch can lie
-    between its blocks, so it is counted as a whole.
+    Touches of one prompt whose blocks lay together form a stretch: no other stretch lies between
+    its blocks, so it is counted as a whole.
     """
     moved = np.zeros(len(before), np.int64)
     warm = np.flatnonzero(before != COLD)
@@ -153,10 +153,10 @@ def _moved(before: Ints, begun: Ints) -> Ints:
 
 
 def _greater_before(values: Ints, weights: Ints) -> Ints:
-    """For each of distinct ``values``, the weight of the greater ones before it.
+    """Return for each of distinct ``values`` the weight of the greater ones before it.
 
-    In pieces of 32: a table of what greater values weigh in all pieces before, and all pairs
-    within a piece. Cost: O(n²) of very small steps, 0.1 µs a value for 1,000 of them.
+    In pieces of 32: a table of the weights in all earlier pieces, and all pairs within a piece.
+    Cost: O(n²) of very small steps, 0.1 µs a value for 1,000 of them.
     """
     count = len(values)
     pieces = -(-count // _PIECE)

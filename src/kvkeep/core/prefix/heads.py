@@ -74,7 +74,7 @@ class Heads:
             self._last.insert(at, block[half - 1])
 
     def closest(self, key: bytes, alive: Collection[bytes]) -> tuple[bytes, int] | None:
-        """Return the living key that shares the longest head with ``key``, and its length in bytes."""
+        """Return the living key with the longest head in common, and its length in bytes."""
         best: tuple[bytes, int] | None = None
         at = min(bisect_left(self._last, key), len(self._blocks) - 1)
         place = bisect_left(self._blocks[at], key)
