@@ -1,10 +1,10 @@
-"""Geometry: the shape of a model's KV, and what it costs in bytes.
+"""Geometry: the shape of a model's KV, and its size in bytes.
 
     shape.py        KVGeometry: bytes per token and page, pages in a budget, tensor-parallel shards
     dtypes.py       element types and their spellings
     units.py        amounts of memory and times as text: "24GiB" to bytes and back
     huggingface.py  a geometry from a Hugging Face configuration, read without Transformers:
-                    fields.py reads it, families.py refuses, windows.py says which layers slide
+                    fields.py reads it, families.py refuses, windows.py finds sliding layers
 
 Needs the standard library only.
 """

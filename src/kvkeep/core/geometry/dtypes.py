@@ -1,4 +1,4 @@
-"""Element types of the KV cache: one name for each, however it is spelled."""
+"""Element types of the KV cache, and their spellings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES: Final[dict[str, int]] = {
     "float8_e5m2": 1,
     "int8": 1,
 }
-"""Every element type that pages can hold, by the name PyTorch gives it, with its bytes."""
+"""Bytes of every element type that pages can hold, by its name in PyTorch."""
 
 _SPELLINGS: Final[dict[str, str]] = {
     "fp32": "float32",
@@ -36,10 +36,10 @@ _SPELLINGS: Final[dict[str, str]] = {
 
 
 def normalise_dtype(dtype: object) -> str:
-    """Give the one name (a key of `DTYPES`) of an element type.
+    """Return the name (a key of `DTYPES`) of an element type.
 
-    Takes a spelling in use ("bf16", "fp8", "torch.float16", upper or lower case) or anything whose
-    text is one, a ``torch.dtype`` for instance. "fp8" without more is E4M3, as in engines.
+    Takes a common spelling ("bf16", "fp8", "torch.float16", upper or lower case) or an object whose
+    text is one, such as a ``torch.dtype``. Plain "fp8" is E4M3, as in engines.
 
     Raises:
         InvalidValue: no element type of that name is known.

@@ -1,4 +1,4 @@
-"""Which model families keep one K and one V (or latent) a token and layer, and which do not."""
+"""Which model families store one K and one V (or latent) per token and layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_servable"]
 
-# They read the whole text at once and keep nothing, unless set up as decoders.
+# They read the whole text at once and have no KV cache, unless configured as decoders.
 _ENCODERS: Final = {
     "albert",
     "bert",
@@ -42,7 +42,7 @@ _ENCODERS: Final = {
     "xlm-roberta-xl",
     "xmod",
 }
-# What gives these away stands in no field of their configurations.
+# No field of their configurations shows why these are refused.
 _REFUSED: Final[dict[str, str]] = {
     "blt": "keeps KV of bytes and of patches",
     "mimo_v2_flash": "has more KV heads in sliding layers than in full ones",
@@ -55,7 +55,7 @@ _REFUSED: Final[dict[str, str]] = {
 _NOT_GENERATING: Final = re.compile(
     r"For(MaskedLM|\w*Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|CTC)$"
 )
-# Fields that only models with other layers than attention set, and what those layers keep.
+# Fields that are set only by models with other layers than attention, and what those store.
 _MARKS: Final[dict[str, str]] = {
     "state_size": "a recurrent state",
     "mamba_d_state": "a recurrent state",
@@ -71,7 +71,7 @@ _MARKS: Final[dict[str, str]] = {
     "compress_rates": "compressed tokens",
 }
 _ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention"}
-# Fields that give some layers another shape, and the field that has the shape of the rest.
+# Fields with the shape of some layers, and the field with the shape of the rest.
 _OTHER_SHAPES: Final[dict[str, str]] = {
     "global_head_dim": "head_dim",
     "num_global_key_value_heads": "num_key_value_heads",

@@ -1,4 +1,4 @@
-"""The fields of a Hugging Face configuration, wherever it comes from, read by type."""
+"""The fields of a Hugging Face configuration from any source, read by type."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class _ConfigObject(Protocol):
 
 ConfigSource = _ConfigObject | Mapping[str, Any] | str | os.PathLike[str]
 
-# Where a model of text and more keeps the part that generates.
+# Where multimodal models keep the part that generates text.
 _TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
-# What such a part takes from the whole where it does not say it itself.
+# Fields that such a part inherits from the whole configuration.
 _INHERITED: Final = ("dtype", "torch_dtype", "architectures", "is_encoder_decoder")
 
 
 class ConfigFields:
-    """A configuration whose fields are asked for by type; null is as good as not there.
+    """A configuration whose fields are read by type; a null field counts as missing.
 
-    A field of another type than asked for raises `UnsupportedModel` with its name and value.
+    A field of another type raises `UnsupportedModel` with its name and value.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -36,7 +36,7 @@ class ConfigFields:
 
     @classmethod
     def read(cls, config: ConfigSource) -> ConfigFields:
-        """Read the part that generates text: see `KVGeometry.from_config`."""
+        """Read the part that generates text; see `KVGeometry.from_config`."""
         if isinstance(config, str | os.PathLike):
             return cls(_read_file(Path(config)))._text_part()
         if isinstance(config, Mapping):
@@ -51,18 +51,18 @@ class ConfigFields:
 
     @property
     def family(self) -> str:
-        """The model type, such as "llama"; empty where none is named."""
+        """The model type, such as "llama"; empty if the configuration names none."""
         return self.text("model_type")
 
     def __contains__(self, name: str) -> bool:
         return name in self._fields
 
     def value(self, name: str) -> Any:
-        """The field as it is, None where it is not there."""
+        """Return the field as it is; None if it is missing."""
         return self._fields.get(name)
 
     def number(self, *names: str, least: int = 1) -> int | None:
-        """The first of ``names`` that is there, a whole number of at least ``least``; else None."""
+        """Return the first existing field of ``names``, an int of at least ``least``; else None."""
         for name in names:
             if name in self._fields:
                 value = self._fields[name]
@@ -72,7 +72,7 @@ class ConfigFields:
         return None
 
     def needed(self, *names: str) -> int:
-        """`number`, where there has to be one."""
+        """Return `number`, or raise if no field exists."""
         number = self.number(*names)
         if number is None:
             raise UnsupportedModel(
@@ -83,25 +83,25 @@ class ConfigFields:
         return number
 
     def text(self, name: str) -> str:
-        """A field of text; empty where it is not there."""
+        """Return a text field; empty if it is missing."""
         value = self._fields.get(name, "")
         if not isinstance(value, str):
             raise self._wrong(name, "text")
         return value
 
     def texts(self, name: str) -> list[str]:
-        """A field that lists texts; empty where it is not there."""
+        """Return a field that is a list of texts; empty if it is missing."""
         value = self._fields.get(name, [])
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
             raise self._wrong(name, "a list of texts")
         return list(value)
 
     def flag(self, name: str) -> bool:
-        """Whether the field is there and true, or anything but zero and empty."""
+        """Whether the field exists and is not false, zero or empty."""
         return bool(self._fields.get(name))
 
     def part(self, name: str) -> ConfigFields | None:
-        """A configuration inside the configuration; None where it is not there."""
+        """Return a nested configuration; None if it is missing."""
         value = self._fields.get(name)
         return ConfigFields(value) if isinstance(value, Mapping) else None
 
@@ -125,7 +125,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
         if path.is_dir():
             file = path / "config.json"
         content = file.read_bytes()
-    except (OSError, ValueError) as error:  # a ValueError is a NUL in the path
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise UnsupportedModel(
             f"cannot read {file}: {getattr(error, 'strerror', None) or error}; a local model "
             "directory or its config.json is needed"

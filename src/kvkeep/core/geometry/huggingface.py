@@ -1,9 +1,8 @@
-"""Read a model's KV shape off its Hugging Face configuration, without Transformers.
+"""Read a model's KV shape from its Hugging Face configuration, without Transformers.
 
 Families name the same number differently (``num_hidden_layers``, ``n_layer``, …) and leave out
-what is usual for them. What is read here is checked in the tests against the caches that
-Transformers fills; what cannot be read for certain is refused, because a geometry that is nearly
-right makes pages that are wrong.
+their defaults. The tests compare the results with caches that Transformers fills. A configuration
+that cannot be read for certain is refused: a geometry that is almost right makes wrong pages.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "atten
 _KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads")
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
 _HEAD_DIM: Final = ("head_dim", "kv_channels", "dim_head")
-# Families whose layers attend more than once, each time with KV of its own.
+# Families with several attentions per layer, each with its own KV.
 _ATTENTIONS_PER_LAYER: Final = {"longcat_flash": 2}
 
 

@@ -1,4 +1,4 @@
-"""The shape of a model's KV: what one token needs, and how many pages a budget holds."""
+"""`KVGeometry`: the shape of a model's KV, its bytes, and how many pages a budget holds."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class KVGeometry:
     and no values: ``kv_heads`` is 1, ``head_dim`` the whole vector and ``latent_dim`` its leading
     part, which serves as the value (see `mla`).
 
-    Windows are recorded for attention and for policies. They lower no figure here: a page holds its
-    tokens in every layer, the sliding ones too.
+    Windows are recorded for attention. They do not reduce any figure here: a page holds its tokens
+    in every layer, sliding ones too.
 
     Immutable, hashable, equal by value; ``dataclasses.replace`` makes variants. Everything is O(1).
 
@@ -80,7 +80,7 @@ class KVGeometry:
         values["value_dim"] = whole("value_dim", value_dim, 1)
         values["windows"] = _windows(windows, layers)
         for name, value in values.items():
-            object.__setattr__(self, name, value)  # frozen for everyone else
+            object.__setattr__(self, name, value)  # the dataclass is frozen
         self._check_latent()
         self._check_shards()
 
@@ -95,7 +95,7 @@ class KVGeometry:
         windows: Sequence[int | None] | None = None,
         tp: int = 1,
     ) -> KVGeometry:
-        """Give the geometry of latent attention: one latent and one rotary key a token and layer.
+        """Return the geometry of latent attention: a latent and a rotary key per token and layer.
 
         ``latent_dim`` is called kv_lora_rank in configurations, ``rope_dim`` qk_rope_head_dim.
         Every tensor-parallel rank holds the whole vector.
@@ -108,16 +108,16 @@ class KVGeometry:
     def from_config(
         cls, config: ConfigSource, *, dtype: str | None = None, tp: int = 1
     ) -> KVGeometry:
-        """Read the geometry off a Hugging Face configuration.
+        """Read the geometry from a Hugging Face configuration.
 
         ``config`` is a configuration object, its dictionary, or the path of a ``config.json`` or of
-        the model directory that has one; nothing is downloaded and Transformers is not imported.
-        ``dtype`` replaces the configuration's own, which is float32 where it names none.
+        its model directory; nothing is downloaded, and Transformers is not imported. ``dtype``
+        replaces the configuration's own, which defaults to float32.
 
         Raises:
             UnsupportedModel: no such file, no JSON, a model without a KV cache of this kind
                 (encoders, encoder-decoders, state spaces), layers of different shapes, or a
-                configuration that leaves out what is needed; the message says which.
+                configuration that lacks a field; the message says which.
             InvalidValue: ``dtype`` or ``tp`` is wrong.
         """
         # Late, because huggingface.py builds on this module.
@@ -127,16 +127,16 @@ class KVGeometry:
 
     @property
     def rank_heads(self) -> int:
-        """Key-value heads that one rank holds; with more ranks than heads, a replicated one."""
+        """KV heads of one rank; with more ranks than heads, one that others hold too."""
         return max(1, self.kv_heads // self.tp)
 
     @property
     def rope_dim(self) -> int:
-        """Elements of the rotary key that follow the latent; 0 unless the attention is latent."""
+        """Elements of the rotary key after the latent; 0 unless the attention is latent."""
         return 0 if self.latent_dim is None else self.head_dim - self.latent_dim
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a token of ``layer`` sees, itself included; None for full attention."""
+        """Return how many tokens a token of ``layer`` attends to, itself included; None for all."""
         if not 0 <= layer < self.layers:
             raise InvalidValue(f"layer is {layer}; the model has 0 … {self.layers - 1}")
         return self.windows[layer]
@@ -153,14 +153,14 @@ class KVGeometry:
         return self.layers * self.bytes_per_token_per_layer
 
     def bytes_per_page(self, page_size: SupportsIndex) -> int:
-        """Bytes of a page of ``page_size`` tokens in all layers of one rank."""
+        """Return the bytes of a page of ``page_size`` tokens in all layers of one rank."""
         return whole("page_size", page_size, 1) * self.bytes_per_token
 
     def pages_in(self, budget: str | SupportsIndex, page_size: SupportsIndex) -> int:
-        """Count the pages that fit into ``budget``: bytes, or text such as ``"24GiB"``.
+        """Return how many pages fit into ``budget``: bytes, or text such as ``"24GiB"``.
 
         Raises:
-            InvalidValue: the budget is no amount of memory, or holds not even one page.
+            InvalidValue: the budget is no amount of memory, or smaller than one page.
         """
         page = self.bytes_per_page(page_size)
         pages = parse_bytes(budget) // page
@@ -172,10 +172,10 @@ class KVGeometry:
         return pages
 
     def shard(self, tp: int) -> KVGeometry:
-        """Give the geometry of one rank of ``tp`` that share this model.
+        """Return the geometry of one rank of ``tp`` that share this model.
 
-        Heads are divided among the ranks; with more ranks than heads each rank holds one, which
-        others hold too. The latent of MLA is not divided.
+        Heads are divided among the ranks; with more ranks than heads, each rank holds one head,
+        which others hold too. The latent of MLA is not divided.
 
         Raises:
             InvalidValue: ``tp`` neither divides the heads nor is a multiple of them.

@@ -1,4 +1,4 @@
-"""Amounts of memory, counts, and times, as people write them."""
+"""Amounts of memory, counts, and times as text."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ _BYTES: Final[dict[str, int]] = {
     **{unit.lower(): 1024**power for power, unit in enumerate(_BINARY[1:], start=1)},
     **{unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb", "pb", "eb"), 1)},
 }
-# Thirty digits are more bytes than there are, and few enough for int() to take at once.
+# Thirty digits exceed any memory, and are few enough for int().
 _AMOUNT: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([A-Za-z]*)")
 
 _COUNTS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _COUNT: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([kmgt]?)", re.IGNORECASE)
 
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_LONGEST: Final = 100 * 365 * 86400.0  # the longest that every system can wait is 292 years
+_LONGEST: Final = 100 * 365 * 86400.0  # every system supports waits of up to 292 years
 _TIME: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(ms|s|m|h|d)")
 
 
 def parse_bytes(amount: str | SupportsIndex) -> int:
-    """Give an amount of memory in bytes: ``4096``, ``"24GiB"``, ``"24 GB"``, ``"1.5 TiB"``.
+    """Return an amount of memory in bytes: ``4096``, ``"24GiB"``, ``"24 GB"``, ``"1.5 TiB"``.
 
     KiB, MiB, GiB, TiB, PiB, EiB are powers of 1024 and kB, MB, GB, TB, PB, EB powers of 1000, in
-    upper or lower case; a bare number is bytes. A fraction of a byte is dropped. "24G" is refused:
-    tools disagree on which of the two it means, and where counts are read it is one
-    (`parse_count`).
+    upper or lower case; a bare number is bytes. A fraction of a byte is dropped. "24G" is refused,
+    as tools disagree about its meaning, and `parse_count` reads it as a count.
 
     Raises:
         InvalidValue: the text is no such amount, or the number is negative, a float or a bool.
@@ -53,7 +52,7 @@ def parse_bytes(amount: str | SupportsIndex) -> int:
 
 
 def parse_count(amount: str | SupportsIndex) -> int:
-    """Give a number of tokens, pages or requests: ``4096``, ``"3M"``, ``"500k"``, ``"1.5 G"``.
+    """Return a number of tokens, pages or requests: ``4096``, ``"3M"``, ``"500k"``, ``"1.5 G"``.
 
     k, M, G and T are powers of 1000, in upper or lower case.
 
@@ -74,10 +73,9 @@ def parse_count(amount: str | SupportsIndex) -> int:
 
 
 def format_bytes(amount: SupportsIndex) -> str:
-    """Write bytes for people: ``"128 KiB"``, ``"68.6 KiB"``, ``"24 GiB"``.
+    """Return bytes as text: ``"128 KiB"``, ``"68.6 KiB"``, ``"24 GiB"``.
 
-    In powers of 1024, to one decimal, which is left out when it is zero: at most 0.05 of the unit
-    away from the amount.
+    In powers of 1024, to one decimal, which is omitted when it is zero.
 
     Raises:
         InvalidValue: the amount is negative or no whole number.
@@ -85,7 +83,7 @@ def format_bytes(amount: SupportsIndex) -> str:
     number = whole("an amount of bytes", amount, 0)
     for power, unit in enumerate(_BINARY):
         tenths = round(Fraction(10 * number, 1024**power))
-        # Asked after rounding: 1023.96 KiB is 1 MiB, never "1024 KiB".
+        # Compared after rounding: 1023.96 KiB is 1 MiB, never "1024 KiB".
         if tenths < 10 * 1024 or unit == _BINARY[-1]:
             break
     ones, tenth = divmod(tenths, 10)
@@ -93,7 +91,7 @@ def format_bytes(amount: SupportsIndex) -> str:
 
 
 def parse_seconds(text: str) -> float:
-    """Give a time in seconds: ``"500ms"``, ``"30s"``, ``"10m"``, ``"12h"``, ``"7d"``.
+    """Return a time in seconds: ``"500ms"``, ``"30s"``, ``"10m"``, ``"12h"``, ``"7d"``.
 
     Raises:
         InvalidValue: the text is no such time, not above zero, or above 100 years.

@@ -1,4 +1,4 @@
-"""Which layers attend through a sliding window, as configurations say it in their several ways."""
+"""Which layers have a sliding window, in the several ways configurations say it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 __all__ = ["read_windows"]
 
 _PATTERN: Final = ("sliding_window_pattern", "_sliding_window_pattern")
-# Every n-th layer is full where the configuration says nothing of it.
+# Default period of full layers in families that may omit it.
 _PATTERN_OF_FAMILY: Final = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 
 
 def read_windows(fields: ConfigFields, layers: int) -> tuple[int | None, ...]:
-    """Give the window of each layer in tokens, None for full attention.
+    """Return the window of each layer in tokens, None for full attention.
 
-    A chunked layer, which sees its own chunk only, has the chunk for a window: it sees no more.
+    The window of a chunked layer is its chunk, the most it sees.
 
     Raises:
         UnsupportedModel: the configuration contradicts itself.
@@ -38,7 +38,7 @@ def read_windows(fields: ConfigFields, layers: int) -> tuple[int | None, ...]:
 
 
 def _kinds(fields: ConfigFields, layers: int) -> list[str]:
-    """For each layer "full", "sliding" or "chunked"."""
+    """Return "full", "sliding" or "chunked" for each layer."""
     if types := fields.texts("layer_types"):
         return [kind.removesuffix("_attention") for kind in types]
     if fields.family == "gpt_neo":
@@ -48,13 +48,13 @@ def _kinds(fields: ConfigFields, layers: int) -> list[str]:
         return ["full"] * layers
     if (pattern := _pattern(fields)) is not None:
         return [pattern[layer % len(pattern)] for layer in range(layers)]
-    # Qwen2: the first layers are full and the rest slide.
+    # Qwen2: the first layers are full, the others slide.
     full = min(layers, fields.number("max_window_layers", least=0) or 0)
     return ["full"] * full + ["sliding"] * (layers - full)
 
 
 def _gpt_neo(fields: ConfigFields, layers: int) -> list[str]:
-    """GPT-Neo repeats kinds: ``[[["global", "local"], 12]]``."""
+    """Return the kinds of GPT-Neo, from pairs such as ``[[["global", "local"], 12]]``."""
     try:
         pattern = [
             kind for kinds, times in fields.value("attention_types") for kind in kinds * times
@@ -68,7 +68,7 @@ def _gpt_neo(fields: ConfigFields, layers: int) -> list[str]:
 
 
 def _pattern(fields: ConfigFields) -> list[str] | None:
-    """The kinds that repeat down the layers: 4 is three that slide and a full one, as is "LLLG"."""
+    """Return the kinds that repeat: 4 means three sliding layers and a full one, as "LLLG" does."""
     given = next((name for name in _PATTERN if name in fields), None)
     if given is None:
         period = _PATTERN_OF_FAMILY.get(fields.family)

@@ -1,4 +1,4 @@
-"""`MissRatioCurve`: what share of the prompts' blocks memory of any size would have had."""
+"""`MissRatioCurve`: the share of blocks that an LRU cache of any size would have held."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ if TYPE_CHECKING:
 __all__ = ["NAMESPACES", "MissRatioCurve"]
 
 NAMESPACES = 64
-"""So many have a curve of their own, the first that come; all others share one."""
+"""Namespaces with a curve of their own, the first that appear; all others share one."""
 _BATCH_BLOCKS = 16_384
 _BATCH_SAMPLED = 2048
 _BATCH_PROMPTS = 1024
 _MOMENT_BITS = 12
-"""A block is repeated if it occurs among the (at most) 4,096 before it."""
+"""A block is repeated if it is among the (at most) 4,096 blocks before it."""
 _WORD = np.dtype("<u8")
 
 
 class MissRatioCurve:
-    """Watches which blocks prompts are made of, and says how many of them memory would have had.
+    """Estimates the hit rate of caches of any size from the blocks of all prompts.
 
-    Memory is thought of as LRU over blocks of ``block_tokens`` tokens, of which it keeps prefixes:
-    a block is a hit only if all before it are (see `Stack`). A share of all blocks, ``sample``, is
-    watched, chosen by their keys, and stands for the others (SHARDS: Waldspurger et al., FAST '15;
-    `DistanceHistogram` has how counts are adjusted). A tenth is enough where memory holds some
-    thousand blocks; take more for less.
+    The model is an LRU cache of blocks of ``block_tokens`` tokens that holds prefixes: a block is a
+    hit only if all blocks before it are (see `Stack`). A share ``sample`` of all blocks is watched,
+    chosen by key, and stands for the others (SHARDS: Waldspurger et al., FAST '15;
+    `DistanceHistogram` adjusts the counts). A tenth is enough for caches of some thousand blocks;
+    smaller ones need more.
 
-    The curve reaches up to ``most_blocks`` of memory. ``max_keys`` bounds the blocks watched: where
-    that would need more, the sample is smaller. With ``half_life``, what was asked for that many
-    blocks ago weighs half of what is asked for now; without, everything weighs the same.
+    The curve reaches up to ``most_blocks``. ``max_keys`` bounds the watched blocks; the sample is
+    made smaller where needed. With ``half_life``, a block requested that many blocks ago weighs
+    half of one requested now; without, all weigh the same.
 
-    The first 64 namespaces have a curve each, the others one together; all are about one memory
-    that all share.
+    The first 64 namespaces have a curve each, the others one together; all share the modelled
+    memory.
 
-    Thread safety: none. Memory: 200 bytes a block watched, 30 KB a namespace. Cost: 0.05 µs a
-    block and 0.4 µs more if it is in the sample, in pieces of about a millisecond.
+    Thread safety: none. Memory: 200 bytes a watched block, 30 KB a namespace. Cost: 0.05 µs a block
+    and 0.4 µs more if it is in the sample, in batches of about a millisecond.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class MissRatioCurve:
         self._stack = Stack(math.ceil(self.most_blocks * self.sample))
         self._histogram = DistanceHistogram(NAMESPACES + 1, float(self.most_blocks), half_life)
         self._rows: dict[Namespace, int] = {}
-        # Few enough in the sample for `Stack`'s tables to be small.
+        # Bounds the sampled blocks of a batch, and so the tables of `Stack`.
         self._batch = min(_BATCH_BLOCKS, int(_BATCH_SAMPLED / self.sample))
         self._begin_batch()
 
-    # --- what is asked for -------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------
 
     def asked(self, keys: Sequence[bytes], namespace: NamespaceLike = "") -> None:
-        """Count a prompt made of these blocks; `kvkeep.core.keys.chain_keys` makes ``keys``."""
+        """Count a prompt of these blocks; `kvkeep.core.keys.chain_keys` makes ``keys``."""
         joined = b"".join(keys)
         if len(joined) != len(keys) * KEY_BYTES:
             raise InvalidValue(f"keys have {KEY_BYTES} bytes each; use kvkeep.core.keys.chain_keys")
@@ -94,11 +94,11 @@ class MissRatioCurve:
         self.prompts(words, [len(words)], [self.row(namespace)], [True])
 
     def prompts(self, words: Words, blocks: list[int], rows: list[int], counts: list[bool]) -> None:
-        """Prompts one after the other, for who makes keys of his own: 64 bits a block.
+        """Count prompts one after the other, given 64-bit keys of the caller's own making.
 
-        Each has so many ``blocks`` and a `row`. Keys are chained and evenly spread. A prompt that
-        does not count was not asked for: what is stored with an answer lies in memory as if it had
-        been, and is neither a hit nor a miss.
+        Each prompt has a number of ``blocks`` and a `row`. Keys are chained and evenly spread. A
+        prompt that does not count was not requested: tokens stored with an answer enter the
+        modelled memory, and are neither hits nor misses.
         """
         self._words.append(words)
         self._blocks += blocks
@@ -109,7 +109,7 @@ class MissRatioCurve:
             self.settle()
 
     def row(self, namespace: NamespaceLike) -> int:
-        """Where a namespace is counted; the last row is that of all who came too late."""
+        """Return the row in which a namespace is counted; the last row is shared."""
         space = as_namespace(namespace)
         row = self._rows.get(space)
         if row is None:
@@ -119,7 +119,7 @@ class MissRatioCurve:
         return row
 
     def settle(self) -> None:
-        """Count the prompts that wait for it. Reading the curve does that by itself."""
+        """Count the prompts of the current batch. Reading the curve does so too."""
         if not self._blocks:
             return
         words = np.concatenate(self._words)
@@ -150,26 +150,26 @@ class MissRatioCurve:
         self._counts: list[bool] = []
         self._waiting = 0  # blocks in all of them
 
-    # --- what would be -----------------------------------------------------------------------
+    # --- the curve ---------------------------------------------------------------------------
 
     def hit_rate(self, capacity: float, namespace: NamespaceLike | None = None) -> float:
-        """The share of blocks that memory of ``capacity`` blocks would have had: 0 … 1.
+        """Return the hit rate, 0 … 1, of a memory of ``capacity`` blocks.
 
-        Of one namespace's prompts, or of all. 0 where nothing was asked for.
+        For one namespace's prompts, or for all. 0 if nothing was requested.
         """
         return self.curve((capacity,), namespace)[0]
 
     def curve(
         self, capacities: Sequence[float], namespace: NamespaceLike | None = None
     ) -> list[float]:
-        """`hit_rate` at each of the capacities. Cost: about 0.2 ms, whatever their number."""
+        """Return `hit_rate` at each capacity. Cost: about 0.2 ms, whatever their number."""
         row: int | None = None
         if namespace is not None:
             row = self._rows.get(as_namespace(namespace), -1)
         return self._rates(capacities, row)
 
     def others(self, capacities: Sequence[float]) -> list[float]:
-        """The curve of all namespaces that came after the 64th."""
+        """Return the curve of all namespaces after the 64th."""
         return self._rates(capacities, NAMESPACES)
 
     def _rates(self, capacities: Sequence[float], row: int | None) -> list[float]:
@@ -186,13 +186,13 @@ class MissRatioCurve:
 
     @property
     def blocks(self) -> int:
-        """Blocks that were asked for."""
+        """Blocks requested so far."""
         self.settle()
         return self._total
 
     @property
     def namespaces(self) -> list[Namespace]:
-        """Those that have a curve of their own."""
+        """The namespaces that have a curve of their own."""
         return list(self._rows)
 
     @property
@@ -202,7 +202,7 @@ class MissRatioCurve:
         return len(self._stack)
 
     def as_dict(self, capacities: Sequence[float] | None = None) -> dict[str, Any]:
-        """The curves for JSON; by default at powers of two up to ``most_blocks``, and there."""
+        """Return the curves for JSON, by default at powers of two up to ``most_blocks``."""
         if capacities is None:
             octaves = range(int(math.log2(self.most_blocks)) + 1)
             capacities = sorted({*(2**octave for octave in octaves), self.most_blocks})
@@ -222,7 +222,7 @@ class MissRatioCurve:
         }
 
     def check(self) -> None:
-        """Assert that all parts agree."""
+        """Assert the invariants of the stack."""
         self.settle()
         self._stack.check()
 
@@ -234,14 +234,14 @@ class MissRatioCurve:
 
 
 def _repeated(words: Words) -> npt.NDArray[np.bool_]:
-    """Which keys occur before in the same stretch of 4,096. Cost: 10 ns a key."""
+    """Return which keys occur earlier in the same stretch of 4,096. Cost: 10 ns a key."""
     width = 1 << _MOMENT_BITS
     low = np.uint64(width - 1)
     again = np.zeros(len(words), bool)
     places = np.arange(min(width, len(words)), dtype=np.uint64)
     for start in range(0, len(words), width):
         piece = words[start : start + width]
-        # Sorted with their places in their lowest bits: 52 bits tell a few thousand keys apart.
+        # Positions in the lowest bits; the other 52 tell a few thousand keys apart.
         mixed = (piece & ~low) | places[: len(piece)]
         mixed.sort()
         same = np.flatnonzero((mixed[1:] ^ mixed[:-1]) <= low) + 1

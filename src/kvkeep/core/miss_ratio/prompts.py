@@ -1,8 +1,8 @@
-"""`PromptWatch`: makes keys of prompts' tokens for a curve, at a fraction of what hashing costs.
+"""`PromptWatch`: feeds a `MissRatioCurve` with keys that cost a fraction of SHA-256.
 
-Keys of `kvkeep.core.keys` hold against somebody who looks for a second prompt with the same one;
-these only have to tell prompts apart in a statistic. A block is a dot product of its tokens with
-random weights, and a prefix the sum of its blocks, each scrambled together with its place.
+The keys of `kvkeep.core.keys` withstand deliberate collisions; these only have to tell prompts
+apart in statistics. A block is hashed to the dot product of its tokens with random weights; the key
+of a prefix is the sum of its blocks' hashes, each scrambled together with its position.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 __all__ = ["TIMES", "MissRatioPoint", "PromptWatch"]
 
 TIMES = (0.25, 0.5, 1, 2, 4, 8)
-"""The memories that are told of, against what there is."""
+"""Default memory sizes of `PromptWatch.points`, as multiples of the present size."""
 _MOST_TIMES = 16
 _FEWEST_BLOCKS = 4096
-"""A cache is told apart into so many blocks at least, where its pages are small enough."""
+"""Blocks that a cache is divided into at least, where its pages are small enough."""
 
 _AT_ONCE_BYTES = 1024
 _BATCH_PROMPTS = 512
 _WORTH_BYTES = 32_768
-"""Fewer cached bytes are hashed again sooner than they are found."""
+"""Below this many cached bytes, hashing again is faster than looking up the keys."""
 _MOST_KEPT = 1 << 20
-"""Blocks of all paths together: 8 MiB."""
+"""Bound on the blocks of all paths together: 8 MiB."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SCRAMBLE = np.uint64(0xD6E8FEB86659FD93)
 
 
 class _Path:
-    """The keys of the first ``blocks`` blocks of some prompts, once they are computed."""
+    """The keys of the first ``blocks`` blocks of a prompt; ``words`` is None until computed."""
 
     __slots__ = ("blocks", "words")
 
@@ -58,17 +58,18 @@ class _Path:
 
 
 _Prompt = tuple["_Path | None", "bytes | Words", int, int, "Namespace", bool, "_Path | None"]
-"""One that waits: how it begins, if that is known; the tokens of its other blocks, or what they
-hash to; how many blocks and tokens it has, and its namespace; whether it was asked for; the path to
-be made of it. Plain, for speed."""
+"""A prompt of the current batch, as a plain tuple for speed: the path with its first keys, if
+known; the tokens of its other blocks, or their hashes; its number of blocks; its number of tokens;
+its namespace; whether it was requested; the path to be filled from it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class MissRatioPoint:
-    """What a cache of ``times`` the size would do: ``pages`` pages, which hold ``tokens`` tokens.
+    """What a cache of ``times`` the present size would do: ``pages`` pages, ``tokens`` tokens.
 
-    ``hit_rate`` is the share of prompt tokens that would have been reused, counted in whole blocks
-    and so a little below what is measured, if what was used least recently went first.
+    ``hit_rate`` is the share of prompt tokens that LRU would have reused. It counts whole blocks,
+    and so is a little lower than what is measured.
     """
 
     times: float
@@ -78,15 +79,15 @@ class MissRatioPoint:
 
 
 class PromptWatch:
-    """Tells a `MissRatioCurve` of the prompts of a paged cache.
+    """Reports the prompts of a paged cache to a `MissRatioCurve`.
 
-    What is cached of a prompt was seen before: the keys of its blocks are remembered at the page
-    where they end, for as long as the index stores that page, so that only new tokens are hashed
-    (each twice: when it is computed, and when it is found the first time).
+    The keys of cached blocks are remembered at the page where they end, for as long as the index
+    stores that page. So only new tokens are hashed, and each twice: when it is computed, and when
+    it is first reused.
 
     Thread safety: none; called under the cache's lock. Memory: the tokens of some prompts (1 MiB),
-    8 MiB of keys at most, 9 bytes a page. Cost: 1 µs a prompt and 0.3 ns a byte of new tokens, in
-    pieces of below a millisecond, and what the curve costs.
+    keys (8 MiB at most), 9 bytes a page. Cost: 1 µs a prompt and 0.3 ns a byte of new tokens, in
+    batches below a millisecond, and the cost of the curve.
     """
 
     def __init__(self, curve: MissRatioCurve, page_size: int, num_pages: int) -> None:
@@ -104,13 +105,13 @@ class PromptWatch:
         self._weights = np.frombuffer(weights, "<u8") | np.uint64(1)
         self._waiting: list[_Prompt] = []
         self._worth = max(self._block_pages, _WORTH_BYTES // (page_size * TOKEN_BYTES))
-        """So many cached pages."""
+        """Cached pages from which on keys are looked up, not computed again."""
         self._paths: list[_Path | None] = [None] * num_pages
         self._kept = 0  # blocks in all of them
         self._gone: list[Pages] = []
-        self._stored = bytearray(num_pages)  # 1 where the path at a page is still true
+        self._stored = bytearray(num_pages)  # 1 where the path at a page is valid
         self._flags = np.frombuffer(self._stored, np.uint8)
-        # By the curve's rows: what prompts had in tokens, and in blocks.
+        # Tokens and blocks of all prompts, per row of the curve.
         self._tokens = np.zeros(NAMESPACES + 1, np.int64)
         self._blocks = np.zeros(NAMESPACES + 1, np.int64)
 
@@ -118,10 +119,10 @@ class PromptWatch:
     def of(
         cls, what_if: float | MissRatioCurve, page_size: int, num_pages: int, block_tokens: int
     ) -> PromptWatch:
-        """A watch of a cache: with a curve, or for one of its own with this share as its sample.
+        """Return a watch: of the given curve, or of a new one with this share as its sample.
 
-        Its own has blocks of ``block_tokens``, or fewer where memory has few of those, and reaches
-        to 16 times the memory. What was asked for when there were 64 memories fewer weighs half.
+        A new curve has blocks of ``block_tokens``, or smaller ones if the memory holds few of
+        those, and reaches to 16 times the memory. Its half-life is 64 times the memory.
         """
         if isinstance(what_if, MissRatioCurve):
             return cls(what_if, page_size, num_pages)
@@ -130,19 +131,19 @@ class PromptWatch:
         curve = MissRatioCurve(what_if, pages * page_size, most_blocks=most, half_life=4 * most)
         return cls(curve, page_size, num_pages)
 
-    # --- what happens ------------------------------------------------------------------------
+    # --- events of the cache -----------------------------------------------------------------
 
     def opened(self, tokens: bytes, pages: Pages, space: Namespace) -> int:
-        """A prompt came, of these tokens (int32) and one more, and ``pages`` of it are cached.
+        """Report a prompt of these tokens (int32 bytes) and one more, with its cached ``pages``.
 
-        The last token is left out: it is computed even if it is cached. Returns how many pages may
-        be stored of the sequence without another full block among them.
+        The last token is left out, as it is computed even if it is cached. Return up to how many
+        stored pages the sequence completes no further block.
         """
         size = len(tokens)
         blocks = size // self._block_bytes
         if size >= _AT_ONCE_BYTES:
             self._add(tokens, blocks, pages, space, True)
-        else:  # the same, where there is nothing to think about
+        else:  # the same for a short prompt, without the look-up
             part = tokens[: blocks * self._block_bytes]
             length = size // TOKEN_BYTES + 1
             self._waiting.append((None, part, blocks, length, space, True, None))
@@ -151,18 +152,18 @@ class PromptWatch:
         return (blocks + 1) * self._block_pages - 1
 
     def stored(self, tokens: bytes, pages: Pages, space: Namespace) -> None:
-        """A sequence ended that leaves these tokens in these pages, more than were asked for."""
+        """Report the tokens and pages that a closed sequence leaves beyond its prompt."""
         self._add(tokens, len(tokens) // self._block_bytes, pages, space, False)
 
     def forget(self, pages: Pages) -> None:
-        """The index does not store these pages any more."""
+        """Report that the index no longer stores these pages."""
         if self._kept:
             self._gone.append(pages)
             if len(self._gone) >= _BATCH_PROMPTS:
                 self._catch_up()
 
     def _catch_up(self) -> None:
-        """Nothing is known any more of the pages that have gone."""
+        """Forget the keys at pages that were evicted."""
         if self._gone:
             self._flags[np.concatenate(self._gone)] = 0
             self._gone.clear()
@@ -180,7 +181,7 @@ class PromptWatch:
         new = (blocks - start) * size
         part: bytes | Words
         if new >= _AT_ONCE_BYTES:
-            # While the processor has them: to keep them would cost more than to hash them.
+            # Hashed at once, while they are in the CPU cache: keeping them would cost more.
             part = self._hash(tokens, new, start * size)
         else:
             part = tokens[start * size : blocks * size] if new else b""
@@ -190,11 +191,11 @@ class PromptWatch:
             self.flush()
 
     def _known(self, pages: Pages, cached: int) -> _Path | None:
-        """What is remembered of the first ``cached`` blocks, or of as many as possible."""
+        """Return the remembered path of the first ``cached`` blocks, or of as many as possible."""
         self._catch_up()
         step = self._block_pages
         last = int(pages[cached * step - 1])
-        if not self._stored[last]:  # the likely one first; then backwards
+        if not self._stored[last]:  # usually it is this one; else search backwards
             ends = pages[step - 1 : cached * step : step]
             found = np.flatnonzero(self._flags[ends])
             if not len(found):
@@ -205,7 +206,7 @@ class PromptWatch:
         return path
 
     def _wanted(self, page: int, blocks: int) -> _Path:
-        """The path that the keys up to ``page`` are going to be."""
+        """Return a new path, to be filled with the keys up to ``page``."""
         if self._kept > _MOST_KEPT:
             self._paths = [None] * len(self._paths)
             self._flags[:] = 0
@@ -215,14 +216,14 @@ class PromptWatch:
         self._kept += blocks
         return path
 
-    # --- what would be -----------------------------------------------------------------------
+    # --- the curve ---------------------------------------------------------------------------
 
     def points(
         self, pages: SequenceOf[int] | None = None, namespace: NamespaceLike | None = None
     ) -> tuple[MissRatioPoint, ...]:
-        """What memories of so many ``pages`` would do; by default `TIMES` as many as there are.
+        """Return what memories of so many ``pages`` would do; by default `TIMES` the present size.
 
-        For the prompts of one namespace, or for all, in memory that all share.
+        For the prompts of one namespace or of all, in memory that all share.
         """
         there = len(self._paths)
         most = self.curve.most_blocks * self._block_pages
@@ -242,7 +243,7 @@ class PromptWatch:
         )
 
     def _in_blocks(self, namespace: NamespaceLike | None) -> float:
-        """The share of prompt tokens that whole blocks are made of."""
+        """Return the share of prompt tokens that are in whole blocks."""
         rows = slice(None)
         if namespace is not None:
             if (space := as_namespace(namespace)) not in self.curve.namespaces:
@@ -256,7 +257,7 @@ class PromptWatch:
     # --- keys --------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Hand what waits to the curve."""
+        """Pass the current batch to the curve."""
         if not self._waiting:
             return
         known, parts, lengths, tokens, spaces, asked, paths = zip(*self._waiting, strict=True)
@@ -267,7 +268,7 @@ class PromptWatch:
         warm = [number for number, path in enumerate(known) if path is not None]
         if warm:
             first[warm] = [path.blocks for path in known if path is not None]
-            roots[warm] = 0  # what they follow comes in the next step
+            roots[warm] = 0  # `_joined` adds the key that they follow
         new = blocks - first
         words = self._chain(self._hashes(parts), first, new, roots)
         if warm or any(paths):
@@ -278,7 +279,7 @@ class PromptWatch:
         self.curve.prompts(words, list(lengths), rows, list(asked))
 
     def _hash(self, tokens: bytes, length: int, start: int = 0) -> Words:
-        """A number for each block in ``length`` bytes of tokens."""
+        """Return a hash for each block in ``length`` bytes of tokens."""
         values = np.frombuffer(tokens, self._dtype, length // self._dtype.itemsize, start)
         width = len(self._weights)
         found: Words = (
@@ -287,7 +288,7 @@ class PromptWatch:
         return found
 
     def _hashes(self, parts: tuple[bytes | Words, ...]) -> Words:
-        """The same of all parts, one after the other, of which some are hashed already."""
+        """Return the hashes of all parts, some of which are hashed already."""
         joined = b"".join([part for part in parts if type(part) is bytes])
         words = self._hash(joined, len(joined))
         done = [number for number, part in enumerate(parts) if type(part) is not bytes]
@@ -304,7 +305,7 @@ class PromptWatch:
         return np.concatenate(pieces)
 
     def _chain(self, words: Words, first: Ints, new: Ints, parents: Words) -> Words:
-        """The keys of prompts' blocks from ``first`` on, from what the blocks hash to."""
+        """Return the keys of blocks from ``first`` on, given the blocks' hashes."""
         stops = np.cumsum(new)
         starts = stops - new
         place = np.arange(len(words)) + np.repeat(first - starts, new)
@@ -319,8 +320,8 @@ class PromptWatch:
         return sums[1:]
 
     def _places(self, spaces: tuple[Namespace, ...]) -> tuple[list[int], Words]:
-        """The row of each prompt in the curve, and the keys before their first blocks."""
-        # By identity first: most are the same, and hashing one costs more than all the rest.
+        """Return the row of each prompt in the curve, and the keys before their first blocks."""
+        # By identity first: few are distinct, and hashing a namespace costs more than the rest.
         found = {id(space): space for space in spaces}
         rows = {name: self.curve.row(space) for name, space in found.items()}
         roots = {
@@ -330,10 +331,10 @@ class PromptWatch:
         return [rows[name] for name in names], np.array([roots[name] for name in names], np.uint64)
 
     def check(self, stored: Pages) -> None:
-        """Assert that what is remembered of pages is about pages that are stored."""
+        """Assert that keys are remembered only at stored pages."""
         self._catch_up()
         marked = np.flatnonzero(self._flags)
-        assert np.isin(marked, stored).all(), "keys are remembered of a page that has gone"
+        assert np.isin(marked, stored).all(), "keys are remembered at a page that was evicted"
         assert all(self._paths[page] is not None for page in marked.tolist())
         self.flush()
         self.curve.check()
@@ -342,7 +343,7 @@ class PromptWatch:
 def _joined(
     known: tuple[_Path | None, ...], words: Words, new: list[int], paths: tuple[_Path | None, ...]
 ) -> Words:
-    """The keys of all blocks, from those of new ones, which do not yet follow what was known."""
+    """Return the keys of all blocks: known ones, and new ones advanced by the known ones before."""
     pieces: list[Words] = []
     start = 0
     for before, count, path in zip(known, new, paths, strict=True):

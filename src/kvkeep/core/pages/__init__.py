@@ -1,4 +1,4 @@
-"""Pages: the pool of page ids, growing page tables, and (with torch) the memory itself."""
+"""Pages: the pool of page ids, growing page tables, and (with torch) the tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order pages may be copied: plain numbers, no tensors."""
+"""The order in which pages can be copied: plain numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["checked_copies", "independent", "runs"]
 
 
 def checked_copies(copies: Iterable[Copy], num_pages: int, page_size: int) -> list[Copy]:
-    """Give the copies (src, dst, tokens) that change something, as plain integers.
+    """Return the copies (src, dst, tokens) with src ≠ dst, as plain integers.
 
-    Raises `InvalidValue` where one names a page that is not there, or tokens beyond a page.
+    Raises `InvalidValue` for a page outside the pool, or tokens beyond a page.
     """
     checked: list[Copy] = []
     for copy in copies:
@@ -42,7 +42,7 @@ def checked_copies(copies: Iterable[Copy], num_pages: int, page_size: int) -> li
 
 
 def independent(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
-    """Cut copies, in order, into runs in which none touches a page that another one writes."""
+    """Split copies, in order, into groups in which no copy touches a page another one writes."""
     run: list[Copy] = []
     read: set[int] = set()
     written: set[int] = set()
@@ -59,7 +59,7 @@ def independent(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
 
 
 def runs(pages: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-    """Give (start, stop, first page) of each run of neighbours: ``pages[start:stop]``."""
+    """Yield (start, stop, first page) of each run of neighbours: ``pages[start:stop]``."""
     if len(pages):
         cuts = np.flatnonzero(np.diff(pages) != 1) + 1
         for start, stop in itertools.pairwise([0, *cuts.tolist(), len(pages)]):

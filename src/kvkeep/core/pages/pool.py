@@ -1,4 +1,4 @@
-"""`PagePool`: which pages are free, and how many hold each of the others."""
+"""`PagePool`: reference counts of pages, and the queue of free ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["PagePool"]
 
 _FEW = 16
-"""So many ids are looked at sooner one by one: each NumPy call costs half a microsecond."""
+"""Up to this many ids, a Python loop is faster than NumPy calls of half a microsecond each."""
 
 
 class PagePool:
@@ -26,11 +26,11 @@ class PagePool:
 
     A page is free at zero references. Every method takes a batch and either does all of it or
     raises and changes nothing: `OutOfPages` when too few are free, `InvalidValue` for ids outside
-    the pool, ids that nobody holds, and ids given twice in one batch. Pages are handed out again
-    least recently freed first, so stale data lives as long as it can.
+    the pool, free pages, and ids given twice in one batch. Pages are reused least recently freed
+    first, so stale data survives as long as possible.
 
-    Cost: O(pages in the batch), vectorised; about 10 ns a page and 5 µs a call.
-    Thread safety: none; the cache that owns the pool holds its lock.
+    Cost: O(pages in the batch), vectorised; about 10 ns a page and 5 µs a call. Thread safety:
+    none; the cache that owns the pool holds its lock.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -40,13 +40,13 @@ class PagePool:
         self._ring = np.arange(self.num_pages, dtype=np.int32)
         self._head = 0
         self.num_free = self.num_pages
-        # Scratch to find an id that stands twice in a batch, without sorting it.
+        # Scratch, to find duplicate ids in a batch without sorting it.
         self._mark = np.zeros(self.num_pages, np.int32)
         self._order = np.arange(self.num_pages, dtype=np.int32)
 
     @property
     def num_used(self) -> int:
-        """Pages that somebody holds."""
+        """Pages with references."""
         return self.num_pages - self.num_free
 
     def allocate(self, count: int) -> PageArray:
@@ -66,12 +66,12 @@ class PagePool:
         return pages
 
     def retain(self, pages: npt.ArrayLike) -> None:
-        """Add one reference to each of ``pages``, which somebody must hold already."""
+        """Add one reference to each of ``pages``, none of which may be free."""
         index, held = self._checked(pages)
         self.references[index] = held + 1
 
     def release(self, pages: npt.ArrayLike) -> int:
-        """Take one reference from each of ``pages``; returns how many became free."""
+        """Drop one reference of each of ``pages``; return how many became free."""
         index, held = self._checked(pages)
         self.references[index] = held - 1
         freed = index[held == 1]
@@ -88,9 +88,9 @@ class PagePool:
         self.num_free += len(freed)
 
     def _checked(self, pages: npt.ArrayLike) -> tuple[PageIndex, npt.NDArray[np.int32]]:
-        """The batch as an index array with its reference counts, or `InvalidValue`.
+        """Return the batch as an index array with its reference counts, or raise `InvalidValue`.
 
-        Changes nothing but scratch.
+        Changes nothing but scratch memory.
         """
         array = np.asarray(pages)
         if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
@@ -107,7 +107,7 @@ class PagePool:
         return index, held
 
     def _distinct(self, index: PageIndex) -> bool:
-        """All are pages of the pool, and none stands there twice."""
+        """Whether all ids are pages of the pool, and none is given twice."""
         count = len(index)
         if count <= _FEW:
             few = index.tolist()
@@ -118,7 +118,7 @@ class PagePool:
         if outside or count > self.num_pages:
             return False
         order = self._order[:count]
-        self._mark[index] = order  # where an id stands twice, the first mark is overwritten
+        self._mark[index] = order  # of a duplicate id, the first mark is overwritten
         return not np.count_nonzero(self._mark[index] != order)
 
     def _refusal(self, index: PageIndex) -> InvalidValue:
@@ -128,7 +128,7 @@ class PagePool:
                     f"page {page} is not one of the pool's 0 … {self.num_pages - 1}"
                 )
         pages, counts = np.unique(index, return_counts=True)
-        return InvalidValue(f"page {pages[counts > 1][0]} stands twice in one batch")
+        return InvalidValue(f"page {pages[counts > 1][0]} is given twice in one batch")
 
     def check(self) -> None:
         """Assert that the free queue holds each free page once, and nothing else."""

@@ -1,8 +1,8 @@
-"""What one forward pass asks of `PagedTensors` at every layer, looked at once instead.
+"""What `PagedTensors` prepares once per forward pass instead of once per layer.
 
 A model stores the same tokens and gathers the same pages layer after layer. Checking ids, splitting
-slots and finding memory take longer than storing one token does, so `PagedTensors.prepare_store`
-and `prepare_gather` do it once for all layers.
+slots and allocating memory take longer than storing one token, so `PagedTensors.prepare_store` and
+`prepare_gather` do it once for all layers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Gather", "Places", "Scratch"]
 
-# More than this is not kept: what gathers so much computes for longer than fresh memory takes.
+# Larger gathers take fresh memory: computing on them takes longer than allocating.
 _KEPT: Final = 64 << 20  # bytes
 
 
 class Places:
-    """Slots as `PagedTensors.store` needs them: int64 ``pages`` and ``offsets`` [tokens]."""
+    """Slots split into int64 ``pages`` and ``offsets`` [tokens], for `PagedTensors.store`."""
 
     __slots__ = ("offsets", "pages")
 
@@ -34,11 +34,11 @@ class Places:
 
 
 class Scratch:
-    """Memory into which K and V are gathered, the same again and again.
+    """Memory that gathers of K and V share.
 
-    Fresh memory is dear on a CPU, whose pages the kernel has to hand out first: gathering 16 MiB
-    takes 2 ms into memory that is used again and between 2 and 26 ms into fresh one. Grows to the
-    largest gather so far, 64 MiB at most; beyond that each `Gather` has memory of its own.
+    Fresh memory is expensive on a CPU, as the kernel hands out its pages first: gathering 16 MiB
+    takes 2 ms into reused memory and 2 to 26 ms into fresh memory. Grows to the largest gather so
+    far, 64 MiB at most; a larger `Gather` has memory of its own.
 
     Thread safety: none. All gathers that share a scratch overwrite each other.
     """
@@ -48,11 +48,11 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept."""
+        """Bytes allocated."""
         return self._memory.nbytes
 
     def take(self, elements: int) -> Tensor:
-        """Memory for ``elements``, until somebody else takes some: not initialized."""
+        """Return uninitialised memory for ``elements``, valid until the next call."""
         if elements <= len(self._memory):
             return self._memory[:elements]
         # Inference mode would make a tensor that nothing outside of it may write to.
@@ -66,8 +66,8 @@ class Scratch:
 class Gather:
     """Pages whose K and V are gathered layer after layer, into the same memory.
 
-    ``keys`` and ``values`` are [tokens, heads, dim], of all tokens of the pages in their order;
-    they hold what the last `fill` brought, until another gather of the same scratch is filled.
+    ``keys`` and ``values`` are [tokens, heads, dim], for all tokens of the pages in order. They
+    hold the result of the last `fill`, until another gather with the same scratch is filled.
     """
 
     __slots__ = ("_index", "_k", "_layers", "_v", "keys", "values")
@@ -82,7 +82,7 @@ class Gather:
     ) -> None:
         """``layers`` are K and V of every layer, [pages, page_size, heads, dim].
 
-        V is None where it is not stored but the leading ``value_dim`` of each K.
+        V is None where it is the leading ``value_dim`` of each K and not stored again.
         """
         self._layers = layers
         self._index = index

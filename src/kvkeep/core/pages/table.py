@@ -1,4 +1,4 @@
-"""`GrowingArray` holds a page table (and its tokens); `PageCopy` is a copy the engine must make."""
+"""`GrowingArray` holds a page table or tokens; `PageCopy` is a copy the engine must make."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PageCopy(NamedTuple):
 
 
 class GrowingArray:
-    """A row of int32 that grows at its end, at amortised O(1), and is cut in O(1)."""
+    """A 1-D int32 array: amortised O(1) append, O(1) cut."""
 
     __slots__ = ("_array", "_length")
 
@@ -39,24 +39,24 @@ class GrowingArray:
 
     @property
     def values(self) -> npt.NDArray[np.int32]:
-        """What it holds: a view for the owner, good until the next change."""
+        """The values: a view for the owner, valid until the next change."""
         return self._array[: self._length]
 
     def view(self) -> npt.NDArray[np.int32]:
-        """What it holds, read-only: good until the next change, and nobody can corrupt it."""
+        """Return the values as a read-only view, valid until the next change."""
         view = self._array[: self._length]
         view.flags.writeable = False
         return view
 
     def append(self, value: int) -> None:
-        """Add one value."""
+        """Append one value."""
         if self._length == len(self._array):
             self._grow(self._length + 1)
         self._array[self._length] = value
         self._length += 1
 
     def extend(self, values: npt.NDArray[np.int32]) -> None:
-        """Add a row of values."""
+        """Append an array of values."""
         length = self._length + len(values)
         if length > len(self._array):
             self._grow(length)

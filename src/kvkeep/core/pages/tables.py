@@ -1,4 +1,4 @@
-"""`page_tables`: the page tables of a batch as one padded array, as attention kernels want them."""
+"""`page_tables`: the page tables of a batch as one padded array, for attention kernels."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _INT32 = np.iinfo(np.int32)
 
 
 class PageTables(NamedTuple):
-    """Page tables side by side."""
+    """The page tables of a batch."""
 
     pages: npt.NDArray[np.int32]
-    """[rows, width]: page ids in order, then the pad value."""
+    """[rows, width]: page ids in order, then padding."""
     lengths: npt.NDArray[np.int32]
-    """[rows]: how many pages of each row are not padding."""
+    """[rows]: pages of each row, without padding."""
 
 
 def page_tables(
@@ -38,16 +38,15 @@ def page_tables(
 ) -> PageTables:
     """Return the page ids of several sequences as one int32 array [rows, most pages].
 
-    ``tables`` are rows of page ids, such as ``[sequence.pages for sequence in batch]``; ``pad``
-    stands behind the end of the shorter ones. With ``out``, an int32 array [rows or more, pages or
-    more], nothing is allocated but the lengths: all of ``out`` is written, rows that are not needed
-    with ``pad``, and the result is its first rows at full width. So a buffer that a captured graph
-    reads is always complete.
+    ``tables`` are arrays of page ids, such as ``[sequence.pages for sequence in batch]``; ``pad``
+    fills the end of shorter ones. With ``out``, an int32 array [rows or more, pages or more], only
+    the lengths are allocated: all of ``out`` is written, unused rows with ``pad``, and the result
+    is its first rows at full width. So a buffer that a captured graph reads is always complete.
 
-    Read the tables anew for each step: `Sequence.publish` may exchange pages anywhere in a table.
-    Raises `InvalidValue` for a single row in place of several, and for an ``out`` that is too small
-    or of another type. Thread safety: as
-    that of the sequences. Cost: one copy, about 0.5 µs a row and 0.1 ns a byte.
+    Call it for each step: `Sequence.publish` may exchange pages anywhere in a table. Raises
+    `InvalidValue` for a single row in place of several, and for an ``out`` that is too small or of
+    another type. Thread safety: that of the sequences. Cost: one copy, about 0.5 µs a row and 0.1
+    ns a byte.
     """
     pad = whole("pad", pad, int(_INT32.min), int(_INT32.max))
     if not all(isinstance(table, Sized) for table in tables):

@@ -12,7 +12,7 @@ from kvkeep.core.geometry import DTYPES, format_bytes
 from kvkeep.core.pages.copying import checked_copies, independent, runs
 
 require("torch", "torch")
-import torch  # noqa: E402 - where it is missing, the line above says what to install
+import torch  # noqa: E402 - after `require`, which says what to install
 
 from kvkeep.core.pages.prepared import Gather, Places, Scratch  # noqa: E402 - it needs torch as well
 
@@ -32,8 +32,8 @@ __all__ = ["Layout", "PagedTensors"]
 
 Layout = Literal["NHD", "HND"]
 
-# Elements are moved as integers of their width: every bit pattern survives, and torch moves
-# integers everywhere, which it does not with 8-bit floats.
+# Elements are moved as integers of their width: every bit pattern survives, and torch supports
+# integers in operations where it does not support 8-bit floats.
 _CARRIERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _INTEGERS: Final = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
@@ -41,35 +41,34 @@ _INTEGERS: Final = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32,
 class PagedTensors:
     """K and V (or the latent) of every layer, for a fixed number of pages, zero at first.
 
-    A page is one piece of memory: layer after layer, in each K and then V, each
-    [page_size, heads, dim] ("NHD") or [heads, page_size, dim] ("HND"). So a page is read out,
-    written back or copied as a whole, while `k` and `v` of one layer are views whose pages lie a
-    page apart, which paged attention kernels take as a stride.
+    A page is contiguous: layer after layer, K and then V of each, each [page_size, heads, dim]
+    ("NHD") or [heads, page_size, dim] ("HND"). So a page is read, written or copied as a whole,
+    while `k` and `v` of one layer are views whose pages lie a page apart, which paged attention
+    kernels take as a stride.
 
-    The other order, layer by layer, was measured on one CPU core with Llama-3.1-8B's geometry
+    The alternative, layer by layer, was measured on one CPU core with the geometry of Llama-3.1-8B
     (bfloat16, pages of 16 tokens, 2 MiB each; best of 150). Gathering 128 scattered pages of one
     layer, K and V, costs the same: 0.59 ms here, 0.55 ms there. Reading 16 scattered pages into one
-    block takes 2.7 ms here and 3.7 ms there (7.0 ms as one gather that is then turned), writing
-    them back 2.9 ms and 3.4 ms. And a page that goes to the host or to a disk is one piece here,
-    where there it would be 64.
+    block takes 2.7 ms here and 3.7 ms there (7.0 ms as one gather and a transposition), writing
+    them back 2.9 ms and 3.4 ms. And a page on its way to the host or a disk is one piece here, and
+    64 there.
 
     With a latent geometry K is the stored vector and V its leading part, not stored again.
 
-    Page ids, slots and copies come as sequences, NumPy arrays or integer tensors. What is wrong
-    (ids out of range, shapes, dtypes, devices) raises `InvalidValue` before anything is written.
-    For that, ids that already lie on a GPU are looked at, which waits for the stream;
-    ``check_ids=False`` trusts those, and ids on the host are checked in any case.
+    Page ids, slots and copies are sequences, NumPy arrays or integer tensors. Wrong ids, shapes,
+    dtypes and devices raise `InvalidValue` before anything is written. Checking ids on a GPU waits
+    for the stream; ``check_ids=False`` skips that, and checks ids on the host only.
 
     Thread safety: none. On CUDA everything is queued on the current stream, in the order of calls.
 
     Args:
         geometry: the model's KV; of one rank where tensor-parallel ranks share it.
-        num_pages: how many pages there are, with ids 0 … num_pages-1.
+        num_pages: the number of pages; ids are 0 … num_pages-1.
         page_size: tokens a page.
         device: a torch device, or its name.
         layout: the order inside a page; the methods give the same results with both.
-        dtype: how `k`, `v`, `store` and `gather` see elements; another than the geometry's has to
-            have its width (``torch.uint8`` for an fp8 geometry).
+        dtype: the element type of `k`, `v`, `store` and `gather`; it must have the width of the
+            geometry's (``torch.uint8`` for an fp8 geometry).
         check_ids: see above.
     """
 
@@ -93,10 +92,10 @@ class PagedTensors:
         self.dtype = _element_type(geometry, dtype)
         self.page_bytes = geometry.bytes_per_page(self.page_size)
         self._carrier = _CARRIERS[self.dtype.itemsize]
-        # Inference mode would make tensors that nothing outside of it may write to.
+        # Tensors made in inference mode cannot be written outside of it.
         with torch.inference_mode(mode=False):
             self._elements = self._allocate(device)
-            # Wide words: a GPU moves eight bytes as fast as one.
+            # A GPU moves eight bytes as fast as one.
             wide = self.page_bytes % 8 == 0
             self._rows = self._elements.view(torch.int64) if wide else self._elements
             self._keys, self._values = self._views()
@@ -106,7 +105,7 @@ class PagedTensors:
         )
         self.device = self._elements.device
         self._check_ids = check_ids or self.device.type == "cpu"
-        # Many small copies are one kernel on a GPU; a CPU is quickest with one memcpy a page.
+        # A GPU makes many small copies in one kernel; on a CPU one memcpy a page is fastest.
         self._batched = self.device.type != "cpu"
 
     def __repr__(self) -> str:
@@ -121,18 +120,18 @@ class PagedTensors:
         return self.num_pages * self.page_bytes
 
     def k(self, layer: int) -> Tensor:
-        """K of a layer, a view that shares memory: [pages, page_size, heads, dim] in "NHD" order.
+        """Return K of a layer, a view: [pages, page_size, heads, dim] in "NHD" order.
 
         In "HND" order [pages, heads, page_size, dim]. With a latent geometry, the stored vectors.
         """
         return self._seen(self._keys, layer)
 
     def v(self, layer: int) -> Tensor:
-        """V of a layer, as `k`; with a latent geometry the leading part of the stored vectors."""
+        """Return V of a layer, as `k`; with a latent geometry the head of the stored vectors."""
         return self._seen(self._values, layer)
 
     def slots(self, page_table: Integers, start: int, stop: int) -> Tensor:
-        """Where the tokens ``start`` … ``stop - 1`` of a sequence lie: int64 [stop - start].
+        """Return the slots of tokens ``start`` … ``stop - 1`` of a sequence: int64 [stop - start].
 
         A slot is ``page * page_size + offset``. O(stop - start).
         """
@@ -151,11 +150,11 @@ class PagedTensors:
     def store(
         self, layer: int, slots: Integers | Places, k: Tensor, v: Tensor | None = None
     ) -> None:
-        """Write tokens: ``k`` [tokens, heads, dim] and ``v`` at ``slots`` of one layer.
+        """Write ``k`` [tokens, heads, dim] and ``v`` at ``slots`` of one layer.
 
-        Slots that go into many layers are best looked at once, by `prepare_store`.
-        ``v`` is left out with a latent geometry. Dtype and device have to be the memory's own:
-        rounding is for the caller to decide. Where a slot is given twice, either token may stay.
+        For slots that are used in many layers, call `prepare_store` first. Omit ``v`` with a latent
+        geometry. Dtype and device must be those of the memory: rounding is for the caller to
+        decide. If a slot is given twice, either token may stay.
         """
         places = slots if isinstance(slots, Places) else self.prepare_store(slots)
         latent = self.geometry.latent_dim is not None
@@ -174,16 +173,16 @@ class PagedTensors:
             memory[:, layer].index_put_(where, tensor.detach().view(self._carrier))
 
     def prepare_store(self, slots: Integers) -> Places:
-        """``slots`` in the form that `store` takes at any layer without looking at them again."""
+        """Check ``slots`` once, for `store` in any number of layers."""
         index = self._integers("slots", slots, self.num_pages * self.page_size)
         return Places(index, self.page_size)
 
     def gather(self, layer: int, pages: Integers, length: int) -> tuple[Tensor, Tensor]:
-        """K and V of a sequence's first ``length`` tokens: [length, heads, dim], copies.
+        """Return copies of K and V of a sequence's first ``length`` tokens: [length, heads, dim].
 
-        Contiguous, but for V of a latent geometry, which is a view of K. Only the pages that hold
-        the tokens are looked at. Cost: the bytes that come out, at the speed of scattered reads;
-        "HND" is turned on the way, which takes up to 1.5 times as long on a CPU.
+        Contiguous, except V of a latent geometry, which is a view of K. Only pages of these tokens
+        are read. Cost: the bytes returned, at the speed of scattered reads; "HND" is transposed on
+        the way, which takes up to 1.5 times as long on a CPU.
         """
         length = whole("length", length, 0)
         if length > len(pages) * self.page_size:
@@ -199,13 +198,13 @@ class PagedTensors:
         return k, self._gathered(self._values, layer, index)[:length]
 
     def scratch(self) -> Scratch:
-        """Memory for gathers to share; empty at first."""
+        """Return new, empty memory for gathers to share."""
         return Scratch(self._carrier, self.device)
 
     def prepare_gather(self, pages: Integers, scratch: Scratch) -> Gather:
-        """A gather of all tokens of ``pages``, to be filled at any layer, in ``scratch``'s memory.
+        """Return a gather of all tokens of ``pages``, for any layer, in ``scratch``'s memory.
 
-        The same as `gather`, which checks the ids and makes new memory each time.
+        Unlike `gather`, it checks ids once and allocates no memory per layer.
         """
         value_dim = self._values.shape[-1]
         return Gather(self._layers, self._pages(pages), scratch, self.dtype, value_dim)
@@ -213,9 +212,9 @@ class PagedTensors:
     def copy(self, copies: Iterable[Copy]) -> None:
         """Make copies (src, dst, tokens): the first ``tokens`` of a page, in every layer.
 
-        In order, so that a copy reads what an earlier one wrote; the rest of ``dst`` stays as it
-        is. Cost: one memory copy each on a CPU (two, for K and V, where not the whole page is
-        copied); on a GPU one gather and one scatter for all that do not depend on each other.
+        In order, so a copy reads what an earlier one wrote; the rest of ``dst`` is unchanged. Cost:
+        one memory copy each on a CPU (two, for K and V, of a partial page); on a GPU one gather and
+        one scatter for all copies that do not depend on each other.
         """
         checked = checked_copies(copies, self.num_pages, self.page_size)
         if not self._batched:
@@ -235,10 +234,9 @@ class PagedTensors:
     def read(self, pages: Integers, *, out: Tensor | None = None) -> Tensor:
         """Read pages into one block: uint8 [pages, page_bytes], in new memory or in ``out``.
 
-        The bytes of a page are in the order of the class docstring; they mean something only to
-        memory of the same geometry, page size and layout. ``out`` may be on the host and pinned.
-        Cost: one gather. New memory is dear on a CPU, whose pages the kernel has to hand out first:
-        32 MiB take 3 ms into an ``out`` that is used again, and 17 ms or more without.
+        A block only fits memory of the same geometry, page size and layout. ``out`` may be on the
+        host and pinned. Cost: one gather. New memory is expensive on a CPU, as the kernel hands out
+        its pages first: 32 MiB take 3 ms into a reused ``out``, and 17 ms or more without.
         """
         index = self._pages(pages)
         if out is None:
@@ -251,17 +249,17 @@ class PagedTensors:
         return out
 
     def write(self, pages: Integers, block: Tensor) -> None:
-        """Write a block that `read` gave back, into pages that need not be the same.
+        """Write a block from `read` into pages, not necessarily the same ones.
 
-        The block may be on the host. A page may be named once. Cost: on a CPU one memory copy for
-        each run of neighbouring pages, on a GPU one transfer and one scatter.
+        The block may be on the host. Each page may be given once. Cost: on a CPU one memory copy
+        per run of neighbouring pages, on a GPU one transfer and one scatter.
         """
         index = self._pages(pages)
         self._check_block("block", block, len(index), {self.device.type, "cpu"})
         if self._check_ids and len(np.unique(index.cpu())) < len(index):
             raise InvalidValue("a page is named twice; which of the two to write is not known")
         if not len(index):
-            return  # and a block without pages may have no strides that a view could follow
+            return  # an empty block may have strides that no view allows
         block = block.to(self.device)
         rows = (block if self._is_aligned(block) else block.clone()).view(self._rows.dtype)
         if self._batched:
@@ -274,7 +272,7 @@ class PagedTensors:
         shape = (self.num_pages, self.page_bytes // self._carrier.itemsize)
         try:
             if torch.device(device).type == "cpu":
-                # The kernel hands out zeros as pages are first written; torch would write them all.
+                # Untouched zero pages cost nothing; torch would write them all.
                 itemsize = self._carrier.itemsize
                 return torch.from_numpy(np.zeros(shape, np.dtype(f"i{itemsize}")))
             return torch.zeros(shape, dtype=self._carrier, device=device)
@@ -287,7 +285,7 @@ class PagedTensors:
             ) from error
 
     def _views(self) -> tuple[Tensor, Tensor]:
-        """K and V of all layers, [pages, layers, page_size, heads, dim] whatever the layout."""
+        """Return K and V of all layers, [pages, layers, page_size, heads, dim] in either layout."""
         heads, width = self.geometry.rank_heads, self.geometry.head_dim
         layers = self._elements.view(self.num_pages, self.geometry.layers, -1)
         split = self.page_size * heads * width
@@ -311,7 +309,7 @@ class PagedTensors:
         return memory[:, layer].index_select(0, index).flatten(0, 1).view(self.dtype)
 
     def _leading(self, tokens: int) -> tuple[Tensor, ...]:
-        """The memory of the first ``tokens`` of every page, in as few pieces as there can be."""
+        """Return the memory of the first ``tokens`` of every page, in as few pieces as possible."""
         if tokens == self.page_size:
             return (self._rows,)
         if self.geometry.latent_dim is not None:
@@ -319,7 +317,7 @@ class PagedTensors:
         return self._keys[:, :, :tokens], self._values[:, :, :tokens]
 
     def _is_aligned(self, block: Tensor) -> bool:
-        """Whether bytes can be seen as words: where they lie, and where their storage begins."""
+        """Whether the bytes can be viewed as words, given address and storage offset."""
         word = self._rows.itemsize
         return block.data_ptr() % word == 0 and block.storage_offset() % word == 0
 
@@ -332,7 +330,7 @@ class PagedTensors:
         return self._integers("page ids", pages, self.num_pages)
 
     def _integers(self, name: str, values: Integers, limit: int) -> Tensor:
-        """One row of integers below ``limit``, as int64 on the device."""
+        """Return one row of integers below ``limit``, as int64 on the device."""
         if isinstance(values, torch.Tensor):
             index = values
         else:

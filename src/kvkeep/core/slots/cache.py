@@ -1,26 +1,26 @@
 """`SlotCache`: prefix reuse for engines whose KV cache is one contiguous tensor per request.
 
-The life of a slot, and who moves it:
+The states of a slot:
 
     EMPTY ──acquire──▶ RUNNING ──release──▶ IDLE ──acquire──▶ RUNNING ──▶ …
       ▲                   │                  │
       └─release: nothing──┴──────clear───────┘
                  to keep
 
-An idle slot keeps its data and can be taken again, or copied from. Which slot a request gets:
+An idle slot keeps its data, and can be acquired again or copied from. A request gets, in this
+order:
 
-1. an idle slot whose whole data its prompt begins with: nothing of it is lost;
-2. else the lowest empty slot;
-3. else the idle slot that was used least recently and that nothing guards; what it has in common
-   with the prompt stays;
-4. else the same, at the cost of soft pins; else `OutOfSlots`.
+1. an idle slot whose whole data is a beginning of its prompt: nothing is lost;
+2. the lowest empty slot;
+3. the least recently used idle slot without guards; what it shares with the prompt stays;
+4. the same at the cost of soft pins; else `OutOfSlots`.
 
-Where another slot has published a longer beginning of the prompt than the one taken holds, the
-difference is to be copied. So an idle slot that holds the prompt *and more* is copied from, and
-its longer entry lives on, unless its turn to be evicted has come: then it is cut, not copied.
+If another slot has published a longer beginning of the prompt, the difference is to be copied. So
+an idle slot that holds the prompt *and more* is copied from and keeps its longer data, unless it is
+the slot to be evicted: then it is cut, not copied.
 
-One rule keeps data right: the holder of a slot writes at or behind ``published`` only, and whatever
-guards a slot (a pin, a copy still to be made from it) guards tokens before that mark.
+One rule keeps the data right: the holder of a slot writes at or after ``published`` only, and
+guards of a slot (pins, and copies still to be made from it) protect tokens before that mark.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Totals:
 
 
 class _Choice(NamedTuple):
-    """A slot for a request, the tokens of it that stay, and the tokens that are lost."""
+    """A slot for a request, how many of its tokens stay, and how many are lost."""
 
     slot: int
     kept: int
@@ -95,15 +95,15 @@ class _Choice(NamedTuple):
 
 
 class SlotCache:
-    """Finds, for each prompt, a slot that holds the longest cached beginning of it or can get it.
+    """Assigns slots to prompts, and finds the longest cached beginning of each.
 
     ``num_slots`` slots of ``max_tokens`` tokens each. A pure index: it holds slot numbers and
-    tokens (at most 4 bytes each, `TokenRows`), never tensors. The engine makes the copies it names
-    (`kvkeep.core.slots.tensors.copy_slot`) and computes ``tokens[lease.num_cached:]``.
+    tokens (at most 4 bytes each, `TokenRows`), never tensors. The engine makes the copies that
+    leases name (`kvkeep.core.slots.tensors.copy_slot`) and computes ``tokens[lease.num_cached:]``.
 
-    ``clock``: seconds, for the time to live of pins; anything that does not run backwards.
+    ``clock`` returns seconds, for pins with a time to live; it must not run backwards.
 
-    Thread safety: none. One engine loop owns it, or its callers share a lock of their own.
+    Thread safety: none. One engine loop owns it, or its callers share a lock.
     """
 
     def __init__(
@@ -117,20 +117,20 @@ class SlotCache:
     # -- requests -----------------------------------------------------------------------------
 
     def match(self, tokens: TokensLike, namespace: NamespaceLike = "") -> int:
-        """How many of ``tokens``, from the front, one slot has published. Changes nothing."""
+        """Return the most leading ``tokens`` that one slot has published. Changes nothing."""
         prompt = as_tokens(tokens)
         space = as_namespace(namespace)
         return self._table.rows.longest(space, prompt, above=0, limit=len(prompt))[1]
 
     def acquire(self, tokens: TokensLike, namespace: NamespaceLike = "") -> SlotLease:
-        """Give a slot to a prompt of at least 1 and at most ``max_tokens`` tokens.
+        """Return a slot for a prompt of 1 … ``max_tokens`` tokens.
 
-        All but the last prompt token can come from the cache. Make ``lease.copy``, if there is
-        one, before computing; its source is kept as it is until then.
+        All but the last prompt token can come from the cache. Make ``lease.copy``, if there is one,
+        before computing; its source does not change until then.
 
-        Raises `InvalidValue` for tokens that are none, and `OutOfSlots` when every slot is running,
-        hard-pinned or being copied from; neither changes anything. Cost: O(prompt) for the
-        comparison and for keeping the tokens, both at the speed of memory, and O(slots) in NumPy.
+        Raises `InvalidValue` for wrong tokens, and `OutOfSlots` when every slot is running,
+        hard-pinned or being copied from; neither changes anything. Cost: O(prompt) to compare and
+        store the tokens, at memory speed, and O(slots) in NumPy.
         """
         prompt = self._checked(tokens)
         space = as_namespace(namespace)
@@ -146,7 +146,7 @@ class SlotCache:
         num_cached = max(num_cached, kept)
         copy = SlotCopy(source, slot, num_cached, kept) if num_cached > kept else None
 
-        # Decided; from here on nothing fails.
+        # Nothing fails from here on.
         version = table.take(slot)
         table.guards.give_way(slot, kept)
         table.rows.write(slot, space, prompt, kept)
@@ -166,10 +166,10 @@ class SlotCache:
         )
 
     def _whole_beginning(self, space: Namespace, prompt: TokenArray) -> _Choice | None:
-        """The idle slot with the longest data that is, all of it, a beginning of the prompt."""
+        """Return the idle slot with the longest data, all of it a beginning of the prompt."""
         table = self._table
         for slot in table.rows.beginnings(space, prompt, table.idle_mask()):
-            # The last prompt token is computed again, so it is not kept even if it is there.
+            # The last prompt token is computed again, so it does not stay even if it is there.
             kept = min(int(table.rows.published[slot]), len(prompt) - 1)
             if table.guards.guarded(slot) <= kept:
                 return _Choice(slot, kept, lost=0)
@@ -180,7 +180,7 @@ class SlotCache:
         return None if slot is None else _Choice(slot, kept=0, lost=0)
 
     def _victim(self, space: Namespace, prompt: TokenArray) -> _Choice:
-        """The idle slot to take data from: oldest first, those whose pins must give way last."""
+        """Return the idle slot to evict: least recently used first, soft-pinned ones last."""
         table = self._table
         fallback: _Choice | None = None
         for slot in table.idle_by_age():
@@ -218,12 +218,12 @@ class SlotCache:
     ) -> SlotPin:
         """Keep a cached prefix in its slot, for ``ttl`` seconds or until `unpin`.
 
-        Eviction spares pinned slots. A soft pin gives way before `OutOfSlots`, a hard one never
-        does; all but one of the slots can be hard-pinned, so that there is always one to be had.
-        A pin guards the prefix only: requests that begin with it may still use its slot.
+        Eviction avoids pinned slots. A soft pin gives way before `OutOfSlots` is raised, a hard one
+        never does; one slot always stays without hard pins. A pin guards the prefix only: requests
+        that begin with it may still use its slot.
 
-        Raises `NotCached` when no slot has published all of ``tokens``, `IllegalStep` when one more
-        slot would be hard-pinned than may be. Cost: that of `match`.
+        Raises `NotCached` when no slot has published all of ``tokens``, `IllegalStep` when too many
+        slots would be hard-pinned. Cost: that of `match`.
         """
         prefix = self._checked(tokens).copy()
         space = as_namespace(namespace)
@@ -244,7 +244,7 @@ class SlotCache:
         return table.guards.pin(slot, prefix, space, ttl, hard=hard)
 
     def unpin(self, pin: SlotPin) -> bool:
-        """End a pin. False when it had expired, given way or been cleared already.
+        """End a pin. Return False if it had expired, given way or been cleared before.
 
         Raises `IllegalStep` for a pin that was unpinned before.
         """
@@ -253,18 +253,18 @@ class SlotCache:
     def _hard_pinned(self) -> set[int]:
         return {pin.slot for pin in self._table.guards.pins() if pin.hard}
 
-    # -- the whole ----------------------------------------------------------------------------
+    # -- the whole cache ----------------------------------------------------------------------
 
     def clear(self) -> None:
         """Forget everything: data, pins, pending copies, and every lease, running ones too.
 
         Steps on those leases raise `IllegalStep` from now on. Call it when nothing is being
-        computed: the slots are given out again at once.
+        computed: the slots are reused at once.
         """
         self._table.clear()
 
     def stats(self) -> SlotStats:
-        """Counts of now, and totals. O(slots + pins)."""
+        """Return present counts and totals. O(slots + pins)."""
         table, totals = self._table, self._totals
         return SlotStats(
             num_slots=self.num_slots,
@@ -286,7 +286,7 @@ class SlotCache:
         )
 
     def check(self) -> None:
-        """Assert every invariant, recounting from scratch. O(everything); for tests."""
+        """Assert every invariant, recounted from scratch. O(everything); for tests."""
         self._table.check()
         hard = len(self._hard_pinned())
         assert hard < self.num_slots, f"{hard} of {self.num_slots} slots are hard-pinned"

@@ -1,4 +1,4 @@
-"""What must stay in a slot: pinned prefixes, and prefixes that a copy is still to be made from."""
+"""What must stay in a slot: pinned prefixes, and the sources of pending copies."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["SlotCopy", "SlotGuards", "SlotPin"]
 
 
 class SlotCopy(NamedTuple):
-    """KV that the engine must copy before it computes: positions ``start`` … ``tokens - 1``.
+    """KV to copy before computing: positions ``start`` … ``tokens - 1`` of slot ``src``.
 
-    From slot ``src`` to the same positions of slot ``dst``, K and V of every layer. What lies
-    before ``start`` is in ``dst`` already; copying it too would do no harm but cost time.
+    To the same positions of slot ``dst``, K and V of every layer. Positions before ``start`` are in
+    ``dst`` already; copying them too is harmless but costs time.
     """
 
     src: int
@@ -31,8 +31,8 @@ class SlotCopy(NamedTuple):
 class SlotPin:
     """A prefix of ``len(tokens)`` tokens that `SlotCache.pin` keeps in ``slot``.
 
-    ``hard``: never gives way. ``expires_at``: in seconds of the cache's clock, infinite without a
-    time to live. ``ended`` says why it no longer holds, or is None.
+    A ``hard`` pin never gives way. ``expires_at`` is in seconds of the cache's clock, infinite
+    without a time to live. ``ended`` is the reason why the pin ended, else None.
     """
 
     __slots__ = ("_clock", "ended", "expires_at", "hard", "namespace", "slot", "tokens")
@@ -69,9 +69,8 @@ class SlotPin:
 class SlotGuards:
     """The pins and the pending copies of all slots.
 
-    Both guard a number of tokens from the front of a slot, and what is guarded is not overwritten.
-    Pins whose time is over are dropped when somebody looks. Thread safety: none. Cost: O(guards of
-    the slot asked for).
+    Each guards a number of tokens from the front of a slot, which are not overwritten. Expired pins
+    are dropped when their slot is next read. Thread safety: none. Cost: O(guards of the slot).
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -84,14 +83,14 @@ class SlotGuards:
     def pin(
         self, slot: int, tokens: TokenArray, namespace: Namespace, ttl: float | None, *, hard: bool
     ) -> SlotPin:
-        """Guard the first ``len(tokens)`` tokens of ``slot`` for ``ttl`` seconds, or for good."""
+        """Guard the first ``len(tokens)`` tokens of ``slot``; ``ttl`` is in seconds."""
         expires_at = float("inf") if ttl is None else self._clock() + ttl
         pin = SlotPin(slot, tokens, namespace, hard=hard, expires_at=expires_at, clock=self._clock)
         self._pins.setdefault(slot, []).append(pin)
         return pin
 
     def unpin(self, pin: SlotPin) -> bool:
-        """End a pin; False when it had ended by itself. `IllegalStep` when it was unpinned."""
+        """End a pin; return False if it had ended by itself. `IllegalStep` if it was unpinned."""
         if pin.ended == "unpinned":
             raise IllegalStep(f"{pin!r} was unpinned before")
         if held := pin in self.pins_of(pin.slot):
@@ -102,18 +101,18 @@ class SlotGuards:
         return held
 
     def pins_of(self, slot: int) -> list[SlotPin]:
-        """The pins that hold in ``slot``, without those whose time is over."""
+        """Return the pins of ``slot``, without expired ones."""
         for pin in [p for p in self._pins.get(slot, ()) if not p.held]:
             self._drop(pin, "expired")
         return self._pins.get(slot, [])
 
     def pins(self) -> Iterator[SlotPin]:
-        """Every pin that holds."""
+        """Yield every pin that is held."""
         for slot in list(self._pins):
             yield from self.pins_of(slot)
 
     def give_way(self, slot: int, kept: int) -> None:
-        """End the pins of ``slot`` that guard more than the ``kept`` tokens it will still hold."""
+        """End the pins of ``slot`` that guard more than its first ``kept`` tokens."""
         for pin in [p for p in self.pins_of(slot) if len(p.tokens) > kept]:
             assert not pin.hard, "a hard pin gave way"
             self._drop(pin, "gave way")
@@ -132,33 +131,33 @@ class SlotGuards:
         self._copies.setdefault(copy.src, []).append(copy)
 
     def done(self, copy: SlotCopy) -> None:
-        """The copy was made, or never will be."""
+        """End the guard of ``copy``, made or abandoned."""
         copies = self._copies[copy.src]
         copies.remove(copy)
         if not copies:
             del self._copies[copy.src]
 
     def copies(self) -> Iterator[SlotCopy]:
-        """Every copy that is still to be made."""
+        """Yield every pending copy."""
         for copies in self._copies.values():
             yield from copies
 
     # -- how many tokens, from the front of a slot ----------------------------------------------
 
     def to_copy(self, slot: int) -> int:
-        """Tokens that a pending copy still reads."""
+        """Return how many tokens pending copies still read."""
         return max((copy.tokens for copy in self._copies.get(slot, ())), default=0)
 
     def hard(self, slot: int) -> int:
-        """Tokens that hard pins guard."""
+        """Return how many tokens hard pins guard."""
         return max((len(pin.tokens) for pin in self.pins_of(slot) if pin.hard), default=0)
 
     def locked(self, slot: int) -> int:
-        """Tokens that nothing may overwrite: pending copies and hard pins."""
+        """Return how many tokens nothing may overwrite: pending copies and hard pins."""
         return max(self.to_copy(slot), self.hard(slot))
 
     def guarded(self, slot: int) -> int:
-        """Tokens that should stay: those that are locked, and those that soft pins ask for."""
+        """Return how many tokens should stay: the locked ones, and those of soft pins."""
         pinned = max((len(pin.tokens) for pin in self.pins_of(slot)), default=0)
         return max(self.to_copy(slot), pinned)
 

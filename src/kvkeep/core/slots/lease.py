@@ -23,11 +23,11 @@ __all__ = ["SlotLease"]
 class SlotLease:
     """One request's hold on a slot, from `SlotCache.acquire` to `release`.
 
-    ``slot`` and ``version`` name the hold: the version grows each time the slot is given out.
-    ``num_cached`` is the number of prompt tokens that need no computing, once ``copy`` is made, if
-    there is one; it is always less than the prompt. ``copy`` turns to None when the copy was made.
+    ``slot`` and ``version`` identify the hold: the version grows with each lease of the slot.
+    ``num_cached`` prompt tokens, fewer than the prompt, need no computing once ``copy`` is made.
+    ``copy`` is None when there is none, and after it was made.
 
-    As a context manager it releases the slot at the end, keeping what was published. Every step
+    As a context manager it releases the slot at the end and keeps what was published. Every step
     after that, or after the cache was cleared, raises `IllegalStep` and changes nothing.
     """
 
@@ -45,7 +45,7 @@ class SlotLease:
         copy: SlotCopy | None,
     ) -> None:
         self._table = table
-        self._kept = kept  # what the slot held already; not this request's to forget
+        self._kept = kept  # tokens that the slot held before; not forgotten by this request
         self.namespace = namespace
         self.slot = slot
         self.version = version
@@ -60,22 +60,22 @@ class SlotLease:
 
     @property
     def tokens(self) -> TokenArray:
-        """The prompt and what was added to it; a copy."""
+        """A copy of the prompt and the tokens added to it."""
         rows = self._rows()
         return rows.row(self.slot, rows.lengths[self.slot]).copy()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and of what was added to it."""
+        """Length of the prompt and the tokens added to it."""
         return self._rows().lengths[self.slot]
 
     @property
     def published(self) -> int:
-        """Tokens, from the front, that others may use."""
+        """Leading tokens that other requests may use."""
         return int(self._rows().published[self.slot])
 
     def copied(self) -> None:
-        """Say that ``copy`` was made: what it brought is published, its source is free to go."""
+        """Report that ``copy`` was made: publish its tokens, end the guard on its source."""
         rows = self._rows()
         if self.copy is None:
             raise IllegalStep(f"no copy into slot {self.slot} is pending")
@@ -85,7 +85,7 @@ class SlotLease:
     def extend(self, tokens: TokensLike) -> None:
         """Append generated tokens (or more of the prompt). O(tokens added).
 
-        `InvalidValue` when the slot cannot hold that many.
+        Raises `InvalidValue` when the slot cannot hold that many.
         """
         rows, added = self._rows(), as_tokens(tokens)
         length = rows.lengths[self.slot] + len(added)
@@ -97,10 +97,10 @@ class SlotLease:
         rows.extend(self.slot, added)
 
     def publish(self, n: int) -> None:
-        """Say that the KV of the first ``n`` tokens is computed: others may copy it. O(1).
+        """Report that the KV of the first ``n`` tokens is computed, for others to copy. O(1).
 
-        Less than what is published already changes nothing. While a copy is pending, ``n`` must
-        reach to its end, and says that it was made; `IllegalStep` otherwise.
+        A smaller ``n`` than before changes nothing. While a copy is pending, ``n`` must cover it,
+        which reports the copy as made; `IllegalStep` otherwise.
         """
         rows = self._rows()
         n = whole("n, the number of tokens computed,", n, 0, rows.lengths[self.slot])
@@ -111,10 +111,10 @@ class SlotLease:
         rows.published[self.slot] = max(int(rows.published[self.slot]), n)
 
     def truncate(self, n: int) -> None:
-        """Drop what was added beyond the first ``n`` tokens: drafts that were rejected. O(pins).
+        """Drop all but the first ``n`` tokens, such as rejected drafts. O(pins).
 
-        Published tokens may go as well; soft pins on them end. `IllegalStep` when a hard pin or
-        a pending copy, from this slot or into it, needs them.
+        Published tokens may be dropped too, which ends soft pins on them. Raises `IllegalStep` when
+        a hard pin or a pending copy, from this slot or into it, needs them.
         """
         rows, guards = self._rows(), self._table.guards
         n = whole("n, the number of tokens left,", n, 0, rows.lengths[self.slot])
@@ -130,10 +130,10 @@ class SlotLease:
         self._kept = min(self._kept, n)
 
     def release(self, *, keep: bool = True) -> None:
-        """Give the slot back. What is published stays there for others; the rest is forgotten.
+        """Return the slot. Published tokens stay for other requests; the rest is forgotten.
 
-        ``keep=False`` forgets what this request put there as well, soft pins on it included. What
-        the slot held before the request took it, and what hard pins guard, stays.
+        ``keep=False`` also forgets what this request published, with the soft pins on it. Tokens
+        that the slot held before, and hard-pinned ones, stay.
         """
         published = self.published
         if not keep:
@@ -156,13 +156,13 @@ class SlotLease:
             self.release()
 
     def _settle(self) -> None:
-        """The pending copy was made, or never will be."""
+        """End the pending copy, made or abandoned."""
         assert self.copy is not None
         self._table.settle(self.copy)
         self.copy = None
 
     def _rows(self) -> TokenRows:
-        """The rows, if this lease may still touch its own."""
+        """Return the rows, or raise if the lease is over."""
         if not self.running:
             raise IllegalStep(
                 f"the lease on slot {self.slot} (version {self.version}) is over: it was released, "

@@ -1,4 +1,4 @@
-"""`TokenRows`: which tokens each slot holds, and the search for the longest prefix among them."""
+"""`TokenRows`: the tokens of each slot, and the search for the longest prefix among them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ if TYPE_CHECKING:
 
 __all__ = ["NOWHERE", "TokenRows"]
 
-NOWHERE = -1  # no slot; as a namespace's number: the slot belongs to none
+NOWHERE = -1  # no slot; as the number of a namespace: none
 
-# Rows of a power-of-two length would all begin in the same set of the processor's cache, and the
-# search reads one column of many rows. One cache line more a row spreads them.
+# Rows of a power-of-two length would all begin in the same set of the CPU cache, and the search
+# reads one column of many rows. One more cache line per row spreads them.
 _ROW_PADDING = 16
 
 
 class TokenRows:
-    """One row of int32 tokens a slot, with how much of it is published, and in which namespace.
+    """One row of int32 tokens per slot, with its published length and its namespace.
 
-    The first ``published[slot]`` tokens of a row are the ones whose KV is computed and may be used
-    by others; the ``lengths[slot]`` tokens are all that its holder has put there. Rows are one
-    matrix that the system backs with memory only where something was written: at most 4 bytes a
-    token, against tens of kilobytes for the token's KV.
+    The first ``published[slot]`` tokens of a row have KV that other requests may use;
+    ``lengths[slot]`` is the length of the whole row. The rows are one matrix, of which the system
+    allocates only what is written: at most 4 bytes a token, against tens of kilobytes for its KV.
 
-    Thread safety: none. Cost: see each method; tokens are compared by NumPy, never in Python.
+    Thread safety: none. Tokens are compared by NumPy, never in Python.
     """
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
@@ -61,19 +60,19 @@ class TokenRows:
         self.lengths[slot] = end
 
     def cut(self, slot: int, length: int) -> None:
-        """Drop what the row holds beyond ``length`` tokens."""
+        """Drop all but the first ``length`` tokens of the row."""
         self.lengths[slot] = min(self.lengths[slot], length)
         self.published[slot] = min(int(self.published[slot]), length)
 
     def forget(self, slot: int) -> None:
-        """Drop all that the row holds, and its namespace."""
+        """Drop the row, and its namespace."""
         self.cut(slot, 0)
         self._spaces[slot] = NOWHERE
 
     def _number_for(self, namespace: Namespace) -> int:
         number = self._numbers.get(namespace)
         if number is None:
-            # Namespaces come and go with tenants: names that no slot uses are dropped now and then.
+            # Tenants come and go: numbers of unused namespaces are dropped now and then.
             if len(self._numbers) >= 2 * len(self.lengths):
                 used = set(self._spaces.tolist())
                 self._numbers = {k: v for k, v in self._numbers.items() if v in used}
@@ -83,7 +82,7 @@ class TokenRows:
     # -- reading ------------------------------------------------------------------------------
 
     def row(self, slot: int, length: int) -> TokenArray:
-        """The first ``length`` tokens of the row, as a view; not bounded by what is published."""
+        """Return a view of the first ``length`` tokens of the row, published or not."""
         return self._tokens[slot, :length]
 
     def is_in(self, slot: int, namespace: Namespace) -> bool:
@@ -91,7 +90,7 @@ class TokenRows:
         return bool(self._spaces[slot] == self._numbers.get(namespace, NOWHERE - 1))
 
     def common(self, slot: int, namespace: Namespace, prompt: TokenArray) -> int:
-        """How many published tokens of ``slot`` the prompt begins with. O(that many)."""
+        """Return how many published tokens of ``slot`` the prompt begins with. O(that many)."""
         if not self.is_in(slot, namespace):
             return 0
         return common_length(self._tokens[slot, : int(self.published[slot])], prompt)
@@ -99,12 +98,12 @@ class TokenRows:
     def longest(
         self, namespace: Namespace, prompt: TokenArray, *, above: int, limit: int
     ) -> tuple[int, int]:
-        """The slot that has published the longest beginning of ``prompt``, and its length.
+        """Return the slot with the longest published beginning of ``prompt``, and its length.
 
-        The length counts at most ``limit`` tokens; ``(NOWHERE, above)`` when none has more than
-        ``above``. Of equals the one that reaches further, then the lowest. One vectorised look at
-        the slots each time the best gets better, and one comparison of tokens for each slot that
-        has the right token just behind the best so far.
+        The length is at most ``limit``; ``(NOWHERE, above)`` when no slot has more than ``above``.
+        Among equals, the slot with more published tokens wins, then the lowest. Cost: one NumPy
+        pass over the slots per improvement, and one comparison for each slot that continues the
+        best so far.
         """
         best, found = above, NOWHERE
         number = self._numbers.get(namespace)
@@ -131,7 +130,7 @@ class TokenRows:
         prompt: TokenArray,
         at: int,
     ) -> npt.NDArray[np.intp]:
-        """Of ``slots``, those that reach past position ``at`` and have the prompt's token there."""
+        """Return those of ``slots`` that have the prompt's token at position ``at``."""
         slots = slots[reach[slots] > at]
         if not len(slots):
             return slots
@@ -141,7 +140,7 @@ class TokenRows:
     def beginnings(
         self, namespace: Namespace, prompt: TokenArray, among: npt.NDArray[np.bool_]
     ) -> Iterator[int]:
-        """Slots of ``among`` whose whole published data the prompt begins with, longest first."""
+        """Yield slots of ``among`` whose whole published data begins the prompt, longest first."""
         number = self._numbers.get(namespace)
         if number is None:
             return
@@ -156,7 +155,7 @@ class TokenRows:
                 yield slot
 
     def check(self) -> None:
-        """Assert what must hold within each row."""
+        """Assert the invariants of each row."""
         lengths = np.asarray(self.lengths)
         assert (self.published >= 0).all(), "fewer than no tokens are published"
         assert (self.published <= lengths).all(), "more is published than the row holds"

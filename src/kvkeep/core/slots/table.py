@@ -1,4 +1,4 @@
-"""`SlotTable`: which slots are empty, idle or running, what each holds, and what guards it."""
+"""`SlotTable`: which slots are empty, idle or running, their tokens and their guards."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["SlotTable"]
 
 
 class SlotTable:
-    """The state that a `SlotCache` and its leases share.
+    """The state shared by a `SlotCache` and its leases.
 
-    A slot is empty or idle, one bit each in two ints, or else running. Each change of state is one
-    method here, which asserts the state it starts from: a bit cannot be flipped back by accident.
+    A slot is empty or idle, one bit each in two ints, else running. Each transition is one method,
+    which asserts the state it starts from.
 
     Thread safety: none. Cost: O(1) a step, a machine word per 30 slots in the bit masks.
     """
@@ -42,33 +42,33 @@ class SlotTable:
     # -- reading ------------------------------------------------------------------------------
 
     def is_empty(self, slot: int) -> bool:
-        """Free, and nothing is kept in it."""
+        """Whether the slot is free and holds no data."""
         return bool(self.empty >> slot & 1)
 
     def is_idle(self, slot: int) -> bool:
-        """Free, and its data can be used."""
+        """Whether the slot is free and holds data."""
         return bool(self.idle >> slot & 1)
 
     def is_running(self, slot: int) -> bool:
-        """Held by a lease."""
+        """Whether a lease holds the slot."""
         return not (self.empty | self.idle) >> slot & 1
 
     @property
     def num_running(self) -> int:
-        """Slots that leases hold."""
+        """Slots held by leases."""
         return self.num_slots - self.empty.bit_count() - self.idle.bit_count()
 
     def lowest_empty(self) -> int | None:
-        """The lowest set bit of the empty ones."""
+        """Return the lowest empty slot; None if there is none."""
         return (self.empty & -self.empty).bit_length() - 1 if self.empty else None
 
     def idle_mask(self) -> npt.NDArray[np.bool_]:
-        """One bool a slot: is it idle."""
+        """Return a bool per slot: whether it is idle."""
         packed = np.frombuffer(self.idle.to_bytes((self.num_slots + 7) // 8, "little"), np.uint8)
         return np.unpackbits(packed, count=self.num_slots, bitorder="little").view(np.bool_)
 
     def idle_by_age(self) -> Iterator[int]:
-        """The idle slots, least recently used first. They are sorted if the first will not do."""
+        """Yield the idle slots, least recently used first; sorts only beyond the first."""
         idle = np.flatnonzero(self.idle_mask())
         if not len(idle):
             return
@@ -79,12 +79,12 @@ class SlotTable:
     # -- steps --------------------------------------------------------------------------------
 
     def touch(self, slot: int) -> None:
-        """The slot was used just now."""
+        """Record a use of the slot."""
         self._time += 1
         self._last_used[slot] = self._time
 
     def take(self, slot: int) -> int:
-        """Empty or idle becomes running; returns the version that names this hold."""
+        """Change empty or idle to running; return the version of the new lease."""
         assert not self.is_running(slot), f"slot {slot} was given out twice"
         self.empty &= ~(1 << slot)
         self.idle &= ~(1 << slot)
@@ -92,7 +92,7 @@ class SlotTable:
         return self.versions[slot]
 
     def give_back(self, slot: int, keep: int) -> None:
-        """Running becomes idle with the first ``keep`` tokens, or empty."""
+        """Change running to idle with the first ``keep`` tokens, or to empty."""
         assert self.is_running(slot), f"slot {slot} was given back twice"
         self.guards.give_way(slot, keep)
         self.rows.cut(slot, keep)
@@ -101,26 +101,24 @@ class SlotTable:
         self._empty_if_spent(slot)
 
     def settle(self, copy: SlotCopy) -> None:
-        """``copy`` was made, or never will be: its source is guarded no longer."""
+        """End the guard of ``copy``, made or abandoned, on its source."""
         self.guards.done(copy)
         self._empty_if_spent(copy.src)
 
     def _empty_if_spent(self, slot: int) -> None:
-        # A slot whose data was forgotten stays idle until the last copy from it is made: nobody
-        # finds it any more, and nobody may write to it yet.
+        # A slot whose data was forgotten stays idle until the last copy from it is made: no search
+        # finds it, and nothing may overwrite it yet.
         if self.is_idle(slot) and not self.rows.published[slot] and not self.guards.to_copy(slot):
             self.rows.forget(slot)
             self.idle &= ~(1 << slot)
             self.empty |= 1 << slot
 
     def clear(self) -> None:
-        """Every slot becomes empty, whoever held it; leases end, as their slots do not run."""
+        """Make every slot empty; all leases end, as their slots do not run."""
         self.guards.clear()
         for slot in range(self.num_slots):
             self.rows.forget(slot)
         self.empty, self.idle = (1 << self.num_slots) - 1, 0
-
-    # -- proof --------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Assert, recounting everything, that states, rows and guards agree."""

@@ -1,4 +1,4 @@
-"""`copy_slot`: make the copy that a `SlotCache` names, on the engine's own tensors."""
+"""`copy_slot`: make the copy that a `SlotCache` names, in the engine's own tensors."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def copy_slot(
     *,
     layout: Literal["HND", "NHD"] = "HND",
 ) -> None:
-    """Copy a prefix's K and V from one slot to another, layer by layer, in place.
+    """Copy the K and V of a prefix from one slot to another, layer by layer, in place.
 
-    ``kv``: K and V of each layer, shaped [slots, heads, tokens, dim] ("HND") or
-    [slots, tokens, heads, dim] ("NHD"); widths may differ between K, V and layers, and tensors may
-    be views. Other positions and slots stay as they are. Raises `InvalidValue`, with nothing
-    copied, when a tensor has no such slot or position: slicing would cut silently.
+    ``kv``: K and V of each layer, shaped [slots, heads, tokens, dim] ("HND") or [slots, tokens,
+    heads, dim] ("NHD"); widths may differ between K, V and layers, and tensors may be views. Other
+    positions and slots are unchanged. Raises `InvalidValue`, with nothing copied, when a tensor has
+    no such slot or position: a slice would be cut silently.
 
     Cost: one device copy each for K and V of a layer, queued on the current stream. Thread safety:
-    none; nothing else may write to these positions meanwhile.
+    none; nothing else may write to these positions at the same time.
     """
     if layout not in ("HND", "NHD"):
         raise InvalidValue(f"layout is 'HND' or 'NHD', got {layout!r}")
