@@ -240,7 +240,7 @@ def test_what_cannot_come_to_the_host_is_named() -> None:
     with pytest.raises(InvalidValue, match=r"a Elsewhere on a device .* no cpu\(\)"):
         as_tokens(Elsewhere())  # type: ignore[arg-type]
     torch = pytest.importorskip("torch")
-    with pytest.raises(InvalidValue, match="whose device cannot be told"):
+    with pytest.raises(InvalidValue, match="whose device cannot be read"):
         as_tokens(torch.zeros(3, dtype=torch.int64, device="meta"))
 
 

@@ -4,10 +4,10 @@
     ├── InvalidValue (ValueError)   an argument is wrong: what was given, what would be right
     │   └── UnsupportedModel        a model or a configuration that cannot be served
     ├── IllegalStep (RuntimeError)  a step that the object's present state does not allow
-    ├── OutOfPages (MemoryError)    the pool cannot give the pages asked for; nothing changed
+    ├── OutOfPages (MemoryError)    the pool cannot supply the pages; nothing changed
     ├── OutOfSlots (MemoryError)    no slot can be had; nothing changed
-    ├── QueueFull (RuntimeError)    as many requests wait as may; this one was not taken
-    ├── OutOfRoom (MemoryError)     a tier has no place for a record; nothing changed
+    ├── QueueFull (RuntimeError)    the queue is full; this request was not accepted
+    ├── OutOfRoom (MemoryError)     a tier has no space for a record; nothing changed
     ├── BackendFailed (OSError)     a tier's backend could not do its work: the tier counts a miss
     ├── NotCached (LookupError)     what was named is not in the cache
     └── MissingExtra (ImportError)  an optional package is needed: which extra to install
@@ -60,7 +60,7 @@ class IllegalStep(KVKeepError, RuntimeError):
 
 
 class OutOfPages(KVKeepError, MemoryError):
-    """The pool cannot give the pages asked for; nothing changed.
+    """The pool cannot supply the pages that an operation needs; nothing changed.
 
     ``needed`` and ``available`` are in pages.
     """

@@ -124,7 +124,7 @@ def _on_host(tokens: Any) -> Any:
         kind = int(device()[0])
     except Exception as error:
         raise InvalidValue(
-            f"tokens are a {type(tokens).__name__} whose device cannot be told: {error}"
+            f"tokens are a {type(tokens).__name__} whose device cannot be read: {error}"
         ) from error
     if kind == _DLPACK_CPU:
         return tokens

@@ -58,7 +58,6 @@ class Adaptive(Reuse):
         return "lru" if probation is None else f"2q with {probation:.0%} on probation"
 
     def fit(self, size: int, block: int) -> None:
-        """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
         super().fit(size, block)
         self._lists.fit(size, block)
         blocks = max(1, size // block)
@@ -70,7 +69,6 @@ class Adaptive(Reuse):
         self._tried_left = self._tried_round = sampled
 
     def asked(self, keys: Sequence[bytes]) -> int:
-        """Record a prompt; return how many of its leading blocks were requested lately."""
         history, below = self._history, self._tried_below
         sampled = [
             (key, key in history) for key in reversed(keys) if int.from_bytes(key[:2]) < below
@@ -103,12 +101,10 @@ class Adaptive(Reuse):
     # --- queues: an entry is in those of all candidates --------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """Make ``entry`` a candidate."""
         super().add(entry)
         self._lists.add(entry)
 
     def discard(self, entry: Entry) -> None:
-        """Remove ``entry`` from the candidates."""
         super().discard(entry)
         self._lists.discard(entry)
 
@@ -125,11 +121,9 @@ class Adaptive(Reuse):
         return entry
 
     def portion(self, entry: Entry) -> int:
-        """Return how many pages of the entry just popped to evict before the next `pop`."""
         return self._lists.portion(entry) if self._by_lists else entry.size
 
     def put_back(self, entry: Entry) -> None:
-        """Make the entry just popped a candidate again."""
         super().put_back(entry)
         self._lists.put_back(entry)
 

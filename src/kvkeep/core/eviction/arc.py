@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from kvkeep.core.eviction.history import leading
 from kvkeep.core.eviction.queues import OncePolicy
 
 if TYPE_CHECKING:
@@ -34,14 +35,13 @@ class ARC(OncePolicy):
         self._directory = Directory(1)
 
     def fit(self, size: int, block: int) -> None:
-        """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
         self._block = block
         self._directory = Directory(max(1, size // block))
 
     def asked(self, keys: Sequence[bytes]) -> int:
         """Record a prompt; return how many of its leading blocks the directory knows."""
         directory = self._directory
-        known = next((at for at, key in enumerate(keys) if key not in directory), len(keys))
+        known = leading(keys, directory)
         for key in reversed(keys):  # the end of a prompt is evicted before its beginning
             directory.asked(key)
         return known

@@ -1,4 +1,4 @@
-"""First in, first out."""
+"""FIFO: the entry stored first is evicted first."""
 
 from __future__ import annotations
 
@@ -20,5 +20,4 @@ class FIFO(QueuePolicy):
     by_recency = True
 
     def age(self, entry: Entry) -> int:
-        """Return when the entry was stored."""
         return entry.stored

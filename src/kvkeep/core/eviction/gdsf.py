@@ -37,7 +37,6 @@ class GDSF(QueuePolicy):
         self._floor = 0.0
 
     def fit(self, size: int, block: int) -> None:
-        """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
         self._even = self.even_tokens / self.block_tokens * block
 
     def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
@@ -51,7 +50,6 @@ class GDSF(QueuePolicy):
         entry.state = self._floor
 
     def hit(self, entry: Entry) -> None:
-        """Record a hit; the entry moves to the present floor."""
         super().hit(entry)
         entry.state = self._floor
 

@@ -40,7 +40,6 @@ class Hinted(EvictionPolicy):
 
     @property
     def moment(self) -> int:
-        """The inner policy's count of events."""
         return self.inner.moment
 
     def death(self) -> int:
@@ -51,41 +50,32 @@ class Hinted(EvictionPolicy):
     # --- events ------------------------------------------------------------------------------
 
     def fit(self, size: int, block: int) -> None:
-        """Pass it to the inner policy."""
         self.inner.fit(size, block)
 
     def asked(self, keys: Sequence[bytes]) -> int:
-        """Pass it to the inner policy."""
         return self.inner.asked(keys)
 
     def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
-        """Pass it to the inner policy."""
         self.inner.stored(entry, priority, known=known)
 
     def grown(self, entry: Entry) -> None:
-        """Pass it to the inner policy."""
         self.inner.grown(entry)
 
     def hit(self, entry: Entry) -> None:
-        """Pass it to the inner policy."""
         self.inner.hit(entry)
 
     def used(self, entry: Entry) -> None:
-        """Pass it to the inner policy."""
         self.inner.used(entry)
 
     def split(self, upper: Entry, lower: Entry) -> None:
-        """Pass it to the inner policy."""
         self.inner.split(upper, lower)
 
     def inherit(self, parent: Entry, child: Entry) -> None:
-        """Pass it to the inner policy."""
         self.inner.inherit(parent, child)
 
     # --- order -------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """Make ``entry`` a candidate."""
         if entry.died:
             self._dead.push(entry, entry.died)
         elif entry.due is not None:
@@ -94,7 +84,6 @@ class Hinted(EvictionPolicy):
             self.inner.add(entry)
 
     def discard(self, entry: Entry) -> None:
-        """Remove ``entry`` from the candidates."""
         if entry.died:
             self._dead.remove(entry)
         elif entry.due is not None:
@@ -116,7 +105,6 @@ class Hinted(EvictionPolicy):
         return entry.size if entry.died or entry.due is not None else self.inner.portion(entry)
 
     def put_back(self, entry: Entry) -> None:
-        """Make the entry just popped a candidate again."""
         if entry.died:
             self._dead.put_back(entry, entry.died)
         elif entry.due is not None:

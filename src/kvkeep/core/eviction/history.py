@@ -6,9 +6,14 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
-__all__ = ["History"]
+__all__ = ["History", "leading"]
+
+
+def leading(keys: Sequence[bytes], known: Container[object]) -> int:
+    """Return how many leading ``keys`` are ``known``."""
+    return next((at for at, key in enumerate(keys) if key not in known), len(keys))
 
 
 class History:
@@ -33,7 +38,7 @@ class History:
         The end of a prompt is forgotten before its beginning.
         """
         seen = self._keys
-        known = next((at for at, key in enumerate(keys) if key not in seen), len(keys))
+        known = leading(keys, seen)
         for key in reversed(keys):
             seen[key] = None
             seen.move_to_end(key)

@@ -1,4 +1,4 @@
-"""Least frequently used is evicted first."""
+"""LFU: the least frequently used entry is evicted first."""
 
 from __future__ import annotations
 
@@ -19,5 +19,4 @@ class LFU(LevelPolicy):
     sized = False
 
     def level(self, entry: Entry) -> int:
-        """Return how many requests reused the entry."""
         return entry.hits

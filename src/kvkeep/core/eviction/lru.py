@@ -1,4 +1,4 @@
-"""Least recently used goes first."""
+"""LRU: the least recently used entry is evicted first."""
 
 from __future__ import annotations
 
@@ -21,5 +21,4 @@ class LRU(QueuePolicy):
     advised = True
 
     def age(self, entry: Entry) -> int:
-        """Return when the entry was last used."""
         return entry.last_used

@@ -1,4 +1,4 @@
-"""Lowest priority is evicted first."""
+"""Priority: the entry with the lowest priority is evicted first."""
 
 from __future__ import annotations
 
@@ -24,5 +24,4 @@ class Priority(LevelPolicy):
     needs_priorities = True
 
     def level(self, entry: Entry) -> int:
-        """Return the caller's priority."""
         return entry.priority

@@ -104,15 +104,12 @@ class QueuePolicy(EvictionPolicy):
         """
 
     def add(self, entry: Entry) -> None:
-        """Make ``entry`` a candidate."""
         self._queue.push(entry, self.age(entry))
 
     def discard(self, entry: Entry) -> None:
-        """Remove ``entry`` from the candidates."""
         self._queue.remove(entry)
 
     def pop(self) -> Entry | None:
-        """Remove and return the oldest entry."""
         return self._queue.pop()
 
     def put_back(self, entry: Entry) -> None:
@@ -137,7 +134,6 @@ class LevelPolicy(EvictionPolicy):
         """Return the level of ``entry``; the lowest is evicted first."""
 
     def add(self, entry: Entry) -> None:
-        """Make ``entry`` a candidate."""
         level = self.level(entry)
         entry.state = level  # its queue, even if level() would say another now
         queue = self._queues.get(level)
@@ -148,7 +144,6 @@ class LevelPolicy(EvictionPolicy):
         self._length += 1
 
     def discard(self, entry: Entry) -> None:
-        """Remove ``entry`` from the candidates."""
         assert isinstance(entry.state, int)
         self._queues[entry.state].remove(entry)
         self._length -= 1
@@ -164,7 +159,6 @@ class LevelPolicy(EvictionPolicy):
         return None
 
     def put_back(self, entry: Entry) -> None:
-        """Make the entry just popped the next victim."""
         self.add(entry)
 
     def __len__(self) -> int:
@@ -192,7 +186,6 @@ class OncePolicy(EvictionPolicy):
         """Return by how many pages the first queue exceeds its share; 0 or less if it does not."""
 
     def add(self, entry: Entry) -> None:
-        """Make ``entry`` a candidate."""
         if entry.hits:
             self._again.push(entry, entry.last_used)
         else:
@@ -200,7 +193,6 @@ class OncePolicy(EvictionPolicy):
             self._once_size += entry.size
 
     def discard(self, entry: Entry) -> None:
-        """Remove ``entry`` from the candidates."""
         if entry in self._once:
             self._once.remove(entry)
             self._once_size -= entry.size

@@ -74,7 +74,6 @@ class Reuse(EvictionPolicy):
         self._length = 0
 
     def fit(self, size: int, block: int) -> None:
-        """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
         self._size = size
         blocks = max(1, size // block)
         self._history = History(int(self.remembered * blocks))
@@ -88,7 +87,6 @@ class Reuse(EvictionPolicy):
         self._fade = 0.5 ** (self._round / (_HALF_LIFE * share * blocks))
 
     def asked(self, keys: Sequence[bytes]) -> int:
-        """Record a prompt; return how many of its leading blocks were requested lately."""
         below, watched, now = self._below, self._watched, self._time
         for key in keys:
             if int.from_bytes(key[:2]) >= below:
@@ -147,7 +145,6 @@ class Reuse(EvictionPolicy):
         self._stored += entry.size
 
     def add(self, entry: Entry) -> None:
-        """Make ``entry`` a candidate."""
         bucket = bucket_of(self._time - entry.last_used)
         queue = self._queues[min(entry.hits, _HITS - 1)][bucket]
         queue.push(entry, entry.last_used)
@@ -155,7 +152,6 @@ class Reuse(EvictionPolicy):
         self._length += 1
 
     def discard(self, entry: Entry) -> None:
-        """Remove ``entry`` from the candidates."""
         _queue_of(entry).remove(entry)
         self._length -= 1
 

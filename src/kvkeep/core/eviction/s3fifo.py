@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.eviction.base import Entry, EvictionPolicy
+from kvkeep.core.eviction.history import leading
 from kvkeep.core.eviction.queues import AgeQueue
 
 if TYPE_CHECKING:
@@ -62,14 +63,12 @@ class S3FIFO(EvictionPolicy):
         self._beyond = 0
 
     def fit(self, size: int, block: int) -> None:
-        """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
         self._size = size
         self._ghost = Ghost(max(1, size // block), self.small, self.again)
 
     def asked(self, keys: Sequence[bytes]) -> int:
-        """Record a prompt; return how many of its leading blocks were requested lately."""
         ghost = self._ghost
-        known = next((at for at, key in enumerate(keys) if key not in ghost), len(keys))
+        known = leading(keys, ghost)
         for key in reversed(keys):  # the end of a prompt is evicted before its beginning
             ghost.asked(key)
         return known
@@ -87,7 +86,6 @@ class S3FIFO(EvictionPolicy):
         _turn_of(entry).since = self._time
 
     def hit(self, entry: Entry) -> None:
-        """Count one reuse more."""
         super().hit(entry)
         turn = _turn_of(entry)
         turn.count = min(_MOST, turn.count + 1)
@@ -108,7 +106,6 @@ class S3FIFO(EvictionPolicy):
     # --- queues ------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """Make ``entry`` a candidate."""
         turn = _turn_of(entry)
         if turn.main:
             self._main.push(entry, turn.since)
@@ -117,7 +114,6 @@ class S3FIFO(EvictionPolicy):
             self._new_size += entry.size
 
     def discard(self, entry: Entry) -> None:
-        """Remove ``entry`` from the candidates."""
         if entry in self._main:
             self._main.remove(entry)
         else:

@@ -47,7 +47,6 @@ class SLRU(EvictionPolicy):
             self._probation.push(oldest, oldest.last_used)
 
     def discard(self, entry: Entry) -> None:
-        """Remove ``entry`` from the candidates."""
         self._pages -= entry.size
         if entry in self._protected:
             self._protected.remove(entry)

@@ -40,7 +40,6 @@ class TLRU(EvictionPolicy):
         self._needed = AgeQueue[float]()
 
     def fit(self, size: int, block: int) -> None:
-        """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
         self._budget = self.spare_tokens / self.block_tokens * block
 
     # --- events: `Entry.state` is the length of the longest conversation through the entry --------
@@ -87,12 +86,10 @@ class TLRU(EvictionPolicy):
     # --- queues ------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """Make ``entry`` a candidate."""
         queue = self._spare if self.spare(entry) else self._needed
         queue.push(entry, entry.last_used)
 
     def discard(self, entry: Entry) -> None:
-        """Remove ``entry`` from the candidates."""
         queue = self._spare if entry in self._spare else self._needed
         queue.remove(entry)
 
@@ -110,7 +107,6 @@ class TLRU(EvictionPolicy):
         return self.spare(entry) or entry.size
 
     def put_back(self, entry: Entry) -> None:
-        """Add the entry just popped to the queue it belongs to now."""
         self.add(entry)
 
     def __len__(self) -> int:

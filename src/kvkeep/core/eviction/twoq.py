@@ -40,12 +40,10 @@ class TwoQ(OncePolicy):
         self._history = History(1)
 
     def fit(self, size: int, block: int) -> None:
-        """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
         self._size = size
         self._history = History(int(self.remembered * size / block))
 
     def asked(self, keys: Sequence[bytes]) -> int:
-        """Record a prompt; return how many of its leading blocks were requested lately."""
         return self._history.asked(keys)
 
     def beyond(self) -> int:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.core.errors import IllegalStep, InvalidValue, NotCached, OutOfSlots, whole
@@ -265,7 +265,7 @@ class SlotCache:
 
     def stats(self) -> SlotStats:
         """Return present counts and totals. O(slots + pins)."""
-        table, totals = self._table, self._totals
+        table = self._table
         return SlotStats(
             num_slots=self.num_slots,
             empty=table.empty.bit_count(),
@@ -275,14 +275,7 @@ class SlotCache:
             hard_pinned=len(self._hard_pinned()),
             pending_copies=sum(1 for _ in table.guards.copies()),
             cached_tokens=int(table.rows.published.sum()),
-            acquires=totals.acquires,
-            prompt_tokens=totals.prompt_tokens,
-            hit_tokens=totals.hit_tokens,
-            takeovers=totals.takeovers,
-            copies=totals.copies,
-            copied_tokens=totals.copied_tokens,
-            evictions=totals.evictions,
-            evicted_tokens=totals.evicted_tokens,
+            **asdict(self._totals),
         )
 
     def check(self) -> None:

@@ -132,7 +132,7 @@ class SlotTable:
                 assert length == 0, f"empty slot {slot} holds {length} tokens"
                 assert not guards.guarded(slot), f"empty slot {slot} is guarded"
             elif self.is_idle(slot):
-                assert length == published, f"idle slot {slot} holds what nobody can use"
+                assert length == published, f"idle slot {slot} holds unpublished tokens"
                 assert published or guards.to_copy(slot), f"idle slot {slot} should be empty"
         for pin in guards.pins():
             n = len(pin.tokens)
@@ -142,7 +142,7 @@ class SlotTable:
         assert len(set(targets)) == len(targets), "two copies into one slot are pending"
         for copy in guards.copies():
             assert copy.src != copy.dst, f"{copy} copies onto itself"
-            assert self.is_running(copy.dst), f"{copy}: nobody runs there"
+            assert self.is_running(copy.dst), f"{copy}: its target is not running"
             assert 0 <= copy.start < copy.tokens <= rows.lengths[copy.dst], f"{copy} makes no sense"
             assert rows.published[copy.dst] == copy.start, f"{copy} overwrites published tokens"
             source, target = (rows.row(slot, copy.tokens) for slot in (copy.src, copy.dst))
