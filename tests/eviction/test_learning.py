@@ -104,7 +104,7 @@ def test_a_candidate_is_2q_over_keys(
     again: list[int] = []
     hits = 0
     for number, known in asked:
-        trial.asked([(bytes([number]), known)])
+        trial.requested([(bytes([number]), known)])
         hits += number in once or number in again
         reused = number in once or number in again or known or probation is None
         once = [other for other in once if other != number]
@@ -120,12 +120,12 @@ def test_adaptive_watches_a_sample_of_a_large_memory() -> None:
     policy.fit(100_000, 1)
     chance = random.Random(1)
     keys = [chance.randbytes(32) for _ in range(5000)]
-    policy.asked(keys)
+    policy.requested(keys)
     lists = [trial for trial in policy._trials if isinstance(trial, _Lists)]
     (learned,) = [trial for trial in policy._trials if isinstance(trial, _Learned)]
     watched = len(lists[-1]._again)
     assert 400 < watched < 600, "a tenth of them"
-    policy.asked(keys)
+    policy.requested(keys)
     assert [trial.hits for trial in lists] == [watched] * len(lists)
     assert learned.hits == watched == len(learned._kept)
 
@@ -146,7 +146,7 @@ def test_single_blocks_hit_as_in_the_paper(
     paper = Directory(MEMORY) if isinstance(paper, Directory) else Ghost(MEMORY, 0.1, 2)
     asked = [*scan_and_hot_set(1500, hot), *twice_and_never_again(1000)]
     asked += scan_and_hot_set(1500, hot, seed=7)
-    expected = sum(paper.asked(number.to_bytes(4, "big")) for number in asked) / len(asked)
+    expected = sum(paper.requested(number.to_bytes(4, "big")) for number in asked) / len(asked)
     assert serve(cache, asked) == pytest.approx(expected, abs=0.01)
 
 
@@ -205,7 +205,7 @@ def test_victims_are_the_oldest_of_the_likeliest_to_stay_away() -> None:
     policy = Reuse()
     policy.fit(MEMORY, 1)
     for number in scan_and_hot_set(1500):
-        policy.asked([number.to_bytes(32, "big")])
+        policy.requested([number.to_bytes(32, "big")])
     chance = random.Random(2)
     entries = []
     for number in range(400):

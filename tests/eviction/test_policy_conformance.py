@@ -96,7 +96,7 @@ class TestARCInAMemory(PolicyTests):
         policy = ARC()
         policy.fit(40, 1)
         for number in [*range(20), *range(60), *range(30, 50)]:  # its target has moved
-            policy.asked([b"before all tests" + bytes([number] * 16)])
+            policy.requested([b"before all tests" + bytes([number] * 16)])
         assert policy._directory.target
         return policy
 
@@ -140,7 +140,7 @@ class TestReuseInAMemory(PolicyTests):
     def make_policy(self) -> EvictionPolicy:
         policy = fitted(Reuse(), 40)
         for number in [*range(60), *range(40)] * 8:  # it has learned something
-            policy.asked([b"before all tests" + bytes([number] * 16)])
+            policy.requested([b"before all tests" + bytes([number] * 16)])
         return policy
 
 

@@ -33,9 +33,9 @@ class Noting(TwoQ):
         self.fitted.append((size, block))
         super().fit(size, block)
 
-    def asked(self, keys: Sequence[bytes]) -> int:
+    def requested(self, keys: Sequence[bytes]) -> int:
         self.told.append(list(keys))
-        return super().asked(keys)
+        return super().requested(keys)
 
 
 def prompt(pages: int, first: int = 0, more: int = 1) -> np.ndarray:

@@ -155,7 +155,7 @@ class PaperS3FIFO:
 def test_the_ghost_is_the_papers(size: int, small: float, again: int, asked: list[int]) -> None:
     ghost, paper = Ghost(size, small, again), PaperS3FIFO(size, int(small * size), again)
     for number in asked:
-        assert ghost.asked(bytes([number])) == paper.read(number)
+        assert ghost.requested(bytes([number])) == paper.read(number)
         assert [[key[0], count] for key, count in ghost.new.items()] == paper.s
         assert [[key[0], count] for key, count in ghost.main.items()] == paper.m
         assert [key[0] for key in ghost.gone] == paper.g

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["new", "new", "known", "hit", "used", "pop", "take", "asked"]),
+        st.sampled_from(["new", "new", "known", "hit", "used", "pop", "take", "requested"]),
         st.integers(0, 11),
     ),
     max_size=60,
@@ -63,8 +63,8 @@ def walk(policy: OncePolicy, steps: list[tuple[str, int]]) -> None:
             entry = stored(policy, number + 1, known=step == "known")
             policy.add(entry)
             naive.add(entry)
-        elif step == "asked":
-            policy.asked([bytes([number] * 32)])
+        elif step == "requested":
+            policy.requested([bytes([number] * 32)])
         elif entries and step in {"pop", "take"}:
             most = (
                 policy._directory.target * policy._block
@@ -159,7 +159,7 @@ def test_history_against_a_list(limit: int, prompts: list[list[int]]) -> None:
         known = 0
         while known < len(keys) and keys[known] in naive:
             known += 1
-        assert history.asked(keys) == known
+        assert history.requested(keys) == known
         naive = [key for key in naive if key not in keys] + keys[::-1]
         naive = naive[-max(1, limit) :]
         assert len(history) == len(naive)
@@ -227,7 +227,7 @@ def test_the_directory_is_the_papers(size: int, asked: list[int]) -> None:
     directory, paper = Directory(size), PaperARC(size)
     for number in asked:
         key = bytes([number])
-        assert directory.asked(key) == paper.request(key)
+        assert directory.requested(key) == paper.request(key)
         assert directory.target == paper.p
         assert list(directory.once) == paper.t1
         assert list(directory.again) == paper.t2
@@ -247,7 +247,7 @@ def test_the_directory_is_the_papers_for_long(seed: int) -> None:
             wide = 3 * size if turn % 200 < 100 else size + 2
             key = bytes([chance.randrange(wide)])
             ties += key in paper.b2 and len(paper.t1) == paper.p - 1
-            assert directory.asked(key) == paper.request(key)
+            assert directory.requested(key) == paper.request(key)
             assert directory.target == paper.p
             assert [*directory.once, *directory.again] == paper.t1 + paper.t2
             assert [*directory.once_gone, *directory.again_gone] == paper.b1 + paper.b2

@@ -54,7 +54,7 @@ def test_all_blocks_make_it_exact(paths: list[list[int]], settles: list[int]) ->
     for number, path in enumerate(paths):
         tokens = np.repeat(np.array(path, np.int32), 2)
         keys = chain_keys(root_key(Namespace()), tokens.tobytes(), 8)
-        curve.asked(keys)
+        curve.requested(keys)
         prompts.append(keys)
         if number in settles:
             curve.settle()  # when it counts makes no difference
@@ -116,7 +116,7 @@ def test_a_tenth_of_conversations_zipf_and_scans(seed: int) -> None:
 
 def ask(curve: MissRatioCurve, number: int, space: str = "", blocks: int = 4) -> None:
     tokens = np.full(blocks, number, np.int32).tobytes()
-    curve.asked(chain_keys(root_key(Namespace(tenant=space)), tokens, 4), space)
+    curve.requested(chain_keys(root_key(Namespace(tenant=space)), tokens, 4), space)
 
 
 def test_each_namespace_has_its_own_curve_over_one_memory() -> None:
@@ -235,7 +235,7 @@ def test_mistakes_in_asking() -> None:
         with pytest.raises(InvalidValue, match=r"0 … 100"):
             curve.curve(capacities)
     with pytest.raises(InvalidValue, match="32 bytes"):
-        curve.asked([b"short"])
+        curve.requested([b"short"])
 
 
 def test_the_plain_memory_keeps_prefixes() -> None:

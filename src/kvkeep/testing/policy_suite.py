@@ -111,21 +111,21 @@ class PolicyTests:
         keys = [number.to_bytes(32, "big") for number in range(1, 31)]
         first, second, other = keys[:10], keys[:5] + keys[10:15], keys[15:20]
         knows = 1 if policy.remembers else 0
-        assert policy.asked([]) == 0
-        assert policy.asked(first) == 0
-        assert policy.asked(second) == 5 * knows
-        assert policy.asked(other) == 0
-        assert policy.asked(first) == 10 * knows
-        assert policy.asked(second) == 10 * knows
-        assert policy.asked([keys[29], *first]) == 0, "what leads is not known"
+        assert policy.requested([]) == 0
+        assert policy.requested(first) == 0
+        assert policy.requested(second) == 5 * knows
+        assert policy.requested(other) == 0
+        assert policy.requested(first) == 10 * knows
+        assert policy.requested(second) == 10 * knows
+        assert policy.requested([keys[29], *first]) == 0, "what leads is not known"
 
     def test_it_does_not_remember_for_ever(self) -> None:
         """What was asked for many memories ago is forgotten."""
         policy = self.make_policy()
         policy.fit(64, 4)
         for number in range(2000):
-            policy.asked([number.to_bytes(32, "big")])
-        assert policy.asked([bytes(32)]) == 0
+            policy.requested([number.to_bytes(32, "big")])
+        assert policy.requested([bytes(32)]) == 0
 
     def test_an_entry_cut_in_two_is_as_old_as_it_was(self) -> None:
         """The front has the age and priority of the whole."""

@@ -217,7 +217,7 @@ class PagedCache:
         """Tell the policy what is asked for; leading pages that were asked for before."""
         size = self._block_tokens * TOKEN_BYTES
         keys = chain_keys(root_key(space), prompt.tobytes(), size, extras)
-        return self._core.index.policy.asked(keys) * self._block_tokens // self.page_size
+        return self._core.index.policy.requested(keys) * self._block_tokens // self.page_size
 
     def _affordable(
         self, match: PrefixMatch | None, total: int, reserve: int

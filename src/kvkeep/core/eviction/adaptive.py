@@ -68,19 +68,19 @@ class Adaptive(Reuse):
         self._trials.append(_Learned(sampled, self))
         self._tried_left = self._tried_round = sampled
 
-    def asked(self, keys: Sequence[bytes]) -> int:
+    def requested(self, keys: Sequence[bytes]) -> int:
         history, below = self._history, self._tried_below
         sampled = [
             (key, key in history) for key in reversed(keys) if int.from_bytes(key[:2]) < below
         ]
         if sampled:
             for trial in self._trials:
-                trial.asked(sampled)
+                trial.requested(sampled)
             self._tried_left -= len(sampled)
             if self._tried_left < 0:
                 self._tried_left = self._tried_round
                 self._choose()
-        return super().asked(keys)
+        return super().requested(keys)
 
     def _choose(self) -> None:
         now = next(trial for trial in self._trials if self._follows(trial))
@@ -133,7 +133,7 @@ class _Trial(Protocol):
 
     hits: float
 
-    def asked(self, keys: Sequence[tuple[bytes, bool]]) -> None:
+    def requested(self, keys: Sequence[tuple[bytes, bool]]) -> None:
         """Request blocks of a prompt, last to first, each with whether it was requested before."""
 
 
@@ -148,7 +148,7 @@ class _Lists:
         self._once: OrderedDict[bytes, None] = OrderedDict()
         self._again: OrderedDict[bytes, None] = OrderedDict()
 
-    def asked(self, keys: Sequence[tuple[bytes, bool]]) -> None:
+    def requested(self, keys: Sequence[tuple[bytes, bool]]) -> None:
         once, again, plain = self._once, self._again, self.probation is None
         for key, known in keys:
             if key in again:
@@ -185,7 +185,7 @@ class _Learned:
         self._policy = Reuse(remembered=0)
         self._kept: dict[bytes, _Key] = {}
 
-    def asked(self, keys: Sequence[tuple[bytes, bool]]) -> None:
+    def requested(self, keys: Sequence[tuple[bytes, bool]]) -> None:
         policy, kept = self._policy, self._kept
         policy.follow(self._learner)
         now = policy.moment

@@ -38,12 +38,12 @@ class ARC(OncePolicy):
         self._block = block
         self._directory = Directory(max(1, size // block))
 
-    def asked(self, keys: Sequence[bytes]) -> int:
+    def requested(self, keys: Sequence[bytes]) -> int:
         """Record a prompt; return how many of its leading blocks the directory knows."""
         directory = self._directory
         known = leading(keys, directory)
         for key in reversed(keys):  # the end of a prompt is evicted before its beginning
-            directory.asked(key)
+            directory.requested(key)
         return known
 
     def beyond(self) -> int:
@@ -75,7 +75,7 @@ class Directory:
     def __len__(self) -> int:
         return len(self.once) + len(self.again) + len(self.once_gone) + len(self.again_gone)
 
-    def asked(self, key: bytes) -> bool:
+    def requested(self, key: bytes) -> bool:
         """Request ``key``; return whether it was held."""
         once, again = self.once, self.again
         if key in again:

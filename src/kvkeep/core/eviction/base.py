@@ -54,7 +54,7 @@ class EvictionPolicy(ABC):
     name: str
     remembers = False
     """It has a history of requests, evicted ones too: it needs the block keys of every prompt
-    (`asked`), which cost a hash of every prompt, and ``known`` for what is stored."""
+    (`requested`), which cost a hash of every prompt, and ``known`` for what is stored."""
     portions = False
     """It may evict only the tail of a victim: the index then asks `portion`."""
     sized = True
@@ -76,7 +76,7 @@ class EvictionPolicy(ABC):
     def fit(self, size: int, block: int) -> None:  # noqa: B027 - most policies do not need it
         """Receive the size of the memory and of a block, in the unit of `Entry.size`."""
 
-    def asked(self, keys: Sequence[bytes]) -> int:
+    def requested(self, keys: Sequence[bytes]) -> int:
         """Record a prompt of these blocks; return how many leading ones were requested before.
 
         A key also covers all blocks before its own. Called only if the policy `remembers`, after

@@ -52,8 +52,8 @@ class Hinted(EvictionPolicy):
     def fit(self, size: int, block: int) -> None:
         self.inner.fit(size, block)
 
-    def asked(self, keys: Sequence[bytes]) -> int:
-        return self.inner.asked(keys)
+    def requested(self, keys: Sequence[bytes]) -> int:
+        return self.inner.requested(keys)
 
     def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
         self.inner.stored(entry, priority, known=known)

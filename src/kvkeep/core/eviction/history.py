@@ -32,7 +32,7 @@ class History:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def asked(self, keys: Sequence[bytes]) -> int:
+    def requested(self, keys: Sequence[bytes]) -> int:
         """Record a prompt of these blocks; return how many leading ones were known before.
 
         The end of a prompt is forgotten before its beginning.

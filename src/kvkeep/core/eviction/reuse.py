@@ -86,7 +86,7 @@ class Reuse(EvictionPolicy):
         self._left = self._round = max(_LEAST // 2, round(share * blocks))
         self._fade = 0.5 ** (self._round / (_HALF_LIFE * share * blocks))
 
-    def asked(self, keys: Sequence[bytes]) -> int:
+    def requested(self, keys: Sequence[bytes]) -> int:
         below, watched, now = self._below, self._watched, self._time
         for key in keys:
             if int.from_bytes(key[:2]) >= below:
@@ -102,7 +102,7 @@ class Reuse(EvictionPolicy):
         if self._left < 0:
             self._left = self._round
             self._learn()
-        return self._history.asked(keys)
+        return self._history.requested(keys)
 
     def _learn(self) -> None:
         """Rank the queues by the counts so far."""

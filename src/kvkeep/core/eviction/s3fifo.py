@@ -66,11 +66,11 @@ class S3FIFO(EvictionPolicy):
         self._size = size
         self._ghost = Ghost(max(1, size // block), self.small, self.again)
 
-    def asked(self, keys: Sequence[bytes]) -> int:
+    def requested(self, keys: Sequence[bytes]) -> int:
         ghost = self._ghost
         known = leading(keys, ghost)
         for key in reversed(keys):  # the end of a prompt is evicted before its beginning
-            ghost.asked(key)
+            ghost.requested(key)
         return known
 
     # --- events ------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Ghost:
     def __len__(self) -> int:
         return len(self.new) + len(self.main) + len(self.gone)
 
-    def asked(self, key: bytes) -> bool:
+    def requested(self, key: bytes) -> bool:
         """Request ``key``; return whether it was held."""
         for queue in (self.new, self.main):
             count = queue.get(key)

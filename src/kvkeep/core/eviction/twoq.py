@@ -43,8 +43,8 @@ class TwoQ(OncePolicy):
         self._size = size
         self._history = History(int(self.remembered * size / block))
 
-    def asked(self, keys: Sequence[bytes]) -> int:
-        return self._history.asked(keys)
+    def requested(self, keys: Sequence[bytes]) -> int:
+        return self._history.requested(keys)
 
     def beyond(self) -> int:
         """Return the excess of probation; with LRU, all of it if it has the oldest entry."""

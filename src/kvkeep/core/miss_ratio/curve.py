@@ -85,7 +85,7 @@ class MissRatioCurve:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def asked(self, keys: Sequence[bytes], namespace: NamespaceLike = "") -> None:
+    def requested(self, keys: Sequence[bytes], namespace: NamespaceLike = "") -> None:
         """Count a prompt of these blocks; `kvkeep.core.keys.chain_keys` makes ``keys``."""
         joined = b"".join(keys)
         if len(joined) != len(keys) * KEY_BYTES:
@@ -132,12 +132,12 @@ class MissRatioCurve:
         per_prompt = np.bincount(owners[sampled], minlength=len(blocks))
         distances = self._stack.touch(words[sampled], per_prompt)
 
-        asked = np.zeros(NAMESPACES + 1, np.int64)
-        np.add.at(asked, rows, blocks * counts)
+        requested = np.zeros(NAMESPACES + 1, np.int64)
+        np.add.at(requested, rows, blocks * counts)
         repeated = np.bincount(rows[owners[again]], minlength=NAMESPACES + 1)
-        self._total += int(asked.sum())
-        self._histogram.age(int(asked.sum()))
-        self._histogram.asked(asked, repeated)
+        self._total += int(requested.sum())
+        self._histogram.age(int(requested.sum()))
+        self._histogram.requested(requested, repeated)
         far = np.where(distances == COLD, np.inf, distances / self.sample)
         mine = counts[owners[sampled]]
         sampled = sampled[mine]

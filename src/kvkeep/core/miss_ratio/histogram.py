@@ -45,7 +45,7 @@ class DistanceHistogram:
         # Row 0: not repeated; row 1: repeated.
         self._near = np.zeros((2, rows, self._bins))
         self._sampled = np.zeros((2, rows))  # weight of all in the sample, misses too
-        self._asked = np.zeros((2, rows))  # weight of all that were requested
+        self._requested = np.zeros((2, rows))  # weight of all that were requested
 
     def add(self, rows: Ints, repeated: Ints, distances: Floats) -> None:
         """Count distances of the sample; infinite ones are misses in any memory."""
@@ -57,10 +57,10 @@ class DistanceHistogram:
         counts = np.bincount(cells, minlength=self._sampled.size) * self._weight
         self._sampled += counts.reshape(self._sampled.shape)
 
-    def asked(self, blocks: Ints, repeated: Ints) -> None:
+    def requested(self, blocks: Ints, repeated: Ints) -> None:
         """Count the blocks requested in each row, and how many of them were repeated."""
-        self._asked[0] += (blocks - repeated) * self._weight
-        self._asked[1] += repeated * self._weight
+        self._requested[0] += (blocks - repeated) * self._weight
+        self._requested[1] += repeated * self._weight
 
     def age(self, blocks: int) -> None:
         """Reduce the weight of all counts so far, as ``blocks`` were requested since."""
@@ -70,23 +70,23 @@ class DistanceHistogram:
         if self._weight > _TOO_HEAVY:
             self._near /= self._weight
             self._sampled /= self._weight
-            self._asked /= self._weight
+            self._requested /= self._weight
             self._weight = 1.0
 
     def hit_rates(self, capacities: Floats, sample: float, row: int | None = None) -> Floats:
         """Return the hit rate of each capacity, in blocks; without ``row``, of all rows."""
         which = slice(None) if row is None else slice(row, row + 1)
-        asked = self._asked[:, which].sum(axis=1)
+        requested = self._requested[:, which].sum(axis=1)
         sampled = self._sampled[:, which].sum(axis=1)
-        total = float(asked.sum())
+        total = float(requested.sum())
         if not total:
             return np.zeros(len(capacities))
         sums = np.cumsum(self._near[:, which].sum(axis=1), axis=1)
         edges = _edges(self._bins + 1)
         first, again = (np.interp(capacities, edges, np.append(0.0, one)) for one in sums)
         share = first / sampled[0] if sampled[0] else np.zeros(len(capacities))
-        missed = np.minimum((sampled[1] - again) / sample, asked[1])
-        hits = asked[0] * share + asked[1] - missed
+        missed = np.minimum((sampled[1] - again) / sample, requested[1])
+        hits = requested[0] * share + requested[1] - missed
         return np.where(capacities >= 1, np.clip(hits / total, 0.0, 1.0), 0.0)
 
 

@@ -168,7 +168,9 @@ class PromptWatch:
             self._flags[np.concatenate(self._gone)] = 0
             self._gone.clear()
 
-    def _add(self, tokens: bytes, blocks: int, pages: Pages, space: Namespace, asked: bool) -> None:
+    def _add(
+        self, tokens: bytes, blocks: int, pages: Pages, space: Namespace, requested: bool
+    ) -> None:
         known, path, start = None, None, 0
         if len(pages) >= self._worth and blocks:
             cached = min(len(pages) // self._block_pages, blocks)
@@ -186,7 +188,7 @@ class PromptWatch:
         else:
             part = tokens[start * size : blocks * size] if new else b""
         length = len(tokens) // TOKEN_BYTES + 1
-        self._waiting.append((known, part, blocks, length, space, asked, path))
+        self._waiting.append((known, part, blocks, length, space, requested, path))
         if len(self._waiting) >= _BATCH_PROMPTS:
             self.flush()
 
@@ -260,7 +262,7 @@ class PromptWatch:
         """Pass the current batch to the curve."""
         if not self._waiting:
             return
-        known, parts, lengths, tokens, spaces, asked, paths = zip(*self._waiting, strict=True)
+        known, parts, lengths, tokens, spaces, requested, paths = zip(*self._waiting, strict=True)
         self._waiting = []
         rows, roots = self._places(spaces)
         blocks = np.array(lengths, np.int64)
@@ -273,10 +275,10 @@ class PromptWatch:
         words = self._chain(self._hashes(parts), first, new, roots)
         if warm or any(paths):
             words = _joined(known, words, new.tolist(), paths)
-        mine = np.array(asked)
+        mine = np.array(requested)
         np.add.at(self._tokens, rows, np.array(tokens, np.int64) * mine)
         np.add.at(self._blocks, rows, blocks * mine)
-        self.curve.prompts(words, list(lengths), rows, list(asked))
+        self.curve.prompts(words, list(lengths), rows, list(requested))
 
     def _hash(self, tokens: bytes, length: int, start: int = 0) -> Words:
         """Return a hash for each block in ``length`` bytes of tokens."""

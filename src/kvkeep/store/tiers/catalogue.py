@@ -243,7 +243,7 @@ class Catalogue:
         again = self._again
         with self._lock:
             # The key alone: it is hashed over its namespace as well, and is evenly spread.
-            known = self._policy_of(blocks[0]).asked([block[SPACE_BYTES:] for block in blocks])
+            known = self._policy_of(blocks[0]).requested([block[SPACE_BYTES:] for block in blocks])
             for block in blocks[known:]:
                 again.pop(block, None)
             for block in blocks[:known]:
