@@ -457,7 +457,7 @@ def test_blocks_of_a_wrong_kind_are_refused_before_anything_is_written() -> None
             memory.write([0, 1], wrong)
         with pytest.raises(InvalidValue, match=r"^out is .* is needed"):
             memory.read([0, 1], out=wrong)
-    with pytest.raises(InvalidValue, match="a page is named twice"):
+    with pytest.raises(InvalidValue, match="a page is given twice"):
         memory.write([1, 1], wide[:, : memory.page_bytes].contiguous())
     assert torch.equal(contents(memory), before)
 

@@ -1,4 +1,4 @@
-"""What an index finds: the longest stored prefix, in its namespace, and nothing else."""
+"""Matching: the longest stored prefix, in its namespace, and nothing else."""
 
 from __future__ import annotations
 

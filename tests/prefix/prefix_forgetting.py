@@ -1,4 +1,4 @@
-"""What is forgotten: as many pages as asked for, tail first, in the order of the policy."""
+"""Eviction: as many pages as requested, tails first, in the order of the policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a hold protects: its path and nothing else, until it is moved or ended."""
+"""Holds: each protects its path and nothing else, until it is moved or ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prefix index must say of itself to be tested."""
+"""The hooks of the contract suite: how to make the index under test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PrefixHooks", "pages_of"]
 
 
 class PrefixHooks:
-    """The hooks that a subclass of the suite fills in, and what the tests get by them."""
+    """The methods that a subclass of the suite overrides, and the fixture built on them."""
 
     exact = False
     """The index finds pages that match only in part."""
@@ -27,7 +27,7 @@ class PrefixHooks:
         raise NotImplementedError("say how to make the index that is to be tested")
 
     def make_driver(self, page_size: int, policy: EvictionPolicy | None = None) -> IndexDriver:
-        """A new index in the hands of a user; what was used least recently goes first."""
+        """Return a driver of a new index, by default with LRU."""
         index = self.make_index(page_size, LRU() if policy is None else policy)
         return IndexDriver(index, exact=self.exact)
 

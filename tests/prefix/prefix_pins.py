@@ -1,4 +1,4 @@
-"""Pins: soft ones go last and are never in the way, hard ones hold."""
+"""Pins: paths with soft pins are evicted last, paths with hard pins never."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything at once, in any order, against the model."""
+"""Random sequences of all operations, compared with the model."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class OutOfPages(KVKeepError, MemoryError):
         )
 
     def __reduce__(self) -> tuple[type[OutOfPages], tuple[int, int, int]]:
-        return type(self), (self.needed, self.available, self.total)  # it crosses processes
+        return type(self), (self.needed, self.available, self.total)  # pickled between processes
 
 
 class OutOfSlots(KVKeepError, MemoryError):
@@ -90,7 +90,7 @@ class OutOfSlots(KVKeepError, MemoryError):
         )
 
     def __reduce__(self) -> tuple[type[OutOfSlots], tuple[int, int]]:
-        return type(self), (self.running, self.total)  # it crosses processes
+        return type(self), (self.running, self.total)  # pickled between processes
 
 
 class QueueFull(KVKeepError, RuntimeError):
@@ -106,7 +106,7 @@ class OutOfRoom(KVKeepError, MemoryError):
         super().__init__(f"{where} has no room for {needed} bytes")
 
     def __reduce__(self) -> tuple[type[OutOfRoom], tuple[int, str]]:
-        return type(self), (self.needed, self.where)  # it crosses processes
+        return type(self), (self.needed, self.where)  # pickled between processes
 
 
 class BackendFailed(KVKeepError, OSError):
@@ -128,7 +128,7 @@ def require(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != package:
-            raise  # the package is there and one of its own imports is missing
+            raise  # the package is installed, one of its own imports is not
         raise MissingExtra(
             f"{package} is needed here; install it with: pip install 'kvkeep[{extra}]'",
             name=error.name,

@@ -102,7 +102,7 @@ def common_length(left: npt.NDArray[np.integer], right: npt.NDArray[np.integer])
 
 
 def _from_objects(tokens: TokensLike) -> npt.NDArray[np.generic]:
-    tokens = _on_host(tokens)  # its own errors are no mistake of the caller
+    tokens = _on_host(tokens)  # its errors have messages of their own
     try:
         array = np.asarray(tokens)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:

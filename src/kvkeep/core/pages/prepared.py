@@ -55,7 +55,7 @@ class Scratch:
         """Return uninitialised memory for ``elements``, valid until the next call."""
         if elements <= len(self._memory):
             return self._memory[:elements]
-        # Inference mode would make a tensor that nothing outside of it may write to.
+        # A tensor made in inference mode cannot be written outside of it.
         with torch.inference_mode(mode=False):
             fresh = torch.empty(elements, dtype=self._memory.dtype, device=self._memory.device)
         if fresh.nbytes <= _KEPT:

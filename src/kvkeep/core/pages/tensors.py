@@ -257,7 +257,7 @@ class PagedTensors:
         index = self._pages(pages)
         self._check_block("block", block, len(index), {self.device.type, "cpu"})
         if self._check_ids and len(np.unique(index.cpu())) < len(index):
-            raise InvalidValue("a page is named twice; which of the two to write is not known")
+            raise InvalidValue("a page is given twice; give each page once")
         if not len(index):
             return  # an empty block may have strides that no view allows
         block = block.to(self.device)

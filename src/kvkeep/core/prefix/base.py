@@ -243,6 +243,7 @@ class PrefixIndex(ABC):
         return self._moved(hold, node)
 
     def _moved(self, hold: Node, node: Node) -> Node:
+        """Move one hold from ``hold`` to ``node``; the move is no use of either."""
         if node is not hold:
             self._tree.hold(node)
             self.release(hold, used=False)
@@ -293,10 +294,7 @@ class PrefixIndex(ABC):
         return Inserted(node, joined(existing))
 
     def evict(self, count: int) -> PageArray:
-        """Remove ``count`` pages, or all evictable ones if they are fewer; return their ids.
-
-        Leaves with soft pins are evicted last. Cost: about 1.5 µs a run, whatever is stored.
-        """
+        """Remove ``count`` pages, or all evictable ones if they are fewer; see `RunTree.evict`."""
         return self._tree.evict(count)
 
     def drop(self, hold: Node, keep: int) -> PageArray:

@@ -43,10 +43,10 @@ def draw(
     from rich.tree import Tree  # noqa: PLC0415
 
     top = Tree(Text(title, style="bold"), guide_style="dim")
-    path = [top]  # the drawn ancestors of the run at hand
-    drawn = [0]  # branches drawn of each
-    hidden: dict[int, tuple[Tree, int, int]] = {}  # by depth: below what, runs, pages
-    skip: int | None = None  # all runs deeper than this hang from one that was left out
+    path = [top]  # the drawn ancestors of the current run
+    drawn = [0]  # how many children of each are drawn
+    hidden: dict[int, tuple[Tree, int, int]] = {}  # per depth: parent, runs and pages left out
+    skip: int | None = None  # depth of a run left out: its descendants are, too
 
     def settle(down_to: int) -> None:
         for level in [level for level in hidden if level >= down_to]:

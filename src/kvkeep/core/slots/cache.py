@@ -65,7 +65,7 @@ class SlotStats:
     takeovers: int  # hits in the slot itself, without a copy
     copies: int
     copied_tokens: int
-    evictions: int  # idle slots that lost data to a request, all of it or what came behind its own
+    evictions: int  # idle slots that lost data to a request, wholly or in part
     evicted_tokens: int
 
     @property
