@@ -46,7 +46,7 @@ class ARC(OncePolicy):
             directory.requested(key)
         return known
 
-    def beyond(self) -> int:
+    def excess(self) -> int:
         """Return by how many pages the first queue exceeds the target."""
         return self._once_size - int(self._directory.target * self._block)
 

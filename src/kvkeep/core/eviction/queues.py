@@ -179,10 +179,10 @@ class OncePolicy(EvictionPolicy):
         self._once = AgeQueue[float]()
         self._again = AgeQueue[float]()
         self._once_size = 0
-        self._beyond = 0  # the excess of the first queue before the last `pop`
+        self._excess = 0  # the excess of the first queue before the last `pop`
 
     @abstractmethod
-    def beyond(self) -> int:
+    def excess(self) -> int:
         """Return by how many pages the first queue exceeds its share; 0 or less if it does not."""
 
     def add(self, entry: Entry) -> None:
@@ -201,8 +201,8 @@ class OncePolicy(EvictionPolicy):
 
     def pop(self) -> Entry | None:
         """Remove the oldest entry of the first queue if that has an excess, else of the second."""
-        self._beyond = self.beyond()
-        entry = None if self._beyond > 0 else self._again.pop()
+        self._excess = self.excess()
+        entry = None if self._excess > 0 else self._again.pop()
         if entry is None:
             entry = self._once.pop()
             if entry is None:
@@ -212,9 +212,9 @@ class OncePolicy(EvictionPolicy):
 
     def portion(self, entry: Entry) -> int:
         """Return the excess of the first queue; for an entry of the second, its size."""
-        if entry.hits or self._beyond <= 0:
+        if entry.hits or self._excess <= 0:
             return entry.size
-        return min(self._beyond, entry.size)
+        return min(self._excess, entry.size)
 
     def put_back(self, entry: Entry) -> None:
         """Make the entry just popped the oldest of its queue."""

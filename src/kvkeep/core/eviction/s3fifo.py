@@ -60,7 +60,7 @@ class S3FIFO(EvictionPolicy):
         self._new = AgeQueue[float]()
         self._main = AgeQueue[float]()
         self._new_size = 0
-        self._beyond = 0
+        self._excess = 0
 
     def fit(self, size: int, block: int) -> None:
         self._size = size
@@ -123,8 +123,8 @@ class S3FIFO(EvictionPolicy):
     def pop(self) -> Entry | None:
         """Move reused entries on until one has no reuse left. Cost: O(log n) per reuse counted."""
         while True:
-            self._beyond = self._new_size - int(self.small * self._size)
-            entry = None if self._beyond > 0 else self._main.pop()
+            self._excess = self._new_size - int(self.small * self._size)
+            entry = None if self._excess > 0 else self._main.pop()
             if entry is None:
                 entry = self._new.pop()
                 if entry is None:
@@ -149,9 +149,9 @@ class S3FIFO(EvictionPolicy):
 
     def portion(self, entry: Entry) -> int:
         """Return the excess of the small queue; for an entry of the main queue, its size."""
-        if _turn_of(entry).main or self._beyond <= 0:
+        if _turn_of(entry).main or self._excess <= 0:
             return entry.size
-        return min(self._beyond, entry.size)
+        return min(self._excess, entry.size)
 
     def put_back(self, entry: Entry) -> None:
         """Make the entry just popped the oldest of its queue."""

@@ -46,7 +46,7 @@ class TwoQ(OncePolicy):
     def requested(self, keys: Sequence[bytes]) -> int:
         return self._history.requested(keys)
 
-    def beyond(self) -> int:
+    def excess(self) -> int:
         """Return the excess of probation; with LRU, all of it if it has the oldest entry."""
         if self.probation is not None:
             return self._once_size - int(self.probation * self._size)

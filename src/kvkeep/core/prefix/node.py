@@ -31,8 +31,22 @@ class Node(Entry):
     """
 
     __slots__ = (
-        "children", "covered", "end", "heads", "holders", "kept", "key", "owner", "pages", "parent",
-        "pins", "run", "serial", "sleepers", "spot", "uses",
+        "children",
+        "covered",
+        "end",
+        "heads",
+        "holders",
+        "kept",
+        "key",
+        "owner",
+        "pages",
+        "parent",
+        "pins",
+        "run",
+        "serial",
+        "spot",
+        "suspended",
+        "uses",
     )  # fmt: skip
 
     def __init__(
@@ -61,7 +75,7 @@ class Node(Entry):
         self.owner: Owner | None = None  # the only user so far, if known
         self.serial = serial
         self.uses = 0
-        self.sleepers = 0  # 1 if it is suspended itself, and 1 for each child with sleepers
+        self.suspended = 0  # 1 if its owner is suspended, and 1 for each child with a count
 
     @property
     def id(self) -> int:

@@ -114,13 +114,13 @@ class Owners:
 
     def split(self, upper: Node, lower: Node) -> None:
         """Give ``upper``, the new front of ``lower``, the same owner and hints."""
-        upper.sleepers = 1 if lower.sleepers else 0
+        upper.suspended = 1 if lower.suspended else 0
         upper.owner, upper.died = lower.owner, lower.died
         if upper.owner is not None and not upper.died:
             upper.owner.nodes[upper] = None
             if lower.due is not None:
                 upper.due = lower.due
-                upper.sleepers += 1
+                upper.suspended += 1
 
     def rejoined(self, upper: Node) -> None:
         """Record that ``upper`` ends: the run behind it, with the same hints, takes its pages."""
@@ -131,7 +131,7 @@ class Owners:
         """Record that ``node`` has ``pages`` more than before."""
         if node.died:
             self.num_dead += pages
-        if node.sleepers:
+        if node.suspended:
             self.num_awaited += pages
 
     def gone(self, leaf: Node) -> None:
@@ -178,16 +178,16 @@ class Owners:
     def _count_on(self, node: Node) -> None:
         """Count one reason more to keep ``node`` and all before it."""
         while node.parent is not None:
-            node.sleepers += 1
-            if node.sleepers > 1:
+            node.suspended += 1
+            if node.suspended > 1:
                 return
             self.num_awaited += node.size
             node = node.parent
 
     def _count_off(self, node: Node) -> None:
         while node.parent is not None:
-            node.sleepers -= 1
-            if node.sleepers:
+            node.suspended -= 1
+            if node.suspended:
                 return
             self.num_awaited -= node.size
             node = node.parent
@@ -211,10 +211,10 @@ class Owners:
                 if node.owner is not None:
                     assert (node in node.owner.nodes) == (not node.died)
                     assert node.due == (None if node.died else node.owner.due)
-                sleepers = sum(1 for child in node.children.values() if child.sleepers)
+                suspended = sum(1 for child in node.children.values() if child.suspended)
                 waits = node.due is not None
-                assert node.sleepers == sleepers + waits, f"wrong sleepers: {node}"
+                assert node.suspended == suspended + waits, f"wrong count of suspended: {node}"
                 dead += node.size if node.died else 0
-                awaited += node.size if node.sleepers else 0
+                awaited += node.size if node.suspended else 0
         assert dead == self.num_dead, (dead, self.num_dead)
         assert awaited == self.num_awaited, (awaited, self.num_awaited)
