@@ -31,22 +31,8 @@ class Node(Entry):
     """
 
     __slots__ = (
-        "children",
-        "covered",
-        "end",
-        "heads",
-        "holders",
-        "kept",
-        "key",
-        "owner",
-        "pages",
-        "parent",
-        "pins",
-        "run",
-        "serial",
-        "spot",
-        "suspended",
-        "uses",
+        "children", "covered", "end", "heads", "holders", "kept", "key", "owner", "pages", "parent",
+        "pins", "run", "serial", "spot", "suspended", "uses",
     )  # fmt: skip
 
     def __init__(
