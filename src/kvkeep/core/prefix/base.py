@@ -66,8 +66,8 @@ class PrefixIndex(ABC):
     page is stored only while all pages before it are. Namespaces share nothing.
 
     A **hold** on the end of a path protects the path from eviction. `hold` and `again` give one,
-    `insert`, `shorten` and `move` move it, `release` and `drop` end it. `pin` protects a path without
-    a sequence.
+    `insert`, `shorten` and `move` move it, `release` and `drop` end it. `pin` protects a
+    path without a sequence.
 
     Thread safety: none; used under the cache's lock.
     """
