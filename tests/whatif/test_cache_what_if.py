@@ -206,5 +206,5 @@ def test_a_remembered_page_that_went_is_found_out() -> None:
     assert watch is not None
     watch.forget = lambda _: None  # type: ignore[method-assign]
     cache.clear()
-    with pytest.raises(AssertionError, match="a page that has gone"):
+    with pytest.raises(AssertionError, match="a page that was evicted"):
         cache.check()
