@@ -19,12 +19,12 @@ import pytest
 from object_server import ObjectServer
 from obstore.store import LocalStore, MemoryStore
 
+from faults import FaultProxy
 from kvkeep.core.errors import BackendFailed, InvalidValue, MissingExtra, OutOfRoom
 from kvkeep.store.backends import TierURL
 from kvkeep.store.backends.objects import AzureBackend, GoogleBackend, ObjectBackend, S3Backend
 from kvkeep.testing.backend_hooks import Rooms, block_id, content, get, put, sizes_listed
 from kvkeep.testing.backend_suite import BackendTests
-from kvkeep.testing.proxy import FaultProxy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import pytest
 from servers import Server, cluster, come_together, needs_server, server
 
+from faults import FaultProxy
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store import BlockStore
 from kvkeep.store.backends import TierURL
 from kvkeep.store.backends.valkey import ValkeyBackend
 from kvkeep.testing.backend_hooks import block_id, content, get, put, sizes_listed
 from kvkeep.testing.backend_suite import BackendTests
-from kvkeep.testing.proxy import FaultProxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

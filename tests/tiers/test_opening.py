@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from faults import CountingBackend
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import TIER_OPTIONS, TieredStore, open_tiers
 from kvkeep.store.tiers.opening import BUFFER_BYTES
-from kvkeep.testing import CountingBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

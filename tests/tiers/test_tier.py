@@ -21,7 +21,7 @@ from kvkeep.testing.backend_hooks import block_id
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvkeep.testing import FaultyBackend
+    from faults import FaultyBackend
 
 KEY = bytes(range(32))
 BLOCK = name(0)

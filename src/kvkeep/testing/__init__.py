@@ -3,9 +3,6 @@
     PrefixIndexTests   the contract of `kvkeep.core.prefix.base`; subclass it with your index
     PolicyTests        the contract of `kvkeep.core.eviction.base`; subclass it with your policy
     BackendTests       the contract of `kvkeep.store.backends.base`; subclass it with your backend
-    CountingBackend    a backend around another that counts the calls
-    FaultyBackend      the same, failing, hanging, slow or lying on demand
-    FaultProxy         a TCP proxy that refuses, hangs, cuts, slows and garbles on demand
     NaiveCache         what a cache stores, as whole token lists: the model to compare with
     TaggedPages        an engine's KV memory in which every slot knows what was written to it
     strategies         hypothesis strategies: prompts that share prefixes, tokens in every form
@@ -35,18 +32,13 @@ from kvkeep.core.errors import require
 if TYPE_CHECKING:
     from kvkeep.testing import strategies
     from kvkeep.testing.backend_suite import BackendTests
-    from kvkeep.testing.faulty import CountingBackend, FaultyBackend
     from kvkeep.testing.memory import TaggedPages
     from kvkeep.testing.naive import NaiveCache
     from kvkeep.testing.policy_suite import PolicyTests
     from kvkeep.testing.prefix_suite import PrefixIndexTests
-    from kvkeep.testing.proxy import FaultProxy
 
 __all__ = [
     "BackendTests",
-    "CountingBackend",
-    "FaultProxy",
-    "FaultyBackend",
     "NaiveCache",
     "PolicyTests",
     "PrefixIndexTests",
@@ -56,9 +48,6 @@ __all__ = [
 
 _HOMES = {
     "BackendTests": "kvkeep.testing.backend_suite",
-    "CountingBackend": "kvkeep.testing.faulty",
-    "FaultProxy": "kvkeep.testing.proxy",
-    "FaultyBackend": "kvkeep.testing.faulty",
     "NaiveCache": "kvkeep.testing.naive",
     "PolicyTests": "kvkeep.testing.policy_suite",
     "PrefixIndexTests": "kvkeep.testing.prefix_suite",

@@ -223,7 +223,7 @@ class FaultyBackend(CountingBackend):
     def __init__(self, inner: Backend, *, seed: int = 0) -> None:
         super().__init__(inner)
         self._faults: dict[str, _Fault] = {}
-        self._chance = random.Random(seed)  # noqa: S311 - which bit is flipped
+        self._chance = random.Random(seed)
 
     def hang(self, *calls: str, times: int | None = None) -> None:
         """Calls wait until `heal`, then do their work. Without names: every call."""

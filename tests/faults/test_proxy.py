@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from faults import FaultProxy
 from kvkeep.core.errors import InvalidValue
-from kvkeep.testing.proxy import FaultProxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from faults import CALLS, CountingBackend, FaultyBackend
 from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom
 from kvkeep.store.backends import TierURL
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.testing.backend_hooks import block_id, content, get, put
 from kvkeep.testing.backend_suite import BackendTests
-from kvkeep.testing.faulty import CALLS, CountingBackend, FaultyBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
