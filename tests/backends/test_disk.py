@@ -14,9 +14,9 @@ import pytest
 
 from kvkeep import InvalidValue
 from kvkeep.core.errors import BackendFailed, OutOfRoom
-from kvkeep.store.backends import TierURL, disk, disk_files
+from kvkeep.store.backends import TierURL, disk
 from kvkeep.store.backends.buffers import aligned
-from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.backends.disk import DiskBackend, files
 from kvkeep.testing.backend_hooks import block_id, content, get, put, sizes_listed
 from kvkeep.testing.backend_suite import BackendTests
 
@@ -327,7 +327,7 @@ def test_a_full_store_notices_what_was_deleted_by_hand(
     file_of(backend, A).unlink()
     with pytest.raises(OutOfRoom):
         put(backend, B, content(B, 1, 900_000))
-    monkeypatch.setattr(disk, "RECOUNT_AFTER", 0.0)
+    monkeypatch.setattr(disk.backend, "RECOUNT_AFTER", 0.0)
     put(backend, B, content(B, 1, 900_000))
     assert backend.used() == 220 * UNIT
 
@@ -463,9 +463,9 @@ def test_direct_io_is_off_only_where_the_filesystem_has_none(
             patched.setattr(os, "open", refusing(number))
             if answer is None:
                 with pytest.raises(OSError, match="Input/output"):
-                    disk_files.supports_direct(str(path))
+                    files.supports_direct(str(path))
             else:
-                assert disk_files.supports_direct(str(path)) is answer
+                assert files.supports_direct(str(path)) is answer
 
 
 def test_setting_bytes_aside_may_be_unsupported_but_not_impossible(
@@ -474,11 +474,11 @@ def test_setting_bytes_aside_may_be_unsupported_but_not_impossible(
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     try:
         monkeypatch.setattr(os, "posix_fallocate", refusing(errno.EOPNOTSUPP))
-        disk_files.preallocate(fd, UNIT)
+        files.preallocate(fd, UNIT)
         for number in (errno.ENOSPC, errno.EFBIG, errno.EIO):
             monkeypatch.setattr(os, "posix_fallocate", refusing(number))
             with pytest.raises(OSError, match="Errno") as caught:
-                disk_files.preallocate(fd, UNIT)
+                files.preallocate(fd, UNIT)
             assert caught.value.errno == number
     finally:
         os.close(fd)
@@ -490,19 +490,19 @@ def test_direct_io_is_used_where_it_is_asked_for(
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"")
-    if not disk_files.supports_direct(str(path)):
+    if not files.supports_direct(str(path)):
         pytest.skip("the filesystem of the tests has no direct I/O")
     turned: list[bool] = []
-    real = disk_files._set_direct
+    real = files._set_direct
     monkeypatch.setattr(
-        disk_files, "_set_direct", lambda fd, *, on: turned.append(on) or real(fd, on=on)
+        files, "_set_direct", lambda fd, *, on: turned.append(on) or real(fd, on=on)
     )
     fd = os.open(path, os.O_RDWR)
     try:
         buffer = aligned(100_001)
-        disk_files.write_whole(fd, buffer, direct=direct)
+        files.write_whole(fd, buffer, direct=direct)
         os.ftruncate(fd, 100_001)
-        assert disk_files.read_whole(fd, aligned(100_001), direct=direct)
+        assert files.read_whole(fd, aligned(100_001), direct=direct)
     finally:
         os.close(fd)
     assert turned == ([True, True] if direct else [])

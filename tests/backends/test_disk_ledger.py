@@ -11,7 +11,7 @@ import pytest
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.disk import DiskBackend
-from kvkeep.store.backends.disk_ledger import Count, DiskLedger
+from kvkeep.store.backends.disk.ledger import Count, DiskLedger
 from kvkeep.testing.backend_hooks import block_id, content, get, put
 from kvkeep.testing.backend_threads import together
 

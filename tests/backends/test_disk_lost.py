@@ -14,8 +14,7 @@ import pytest
 
 from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.store import BlockStore
-from kvkeep.store.backends import disk_home
-from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.backends.disk import DiskBackend, directory
 from kvkeep.testing.backend_hooks import block_id, content, get, put, sizes_listed
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def test_the_next_put_completes_it(
     tmp_path: Path, way: Callable[[Path], None], small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not small:
-        monkeypatch.setattr("kvkeep.store.backends.disk.SMALL", 0)
+        monkeypatch.setattr("kvkeep.store.backends.disk.backend.SMALL", 0)
     root = tmp_path / "store"
     backend = DiskBackend(root, 16 << 20)
     for block in (A, B):
@@ -339,4 +338,4 @@ def test_statistics_of_a_store_become_true(tmp_path: Path, way: Callable[[Path],
 
 
 def test_counting_inline_is_bounded() -> None:
-    assert disk_home.SMALL <= 10_000, "so many files are looked at with the lock held"
+    assert directory.SMALL <= 10_000, "so many files are looked at with the lock held"

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvkeep.core.errors import OutOfRoom
-from kvkeep.store.backends import disk, disk_home, disk_journal
-from kvkeep.store.backends.disk import DiskBackend
-from kvkeep.store.backends.disk_ledger import Recount
+from kvkeep.store.backends.disk import DiskBackend, directory, journal
+from kvkeep.store.backends.disk import backend as disk_backend
+from kvkeep.store.backends.disk.ledger import Recount
 from kvkeep.testing.backend_hooks import block_id, put
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ NEW, FAR = block_id(4), block_id(5, space=2)
 @pytest.fixture(autouse=True)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """One file makes a directory large."""
-    monkeypatch.setattr(disk, "SMALL", 0)
+    monkeypatch.setattr(disk_backend, "SMALL", 0)
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ class Steps:
         for place, name in (
             (Recount, "__init__"),
             (Recount, "finish"),
-            (disk_home, "_stat"),
-            (disk_home.Home, "entries"),
+            (directory, "_stat"),
+            (directory.Home, "entries"),
         ):
             monkeypatch.setattr(place, name, self._around(getattr(place, name)))
 
@@ -464,7 +464,7 @@ def test_a_damaged_journal_counts_nothing(
 
 
 def test_an_endless_journal_is_given_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_journal, "JOURNAL_AT_MOST", 500)
+    monkeypatch.setattr(journal, "JOURNAL_AT_MOST", 500)
     backend, listing = counting(root)
     for _ in range(20):
         change(backend, "A2 A3")
@@ -493,7 +493,7 @@ def test_on_a_full_disk_records_are_deleted_without_a_journal(
     monkeypatch.setattr(os, "pwrite", full)
     assert backend.delete([B]) == 2 * UNIT
     monkeypatch.undo()
-    monkeypatch.setattr(disk, "SMALL", 0)
+    monkeypatch.setattr(disk_backend, "SMALL", 0)
     list(listing)
     assert backend._ledger.wants_count
     list(backend.list())

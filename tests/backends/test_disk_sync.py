@@ -14,9 +14,8 @@ import pytest
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store import BlockStore
-from kvkeep.store.backends import disk_sync
-from kvkeep.store.backends.disk import DiskBackend
-from kvkeep.store.backends.disk_sync import Syncing
+from kvkeep.store.backends.disk import DiskBackend, sync
+from kvkeep.store.backends.disk.sync import Syncing
 from kvkeep.testing.backend_hooks import block_id, content, get, put
 from kvkeep.testing.backend_threads import together
 
@@ -72,8 +71,8 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def test_a_put_never_syncs(tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_sync, "SYNC_FROM", 4)
-    monkeypatch.setattr(disk_sync, "_BATCH", 8)
+    monkeypatch.setattr(sync, "SYNC_FROM", 4)
+    monkeypatch.setattr(sync, "_BATCH", 8)
     backend = DiskBackend(tmp_path / "store")
     power.threads.clear()
     for number in range(60):
@@ -89,7 +88,7 @@ def test_a_slow_disk_drops_nothing(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 4,096 files unsynced, the next put synced all: longer than a call may take."""
-    monkeypatch.setattr(disk_sync, "UNSYNCED_AT_MOST", 100)
+    monkeypatch.setattr(sync, "UNSYNCED_AT_MOST", 100)
     url = f"file://{tmp_path}/store?size=1GiB&timeout=300ms"
     with BlockStore("m", tiers=["memory://16MiB", url]) as store:
         power.delay = 0.002
@@ -107,9 +106,9 @@ def test_a_slow_disk_drops_nothing(
 def test_backpressure_is_counted_and_bounded(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_sync, "SYNC_FROM", 1 << 30)
-    monkeypatch.setattr(disk_sync, "UNSYNCED_AT_MOST", 4)
-    monkeypatch.setattr(disk_sync, "_SLOWED", 0.01)
+    monkeypatch.setattr(sync, "SYNC_FROM", 1 << 30)
+    monkeypatch.setattr(sync, "UNSYNCED_AT_MOST", 4)
+    monkeypatch.setattr(sync, "_SLOWED", 0.01)
     backend = DiskBackend(tmp_path / "store")
     for number in range(8):
         put(backend, block_id(number), b"record")
@@ -147,11 +146,11 @@ def test_a_put_waits_a_second_or_half_its_timeout(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch, timeout: float
 ) -> None:
     """More would make a disk that syncs slowly one that fails: its calls took too long."""
-    monkeypatch.setattr(disk_sync, "SYNC_FROM", 1 << 30)
-    monkeypatch.setattr(disk_sync, "UNSYNCED_AT_MOST", 4)
+    monkeypatch.setattr(sync, "SYNC_FROM", 1 << 30)
+    monkeypatch.setattr(sync, "UNSYNCED_AT_MOST", 4)
     backend = DiskBackend(tmp_path / "store")
     backend.timeout = timeout
-    monkeypatch.setattr(disk_sync, "time", clock := Clock())
+    monkeypatch.setattr(sync, "time", clock := Clock())
     for number in range(8):
         before = clock.waited
         put(backend, block_id(number), b"record")
@@ -162,12 +161,12 @@ def test_a_put_waits_a_second_or_half_its_timeout(
 def test_a_put_goes_on_when_enough_is_synced(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_sync, "SYNC_FROM", 1 << 30)
-    monkeypatch.setattr(disk_sync, "UNSYNCED_AT_MOST", 4)
+    monkeypatch.setattr(sync, "SYNC_FROM", 1 << 30)
+    monkeypatch.setattr(sync, "UNSYNCED_AT_MOST", 4)
     backend = DiskBackend(tmp_path / "store")
     for number in range(4):
         put(backend, block_id(number), b"record")
-    monkeypatch.setattr(disk_sync, "time", clock := Clock(0.2, backend._syncing.flush))
+    monkeypatch.setattr(sync, "time", clock := Clock(0.2, backend._syncing.flush))
     put(backend, block_id(4), b"record")
     assert 0.2 <= clock.waited < 0.21
     assert (backend.slowed, len(backend._syncing)) == (1, 1)
@@ -196,8 +195,8 @@ def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, power: Power)
 def test_what_failed_in_the_background_is_tried_again(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_sync, "SYNC_FROM", 2)
-    monkeypatch.setattr(disk_sync, "_RETRY", 0.01)
+    monkeypatch.setattr(sync, "SYNC_FROM", 2)
+    monkeypatch.setattr(sync, "_RETRY", 0.01)
     backend = DiskBackend(tmp_path / "store")
     power.fails = True
     for number in range(3):
@@ -217,8 +216,8 @@ def test_flush_tells_what_failed_in_the_background(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system reports an error of writing once: the second fsync succeeds, the data is gone."""
-    monkeypatch.setattr(disk_sync, "SYNC_FROM", 2)
-    monkeypatch.setattr(disk_sync, "_RETRY", 0.01)
+    monkeypatch.setattr(sync, "SYNC_FROM", 2)
+    monkeypatch.setattr(sync, "_RETRY", 0.01)
     backend = DiskBackend(tmp_path / "store")
     power.fails = True
     for number in range(3):
@@ -248,8 +247,8 @@ def test_power_lost_at_any_instant_keeps_what_was_flushed(
 ) -> None:
     """Four threads put, two flush; the background syncs all the time."""
     chance = random.Random(seed)
-    monkeypatch.setattr(disk_sync, "SYNC_FROM", chance.choice([1, 3, 20]))
-    monkeypatch.setattr(disk_sync, "_BATCH", chance.choice([1, 5, 256]))
+    monkeypatch.setattr(sync, "SYNC_FROM", chance.choice([1, 3, 20]))
+    monkeypatch.setattr(sync, "_BATCH", chance.choice([1, 5, 256]))
     power.delay = chance.choice([0.0, 0.0005])
     backend = DiskBackend(tmp_path / "store")
     done: list[bytes] = []

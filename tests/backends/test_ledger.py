@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.store.backends import Listed
-from kvkeep.store.backends.ledger import Move, UsageLedger
+from kvkeep.store.backends.objects.usage import Move, UsageLedger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

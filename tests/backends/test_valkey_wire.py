@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.store.backends.valkey_wire import (
+from kvkeep.store.backends.valkey.wire import (
     Garbled,
     Lost,
     ServerSays,

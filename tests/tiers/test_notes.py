@@ -18,7 +18,7 @@ from tier_bench import until
 from kvkeep.core.keys import Namespace, space_of
 from kvkeep.store import BlockStore
 from kvkeep.store.backends import TierURL
-from kvkeep.store.backends.disk_notes import NOTES, noted
+from kvkeep.store.backends.disk.notes import NOTES, noted
 from kvkeep.store.backends.objects import ObjectBackend
 from kvkeep.store.tiers import note_of, open_backend
 from kvkeep.store.tiers.notes import NOTE_BYTES, difference

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvkeep.core.errors import BackendFailed, InvalidValue, require
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
 from kvkeep.store.backends.base import Backend, Listed, Room
-from kvkeep.store.backends.ledger import UsageLedger
+from kvkeep.store.backends.objects.usage import UsageLedger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from obstore import GetResult
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-    from kvkeep.store.backends.ledger import Move
+    from kvkeep.store.backends.objects.usage import Move
     from kvkeep.store.backends.urls import TierURL
 
     Opener = Callable[[float], ObjectStore]

@@ -14,7 +14,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
-from kvkeep.store.backends.valkey_wire import (
+from kvkeep.store.backends.valkey.wire import (
     Answer,
     Garbled,
     Lost,

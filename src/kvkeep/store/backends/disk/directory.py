@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import BackendFailed, InvalidValue
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
-from kvkeep.store.backends.disk_files import kind_of, open_plain, padded, sync_path
-from kvkeep.store.backends.disk_notes import NOTES
+from kvkeep.store.backends.disk.files import kind_of, open_plain, padded, sync_path
+from kvkeep.store.backends.disk.notes import NOTES
 
 if sys.platform != "win32":
     import fcntl

@@ -10,9 +10,9 @@ from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
 from kvkeep.store.backends.base import Backend, Listed, Room
-from kvkeep.store.backends.valkey_nodes import Address, Nodes, Number
-from kvkeep.store.backends.valkey_options import ValkeyOptions
-from kvkeep.store.backends.valkey_wire import (
+from kvkeep.store.backends.valkey.nodes import Address, Nodes, Number
+from kvkeep.store.backends.valkey.options import ValkeyOptions
+from kvkeep.store.backends.valkey.wire import (
     MAX_VALUE,
     Answer,
     Garbled,

@@ -41,9 +41,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvkeep.core.errors import BackendFailed
-from kvkeep.store.backends.disk_files import open_known, padded, pin, size_of
-from kvkeep.store.backends.disk_home import LEDGER_MAGIC as _MAGIC
-from kvkeep.store.backends.disk_journal import HEAD, ChangeJournal
+from kvkeep.store.backends.disk.directory import LEDGER_MAGIC as _MAGIC
+from kvkeep.store.backends.disk.files import open_known, padded, pin, size_of
+from kvkeep.store.backends.disk.journal import HEAD, ChangeJournal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

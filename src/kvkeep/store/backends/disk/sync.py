@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvkeep.core.errors import BackendFailed
-from kvkeep.store.backends.disk_files import sync_path
+from kvkeep.store.backends.disk.files import sync_path
 
 if TYPE_CHECKING:
     from collections.abc import Collection

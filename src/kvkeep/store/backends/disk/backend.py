@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom, whole
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.backends import disk_notes
 from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed
-from kvkeep.store.backends.disk_files import (
+from kvkeep.store.backends.disk import notes
+from kvkeep.store.backends.disk.directory import SMALL, Home
+from kvkeep.store.backends.disk.files import (
     ABSENT,
     create_locked,
     open_record,
@@ -34,16 +35,15 @@ from kvkeep.store.backends.disk_files import (
     translated,
     write_whole,
 )
-from kvkeep.store.backends.disk_home import SMALL, Home
-from kvkeep.store.backends.disk_ledger import DiskLedger, Recount
-from kvkeep.store.backends.disk_sync import Sync, Syncing
+from kvkeep.store.backends.disk.ledger import DiskLedger, Recount
+from kvkeep.store.backends.disk.sync import Sync, Syncing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from kvkeep.store.backends.base import Room
-    from kvkeep.store.backends.disk_ledger import Count
+    from kvkeep.store.backends.disk.ledger import Count
     from kvkeep.store.backends.urls import TierURL
 
 __all__ = ["DiskBackend", "Io", "Sync"]
@@ -373,12 +373,12 @@ class DiskBackend(Backend):
     def note_space(self, space: bytes, note: bytes) -> None:
         """A line of the file ``spaces``."""
         with self._translated("written to"):
-            disk_notes.note(self._home.root, space, note)
+            notes.note(self._home.root, space, note)
 
     def noted_spaces(self) -> dict[bytes, bytes]:
         """The lines of the file ``spaces``."""
         with self._translated("read"):
-            return disk_notes.noted(self._home.root)
+            return notes.noted(self._home.root)
 
     def close(self) -> None:
         """Sync what is left, for as long as a call may take; the rest is synced behind it."""

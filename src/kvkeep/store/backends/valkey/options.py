@@ -12,7 +12,7 @@ from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     from kvkeep.store.backends.urls import TierURL
-    from kvkeep.store.backends.valkey_nodes import Topology
+    from kvkeep.store.backends.valkey.nodes import Topology
 
 __all__ = ["ValkeyOptions"]
 
