@@ -101,7 +101,7 @@ def test_the_next_put_completes_it(
     expected = sum(-(-size // UNIT) * UNIT for size in listed.values())
     assert backend.used() == expected
     if not listed.keys() & {A, B}:
-        assert backend.doubts, "it says that all it held is gone"
+        assert backend.stale_listings, "it says that all it held is gone"
     backend.quarantine(C, "bad")
     assert get(backend, C) is None
     assert len(os.listdir(root / "quarantine")) == 1
@@ -115,11 +115,11 @@ def test_a_look_notices_it(tmp_path: Path, way: Callable[[Path], None]) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, A, b"record")
     assert backend.sizes([A, B]) == [6, None]
-    assert backend.doubts == 0
+    assert backend.stale_listings == 0
     way(tmp_path / "store")
     assert backend.sizes([A]) == [None]
     assert get(backend, A) is None
-    assert backend.doubts == 1
+    assert backend.stale_listings == 1
     assert list(backend.list()) == []
 
 
@@ -153,13 +153,13 @@ def test_an_empty_namespace_that_was_swept_away_is_no_loss(
         assert get(backend, A) is None
     else:
         put(backend, A, b"again")
-    assert backend.doubts == 0
+    assert backend.stale_listings == 0
     put(backend, A, b"record")
     assert backend.used() == 2 * UNIT
     # One that is taken away with its records is noticed all the same.
     shutil.rmtree(backend._home.space(A))
     assert get(backend, A) is None
-    assert backend.doubts == 1
+    assert backend.stale_listings == 1
     assert get(backend, OTHER) == b"record"
 
 
@@ -171,7 +171,7 @@ def test_a_loss_right_after_it_swept_is_noticed(tmp_path: Path) -> None:
     it_counts(backend)
     shutil.rmtree(backend._home.space(OTHER))
     assert backend.sizes([A, OTHER]) == [None, None]
-    assert backend.doubts == 1
+    assert backend.stale_listings == 1
 
 
 def test_others_put_while_it_sees_what_was_swept(
@@ -190,7 +190,7 @@ def test_others_put_while_it_sees_what_was_swept(
 
     monkeypatch.setattr(backend, "_has", meanwhile)
     assert backend.sizes([A]) == [None]
-    assert backend.doubts == 0
+    assert backend.stale_listings == 0
 
 
 def test_what_comes_back_is_found_again(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_what_comes_back_is_found_again(tmp_path: Path) -> None:
     put(backend, C, b"later")
     assert sizes_listed(backend) == {A: 6, C: 5}
     assert backend.used() == 2 * UNIT
-    assert backend.doubts == 2
+    assert backend.stale_listings == 2
 
 
 def test_foreign_things_in_its_place_are_left_alone(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_disk_that_was_read_only_is_written_again(tmp_path: Path) -> None:
         (disk / "filler").unlink()
         put(backend, C, b"record")
         assert backend.used() == 3 * UNIT
-        assert backend.doubts == 0
+        assert backend.stale_listings == 0
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
@@ -287,7 +287,7 @@ for change in (lambda: put(backend, C, b"new"), lambda: get(backend, B)):
 os.chmod(sys.argv[1], 0o700)
 put(backend, C, b"new")
 assert get(backend, B) == b"record"
-assert backend.doubts == 0
+assert backend.stale_listings == 0
 """
 
 

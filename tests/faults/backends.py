@@ -92,14 +92,14 @@ class CountingBackend(Backend):
         return self.inner.part(block)
 
     @property
-    def doubts(self) -> int:  # type: ignore[override] # the contract only reads it
+    def stale_listings(self) -> int:  # type: ignore[override] # the contract only reads it
         """As ``inner`` has it."""
-        return self.inner.doubts
+        return self.inner.stale_listings
 
     @property
-    def moved(self) -> float:  # type: ignore[override] # the contract only reads it
+    def last_progress(self) -> float:  # type: ignore[override] # the contract only reads it
         """As ``inner`` has it."""
-        return self.inner.moved
+        return self.inner.last_progress
 
     def peek(self, block: bytes, size: int) -> bytes | None:
         """As ``inner`` does; not counted, and it does not fail."""

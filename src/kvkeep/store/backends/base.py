@@ -58,18 +58,18 @@ class Backend(ABC):
         capacity: bytes it may hold, or None where it has no limit of its own. `put` raises
             `OutOfRoom` rather than hold more.
         unit: a record counts against the capacity in whole units of so many bytes.
-        doubts: how often it noticed that what it listed last is not what it holds, as when others
-            emptied or replaced the place. The tier lists it again.
-        moved: when a call that takes as long as there is work (`flush`) last got on, in seconds of
-            the monotonic clock. A call that gets on does not hang, however long it takes.
+        stale_listings: how often the backend noticed that its last listing no longer holds, as when
+            others emptied or replaced the place. The tier lists it again.
+        last_progress: when a `flush` last made progress, in seconds of the monotonic clock. A call
+            that makes progress does not count as hanging, however long it takes.
     """
 
     scheme: ClassVar[str]
     shared: bool = False
     capacity: int | None = None
     unit: int = 1
-    doubts: int = 0
-    moved: float = float("-inf")
+    stale_listings: int = 0
+    last_progress: float = float("-inf")
     timeout: float = 5.0
 
     @classmethod

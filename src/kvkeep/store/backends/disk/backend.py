@@ -101,7 +101,7 @@ class DiskBackend(Backend):
     count is ahead by that.
 
     A directory that is emptied, removed, replaced or moved while it is open is made anew by the
-    next put or delete, on the same filesystem only: `doubts` tells.
+    next put or delete, on the same filesystem only: `stale_listings` tells.
 
     Attributes:
         quarantined: records taken out by this object because they did not verify.
@@ -171,9 +171,9 @@ class DiskBackend(Backend):
         return self._syncing.slowed
 
     @property
-    def moved(self) -> float:  # type: ignore[override] # the contract only reads it
+    def last_progress(self) -> float:  # type: ignore[override] # the contract only reads it
         """When a file was synced last (seconds of the monotonic clock)."""
-        return self._syncing.moved
+        return self._syncing.last_progress
 
     # -- records --------------------------------------------------------------------------------
 
@@ -519,7 +519,7 @@ class DiskBackend(Backend):
         _LOG.warning(
             "%s was emptied or replaced by somebody else; it is listed again", self.describe()
         )
-        self.doubts += 1
+        self.stale_listings += 1
 
     def _translated(self, done: str, size: int = 0) -> AbstractContextManager[None]:
         return translated(self.describe(), done, size)

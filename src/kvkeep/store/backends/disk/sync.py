@@ -36,7 +36,7 @@ class Syncing:
 
     Attributes:
         slowed: calls of `slow_down` that had to wait.
-        moved: when something was synced last, in seconds of the monotonic clock.
+        last_progress: when something was synced last, in seconds of the monotonic clock.
         failed: background batches that could not be synced; they are tried again.
 
     The system reports an error of writing once: a second fsync of the same file succeeds, though
@@ -50,7 +50,7 @@ class Syncing:
         self.mode = mode
         self.slowed = 0
         self.failed = 0
-        self.moved = float("-inf")
+        self.last_progress = float("-inf")
         self._root = root
         self._waiting: dict[int, str] = {}  # serial number of the change → path
         self._serial = itertools.count()
@@ -161,7 +161,7 @@ class Syncing:
     def _sync(self, paths: set[str]) -> None:
         for path in sorted(paths):
             sync_path(path)
-            self.moved = time.monotonic()
+            self.last_progress = time.monotonic()
         # Names after contents: a name that lasts must not name what does not.
         for directory in sorted({os.path.dirname(path) for path in paths} - {self._root}):
             sync_path(directory)
