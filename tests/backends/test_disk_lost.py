@@ -14,7 +14,7 @@ import pytest
 
 from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.store import BlockStore
-from kvkeep.store.backends.disk import DiskBackend, directory
+from kvkeep.store.backends.disk import DiskBackend, usage
 from kvkeep.testing.backend_hooks import block_id, content, get, put, sizes_listed
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def test_the_next_put_completes_it(
     tmp_path: Path, way: Callable[[Path], None], small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not small:
-        monkeypatch.setattr("kvkeep.store.backends.disk.backend.SMALL", 0)
+        monkeypatch.setattr("kvkeep.store.backends.disk.usage.SMALL", 0)
     root = tmp_path / "store"
     backend = DiskBackend(root, 16 << 20)
     for block in (A, B):
@@ -125,13 +125,13 @@ def test_a_look_notices_it(tmp_path: Path, way: Callable[[Path], None]) -> None:
 
 def others_count(backend: DiskBackend) -> None:
     """Another process opens the directory."""
-    DiskBackend(backend._home.root, backend.capacity).used()
+    DiskBackend(backend._directory.root, backend.capacity).used()
 
 
 def it_counts(backend: DiskBackend) -> None:
     """As it does now and then while it is full."""
-    with backend._ledger.held(1.0) as count:
-        backend._ledger.recount(count)
+    with backend._usage.ledger.held(1.0) as count:
+        backend._usage.ledger.recount(count)
 
 
 @pytest.mark.parametrize("sweep", [others_count, it_counts])
@@ -145,8 +145,8 @@ def test_an_empty_namespace_that_was_swept_away_is_no_loss(
         put(backend, block, b"record")
     backend.delete([A, B])
     sweep(backend)
-    assert not os.path.isdir(backend._home.space(A))
-    assert os.path.isdir(backend._home.space(OTHER))
+    assert not os.path.isdir(backend._directory.space(A))
+    assert os.path.isdir(backend._directory.space(OTHER))
     if again == "look":
         assert backend.sizes([A, B, OTHER]) == [None, None, 6]
     elif again == "read":
@@ -157,7 +157,7 @@ def test_an_empty_namespace_that_was_swept_away_is_no_loss(
     put(backend, A, b"record")
     assert backend.used() == 2 * UNIT
     # One that is taken away with its records is noticed all the same.
-    shutil.rmtree(backend._home.space(A))
+    shutil.rmtree(backend._directory.space(A))
     assert get(backend, A) is None
     assert backend.stale_listings == 1
     assert get(backend, OTHER) == b"record"
@@ -169,7 +169,7 @@ def test_a_loss_right_after_it_swept_is_noticed(tmp_path: Path) -> None:
     put(backend, A, b"record")
     backend.delete([A])
     it_counts(backend)
-    shutil.rmtree(backend._home.space(OTHER))
+    shutil.rmtree(backend._directory.space(OTHER))
     assert backend.sizes([A, OTHER]) == [None, None]
     assert backend.stale_listings == 1
 
@@ -182,13 +182,14 @@ def test_others_put_while_it_sees_what_was_swept(
     put(backend, A, b"record")
     backend.delete([A])
     others_count(backend)
-    has, spaces = backend._has, count(1)
+    losses, spaces = backend._usage.losses, count(1)
+    is_there = losses._is_there
 
     def meanwhile(space: bytes) -> bool:
-        backend._spaces.add(next(spaces).to_bytes(16, "big"))
-        return has(space)
+        losses._known.add(next(spaces).to_bytes(16, "big"))
+        return is_there(space)
 
-    monkeypatch.setattr(backend, "_has", meanwhile)
+    monkeypatch.setattr(losses, "_is_there", meanwhile)
     assert backend.sizes([A]) == [None]
     assert backend.stale_listings == 0
 
@@ -274,7 +275,7 @@ A, B, C = (block_id(number) for number in range(3))
 backend = DiskBackend(sys.argv[1], 1 << 20)
 put(backend, A, b"record")
 put(backend, B, b"record")
-os.chmod(backend._home.path(A), 0)
+os.chmod(backend._directory.path(A), 0)
 assert get(backend, A) is None and backend.quarantined == 1, "unreadable: no failure of the disk"
 os.chmod(sys.argv[1], 0)
 for change in (lambda: put(backend, C, b"new"), lambda: get(backend, B)):
@@ -338,4 +339,4 @@ def test_statistics_of_a_store_become_true(tmp_path: Path, way: Callable[[Path],
 
 
 def test_counting_inline_is_bounded() -> None:
-    assert directory.SMALL <= 10_000, "so many files are looked at with the lock held"
+    assert usage.SMALL <= 10_000, "so many files are looked at with the lock held"

@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvkeep.core.errors import OutOfRoom
-from kvkeep.store.backends.disk import DiskBackend, directory, journal
-from kvkeep.store.backends.disk import backend as disk_backend
-from kvkeep.store.backends.disk.ledger import Recount
+from kvkeep.store.backends.disk import DiskBackend, directory, journal, usage
+from kvkeep.store.backends.disk.recount import Recount
 from kvkeep.testing.backend_hooks import block_id, put
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ NEW, FAR = block_id(4), block_id(5, space=2)
 @pytest.fixture(autouse=True)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """One file makes a directory large."""
-    monkeypatch.setattr(disk_backend, "SMALL", 0)
+    monkeypatch.setattr(usage, "SMALL", 0)
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def on_disk(root: Path) -> int:
 
 def check(root: Path, backend: DiskBackend) -> None:
     """The count is that of a scan, in all processes, and no journal is kept any more."""
-    assert not backend._ledger.wants_count
+    assert not backend._usage.ledger.wants_count
     assert backend.used() == DiskBackend(root).used() == on_disk(root)
     assert (root / "ledger").stat().st_size == HEAD
 
@@ -77,7 +76,7 @@ class Steps:
             (Recount, "__init__"),
             (Recount, "finish"),
             (directory, "_stat"),
-            (directory.Home, "entries"),
+            (directory.RecordDirectory, "entries"),
         ):
             monkeypatch.setattr(place, name, self._around(getattr(place, name)))
 
@@ -265,7 +264,7 @@ class Walker:
         backend = self.objects[step.who]
         listing = self.listings[step.who] = iter(backend.list())
         backend.used()
-        self.counts[step.who] = backend._ledger.wants_count
+        self.counts[step.who] = backend._usage.ledger.wants_count
         self._go(step.who, listing)
 
     def next(self, step: Walk) -> None:
@@ -291,7 +290,7 @@ class Walker:
     def _go(self, who: int, listing: Iterator[Listed]) -> None:
         if next(listing, None) is None:
             self.listings[who] = None
-            if self.counts[who] and not self.objects[who]._ledger.wants_count:
+            if self.counts[who] and not self.objects[who]._usage.ledger.wants_count:
                 self.exact = True
 
 
@@ -318,7 +317,7 @@ def test_of_two_that_count_at_once_the_later_writes_the_count(root: Path) -> Non
     next(two)
     put(first, A, bytes(3 * UNIT))
     assert len(list(one)) >= 2
-    assert first._ledger.wants_count
+    assert first._usage.ledger.wants_count
     put(first, B, bytes(5 * UNIT))
     assert len(list(two)) >= 2
     check(root, second)
@@ -354,7 +353,7 @@ def test_a_writer_killed_at_any_call_makes_no_room(root: Path, steps: str, seen:
             assert other.used() >= on_disk(root), at
         put(backend, NEW, bytes((1 + at % 5) * UNIT))
         list(listing)
-        if backend._ledger.wants_count:  # killed while it noted the change
+        if backend._usage.ledger.wants_count:  # killed while it noted the change
             list(backend.list())
         check(root, backend)
         for units, block in enumerate((A, B, C), 1):
@@ -403,7 +402,7 @@ def test_a_note_that_was_cut_off_by_a_kill_misleads_nobody(root: Path) -> None:
     assert in_child(work) == signal.SIGKILL
     change(DiskBackend(root), "B5 N6")
     list(listing)
-    assert backend._ledger.wants_count, "that journal is given up"
+    assert backend._usage.ledger.wants_count, "that journal is given up"
     list(backend.list())
     check(root, backend)
 
@@ -457,7 +456,7 @@ def test_a_damaged_journal_counts_nothing(
     change(DiskBackend(root), more)
     before = backend.used()
     list(listing)
-    assert backend._ledger.wants_count
+    assert backend._usage.ledger.wants_count
     assert backend.used() == before
     list(backend.list())
     check(root, backend)
@@ -470,7 +469,7 @@ def test_an_endless_journal_is_given_up(root: Path, monkeypatch: pytest.MonkeyPa
         change(backend, "A2 A3")
         assert (root / "ledger").stat().st_size < 600
     list(listing)
-    assert backend._ledger.wants_count
+    assert backend._usage.ledger.wants_count
     list(backend.list())
     check(root, backend)
 
@@ -493,8 +492,8 @@ def test_on_a_full_disk_records_are_deleted_without_a_journal(
     monkeypatch.setattr(os, "pwrite", full)
     assert backend.delete([B]) == 2 * UNIT
     monkeypatch.undo()
-    monkeypatch.setattr(disk_backend, "SMALL", 0)
+    monkeypatch.setattr(usage, "SMALL", 0)
     list(listing)
-    assert backend._ledger.wants_count
+    assert backend._usage.ledger.wants_count
     list(backend.list())
     check(root, backend)

@@ -15,7 +15,7 @@ import pytest
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store import BlockStore
 from kvkeep.store.backends.disk import DiskBackend, sync
-from kvkeep.store.backends.disk.sync import Syncing
+from kvkeep.store.backends.disk.sync import SyncQueue
 from kvkeep.testing.backend_hooks import block_id, content, get, put
 from kvkeep.testing.backend_threads import together
 
@@ -77,7 +77,7 @@ def test_a_put_never_syncs(tmp_path: Path, power: Power, monkeypatch: pytest.Mon
     power.threads.clear()
     for number in range(60):
         put(backend, block_id(number), b"record")
-    until(lambda: len(backend._syncing) < 4)  # so few are left to a flush
+    until(lambda: len(backend._sync) < 4)  # so few are left to a flush
     assert power.threads == {"kvkeep sync"}
     assert power.most <= 8, "in batches"
     backend.flush()
@@ -166,10 +166,10 @@ def test_a_put_goes_on_when_enough_is_synced(
     backend = DiskBackend(tmp_path / "store")
     for number in range(4):
         put(backend, block_id(number), b"record")
-    monkeypatch.setattr(sync, "time", clock := Clock(0.2, backend._syncing.flush))
+    monkeypatch.setattr(sync, "time", clock := Clock(0.2, backend._sync.flush))
     put(backend, block_id(4), b"record")
     assert 0.2 <= clock.waited < 0.21
-    assert (backend.slowed, len(backend._syncing)) == (1, 1)
+    assert (backend.slowed, len(backend._sync)) == (1, 1)
 
 
 def test_close_drains(tmp_path: Path, power: Power) -> None:
@@ -189,7 +189,7 @@ def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, power: Power)
     started = time.monotonic()
     backend.close()
     assert time.monotonic() - started < 0.9
-    until(lambda: len(backend._syncing) == 0)
+    until(lambda: len(backend._sync) == 0)
 
 
 def test_what_failed_in_the_background_is_tried_again(
@@ -201,11 +201,11 @@ def test_what_failed_in_the_background_is_tried_again(
     power.fails = True
     for number in range(3):
         put(backend, block_id(number), b"record")
-    until(lambda: backend._syncing.failed > 1)
+    until(lambda: backend._sync.failed > 1)
     with pytest.raises(BackendFailed):
         backend.flush()
     power.fails = False
-    until(lambda: len(backend._syncing) == 0)
+    until(lambda: len(backend._sync) == 0)
     with suppress(BackendFailed):  # the thread may have failed again since
         backend.flush()
     backend.flush()
@@ -222,9 +222,9 @@ def test_flush_tells_what_failed_in_the_background(
     power.fails = True
     for number in range(3):
         put(backend, block_id(number), b"record")
-    until(lambda: backend._syncing.failed > 0)
+    until(lambda: backend._sync.failed > 0)
     power.fails = False
-    until(lambda: len(backend._syncing) == 0)
+    until(lambda: len(backend._sync) == 0)
     with pytest.raises(BackendFailed, match="Input/output error"):
         backend.flush()
     backend.flush()
@@ -234,11 +234,11 @@ def test_a_pipe_in_place_of_a_record_does_not_stop_flush(tmp_path: Path) -> None
     backend = DiskBackend(tmp_path / "store")
     for number, kind in enumerate((os.mkfifo, os.mkdir, lambda path: os.symlink("x", path))):
         put(backend, block_id(number), b"record")
-        path = backend._home.path(block_id(number))
+        path = backend._directory.path(block_id(number))
         os.unlink(path)
         kind(path)
     backend.flush()
-    assert len(backend._syncing) == 0
+    assert len(backend._sync) == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -269,29 +269,29 @@ def test_power_lost_at_any_instant_keeps_what_was_flushed(
     together(*[lambda who=who: writer(who) for who in range(4)], flusher, flusher)
     backend.flush()
     assert all(map(power.keeps, done))
-    assert len(backend._syncing) == 0
+    assert len(backend._sync) == 0
 
 
 def test_a_fork_syncs_what_its_parent_had_not(tmp_path: Path) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, block_id(1), b"record")
-    backend._syncing._lock.acquire()  # as if another thread were in the middle
+    backend._sync._lock.acquire()  # as if another thread were in the middle
     child = os.fork()
     if not child:
         status = 1
         try:
             put(backend, block_id(2), content(block_id(2), 1, 5000))
             backend.flush()
-            status = len(backend._syncing)
+            status = len(backend._sync)
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
-    backend._syncing._lock.release()
+    backend._sync._lock.release()
     assert get(backend, block_id(2)) == content(block_id(2), 1, 5000)
 
 
 def test_never_remembers_nothing(tmp_path: Path) -> None:
-    syncing = Syncing("never", str(tmp_path))
-    syncing.changed([str(tmp_path / "x")])
+    syncing = SyncQueue("never", str(tmp_path))
+    syncing.add([str(tmp_path / "x")])
     assert len(syncing) == 0
     assert syncing.drain(0.0)

@@ -1,118 +1,103 @@
-"""Records as files in a directory of a local disk, which several processes may share.
-
-disk.py          the backend
-disk_home.py     the directory: what lies where, whose it is
-disk_ledger.py   the bytes used, counted by all who write
-disk_journal.py  what changes while a large directory is counted
-disk_sync.py     what is still to be made to last
-disk_files.py    whole records to and from files, with direct I/O
-"""
+"""`DiskBackend`: records as files in a directory."""
 
 from __future__ import annotations
 
-import errno
 import logging
+import math
 import os
 import re
 import sys
 import time
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
-from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom, whole
+from kvkeep.core.errors import BackendFailed, InvalidValue, whole
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed
-from kvkeep.store.backends.disk import notes
-from kvkeep.store.backends.disk.directory import SMALL, Home
 from kvkeep.store.backends.disk.files import (
     ABSENT,
-    create_locked,
+    CANNOT_WRITE,
     open_record,
-    padded,
-    preallocate,
     read_whole,
     size_of,
     supports_direct,
     translated,
-    write_whole,
 )
-from kvkeep.store.backends.disk.ledger import DiskLedger, Recount
-from kvkeep.store.backends.disk.sync import Sync, Syncing
+from kvkeep.store.backends.disk.notes import add_note, read_notes
+from kvkeep.store.backends.disk.opening import open_directory, restore
+from kvkeep.store.backends.disk.sync import Sync, SyncQueue
+from kvkeep.store.backends.disk.usage import DiskUsage
+from kvkeep.store.backends.disk.writing import RecordWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from kvkeep.store.backends.base import Room
-    from kvkeep.store.backends.disk.ledger import Count
     from kvkeep.store.backends.urls import TierURL
 
-__all__ = ["DiskBackend", "Io", "Sync"]
+__all__ = ["DiskBackend", "Io"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
 
 Io = Literal["auto", "direct", "buffered"]
 
 DIRECT_FROM: Final = 64 * 1024
-"""Bytes: with ``io="auto"``, records from this size on go around the page cache. Below it, waiting
-for the device costs more than copying does."""
-RECOUNT_AFTER: Final = 300.0
-"""Seconds after which a full store is counted anew: somebody may have deleted files by hand."""
-_PER_LOCK: Final = 32  # files that are unlinked while others wait
-_APART: Final = 1000  # nanoseconds between the times of two blocks that were used at once
+"""Bytes from which ``io="auto"`` bypasses the page cache. Below, waiting for the device costs more
+than a copy."""
+_PER_LOCK: Final = 32  # files unlinked before other processes get the lock
+_APART: Final = 1000  # nanoseconds between the times of two blocks used at once
 _AHEAD: Final = 1.0  # seconds that a file's time may be ahead of the clock
-
-_READ_ONLY: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 class DiskBackend(Backend):
     """One directory of a disk, one file a record: ``file:///path?size=200GiB&sync=flush&io=auto``.
 
     Arguments:
-        path: the directory. It is made with mode 0700; one of ours is tightened to that. It must
-            be empty or hold records already; nothing that is not ours is ever deleted.
-        capacity: bytes that all records may have, files counted in whole units of 4096 bytes,
-            those being written and those in quarantine included. All processes that share the
-            directory are counted together, at any instant; each keeps to its own capacity. Files
-            that are no records are not counted. None: as much as the filesystem has.
+        path: the directory, created with mode 0700; an existing one of ours is tightened to that.
+            It must be empty or hold records already; foreign files are never deleted.
+        capacity: maximum bytes of all records, files counted in whole units of 4096 bytes, those
+            being written and those in quarantine included. All processes that share the directory
+            are counted together at any instant; each keeps to its own capacity. Foreign files are
+            not counted. None: as much as the filesystem has.
         sync: what survives a loss of power, see below.
-        io: ``direct`` goes around the page cache, ``buffered`` through it; ``auto`` is direct from
-            64 KiB on where the filesystem can, else buffered.
+        io: ``direct`` bypasses the page cache, ``buffered`` uses it; ``auto`` is direct from 64 KiB
+            on if the filesystem supports it, else buffered.
 
     What survives, by ``sync``:
 
         =========  ====================  ========================================================
         ``sync``   the process killed    power lost, or the kernel crashed
         =========  ====================  ========================================================
-        never      every finished put    nothing is sure; records may be torn or empty
+        never      every finished put    nothing for certain; records may be torn or empty
         flush      every finished put    what was put before the last `flush` that returned
         always     every finished put    every finished put
         =========  ====================  ========================================================
 
-    A record is never torn by a killed process: it gets its name when it is whole. One that power
-    loss tore is found by its checksum, in the tier above. A `delete` is as lasting as a put. A disk
-    that lies about its write cache can break the promises of the last column.
+    A killed process tears no record: a file gets its name when it is complete. The tier above
+    detects a record torn by a loss of power by its checksum. A `delete` is as durable as a put. A
+    disk that lies about its write cache can break the promises of the last column.
 
-    With ``flush``, a thread syncs in the background what was put, from 64 files on, so a `flush`
-    has little left to do. Where the disk syncs more slowly than is put, 32,768 files may wait; then
-    each put is slowed down by a second at most, or half of ``timeout`` if that is shorter, and from
-    65,536 on it fails.
+    With ``flush``, a background thread syncs from 64 files on, so a `flush` has little left to do.
+    If the disk syncs more slowly than records are put, 32,768 files may be unsynced; beyond that
+    each put waits for a second at most, or half of ``timeout`` if shorter. From 65,536 on it fails.
 
-    The space of what was deleted or replaced is given back within milliseconds of the call; the
-    count is ahead by that.
+    Deleted and replaced files free their space within milliseconds of the call; the count drops at
+    once.
 
-    A directory that is emptied, removed, replaced or moved while it is open is made anew by the
-    next put or delete, on the same filesystem only: `stale_listings` tells.
+    A directory that is emptied, removed, replaced or moved while open is created again by the next
+    put or delete, on the same filesystem only; `stale_listings` counts such events.
 
     Attributes:
-        quarantined: records taken out by this object because they did not verify.
-        odd: what the last full `list` found that is no record: foreign names, no files, empty.
-        odd_bytes: what the foreign files among them have; they are not counted.
+        quarantined: records that this object put into quarantine.
+        odd: entries of the last complete `list` that are no records: foreign names, special files,
+            empty files.
+        odd_bytes: bytes of the foreign files among them.
 
-    Thread safety: every method, from any thread and process; a fork may go on using it. The
-    directory must be on a filesystem whose ``flock`` reaches all that write there: one machine's.
-    Cost: a put or delete takes the ledger's lock for some ten microseconds. The first use of an
-    object counts the directory, with the lock held if it has 8,192 files at most; a larger one is
-    counted by the first `list`, while others go on writing.
+    Thread safety: every method, from any thread and process; also after a fork. The directory must
+    be on a filesystem whose ``flock`` reaches all writers, which means one machine. Cost: a put or
+    delete holds the ledger's lock for some ten microseconds. The first use of an object counts the
+    directory, under the lock if it has at most 8,192 files; the first `list` counts a larger one
+    while others go on writing.
     """
 
     scheme: ClassVar[str] = "file"
@@ -139,18 +124,17 @@ class DiskBackend(Backend):
         self.quarantined = 0
         self.odd = 0
         self.odd_bytes = 0
-        self._home = Home(path)
-        self._ledger = DiskLedger(
-            self._home.ledger, self._recount, self._home.restore, self._replaced
-        )
-        self._spaces: set[bytes] = set()  # namespaces whose directory was there when last used
-        self._sweeps = self._ledger.sweeps()
+        self._directory = open_directory(path)
+        self._usage = DiskUsage(self._directory, self.capacity)
         with self._translated("opened"):
-            can = io != "buffered" and supports_direct(self._home.format)
+            can = io != "buffered" and supports_direct(self._directory.format)
         if io == "direct" and not can:
             raise InvalidValue(f"the filesystem of {self.describe()} has no direct I/O; io=auto")
-        self._direct_from = (0 if io == "direct" else DIRECT_FROM) if can else None
-        self._syncing = Syncing(sync, self._home.root)
+        self._direct_from = (0 if io == "direct" else DIRECT_FROM) if can else math.inf
+        self._sync = SyncQueue(sync, self._directory.root)
+        self._writer = RecordWriter(
+            self._directory, self._usage, direct_from=self._direct_from, sync=sync == "always"
+        )
 
     @classmethod
     def from_url(cls, url: TierURL) -> DiskBackend:
@@ -167,67 +151,63 @@ class DiskBackend(Backend):
 
     @property
     def slowed(self) -> int:
-        """Puts that waited because the disk syncs more slowly than is put."""
-        return self._syncing.slowed
+        """Puts that waited because the disk syncs more slowly than records are put."""
+        return self._sync.slowed
 
     @property
     def last_progress(self) -> float:  # type: ignore[override] # the contract only reads it
-        """When a file was synced last (seconds of the monotonic clock)."""
-        return self._syncing.last_progress
+        """When a file was synced last, in seconds of the monotonic clock."""
+        return self._sync.last_progress
+
+    @property
+    def stale_listings(self) -> int:  # type: ignore[override] # the contract only reads it
+        """How often the directory was found emptied or replaced."""
+        return self._usage.losses.count
 
     # -- records --------------------------------------------------------------------------------
 
     def put(self, block: bytes, record: memoryview) -> None:
-        """Write ``record`` beside the others, then give it its name.
+        """Write ``record`` to a temporary file, then rename it.
 
         Raises:
-            OutOfRoom: capacity would be passed, and ``needed`` bytes must go before; or the
+            OutOfRoom: capacity would be exceeded; ``needed`` says by how many bytes. Or the
                 filesystem is full. Nothing changed.
-            BackendFailed: the filesystem refuses, or the lock could not be had.
+            BackendFailed: the filesystem failed, or the ledger's lock was not free in time.
         """
         assert len(record), "a record of no bytes"
-        self._syncing.slow_down(self.timeout)
+        self._sync.throttle(self.timeout)
         with self._translated("written", len(record)):
-            path = self._home.path(block)
-            fd, tmp = self._reserve(len(record))
-            try:
-                self._fill(fd, record)
-                self._name(tmp, path, block)
-            except BaseException:
-                self._forget(tmp)
-                raise
-            finally:
-                os.close(fd)
-            self._syncing.changed([path])
+            self._sync.add([self._writer.write(block, record, self.timeout)])
 
     def get(self, block: bytes, room: Room) -> memoryview | None:
-        """Read the record. An empty file, or one that may not be read, goes to quarantine.
+        """Read the record. An empty or unreadable file goes to quarantine.
 
-        A symlink, a pipe or a directory in its place is no record, and is left alone.
+        A symlink, pipe or directory in its place is no record and is left alone.
 
         Raises:
-            BackendFailed: the file could not be read, or was cut short while it was read.
+            BackendFailed: the file cannot be read, or was truncated while it was read.
         """
-        reason: str | None = None
+        unreadable = False
+        path = self._directory.path(block)
         with self._translated("read"):
             try:
-                held = open_record(self._home.path(block))
+                held = open_record(path)
             except PermissionError:
-                if size_of(self._home.path(block)) is None:
+                if size_of(path) is None:
                     raise
-                held, reason = None, "unreadable"
-        if reason is not None:
-            self.quarantine(block, reason)
+                held, unreadable = None, True
+        if unreadable:
+            self.quarantine(block, "unreadable")
             return None
         if held is None:
-            self._look([block])
+            self._usage.losses.check([block])
             return None
         fd, size = held
         try:
             if size:
-                buffer = room(size)  # what it raises is the caller's
+                buffer = room(size)  # its errors are the caller's
                 with self._translated("read"):
-                    if read_whole(fd, buffer, direct=self._is_direct(size)):
+                    if read_whole(fd, buffer, direct=size >= self._direct_from):
                         return buffer
                 raise BackendFailed(f"a record in {self.describe()} was cut short meanwhile")
         finally:
@@ -236,17 +216,17 @@ class DiskBackend(Backend):
         return None
 
     def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
-        """Bytes of each record, one look at the directory each (2 µs)."""
+        """Return sizes, by one `os.stat` each (2 µs)."""
         with self._translated("looked up"):
-            found = [size_of(self._home.path(block)) for block in blocks]
+            found = [size_of(self._directory.path(block)) for block in blocks]
         if None in found:
-            self._look(blocks)
+            self._usage.losses.check(blocks)
         return found
 
     def peek(self, block: bytes, size: int) -> bytes | None:
-        """The first ``size`` bytes of a record; None when it is not there."""
+        """Return the first ``size`` bytes of a record; None if it is missing."""
         with self._translated("read"):
-            held = open_record(self._home.path(block))
+            held = open_record(self._directory.path(block))
             if held is None:
                 return None
             try:
@@ -255,30 +235,30 @@ class DiskBackend(Backend):
                 os.close(held[0])
 
     def delete(self, blocks: Sequence[bytes]) -> int:
-        """Unlink records; how many bytes they had. The room they leave is that or more."""
+        """Unlink records; return their sizes. The space freed is that or more."""
         freed = 0
         with self._translated("deleted"):
             for start in range(0, len(blocks), _PER_LOCK):
                 some = blocks[start : start + _PER_LOCK]
-                # A directory that is none of ours is looked into by nobody.
-                some = [block for block in some if self._home.has_space(block)]
-                with self._ledger.held(self.timeout) as count:
-                    freed += sum(count.remove(self._home.path(block), block) for block in some)
+                # Raises if a foreign thing has the name of a namespace: nothing behind it is ours.
+                some = [block for block in some if self._directory.has_space(block)]
+                with self._usage.ledger.held(self.timeout) as count:
+                    freed += sum(count.remove(self._directory.path(block), block) for block in some)
             if freed:
-                self._syncing.changed({self._home.space(block) for block in blocks})
+                self._sync.add({self._directory.space(block) for block in blocks})
         return freed
 
     def list(self) -> Iterator[Listed]:
-        """Every record, by names and file attributes alone.
+        """Yield every record, from names and file attributes alone.
 
-        The first time, a large directory is counted as well. Memory: 32 bytes a record of the
-        namespace that is being listed, 48 while it is counted.
+        The first listing also counts a large directory. Memory: 32 bytes a record of the namespace
+        being listed; while it counts, 16 more for every record.
         """
         now, odd, odd_bytes = time.time(), 0, 0
         spaces: set[bytes] = set()
         with self._translated("listed"):
-            recount = self._recount_along()
-            for block, size, used in self._home.scan():
+            recount = self._usage.begin_recount(self.timeout)
+            for block, size, used in self._directory.scan():
                 if block is None:
                     odd += 1
                     odd_bytes += size
@@ -287,12 +267,12 @@ class DiskBackend(Backend):
                     recount.saw(block, size)
                 spaces.add(block[:SPACE_BYTES])
                 if used > now + _AHEAD:
-                    # The clock was ahead. Used now at the latest, it must age from now on.
+                    # The clock was ahead when it was used. With the time of now it ages as others.
                     self.touch([block])
                 yield Listed(block, size, min(used, now))
             if recount is not None:
-                recount.finish(self.timeout, self._home.path, self._home.beside)
-        self._spaces = spaces
+                recount.finish(self.timeout)
+        self._usage.losses.listed(spaces)
         if odd_bytes and not self.odd_bytes:
             _LOG.warning(
                 "%s holds %d bytes in files that are no records; they are left alone and not "
@@ -303,223 +283,83 @@ class DiskBackend(Backend):
         self.odd, self.odd_bytes = odd, odd_bytes
 
     def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
-        """Set the modification time; where that is not allowed, recency is not remembered.
+        """Set modification times; does nothing where that is not permitted.
 
-        Cost: 5 µs a block. No two of a call get the same time, so they keep their order.
+        Cost: 5 µs a block. The times of one call differ, so blocks keep their order.
         """
         before = 0
         with self._translated("touched"):
             for at, block in enumerate(blocks):
                 when = time.time_ns() if used is None else int(used[at] * 1e9)
                 before = when = max(when, before + _APART)
-                path = self._home.path(block)
+                path = self._directory.path(block)
                 try:
                     if used is not None and os.lstat(path).st_mtime_ns >= when:
                         continue
                     os.utime(path, ns=(when, when), follow_symlinks=False)
                 except OSError as error:
-                    # A read-only store is still good for reading.
-                    if error.errno not in ABSENT | _READ_ONLY:
+                    # A read-only directory is still good for reading.
+                    if error.errno not in ABSENT | CANNOT_WRITE:
                         raise
 
     def quarantine(self, block: bytes, reason: str) -> None:
-        """Move the record out of the way; the newest 16 are kept for inspection.
+        """Move the record to ``quarantine/``, with the reason in its name, for inspection.
 
-        They have a sixteenth of the capacity at most, and the reason in their names.
+        The newest 16 are kept, in a sixteenth of the capacity at most.
         """
+        directory = self._directory
         slug = re.sub(r"[^a-z0-9]+", "-", reason.lower()).strip("-")[:60] or "bad"
         name = f"{time.time_ns():020}.{block.hex()}.{slug}"
-        with self._translated("quarantined"), self._ledger.held(self.timeout) as count:
+        with self._translated("quarantined"), self._usage.ledger.held(self.timeout) as count:
             try:
-                count.put_aside(self._home.path(block), f"{self._home.quarantine}/{name}", block)
+                count.quarantine(directory.path(block), f"{directory.quarantine}/{name}", block)
             except FileNotFoundError:
-                if size_of(self._home.path(block)) is not None:
-                    self._home.restore()  # its own directory is missing
+                if size_of(directory.path(block)) is not None:
+                    restore(directory)  # quarantine/ itself is missing
                     raise
                 return
             self.quarantined += 1
-            for path in self._home.surplus(self.capacity):
+            for path in directory.quarantine_surplus(self.capacity):
                 if count.remove(path) and path.endswith(name):
-                    # So large that somebody may have put it here by hand, where nobody counted it.
-                    self._ledger.recount(count)
+                    # Too large to be kept: perhaps put here by hand, and never counted.
+                    self._usage.ledger.recount(count)
 
     # -- the whole ------------------------------------------------------------------------------
 
     def used(self) -> int:
-        """Bytes of all records, in whole units, with those being written and in quarantine.
+        """Return the bytes of all records, in whole units, unfinished and quarantined included.
 
-        Of a large directory that was never counted, as `list` does, it is what the last process
-        wrote down.
+        For a large directory that no `list` of this object has counted, it is the count that other
+        processes wrote last.
         """
         with self._translated("counted"):
-            try:
-                with self._ledger.held(self.timeout) as count:
-                    return count.used
-            except OSError as error:
-                if error.errno not in _READ_ONLY:
-                    raise
-            used = self._home.used()
-            assert used is not None, "without a limit all is counted"
-            return used
+            return self._usage.used(self.timeout)
 
     def flush(self) -> None:
-        """With ``sync="flush"``, all that was put or deleted before this survives a loss of power.
+        """With ``sync="flush"``, make earlier puts and deletes survive a loss of power.
 
-        Cost: one ``fsync`` a record that was not synced in the background, and one a directory.
+        Cost: one ``fsync`` for each record that is not synced yet, and one for each directory.
         """
         with self._translated("flushed"):
-            self._syncing.flush()
+            self._sync.flush()
 
     def note_space(self, space: bytes, note: bytes) -> None:
-        """A line of the file ``spaces``."""
+        """Append a line to the file ``spaces``."""
         with self._translated("written to"):
-            notes.note(self._home.root, space, note)
+            add_note(self._directory.root, space, note)
 
     def noted_spaces(self) -> dict[bytes, bytes]:
-        """The lines of the file ``spaces``."""
+        """Return the lines of the file ``spaces``."""
         with self._translated("read"):
-            return notes.noted(self._home.root)
+            return read_notes(self._directory.root)
 
     def close(self) -> None:
-        """Sync what is left, for as long as a call may take; the rest is synced behind it."""
-        self._syncing.drain(self.timeout)
+        """Wait up to ``timeout`` seconds for unsynced files; a thread syncs the rest afterwards."""
+        self._sync.drain(self.timeout)
 
     def describe(self) -> str:
-        """The directory as a URL."""
-        return f"file://{self._home.root}"
-
-    # -- the steps of put -----------------------------------------------------------------------
-
-    def _reserve(self, size: int) -> tuple[int, str]:
-        """Create the file of a record, as long as it will be: its length is what is counted."""
-        tmp = f"{self._home.tmp}/{os.getpid()}-{os.urandom(12).hex()}"
-        with self._ledger.held(self.timeout) as count:
-            self._make_room(count, padded(size))
-            count.mark(padded(size))
-            try:
-                fd = self._create(tmp, padded(size))
-            except OSError:
-                count.settle()  # nothing changed
-                raise
-            count.used += padded(size)
-        return fd, tmp
-
-    def _create(self, tmp: str, size: int) -> int:
-        try:
-            return create_locked(tmp, size)
-        except FileNotFoundError:
-            self._home.restore()  # the directory of what is being written was taken away
-            return create_locked(tmp, size)
-
-    def _make_room(self, count: Count, need: int) -> None:
-        """Have ``need`` bytes below the capacity, without a record that is any good going."""
-        if self.capacity is None or count.used + need <= self.capacity:
-            return
-        self._collect(count)
-        counted_at = self._ledger.counted_at
-        if counted_at is not None and time.monotonic() - counted_at > RECOUNT_AFTER:
-            self._ledger.recount(count)
-        if count.used + need > self.capacity:
-            raise OutOfRoom(count.used + need - self.capacity, self.describe())
-
-    def _fill(self, fd: int, record: memoryview) -> None:
-        size = len(record)
-        preallocate(fd, padded(size))
-        write_whole(fd, record, direct=self._is_direct(size))
-        if size != padded(size):
-            os.ftruncate(fd, size)
-        # The kernel stamps writes by a coarse clock; by this one records keep their order.
-        os.utime(fd, ns=(now := time.time_ns(), now))
-        if self._syncing.mode == "always":
-            os.fsync(fd)
-
-    def _name(self, tmp: str, path: str, block: bytes) -> None:
-        """Give a record that is whole its name."""
-        with self._ledger.held(self.timeout) as count:
-            if not self._home.has_space(block):
-                if self._lost({block[:SPACE_BYTES]}):
-                    self._ledger.recount(count)  # what was there may be counted
-                    self._doubt()
-                os.mkdir(self._home.space(block), 0o700)
-            count.rename(tmp, path, block)
-        self._spaces.add(block[:SPACE_BYTES])
-
-    def _forget(self, tmp: str) -> None:
-        """Take a record away that got no name."""
-        try:
-            with self._ledger.held(self.timeout) as count:
-                count.remove(tmp)
-        except OSError:
-            # What made the put fail is what the caller should hear of. The file is counted, and
-            # collected like those of killed writers.
-            return
-
-    # -- helpers --------------------------------------------------------------------------------
-
-    def _is_direct(self, size: int) -> bool:
-        return self._direct_from is not None and size >= self._direct_from
-
-    def _recount(self, count: Count) -> int | None:
-        self._collect(count)
-        if empty := self._home.empty_spaces():
-            before = self._ledger.sweeps()
-            count.sweep()
-            self._home.sweep(empty)
-            if before == self._sweeps:  # nobody else took any away: it is known which are gone
-                self._sweeps = self._ledger.sweeps()
-                self._spaces.difference_update(map(bytes.fromhex, empty))
-        return self._home.used(SMALL)
-
-    def _collect(self, count: Count) -> None:
-        """Take away what killed writers left."""
-        for path in self._home.left_behind():
-            count.remove(path)
-
-    def _recount_along(self) -> Recount | None:
-        """What counts the directory while it is listed, if that must be."""
-        try:
-            if self._ledger.counted_at is None:
-                with self._ledger.held(self.timeout):
-                    pass  # the first use of an object counts
-            if self._ledger.wants_count:
-                return Recount(self._ledger, self.timeout)
-        except OSError as error:
-            # What can only be read need not be counted. One that is gone is listed as empty.
-            if error.errno not in _READ_ONLY | {errno.ENOENT}:
-                raise
-        return None
-
-    def _look(self, blocks: Sequence[bytes]) -> None:
-        """Some of ``blocks`` are missing: see whether they are gone together with all others."""
-        lost = self._lost({block[:SPACE_BYTES] for block in blocks})
-        if lost or not self._ledger.is_there():
-            self._ledger.forget()
-            self._spaces -= lost
-            self._doubt()
-
-    def _lost(self, spaces: set[bytes]) -> set[bytes]:
-        """Those of ``spaces`` whose directory was there and is gone, with what was in it."""
-        lost = {space for space in spaces & self._spaces if not self._has(space)}
-        if lost and (sweeps := self._ledger.sweeps()) != self._sweeps:
-            # Somebody counted, and took away what was empty. These may have been.
-            self._sweeps = sweeps
-            known = self._spaces.copy()  # other threads put meanwhile
-            self._spaces.difference_update([space for space in known if not self._has(space)])
-            lost = set()
-        return lost
-
-    def _has(self, space: bytes) -> bool:
-        return os.path.isdir(self._home.space(space))
-
-    def _replaced(self) -> None:
-        self._spaces = set()
-        self._doubt()
-
-    def _doubt(self) -> None:
-        _LOG.warning(
-            "%s was emptied or replaced by somebody else; it is listed again", self.describe()
-        )
-        self.stale_listings += 1
+        """Return the directory as a URL."""
+        return self._directory.url
 
     def _translated(self, done: str, size: int = 0) -> AbstractContextManager[None]:
-        return translated(self.describe(), done, size)
+        return translated(self._directory.url, done, size)

@@ -1,31 +1,25 @@
-"""The bytes used in a directory, counted by all the processes that write there.
+"""The bytes used in a directory, counted by all processes that write there.
 
-    lock ─▶ counted, and unmarked? ──no──▶ recount: a scan of the directory, if it is small
+    lock ─▶ counted, and unmarked? ──no──▶ recount: scan the directory, if it is small
                 │ yes                        │
                 ▼                            ▼
               is there room? ─▶ mark ─▶ create, rename or unlink ─▶ new count, unmark ─▶ unlock
 
-A process that is killed while the mark is set leaves it there, and the next one recounts. A process
-that is killed elsewhere leaves a right count. The count that power loss leaves is not trusted: each
-process recounts once, before its first use. The lock is flock's, so it ends with its holder; it is
-held for accounting, never while data is written, and never while a large directory is scanned.
+A process killed while the mark is set leaves the mark, and the next process recounts. Killed at any
+other moment it leaves a correct count. The count after a loss of power is not trusted: each process
+recounts once, before its first use. The lock is flock's, so the kernel releases it when its holder
+dies. It is held for accounting, never while data is written or a large directory is scanned.
 
-A large directory is counted while others write there, in three steps (`Recount`):
-
-1. Under the lock: begin a journal (`disk_journal`). From now on it has every record that changes.
-2. Without the lock: add up the sizes of all records. What changes meanwhile is seen or missed.
-3. Under the lock: look again at each record in the journal; write the count; end the journal.
-
-Until then the count that was there goes on being used. A killed process leaves one that is too high
-at most, by the change that it was making; a loss of power leaves an old one, and whoever takes the
-ledger away leaves 0.
+A large directory is counted while other processes write there (`recount.Recount`). Until that is
+finished, the old count stays in use. It is at most one change too high after a process was killed,
+outdated after a loss of power, and 0 if somebody removed the ledger.
 
 The file, little-endian:
 
-     0  magic, 1 when unmarked, bytes used
-    24  which ledger this is
-    40  what the journal is for and where it ends, see disk_journal
-    56  how often directories of empty namespaces were taken away
+     0  magic, 1 if unmarked, bytes used
+    24  id of this ledger
+    40  state of the journal, see journal.py
+    56  number of sweeps of empty namespaces
     64  the journal
 """
 
@@ -38,11 +32,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from kvkeep.core.errors import BackendFailed
-from kvkeep.store.backends.disk.directory import LEDGER_MAGIC as _MAGIC
-from kvkeep.store.backends.disk.files import open_known, padded, pin, size_of
+from kvkeep.store.backends.disk.files import open_known, padded, pin
 from kvkeep.store.backends.disk.journal import HEAD, ChangeJournal
 
 if TYPE_CHECKING:
@@ -51,19 +42,23 @@ if TYPE_CHECKING:
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Count", "DiskLedger", "Recount"]
+__all__ = ["LEDGER_MAGIC", "Count", "DiskLedger"]
 
-_LAYOUT: Final = struct.Struct("<8sQQ")  # magic, 1 when unmarked, bytes used
-_ID: Final = struct.Struct("<16s")  # which ledger this is
-_SWEEPS_AT: Final = 56  # behind the journal's state
-_NOT_YET: Final = bytes(_ID.size)
+LEDGER_MAGIC: Final = b"kvledger"
+_LAYOUT: Final = struct.Struct("<8sQQ")  # magic, 1 if unmarked, bytes used
+_ID: Final = struct.Struct("<16s")
+_SWEEPS_AT: Final = 56
+_NO_ID: Final = bytes(_ID.size)
 _FIRST_PAUSE: Final = 0.0001  # seconds
 
 
 class Count:
-    """The bytes used, while the lock is held: every change of the directory goes through here.
+    """The bytes used, while the lock is held. Every change of the directory goes through here.
 
-    ``used`` is set after `mark`. It is in bytes, each file counted in whole units of `ALIGNMENT`.
+    Attributes:
+        used: bytes, each file in whole units of `ALIGNMENT`. Set it only after `mark`.
+        journal: the changes during a recount, if one runs.
+        pins: descriptors of unlinked files, closed after the lock is released (see `files.pin`).
     """
 
     __slots__ = ("_fd", "_marked", "journal", "pins", "used")
@@ -72,29 +67,29 @@ class Count:
         self._fd = fd
         self._marked = False
         self.journal = journal
-        self.pins: list[int] = []  # what is unlinked already, and freed when the lock is
+        self.pins: list[int] = []
         self.used = used
 
     def mark(self, more: int = 0) -> None:
-        """The directory is about to change, and ``used`` with it, by at most ``more`` bytes.
+        """Announce a change of the directory that adds at most ``more`` bytes.
 
-        That much is written at once: whoever is killed leaves no count that is too low.
+        The larger count is written at once, so a process killed now leaves no count too low.
         """
         if more or not self._marked:
             self._marked = True
             self._write(more)
 
     def settle(self) -> None:
-        """``used`` is what is in the directory: write it down and take the mark away."""
-        # Below zero somebody put files here by hand, which nobody counted: the mark stays.
+        """Write ``used``, which now is what the directory has, and clear the mark."""
+        # Below zero, somebody added uncounted files by hand: the mark stays, so it is recounted.
         if self._marked and self.used >= 0:
             self._marked = False
             self._write(0)
 
     def remove(self, path: str, block: bytes | None = None) -> int:
-        """Unlink a file; how long it was, in bytes, 0 when it is not there or no regular file.
+        """Unlink a regular file; return its size in bytes, 0 if there is none.
 
-        ``block``: the record that it is, if it is one.
+        ``block`` is the id of the record in it, if it is a record.
         """
         held = pin(path)
         if held is None:
@@ -108,7 +103,7 @@ class Count:
         return held[1]
 
     def rename(self, source: str, target: str, block: bytes) -> None:
-        """Move a file to ``target``, the record of ``block``, in place of what is there."""
+        """Rename a file to ``target``, the record of ``block``, replacing an older one."""
         held = pin(target)
         self.mark()
         self.journal.note(block)
@@ -122,8 +117,8 @@ class Count:
         if held is not None:
             self.used -= padded(held[1])
 
-    def put_aside(self, source: str, target: str, block: bytes) -> None:
-        """Move the record of ``block`` to quarantine, where it counts as much as before."""
+    def quarantine(self, source: str, target: str, block: bytes) -> None:
+        """Rename the record of ``block`` into quarantine, where it counts as before."""
         if self.journal:
             self.mark()
             self.journal.note(block)
@@ -133,14 +128,14 @@ class Count:
             self.settle()
             raise
 
-    def sweep(self) -> None:
-        """Directories of empty namespaces are about to be taken away: see `DiskLedger.sweeps`."""
+    def note_sweep(self) -> None:
+        """Announce the removal of empty namespaces' directories: see `DiskLedger.sweeps`."""
         data = ((_sweeps(self._fd) + 1) % (1 << 64)).to_bytes(8, "little")
         os.pwrite(self._fd, data, _SWEEPS_AT)
 
     def _write(self, more: int) -> None:
-        # One call within one page: whoever is killed has written all of it or nothing.
-        data = _LAYOUT.pack(_MAGIC, not self._marked, max(self.used + more, 0))
+        # One call within one page: a killed process has written all of it or nothing.
+        data = _LAYOUT.pack(LEDGER_MAGIC, not self._marked, max(self.used + more, 0))
         os.pwrite(self._fd, data, 0)
 
 
@@ -149,15 +144,18 @@ class DiskLedger:
 
     Arguments:
         path: the file.
-        recount: scans the directory for the bytes used, or says None when it is too large for
-            that. It is called with the lock held, before the first use and whenever the count
-            cannot be trusted. After a None `wants_count` is set, until a `Recount` is finished.
-        restore: makes the file when it is gone.
-        replaced: is called when the file is another one than at the last use: somebody emptied or
-            exchanged the directory.
+        recount: returns the bytes used from a scan, or None if the directory is too large to be
+            scanned under the lock. Called with the lock held, before the first use and whenever
+            the count cannot be trusted. After None, `wants_count` is set until a `Recount` ends.
+        restore: creates the file when it is missing.
+        replaced: called when the file is not the one of the last use: somebody emptied or
+            replaced the directory.
 
-    Thread safety: every use opens the file anew, so the lock is between threads as well as
-    processes, and a fork inherits nothing that it could hold for ever.
+    Attributes:
+        counted_at: when this process last counted, in seconds of the monotonic clock.
+
+    Thread safety: each use opens the file anew, so the lock excludes threads as well as processes,
+    and a forked child inherits no lock.
     """
 
     def __init__(
@@ -168,19 +166,20 @@ class DiskLedger:
         replaced: Callable[[], None] | None = None,
     ) -> None:
         self.path = path
-        self.counted_at: float | None = None  # seconds of the monotonic clock
+        self.counted_at: float | None = None
         self.wants_count = False
         self._recount = recount
         self._restore = restore
         self._replaced = replaced
-        self._id = _NOT_YET
+        self._id = _NO_ID
         self._file: tuple[int, int] | None = None  # device and inode at the last use
 
     @contextmanager
     def held(self, timeout: float) -> Iterator[Count]:
-        """Hold the lock around accounting; what is raised while the mark is set leaves it set.
+        """Hold the lock around accounting. An exception after `Count.mark` leaves the mark set.
 
-        Raises `BackendFailed` when the lock could not be had in ``timeout`` seconds.
+        Raises:
+            BackendFailed: another process held the lock for ``timeout`` seconds.
         """
         fd = self._open_locked(timeout)
         pins: list[int] = []
@@ -190,33 +189,42 @@ class DiskLedger:
             yield count
             count.settle()
         finally:
-            # Closing is not enough where a process was forked meanwhile: it has the file open too.
+            # Closing alone keeps the lock if this process forked meanwhile: the child has it open.
             fcntl.flock(fd, fcntl.LOCK_UN)
             for held in (fd, *pins):
                 os.close(held)
 
     def recount(self, count: Count) -> None:
-        """Count anew while the lock is held; a large directory is counted by the next listing."""
+        """Recount while the lock is held; a large directory is left to the next listing."""
         count.mark()
         used = self._recount(count)
         if used is None:
             self.wants_count = True
         else:
             count.used = used
-            if count.journal:  # of a recount that goes on or was killed: nobody needs it now
+            if count.journal:  # of a recount that still runs or was killed: superseded
                 count.journal.end()
         count.settle()
         self.counted_at = time.monotonic()
 
-    def is_there(self) -> bool:
-        """Whether the file is the one that was used last. Cost: one look at the directory."""
+    def counted(self) -> None:
+        """Note that a `Recount` has just written the count."""
+        self.wants_count = False
+        self.counted_at = time.monotonic()
+
+    def is_same_file(self) -> bool:
+        """Whether the file is the one of the last use. Cost: one `os.stat`."""
         return self._file is None or self._file == _file_at(self.path)
 
-    def sweeps(self) -> int:
-        """How often somebody took away the directories of empty namespaces; no lock is needed.
+    def forget_file(self) -> None:
+        """Make `is_same_file` true until the next use: the replacement was noticed."""
+        self._file = None
 
-        Whoever misses such a directory, and finds this number to be another one than before, need
-        not think that records were lost with it.
+    def sweeps(self) -> int:
+        """Return how often directories of empty namespaces were removed; needs no lock.
+
+        A process that misses such a directory and finds this number changed need not conclude that
+        records were lost with it.
         """
         try:
             fd, _ = open_known(self.path, os.O_RDONLY)
@@ -226,10 +234,6 @@ class DiskLedger:
             return _sweeps(fd)
         finally:
             os.close(fd)
-
-    def forget(self) -> None:
-        """It was seen that the file is not the one of the last use: ask `is_there` no more."""
-        self._file = None
 
     def _open_locked(self, timeout: float) -> int:
         while True:
@@ -248,17 +252,19 @@ class DiskLedger:
             except BaseException:
                 os.close(fd)
                 raise
-            os.close(fd)  # it was taken away while we waited: that lock excludes nobody
+            os.close(fd)  # removed while this process waited: a lock on it excludes nobody
 
     def _counted(self, fd: int) -> Count:
+        """Return the count in the locked file, recounted if it cannot be trusted."""
         head = os.pread(fd, HEAD, 0).ljust(HEAD, b"\0")
-        used, journal = self._trusted(head), ChangeJournal(fd, head)
+        magic, unmarked, used = _LAYOUT.unpack_from(head)
         (own,) = _ID.unpack_from(head, _LAYOUT.size)
+        valid = magic == LEDGER_MAGIC
+        count = Count(fd, used if valid else 0, ChangeJournal(fd, head))
         replaced = self.counted_at is not None and own != self._id
-        if used is not None and self.counted_at is not None and not replaced:
-            return Count(fd, used, journal)
-        count = Count(fd, self._estimate(head), journal)
-        if own == _NOT_YET:
+        if valid and unmarked == 1 and self.counted_at is not None and not replaced:
+            return count
+        if own == _NO_ID:
             own = os.urandom(_ID.size)
             os.pwrite(fd, own, _LAYOUT.size)
         self._id = own
@@ -268,7 +274,7 @@ class DiskLedger:
         return count
 
     def _lock(self, fd: int, timeout: float) -> bool:
-        """Lock it; whether that took a while, in which the file may have been taken away."""
+        """Lock the file; return whether that took a wait, during which it may have been removed."""
         until = time.monotonic() + timeout
         pause = _FIRST_PAUSE
         while True:
@@ -284,76 +290,6 @@ class DiskLedger:
                 return pause > _FIRST_PAUSE
             time.sleep(pause)
             pause = min(pause * 1.5, 0.005)
-
-    def _trusted(self, head: bytes) -> int | None:
-        """The count in the ledger's first bytes; None when it cannot be trusted."""
-        magic, unmarked, used = _LAYOUT.unpack_from(head)
-        return int(used) if magic == _MAGIC and unmarked == 1 else None
-
-    def _estimate(self, head: bytes) -> int:
-        """The count, also of a ledger with a mark: then it is too high by one change at most."""
-        magic, _, used = _LAYOUT.unpack_from(head)
-        return int(used) if magic == _MAGIC else 0
-
-
-class Recount:
-    """Counts a directory while others write there; see the module's docstring.
-
-    Memory: 16 bytes a record, until `finish`.
-    """
-
-    def __init__(self, ledger: DiskLedger, timeout: float) -> None:
-        self._ledger = ledger
-        self._names: list[np.ndarray] = []
-        self._sizes: list[np.ndarray] = []
-        self._name_buffer: list[int] = []
-        self._size_buffer: list[int] = []
-        # Not zero, and not likely to be that of another one.
-        self._token = int.from_bytes(os.urandom(8), "little") | 1
-        with ledger.held(timeout) as count:
-            count.journal.begin(self._token)
-
-    def saw(self, block: bytes, size: int) -> None:
-        """The scan found the record of ``block``, ``size`` bytes long."""
-        self._name_buffer.append(hash(block))
-        self._size_buffer.append(padded(size))
-        if len(self._name_buffer) >= 1 << 14:
-            self._pack()
-
-    def finish(
-        self, timeout: float, path: Callable[[bytes], str], beside: Callable[[], int]
-    ) -> bool:
-        """Write the count; False, and nothing written, without a journal that can be trusted.
-
-        ``path`` says where the record of a block lies, ``beside`` counts what is no record.
-        """
-        self._pack()
-        names = np.concatenate(self._names) if self._names else np.zeros(0, np.int64)
-        sizes = np.concatenate(self._sizes) if self._sizes else np.zeros(0, np.int64)
-        # What was replaced meanwhile may have been seen twice; it is in the journal.
-        names, first = np.unique(names, return_index=True)
-        sizes = sizes[first]
-        total = int(sizes.sum())
-        with self._ledger.held(timeout) as count:
-            changed = count.journal.changed(self._token)
-            if changed is None:
-                return False
-            for block in changed:
-                at = int(np.searchsorted(names, hash(block)))
-                if at < len(names) and names[at] == hash(block):
-                    total -= int(sizes[at])
-                total += padded(size_of(path(block)) or 0)
-            count.mark()
-            count.used = total + beside()
-            count.journal.end()
-        self._ledger.wants_count = False
-        self._ledger.counted_at = time.monotonic()
-        return True
-
-    def _pack(self) -> None:
-        self._names.append(np.array(self._name_buffer, np.int64))
-        self._sizes.append(np.array(self._size_buffer, np.int64))
-        self._name_buffer, self._size_buffer = [], []
 
 
 def _sweeps(fd: int) -> int:
