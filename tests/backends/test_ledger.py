@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.store.backends import Listed
-from kvkeep.store.backends.objects.usage import Move, UsageLedger
+from kvkeep.store.backends.objects.usage import PendingChange, UsageLedger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +43,7 @@ class LedgerWalk(RuleBasedStateMachine):
         super().__init__()
         self.place = Place()
         self.ledger = UsageLedger(100, "a test", self.place.list)
-        self.moves: list[tuple[Move, bool]] = []  # and whether it had its effect already
+        self.moves: list[tuple[PendingChange, bool]] = []  # and whether it had its effect already
 
     @rule(block=st.sampled_from(BLOCKS), size=SIZES)
     def begin_put(self, block: bytes, size: int) -> None:

@@ -22,7 +22,7 @@ from obstore.store import LocalStore, MemoryStore
 from faults import FaultProxy
 from kvkeep.core.errors import BackendFailed, InvalidValue, MissingExtra, OutOfRoom
 from kvkeep.store.backends import TierURL
-from kvkeep.store.backends.objects import AzureBackend, GoogleBackend, ObjectBackend, S3Backend
+from kvkeep.store.backends.objects import ObjectBackend
 from kvkeep.testing.backend_hooks import Rooms, block_id, content, get, put, sizes_listed
 from kvkeep.testing.backend_suite import BackendTests
 
@@ -124,16 +124,15 @@ class TestS3(BackendTests):
 
 
 @pytest.mark.parametrize(
-    ("url", "kind"),
+    "url",
     [
-        ("s3://bucket/prefix?endpoint=http://127.0.0.1:1&region=eu-central-1", S3Backend),
-        ("gs://bucket/prefix?endpoint=http://127.0.0.1:1&anonymous=yes", GoogleBackend),
-        ("az://bucket/prefix?endpoint=http://127.0.0.1:1&anonymous=yes", AzureBackend),
+        "s3://bucket/prefix?endpoint=http://127.0.0.1:1&region=eu-central-1",
+        "gs://bucket/prefix?endpoint=http://127.0.0.1:1&anonymous=yes",
+        "az://bucket/prefix?endpoint=http://127.0.0.1:1&anonymous=yes",
     ],
 )
-def test_a_url_says_which_store(url: str, kind: type[ObjectBackend]) -> None:
+def test_a_url_says_which_store(url: str) -> None:
     with opened(url + "&size=3MiB") as backend:
-        assert type(backend) is kind
         assert backend.scheme == url[:2]
         assert backend.describe() == f"{url[:2]}://bucket/prefix"
         assert backend.capacity == 3 << 20

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom
 from kvkeep.store.backends import Backend
@@ -41,7 +41,7 @@ class CountingBackend(Backend):
         inside: calls that have not returned yet, by name.
     """
 
-    scheme: ClassVar[str] = "counting"
+    scheme = "counting"
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
@@ -218,7 +218,7 @@ class FaultyBackend(CountingBackend):
     Thread safety: all methods.
     """
 
-    scheme: ClassVar[str] = "faulty"
+    scheme = "faulty"
 
     def __init__(self, inner: Backend, *, seed: int = 0) -> None:
         super().__init__(inner)

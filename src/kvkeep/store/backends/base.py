@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -66,7 +66,7 @@ class Backend(ABC):
             that makes progress does not count as hanging, however long it takes.
     """
 
-    scheme: ClassVar[str]
+    scheme: str
     shared: bool = False
     capacity: int | None = None
     unit: int = 1

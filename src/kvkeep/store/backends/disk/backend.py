@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from kvkeep.core.errors import BackendFailed, InvalidValue, whole
 from kvkeep.core.keys import SPACE_BYTES
@@ -100,7 +100,7 @@ class DiskBackend(Backend):
     while others go on writing.
     """
 
-    scheme: ClassVar[str] = "file"
+    scheme = "file"
     shared = True
     unit = ALIGNMENT
 
