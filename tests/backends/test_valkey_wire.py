@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvkeep.store.backends.valkey.wire import (
     Garbled,
     Lost,
-    ServerSays,
+    ServerError,
     TimedOut,
     Wire,
     around_value,
@@ -126,15 +126,15 @@ def test_errors_are_answers(ends: tuple[socket.socket, Wire]) -> None:
     server, wire = ends
     server.sendall(b"-OOM too much\r\n-ERR no\r\n-WRONG \xff\r\n*2\r\n-E x\r\n:1\r\n+OK\r\n+NO\r\n")
     answer = wire.answer()
-    assert isinstance(answer, ServerSays)
+    assert isinstance(answer, ServerError)
     assert (answer.code, str(answer)) == ("OOM", "OOM too much")
-    with pytest.raises(ServerSays, match="ERR no"):
+    with pytest.raises(ServerError, match="ERR no"):
         wire.expect_ok()
-    with pytest.raises(ServerSays, match="WRONG"):
+    with pytest.raises(ServerError, match="WRONG"):
         wire.value_size()
     inner = wire.answer()
     assert isinstance(inner, list)
-    assert isinstance(inner[0], ServerSays)
+    assert isinstance(inner[0], ServerError)
     wire.expect_ok()
     with pytest.raises(Garbled, match="NO"):
         wire.expect_ok()

@@ -1,4 +1,4 @@
-"""What the URL of a Valkey tier says."""
+"""Options of a Valkey tier, from its URL."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["ValkeyOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class ValkeyOptions:
-    """Which server, who we are there, and how it is used.
+    """Address, credentials and use of a server.
 
-    ``expire`` is in seconds, None where keys stay until the server's own rules take them.
-    ``password`` and ``username`` are in no representation. ``ca``, ``cert`` and ``key`` are files:
-    whom to trust (None: whom the system trusts), and what to show a server that wants to see it.
+    ``expire`` is in seconds; None leaves eviction to the server. ``ca`` is a file with certificates
+    to trust (None: the system's), ``cert`` and ``key`` are files with the client certificate. The
+    repr shows neither ``username`` nor ``password``.
     """
 
     host: str
@@ -42,7 +42,7 @@ class ValkeyOptions:
 
     @classmethod
     def from_url(cls, url: TierURL) -> ValkeyOptions:
-        """Read a URL as documented at `kvkeep.store.backends.valkey.ValkeyBackend`."""
+        """Read a URL as documented at `ValkeyBackend`."""
         if url.host is None:
             raise InvalidValue(f"{url.safe} names no host; such as valkey://localhost:6379")
         if url.text("size") is not None:
@@ -82,13 +82,13 @@ class ValkeyOptions:
         return options
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """How to encrypt and whom to trust; None without TLS. Raises `InvalidValue`."""
+        """Return the TLS context, None without TLS. Raises `InvalidValue`."""
         if not self.tls:
             return None
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
-                # An empty password: who runs a server is not asked for one in the middle.
+                # Without a password OpenSSL would prompt on the terminal for an encrypted key.
                 context.load_cert_chain(self.cert, self.key, password="")
         except OSError as error:
             files = ", ".join(f for f in (self.ca, self.cert, self.key) if f)
@@ -106,7 +106,7 @@ def _password(url: TierURL) -> str | None:
         raise InvalidValue(f"{url.safe} has a password and password_file=; give one of them")
     try:
         password = Path(path).read_text("utf-8").rstrip("\r\n")
-    except UnicodeDecodeError:  # it has the file's bytes with it
+    except UnicodeDecodeError:  # its text contains bytes of the file
         raise InvalidValue(f"password_file={path} in {url.safe} is no text in UTF-8") from None
     if not password:
         raise InvalidValue(f"password_file={path} in {url.safe} is empty")
@@ -114,7 +114,7 @@ def _password(url: TierURL) -> str | None:
 
 
 def _file(url: TierURL, name: str) -> str | None:
-    """Take an option that names a file, and see that it can be read."""
+    """Take an option that names a file; check that the file can be read."""
     path = url.text(name)
     if path is not None:
         try:
