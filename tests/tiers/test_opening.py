@@ -265,7 +265,7 @@ def test_another_package_gives_a_scheme(plugin: str, place: str) -> None:
 def test_its_options_are_its_own() -> None:
     with pytest.raises(InvalidValue, match=r"reels in tape://library.*1 … 9"):
         open_tiers(["tape://library?reels=12"])
-    with pytest.raises(InvalidValue, match=r"no option sync; there are: .*reels"):
+    with pytest.raises(InvalidValue, match=r"no option sync; the options are: .*reels"):
         open_tiers(["tape://library?sync=never"])
     with pytest.raises(InvalidValue, match=r"disc; there are .*memory.*tape"):
         open_tiers(["disc://library"])
