@@ -1,24 +1,27 @@
-"""Tests for those who extend kvkeep, and what is needed to test those who use it.
+"""Test suites for plug-ins, and models to test an integration against.
 
-    PrefixIndexTests   the contract of `kvkeep.core.prefix.base`; subclass it with your index
-    PolicyTests        the contract of `kvkeep.core.eviction.base`; subclass it with your policy
-    BackendTests       the contract of `kvkeep.store.backends.base`; subclass it with your backend
-    NaiveCache         what a cache stores, as whole token lists: the model to compare with
-    TaggedPages        an engine's KV memory in which every slot knows what was written to it
+Suites, to be subclassed by the author of a plug-in:
+
+    BackendTests       the contract of `kvkeep.store.backends.base`
+    PolicyTests        the contract of `kvkeep.core.eviction.base`
+    PrefixIndexTests   the contract of `kvkeep.core.prefix.base`
+
+Models:
+
+    NaiveCache         mirrors a cache from its events, as whole token lists
+    TaggedPages        an engine's KV memory, in which each slot names the prefix written to it
     strategies         hypothesis strategies: prompts that share prefixes, tokens in every form
 
-A new index is tested by this, and a new policy likewise:
+A new policy is tested by this, and a new backend or index likewise:
 
-    from kvkeep.testing import PrefixIndexTests
+    from kvkeep.testing import PolicyTests
 
-    class TestMyIndex(PrefixIndexTests):
-        exact = True  # finds pages that match only in part
+    class TestMyPolicy(PolicyTests):
+        def make_policy(self):
+            return MyPolicy()
 
-        def make_index(self, page_size, policy):
-            return MyIndex(page_size, policy)
-
-The suites need pytest and hypothesis (``pip install 'kvkeep[testing]'``), which are imported when a
-suite is asked for.
+Suites need pytest and hypothesis (``pip install 'kvkeep[testing]'``), which are imported with the
+first suite.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ def __getattr__(name: str) -> object:
     if name.endswith("Tests"):
         pytest = require("pytest", "testing")
         require("hypothesis", "testing")
-        # Suites are not test files: without this a failing assert would not show its values.
+        # pytest rewrites asserts, to show values, in test files only; suites must be registered.
         new = [f"{__name__}.{module}" for module in _ASSERTING]
         pytest.register_assert_rewrite(*(module for module in new if module not in sys.modules))
     return getattr(importlib.import_module(_HOMES[name]), name)
