@@ -22,6 +22,10 @@ UNIT = 4096
 A, B = block_id(1), block_id(2)
 
 
+def no_op() -> None:
+    """Nothing to restore, nothing to report."""
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -78,7 +82,7 @@ def break_in_the_middle(count: Count) -> None:
 def test_a_mark_stays_when_a_change_fails_in_the_middle(tmp_path: Path) -> None:
     path, counted = tmp_path / "ledger", [100, 300, 500]
     path.touch()
-    ledger = DiskLedger(str(path), lambda _count: counted.pop(0))
+    ledger = DiskLedger(str(path), lambda _count: counted.pop(0), no_op, no_op)
     with ledger.held(1.0) as count:
         assert count.used == 100
         count.mark()
@@ -114,7 +118,7 @@ def test_a_stopped_process_with_the_lock_is_not_waited_for(tmp_path: Path) -> No
 def test_threads_exclude_each_other(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     path.touch()
-    ledger = DiskLedger(str(path), lambda _count: 0)
+    ledger = DiskLedger(str(path), lambda _count: 0, no_op, no_op)
 
     def add() -> None:
         for _ in range(100):

@@ -86,10 +86,10 @@ class Arena:
         if before is not None:
             self._remove(before, offset - before)
             offset, length = before, length + offset - before
-        behind = self._starts.get(offset + length)
-        if behind is not None:
-            self._remove(offset + length, behind)
-            length += behind
+        after = self._starts.get(offset + length)
+        if after is not None:
+            self._remove(offset + length, after)
+            length += after
         self._add(offset, length)
 
     def view(self, offset: int, size: int) -> memoryview:

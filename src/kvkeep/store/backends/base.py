@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from kvkeep.store.backends.urls import TierURL
 
 __all__ = ["ALIGNMENT", "Backend", "Listed", "Room"]
 
 ALIGNMENT = 4096
 """Bytes. Every buffer passed to a backend starts at a multiple of `ALIGNMENT` and may be read or
-written up to the next multiple behind its end, so direct I/O needs no copy."""
+written up to the next multiple past its end, so direct I/O needs no copy."""
 
 Room = Callable[[int], memoryview]
 """``room(size)`` returns a writable buffer of exactly ``size`` bytes, aligned (see `ALIGNMENT`). It
@@ -61,7 +59,7 @@ class Backend(ABC):
         unit: bytes; the size of a record counts against ``capacity`` rounded up to this unit.
         timeout: seconds, see above. The tier sets it from the option ``timeout=``.
         stale_listings: how often the backend noticed that its last listing no longer holds, as when
-            others emptied or replaced the place. The tier then lists it again.
+            another process emptied or replaced the place. The tier then lists it again.
         last_progress: when a `flush` last made progress, in seconds of the monotonic clock. A flush
             that makes progress does not count as hanging, however long it takes.
     """
@@ -125,7 +123,7 @@ class Backend(ABC):
         """
 
     def quarantine(self, block: bytes, reason: str) -> None:
-        """Take away a record that failed verification; the default deletes it."""
+        """Remove a record that failed verification; the default deletes it."""
         del reason  # for backends that keep bad records for inspection
         self.delete([block])
 
@@ -141,7 +139,7 @@ class Backend(ABC):
         """
 
     def noted_spaces(self) -> dict[bytes, bytes]:
-        """Return notes by space, some hundred at most. Check sizes first: others may write here."""
+        """Return notes by space, a few hundred at most. Check their sizes before reading them."""
         return {}
 
     def used(self) -> int | None:
@@ -161,12 +159,7 @@ class Backend(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

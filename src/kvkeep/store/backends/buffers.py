@@ -1,4 +1,4 @@
-"""Buffers for direct I/O: aligned, and padded behind their end."""
+"""Buffers for direct I/O: aligned, and padded to whole pages."""
 
 from __future__ import annotations
 

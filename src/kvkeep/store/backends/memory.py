@@ -16,7 +16,6 @@ from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed, Room
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from types import TracebackType
 
     from kvkeep.store.backends.urls import TierURL
 
@@ -33,7 +32,7 @@ class Lease:
 
     Attributes:
         view: the record, read-only and aligned.
-        place: the same bytes, writable, for an owner who knows which of them no reader relies on.
+        place: the same bytes, writable, for an owner that changes only bytes no reader uses.
         row: the record's row in the backend; -1 after `release`.
     """
 
@@ -52,12 +51,7 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 
@@ -100,12 +94,7 @@ class Draft:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.discard()
 
 
@@ -152,7 +141,7 @@ class MemoryBackend(Backend):
         if url.place and size is None and not url.path.strip("/"):
             size = parse_bytes(url.place)
         elif url.place or url.path.strip("/") or size is None:
-            raise InvalidValue(f"{url.safe} has to name its size once, as in memory://4GiB")
+            raise InvalidValue(f"{url.safe} must give its size once, as in memory://4GiB")
         return cls(size, touch=url.choice("touch", ("yes", "no"), "no") == "yes")
 
     # -- access in place --------------------------------------------------------------------------

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.geometry.units import parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
 __all__ = ["TierURL"]
+
+T = TypeVar("T")
 
 
 class TierURL:
@@ -80,34 +82,16 @@ class TierURL:
 
     def size(self, name: str, default: int | None = None) -> int | None:
         """Take a number of bytes: ``200GiB``."""
-        value = self.text(name)
-        if value is None:
-            return default
-        try:
-            return parse_bytes(value)
-        except InvalidValue as error:
-            raise InvalidValue(f"{name}={value} in {self.safe}: {error}") from error
+        return self._parsed(name, parse_bytes, default)
 
     def seconds(self, name: str, default: float | None = None) -> float | None:
         """Take a positive number of seconds: ``30``, ``500ms``, ``10m``, ``2h``, ``7d``."""
-        value = self.text(name)
-        if value is None:
-            return default
-        try:
-            return parse_seconds(value)
-        except InvalidValue as error:
-            raise InvalidValue(f"{name}={value} in {self.safe}: {error}") from error
+        return self._parsed(name, parse_seconds, default)
 
     def number(self, name: str, default: int, low: int, high: int) -> int:
         """Take an integer in ``low`` … ``high``: ``64`` or ``1k``."""
-        value = self.text(name)
-        if value is None:
-            return default
-        try:
-            given = parse_count(value)
-        except InvalidValue as error:
-            raise InvalidValue(f"{name}={value} in {self.safe}: {error}") from error
-        return whole(f"{name} in {self.safe}", given, low, high)
+        given = self._parsed(name, parse_count, None)
+        return default if given is None else whole(f"{name} in {self.safe}", given, low, high)
 
     def finish(self) -> None:
         """Raise `InvalidValue` if options remain that were not taken."""
@@ -115,6 +99,15 @@ class TierURL:
             unknown = ", ".join(sorted(self._options))
             known = ", ".join(sorted(set(self._taken))) or "none"
             raise InvalidValue(f"{self.safe} has no option {unknown}; the options are: {known}")
+
+    def _parsed(self, name: str, parse: Callable[[str], T], default: T | None) -> T | None:
+        value = self.text(name)
+        if value is None:
+            return default
+        try:
+            return parse(value)
+        except InvalidValue as error:
+            raise InvalidValue(f"{name}={value} in {self.safe}: {error}") from error
 
     def __repr__(self) -> str:
         return f"<TierURL {self.safe}>"

@@ -5,7 +5,7 @@ Each part of a block (K or V of a layer) is encoded on its own:
 - *as is*, if a number is not finite or so near the type's maximum that decoding could overflow, or
   if the scales would take more than the codes save.
 - *per channel*: a tile is 64 tokens of one channel. Some channels of keys are large for every
-  token; in a common tile they would leave the others few steps (KIVI, arXiv 2402.02750).
+  token; in a common tile the other channels would get few steps (KIVI, arXiv 2402.02750).
 - *per token*: a tile is 64 channels of one token, or of as many tokens as small heads need.
 
 Of the last two, the one with the smaller squared error on a sample of the part is used. A part of

@@ -16,6 +16,7 @@ from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed
 from kvkeep.store.backends.disk.files import (
     ABSENT,
     CANNOT_WRITE,
+    closing_fd,
     open_record,
     read_whole,
     size_of,
@@ -53,7 +54,7 @@ class DiskBackend(Backend):
     """One directory of a disk, one file a record: ``file:///path?size=200GiB&sync=flush&io=auto``.
 
     Arguments:
-        path: the directory, created with mode 0700; an existing one of ours is tightened to that.
+        path: the directory, created with mode 0700; an existing store is tightened to that.
             It must be empty or hold records already; foreign files are never deleted.
         capacity: maximum bytes of all records, files counted in whole units of 4096 bytes, those
             being written and those in quarantine included. All processes that share the directory
@@ -97,7 +98,7 @@ class DiskBackend(Backend):
     be on a filesystem whose ``flock`` reaches all writers, which means one machine. Cost: a put or
     delete holds the ledger's lock for some ten microseconds. The first use of an object counts the
     directory, under the lock if it has at most 8,192 files; the first `list` counts a larger one
-    while others go on writing.
+    while other processes write.
     """
 
     scheme = "file"
@@ -187,7 +188,6 @@ class DiskBackend(Backend):
         Raises:
             BackendFailed: the file cannot be read, or was truncated while it was read.
         """
-        unreadable = False
         path = self._directory.path(block)
         with self._translated("read"):
             try:
@@ -195,23 +195,18 @@ class DiskBackend(Backend):
             except PermissionError:
                 if size_of(path) is None:
                     raise
-                held, unreadable = None, True
-        if unreadable:
-            self.quarantine(block, "unreadable")
-            return None
+                self.quarantine(block, "unreadable")
+                return None
         if held is None:
             self._usage.losses.check([block])
             return None
-        fd, size = held
-        try:
-            if size:
+        with closing_fd(held[0]) as fd:
+            if size := held[1]:
                 buffer = room(size)  # its errors are the caller's
                 with self._translated("read"):
                     if read_whole(fd, buffer, direct=size >= self._direct_from):
                         return buffer
-                raise BackendFailed(f"a record in {self.describe()} was cut short meanwhile")
-        finally:
-            os.close(fd)
+                raise BackendFailed(f"a record in {self.describe()} was truncated meanwhile")
         self.quarantine(block, "empty")
         return None
 
@@ -229,10 +224,8 @@ class DiskBackend(Backend):
             held = open_record(self._directory.path(block))
             if held is None:
                 return None
-            try:
-                return os.pread(held[0], size, 0)
-            finally:
-                os.close(held[0])
+            with closing_fd(held[0]) as fd:
+                return os.pread(fd, size, 0)
 
     def delete(self, blocks: Sequence[bytes]) -> int:
         """Unlink records; return their sizes. The space freed is that or more."""
@@ -240,7 +233,7 @@ class DiskBackend(Backend):
         with self._translated("deleted"):
             for start in range(0, len(blocks), _PER_LOCK):
                 some = blocks[start : start + _PER_LOCK]
-                # Raises if a foreign thing has the name of a namespace: nothing behind it is ours.
+                # Raises if something else than a directory has the name of a namespace.
                 some = [block for block in some if self._directory.has_space(block)]
                 with self._usage.ledger.held(self.timeout) as count:
                     freed += sum(count.remove(self._directory.path(block), block) for block in some)
@@ -275,8 +268,8 @@ class DiskBackend(Backend):
         self._usage.losses.listed(spaces)
         if odd_bytes and not self.odd_bytes:
             _LOG.warning(
-                "%s holds %d bytes in files that are no records; they are left alone and not "
-                "counted",
+                "%s holds %d bytes in files that are no records; kvkeep neither touches nor counts "
+                "them",
                 self.describe(),
                 odd_bytes,
             )

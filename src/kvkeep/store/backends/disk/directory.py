@@ -8,8 +8,8 @@
     <space, 32 hex>/       the records of one namespace
         <key, 64 hex>      one record; its modification time is the time of its last use
 
-File names and sizes are the index: opening a store reads no data. Foreign files may lie beside the
-records; they are never read, moved, deleted or counted.
+File names and sizes are the index: opening a store reads no data. Foreign files beside the records
+are never read, moved, deleted or counted.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import itertools
 import os
 import stat
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
@@ -26,6 +27,7 @@ from kvkeep.store.backends.disk.files import (
     CANNOT_WRITE,
     WRONG_KIND,
     check_kind,
+    closing_fd,
     open_plain,
     padded,
 )
@@ -77,7 +79,7 @@ class RecordDirectory:
         """Whether the namespace of ``block`` has a directory.
 
         Raises:
-            OSError: ENOTDIR: something else has its name, and nothing is read or written behind it.
+            OSError: ENOTDIR: something else has its name, such as a symlink. It is not followed.
         """
         path = self.space(block)
         try:
@@ -100,7 +102,7 @@ class RecordDirectory:
             return []  # another process removed the whole directory
 
     def entries(self, space: str) -> Iterator[Entry]:
-        """Yield everything in the directory ``space``; what is no regular file has size 0.
+        """Yield everything in the directory ``space``; special files have size 0.
 
         Memory: 32 bytes a record while it runs. No descriptor stays open between two entries.
         """
@@ -164,7 +166,7 @@ class RecordDirectory:
         return surplus
 
     def abandoned(self) -> Iterator[str]:
-        """Yield the paths of unfinished records whose writers are gone.
+        """Yield the paths of unfinished records whose writers have died.
 
         Call it with the ledger's lock held: then every living writer has its file locked.
         """
@@ -175,13 +177,9 @@ class RecordDirectory:
                 if error.errno not in CANNOT_WRITE | WRONG_KIND | {errno.ENOENT}:
                     raise
                 continue  # a foreign file
-            try:
+            with closing_fd(fd), suppress(BlockingIOError):  # locked: its writer lives
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 yield path
-            except BlockingIOError:
-                pass  # its writer lives
-            finally:
-                os.close(fd)
 
     def empty_spaces(self) -> list[str]:
         """Return the names of namespaces' directories that are empty."""

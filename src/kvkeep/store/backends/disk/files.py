@@ -30,6 +30,7 @@ __all__ = [
     "WRONG_KIND",
     "check_kind",
     "check_owner",
+    "closing_fd",
     "create_locked",
     "open_known",
     "open_plain",
@@ -84,6 +85,15 @@ def translated(place: str, done: str, size: int = 0) -> Iterator[None]:
             raise OutOfRoom(padded(size), f"the filesystem of {place}") from error
         message = f"a record in {place} could not be {done}: {error}"
         raise BackendFailed(error.errno, message) from error
+
+
+@contextmanager
+def closing_fd(fd: int) -> Iterator[int]:
+    """Close the descriptor ``fd`` at the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def padded(size: int) -> int:
@@ -210,12 +220,10 @@ def sync_path(path: str) -> None:
         if error.errno in ABSENT:
             return
         raise
-    try:
+    with closing_fd(held):
         mode = os.fstat(held).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             os.fsync(held)
-    finally:
-        os.close(held)
 
 
 def preallocate(fd: int, size: int) -> None:

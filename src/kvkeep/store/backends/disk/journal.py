@@ -1,4 +1,4 @@
-"""Records that change while a large directory is counted, listed behind the count in the ledger.
+"""Records that change during the recount of a large directory, in the ledger after the count.
 
     40  token of the recount, 0 if none runs
     48  offset of the journal's end

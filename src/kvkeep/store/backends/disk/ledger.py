@@ -12,7 +12,7 @@ dies. It is held for accounting, never while data is written or a large director
 
 A large directory is counted while other processes write there (`recount.Recount`). Until that is
 finished, the old count stays in use. It is at most one change too high after a process was killed,
-outdated after a loss of power, and 0 if somebody removed the ledger.
+outdated after a loss of power, and 0 after the ledger was removed.
 
 The file, little-endian:
 
@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import BackendFailed
-from kvkeep.store.backends.disk.files import open_known, padded, pin
+from kvkeep.store.backends.disk.files import closing_fd, open_known, open_plain, padded, pin
 from kvkeep.store.backends.disk.journal import HEAD, ChangeJournal
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ _FIRST_PAUSE: Final = 0.0001  # seconds
 
 
 class Count:
-    """The bytes used, while the lock is held. Every change of the directory goes through here.
+    """The bytes used, while the lock is held. Every change of the directory is made through it.
 
     Attributes:
         used: bytes, each file in whole units of `ALIGNMENT`. Set it only after `mark`.
@@ -81,7 +81,7 @@ class Count:
 
     def settle(self) -> None:
         """Write ``used``, which now is what the directory has, and clear the mark."""
-        # Below zero, somebody added uncounted files by hand: the mark stays, so it is recounted.
+        # Below zero, files were added by hand, uncounted: the mark stays, so a recount follows.
         if self._marked and self.used >= 0:
             self._marked = False
             self._write(0)
@@ -148,13 +148,13 @@ class DiskLedger:
             scanned under the lock. Called with the lock held, before the first use and whenever
             the count cannot be trusted. After None, `wants_count` is set until a `Recount` ends.
         restore: creates the file when it is missing.
-        replaced: called when the file is not the one of the last use: somebody emptied or
-            replaced the directory.
+        replaced: called if the file is not that of the last use, so the directory was emptied or
+            replaced.
 
     Attributes:
         counted_at: when this process last counted, in seconds of the monotonic clock.
 
-    Thread safety: each use opens the file anew, so the lock excludes threads as well as processes,
+    Thread safety: each use opens the file again, so the lock excludes threads as well as processes,
     and a forked child inherits no lock.
     """
 
@@ -162,8 +162,8 @@ class DiskLedger:
         self,
         path: str,
         recount: Callable[[Count], int | None],
-        restore: Callable[[], None] | None = None,
-        replaced: Callable[[], None] | None = None,
+        restore: Callable[[], None],
+        replaced: Callable[[], None],
     ) -> None:
         self.path = path
         self.counted_at: float | None = None
@@ -227,21 +227,17 @@ class DiskLedger:
         records were lost with it.
         """
         try:
-            fd, _ = open_known(self.path, os.O_RDONLY)
+            fd = open_plain(self.path, os.O_RDONLY)
         except OSError:
             return 0
-        try:
+        with closing_fd(fd):
             return _sweeps(fd)
-        finally:
-            os.close(fd)
 
     def _open_locked(self, timeout: float) -> int:
         while True:
             try:
                 fd, found = open_known(self.path, os.O_RDWR)
             except FileNotFoundError:
-                if self._restore is None:
-                    raise
                 self._restore()
                 fd, found = open_known(self.path, os.O_RDWR)
             try:
@@ -252,7 +248,7 @@ class DiskLedger:
             except BaseException:
                 os.close(fd)
                 raise
-            os.close(fd)  # removed while this process waited: a lock on it excludes nobody
+            os.close(fd)  # removed during the wait: a lock on it excludes no process
 
     def _counted(self, fd: int) -> Count:
         """Return the count in the locked file, recounted if it cannot be trusted."""
@@ -269,7 +265,7 @@ class DiskLedger:
             os.pwrite(fd, own, _LAYOUT.size)
         self._id = own
         self.recount(count)
-        if replaced and self._replaced is not None:
+        if replaced:
             self._replaced()
         return count
 

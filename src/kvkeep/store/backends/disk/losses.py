@@ -83,7 +83,7 @@ class Losses:
     def report(self) -> None:
         """Count a loss and log it."""
         _LOG.warning(
-            "%s was emptied or replaced by somebody else; it is listed again", self._directory.url
+            "%s was emptied or replaced by another process; it is listed again", self._directory.url
         )
         self.count += 1
 

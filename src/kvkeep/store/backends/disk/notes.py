@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.backends.disk.files import closing_fd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +59,5 @@ def _file(root: str, how: int) -> Iterator[int | None]:
     except OSError:  # disk full, read-only, a link or a folder: no notes then
         yield None
         return
-    try:
+    with closing_fd(fd):
         yield fd if stat.S_ISREG(os.fstat(fd).st_mode) else None
-    finally:
-        os.close(fd)

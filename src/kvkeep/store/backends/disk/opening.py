@@ -1,4 +1,4 @@
-"""Opening a directory of records: create it, or check that an existing one is ours."""
+"""Opens a directory of records: creates it, or checks that it is a store of this user."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvkeep.store.backends.disk.files import (
     WRONG_KIND,
     check_kind,
     check_owner,
+    closing_fd,
     open_plain,
     sync_path,
 )
@@ -33,8 +34,8 @@ def open_directory(path: str | os.PathLike[str]) -> RecordDirectory:
     """Create the directory ``path`` or open an existing one.
 
     Raises:
-        InvalidValue: it cannot be created or is not ours: another user owns it, it holds other
-            things, or it has another format. Nothing was changed.
+        InvalidValue: it cannot be created, another user owns it, it holds other things, or it has
+            another format. Nothing was changed.
         BackendFailed: any other error of the filesystem.
     """
     directory = RecordDirectory(os.path.realpath(path))
@@ -72,7 +73,7 @@ def restore(directory: RecordDirectory) -> None:
 
 
 def _prepare(directory: RecordDirectory, *, known: bool = False) -> None:
-    """``known``: it was ours a moment ago, so records may lie there without a FORMAT file."""
+    """Create or check it. ``known``: it was open before, so it may have records but no FORMAT."""
     root = directory.root
     os.makedirs(root, mode=0o700, exist_ok=True)
     _check_root(root)
@@ -92,7 +93,7 @@ def _check_root(root: str) -> None:
     if owner != os.geteuid():
         raise InvalidValue(
             f"{root} belongs to user {owner} and this process is user {os.geteuid()}; "
-            "records hold prompts: give a directory of its own, or one beneath that"
+            "records contain prompts, so use a directory of this user, or one below it"
         )
 
 
@@ -105,7 +106,7 @@ def _check_format(directory: RecordDirectory, names: Collection[str], *, known: 
             f"{directory.root} holds {found.decode('ascii', 'replace').strip()!r} and this kvkeep "
             f"writes {_FORMAT.decode().strip()!r}; give another directory, or delete that one"
         )
-    # Without FORMAT the directory is empty, or the process that created it was killed meanwhile.
+    # Without FORMAT the directory is empty, or the process creating it was killed.
     others = {*names} - _OURS - {NOTES}
     if known or _head(directory.ledger, len(LEDGER_MAGIC)) == LEDGER_MAGIC:
         others = {name for name in others if not space_of_name(name)}
@@ -113,20 +114,17 @@ def _check_format(directory: RecordDirectory, names: Collection[str], *, known: 
         other = "FORMAT" if found else min(others)
         raise InvalidValue(
             f"{directory.root} holds what is not kvkeep's ({other!r}); give an empty directory, "
-            "or one that does not exist, such as a directory beneath it"
+            "or one that does not exist yet, such as a directory below it"
         )
 
 
 def _head(path: str, size: int) -> bytes:
     """Return the first ``size`` bytes of a file, b"" if it does not exist."""
     try:
-        fd = open_plain(path, os.O_RDONLY)
+        with closing_fd(open_plain(path, os.O_RDONLY)) as fd:
+            return os.pread(fd, size, 0)
     except FileNotFoundError:
         return b""
-    try:
-        return os.pread(fd, size, 0)
-    finally:
-        os.close(fd)
 
 
 def _complete(directory: RecordDirectory) -> None:
@@ -140,21 +138,15 @@ def _complete(directory: RecordDirectory) -> None:
             found = os.stat(path, follow_symlinks=False)
             check_kind(found, path, stat.S_IFDIR)
             check_owner(found, path)
-    fd = open_plain(directory.ledger, os.O_RDWR | os.O_CREAT)
-    try:
+    with closing_fd(open_plain(directory.ledger, os.O_RDWR | os.O_CREAT)) as fd:
         if not os.fstat(fd).st_size:
             # Allocates the ledger's block, with the count "unknown". Without a block, nothing could
             # be deleted on a full disk, because the ledger could not be written.
             os.pwrite(fd, bytes(64), 0)
-    finally:
-        os.close(fd)
-    fd = open_plain(directory.format, os.O_RDWR | os.O_CREAT)
-    try:
+    with closing_fd(open_plain(directory.format, os.O_RDWR | os.O_CREAT)) as fd:
         if os.fstat(fd).st_size:
             return
         os.pwrite(fd, _FORMAT, 0)
         # A loss of power must not leave records in a directory without FORMAT.
         os.fsync(fd)
-    finally:
-        os.close(fd)
     sync_path(directory.root)

@@ -1,7 +1,7 @@
 """Counts a large directory while other processes write there, in three steps.
 
 1. Under the lock: begin a journal (journal.py). From now on it lists every record that changes.
-2. Without the lock: add up the sizes of all records. Changes meanwhile are seen or missed.
+2. Without the lock: add up the sizes of all records. Changes meanwhile may be seen or not.
 3. Under the lock: look again at each record in the journal; write the count; end the journal.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["Recount"]
 
 
 class Recount:
-    """One recount of ``directory``: constructed, told of each record by `saw`, then `finish`.
+    """One recount of ``directory``: construct it, call `saw` for each record, then `finish`.
 
     Memory: 16 bytes a record, until `finish`.
     """

@@ -90,7 +90,7 @@ class SyncQueue:
         while len(self._waiting) >= UNSYNCED_AT_MOST and time.monotonic() < until:
             time.sleep(_POLL)
         if len(self._waiting) >= 2 * UNSYNCED_AT_MOST:
-            raise BackendFailed(f"{len(self._waiting)} files wait for fsync, which does not end")
+            raise BackendFailed(f"{len(self._waiting)} files wait for fsync: the disk is too slow")
 
     def flush(self) -> None:
         """Sync all changes before this call.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["DiskUsage"]
 
 RECOUNT_AFTER: Final = 300.0
-"""Seconds after which a full store is recounted: somebody may have deleted files by hand."""
+"""Seconds after which a full store is recounted, in case files were deleted by hand."""
 SMALL: Final = 8192
 """Files that are counted under the lock; a larger directory is counted by the next listing."""
 

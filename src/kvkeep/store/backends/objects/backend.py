@@ -57,7 +57,7 @@ class ObjectBackend(Backend):
             called at the first use, and again when `timeout` was changed.
         prefix: prefix of all names.
         capacity: maximum bytes held, counted from a listing at the first put and from this
-            object's puts and deletes. Later puts by others are not seen: exact for one writer.
+            object's puts and deletes. Later puts by others are missed: exact for one writer only.
         name: what `describe` returns.
         scheme: scheme of the URL.
 
@@ -142,7 +142,7 @@ class ObjectBackend(Backend):
             else:
                 end = at
         if end != size:
-            raise BackendFailed(f"{self._name}: {end} bytes came of a record of {size}")
+            raise BackendFailed(f"{self._name}: {end} bytes received for a record of {size}")
         return into
 
     def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
@@ -183,7 +183,7 @@ class ObjectBackend(Backend):
                 return
             for found in page:
                 name = found["path"].removeprefix(self._prefix)
-                if _NAME.fullmatch(name):  # others may keep other objects here
+                if _NAME.fullmatch(name):  # the prefix may have foreign objects
                     block = bytes.fromhex(name.replace("/", ""))
                     yield Listed(block, found["size"], found["last_modified"].timestamp())
 
@@ -256,7 +256,7 @@ class ObjectBackend(Backend):
         return size
 
     def _delete(self, names: Sequence[str]) -> None:
-        """Delete objects that others may be deleting at the same time."""
+        """Delete objects; other processes may be deleting them too."""
         try:
             self._obstore.delete(self._store(), [*names])
         except FileNotFoundError:  # raised by some stores, which stop at the first missing name

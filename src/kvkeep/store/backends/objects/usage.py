@@ -35,7 +35,7 @@ class UsageLedger:
     concurrent changes of one block, the content is uncertain: the place is listed again before the
     next put.
 
-    Thread safety: all methods. ``listing`` is called without the lock that the others need.
+    Thread safety: all methods. ``listing`` is called without the lock.
     """
 
     def __init__(self, capacity: int, where: str, listing: Callable[[], Iterable[Listed]]) -> None:

@@ -95,7 +95,7 @@ class ValkeyBackend(Backend):
         head, end = around_value([b"SET", name], size, expiry)
         with self._translated():
             try:
-                self._nodes.ask(name, [head, record, end], Wire.expect_ok, self._deadline())
+                self._nodes.call(name, [head, record, end], Wire.expect_ok, self._deadline())
             except ServerError as error:
                 if error.code == "OOM":
                     raise OutOfRoom(size, self.describe()) from error
@@ -117,7 +117,7 @@ class ValkeyBackend(Backend):
             return out
 
         with self._translated():
-            return self._nodes.ask(name, [command(b"GET", name)], read, self._deadline())
+            return self._nodes.call(name, [command(b"GET", name)], read, self._deadline())
 
     def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
         """Return sizes in bytes, by one exchange with each node."""
@@ -141,7 +141,7 @@ class ValkeyBackend(Backend):
         return "" if address is None else f"{address[0]}:{address[1]}"
 
     def list(self) -> Iterator[Listed]:
-        """Yield every record; those put or deleted meanwhile may be missing.
+        """Yield every record; records put or deleted meanwhile may be missing.
 
         The last use is what the server reports; now if it keeps none (LFU policies). Servers before
         7.2 count a listing as a use.
@@ -166,20 +166,20 @@ class ValkeyBackend(Backend):
         name, field = self._prefix + b"spaces", space.hex().encode()
         with self._translated():
             deadline = self._deadline()
-            count = self._nodes.ask(name, [command(b"HLEN", name)], Wire.expect, deadline)
+            count = self._nodes.call(name, [command(b"HLEN", name)], Wire.expect, deadline)
             if isinstance(count, int) and count < _NOTED:
                 words = command(b"HSETNX", name, field, note)
-                self._nodes.ask(name, [words], Wire.expect, deadline)
+                self._nodes.call(name, [words], Wire.expect, deadline)
 
     def noted_spaces(self) -> dict[bytes, bytes]:
         """Return the fields of the hash ``prefix:1:spaces``, unless it has more than 256."""
         name = self._prefix + b"spaces"
         with self._translated():
             deadline = self._deadline()
-            count = self._nodes.ask(name, [command(b"HLEN", name)], Wire.expect, deadline)
+            count = self._nodes.call(name, [command(b"HLEN", name)], Wire.expect, deadline)
             if not isinstance(count, int) or not 0 < count <= _NOTED:
                 return {}
-            answer = self._nodes.ask(name, [command(b"HGETALL", name)], Wire.expect, deadline)
+            answer = self._nodes.call(name, [command(b"HGETALL", name)], Wire.expect, deadline)
         if not isinstance(answer, list):
             return {}
         notes: dict[bytes, bytes] = {}
@@ -235,7 +235,7 @@ class ValkeyBackend(Backend):
         texts = [[command(verb, name, *rest) for verb, *rest in commands] for name in names]
         found = []
         with self._translated():
-            for numbers in self._nodes.ask_numbers(names, texts, self._deadline()):
+            for numbers in self._nodes.call_numbers(names, texts, self._deadline()):
                 first, last = numbers[0], numbers[-1]
                 if isinstance(last, ServerError):
                     raise last

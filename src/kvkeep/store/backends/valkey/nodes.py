@@ -133,7 +133,7 @@ class Nodes:
         self._slots: list[Address | None] | None = None
         self._stale = topology != "no"
 
-    def ask(
+    def call(
         self,
         key: bytes,
         parts: Sequence[bytes | memoryview],
@@ -155,10 +155,10 @@ class Nodes:
                 address = self._redirected(error, address)
         raise Garbled(f"the cluster redirected a command {_REDIRECTIONS} times")
 
-    def ask_numbers(
+    def call_numbers(
         self, keys: Sequence[bytes], commands: Sequence[Sequence[bytes]], deadline: float
     ) -> list[list[Number]]:
-        """Send ``commands[i]`` about ``keys[i]``, pipelined; return the numbers they answer."""
+        """Send ``commands[i]`` about ``keys[i]``, pipelined; return their numeric answers."""
         answers: list[list[Number]] = [[] for _ in keys]
         by_node: dict[Address, list[int]] = {}
         for index, key in enumerate(keys):
@@ -173,7 +173,7 @@ class Nodes:
         for index, key in enumerate(keys):
             if any(_is_redirection(answer) for answer in answers[index]):
                 answers[index] = [
-                    self.ask(key, [one], _number_here, deadline) for one in commands[index]
+                    self.call(key, [one], _number_here, deadline) for one in commands[index]
                 ]
         return answers
 
@@ -231,12 +231,12 @@ class Nodes:
                 self._known.remove(address)
                 self._known.append(address)
 
-    def _redirected(self, error: ServerError, asked: Address) -> Address:
+    def _redirected(self, error: ServerError, node: Address) -> Address:
         """Return the node that ``error`` redirects to; raise it if it is no redirection."""
         found = _REDIRECTION.fullmatch(str(error))
         if found is None or self._topology == "no":
             raise error
-        address = (found["host"] or asked[0], int(found["port"]))
+        address = (found["host"] or node[0], int(found["port"]))
         slot = int(found["slot"])
         if error.code == "MOVED" and self._slots is not None and slot < SLOTS:
             self._slots[slot] = address
@@ -261,44 +261,37 @@ class Nodes:
         assert failure is not None
         raise failure
 
-    def _learn(self, answer: Answer, asked: Address) -> None:
+    def _learn(self, answer: Answer, node: Address) -> None:
         if isinstance(answer, ServerError):
             if self._topology == "yes" or answer.code not in {"ERR", "NOPERM"}:
                 raise answer
             self._slots, self._stale = None, False  # a single server, or CLUSTER is not permitted
             return
         try:
-            slots = _slots_of(answer, asked)
-        except (TypeError, ValueError, IndexError) as error:
+            slots = _slots_of(answer, node)
+        except ValueError as error:
             raise Garbled("the server's map of slots cannot be read") from error
-        nodes = sorted({node for node in slots if node} | {self._seed})
+        nodes = sorted({one for one in slots if one} | {self._seed})
         with self._lock:
-            self._known = [asked, *(node for node in nodes if node != asked)]
-            gone = [
-                self._pools.pop(address) for address in list(self._pools) if address not in nodes
-            ]
+            self._known = [node, *(one for one in nodes if one != node)]
+            gone = [self._pools.pop(one) for one in list(self._pools) if one not in nodes]
         self._slots, self._stale = slots, False
         for pool in gone:
             pool.close()
 
 
-def _slots_of(answer: Answer, asked: Address) -> list[Address | None]:
+def _slots_of(answer: Answer, node: Address) -> list[Address | None]:
     """Parse the answer to CLUSTER SLOTS: entries of [first, last, [host, port, …], replicas…]."""
     slots: list[Address | None] = [None] * SLOTS
-    if not isinstance(answer, list):
-        raise TypeError
-    for entry in answer:
-        if not isinstance(entry, list):
-            raise TypeError
-        first, last, primary = entry[:3]
-        if not (isinstance(first, int) and isinstance(last, int) and isinstance(primary, list)):
-            raise TypeError
-        host, port = primary[:2]
-        if not isinstance(port, int) or not 0 <= first <= last < SLOTS:
-            raise ValueError
-        # A node that does not know its own address answers an empty one or a question mark.
-        name = host.decode() if isinstance(host, bytes) and host not in {b"", b"?"} else asked[0]
-        slots[first : last + 1] = [(name, port)] * (last + 1 - first)
+    for entry in answer if isinstance(answer, list) else [answer]:
+        match entry:
+            case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < SLOTS:
+                # A node that does not know its own address answers an empty one or a "?".
+                is_known = isinstance(host, bytes) and host not in {b"", b"?"}
+                name = host.decode() if is_known else node[0]
+                slots[first : last + 1] = [(name, port)] * (last + 1 - first)
+            case _:
+                raise ValueError
     return slots
 
 

@@ -44,10 +44,12 @@ class ValkeyOptions:
     def from_url(cls, url: TierURL) -> ValkeyOptions:
         """Read a URL as documented at `ValkeyBackend`."""
         if url.host is None:
-            raise InvalidValue(f"{url.safe} names no host; such as valkey://localhost:6379")
+            raise InvalidValue(
+                f"{url.safe} names no host; write for example valkey://localhost:6379"
+            )
         if url.text("size") is not None:
             raise InvalidValue(
-                f"{url.safe} takes no size: the server has its own; set its maxmemory, and "
+                f"{url.safe} takes no size: the server limits its memory; set its maxmemory, and "
                 "maxmemory-policy allkeys-lru"
             )
         place = url.path.strip("/")
@@ -55,7 +57,7 @@ class ValkeyOptions:
             raise InvalidValue(f"{url.safe} ends in {place!r}; a database is a number such as /0")
         prefix = cast("str", url.text("prefix", "kvkeep"))
         if not re.fullmatch(r"[A-Za-z0-9._:/-]{1,100}", prefix):
-            raise InvalidValue(f"prefix={prefix} in {url.safe}; letters, digits and . _ : / - only")
+            raise InvalidValue(f"prefix={prefix} in {url.safe}; use letters, digits and . _ : / -")
         tls = url.scheme in {"valkeys", "rediss"}
         files = {name: _file(url, name) for name in ("ca", "cert", "key")}
         given = [name for name, path in files.items() if path]
@@ -77,7 +79,7 @@ class ValkeyOptions:
             **files,
         )
         if options.cluster == "yes" and options.database:
-            raise InvalidValue(f"{url.safe} names a database; a cluster has number 0 only")
+            raise InvalidValue(f"{url.safe} names a database; a cluster has database 0 only")
         url.finish()
         return options
 
@@ -93,7 +95,7 @@ class ValkeyOptions:
         except OSError as error:
             files = ", ".join(f for f in (self.ca, self.cert, self.key) if f)
             raise InvalidValue(
-                f"no certificates and keys can be read in {files}: {error}"
+                f"certificates and keys cannot be read from {files}: {error}"
             ) from error
         return context
 
@@ -103,11 +105,11 @@ def _password(url: TierURL) -> str | None:
     if path is None:
         return url.password
     if url.password is not None:
-        raise InvalidValue(f"{url.safe} has a password and password_file=; give one of them")
+        raise InvalidValue(f"{url.safe} has a password and password_file=; use one of them")
     try:
         password = Path(path).read_text("utf-8").rstrip("\r\n")
     except UnicodeDecodeError:  # its text contains bytes of the file
-        raise InvalidValue(f"password_file={path} in {url.safe} is no text in UTF-8") from None
+        raise InvalidValue(f"password_file={path} in {url.safe} is not UTF-8 text") from None
     if not password:
         raise InvalidValue(f"password_file={path} in {url.safe} is empty")
     return password

@@ -80,13 +80,13 @@ def arguments(*words: bytes | int) -> bytes:
 
 
 def around_value(
-    before: Sequence[bytes], value_bytes: int, behind: Sequence[bytes | int]
+    before: Sequence[bytes], value_bytes: int, after: Sequence[bytes | int]
 ) -> tuple[bytes, bytes]:
     """Encode a command without its one long argument: the bytes before and after that."""
-    words = len(before) + 1 + len(behind)
+    words = len(before) + 1 + len(after)
     return (
         b"*%d\r\n%s$%d\r\n" % (words, arguments(*before), value_bytes),
-        b"\r\n" + arguments(*behind),
+        b"\r\n" + arguments(*after),
     )
 
 
