@@ -1,4 +1,4 @@
-"""The ledger: whatever its file says, the count is right; and nobody waits for ever."""
+"""The ledger: the count is right whatever its file contains; every wait has an end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def no_op() -> None:
         struct.pack("<8sQQ", b"kvkeeper", 1, 12345),
     ],
 )
-def test_a_ledger_that_cannot_be_trusted_is_counted_anew(tmp_path: Path, text: bytes) -> None:
+def test_an_untrusted_ledger_is_recounted(tmp_path: Path, text: bytes) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, A, content(A, 1, 5000))
     (tmp_path / "store" / "ledger").write_bytes(text)
@@ -57,13 +57,13 @@ def test_a_directory_that_becomes_empty_needs_no_recount(tmp_path: Path) -> None
 
 
 def test_opening_counts_whatever_the_ledger_says(tmp_path: Path) -> None:
-    """Power loss may leave one that looks right and is old."""
+    """A loss of power may leave a valid but outdated count."""
     put(DiskBackend(tmp_path / "store"), A, b"record")
     (tmp_path / "store" / "ledger").write_bytes(struct.pack("<8sQQ", b"kvledger", 1, 1 << 40))
     assert DiskBackend(tmp_path / "store").used() == UNIT
 
 
-def test_what_nobody_counted_cannot_make_it_negative(tmp_path: Path) -> None:
+def test_deleting_uncounted_files_does_not_make_it_negative(tmp_path: Path) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, A, b"record")
     path = tmp_path / "store" / A[:16].hex() / A[16:].hex()
@@ -100,7 +100,7 @@ def test_a_mark_stays_when_a_change_fails_in_the_middle(tmp_path: Path) -> None:
     assert counted == [500]
 
 
-def test_a_stopped_process_with_the_lock_is_not_waited_for(tmp_path: Path) -> None:
+def test_waiting_for_a_stopped_lock_holder_times_out(tmp_path: Path) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, A, b"record")
     backend.timeout = 0.02

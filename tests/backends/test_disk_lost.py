@@ -82,7 +82,7 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("small", [True, False])
-def test_the_next_put_completes_it(
+def test_the_next_put_restores_it(
     tmp_path: Path, way: Callable[[Path], None], small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not small:
@@ -111,7 +111,7 @@ def test_the_next_put_completes_it(
 
 
 @pytest.mark.parametrize("way", [empty, shutil.rmtree, replaced, without("00" * 16)])
-def test_a_look_notices_it(tmp_path: Path, way: Callable[[Path], None]) -> None:
+def test_a_lookup_notices_it(tmp_path: Path, way: Callable[[Path], None]) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, A, b"record")
     assert backend.sizes([A, B]) == [6, None]
@@ -129,17 +129,17 @@ def others_count(backend: DiskBackend) -> None:
 
 
 def it_counts(backend: DiskBackend) -> None:
-    """As it does now and then while it is full."""
+    """As a full store does every few minutes."""
     with backend._usage.ledger.held(1.0) as count:
         backend._usage.ledger.recount(count)
 
 
 @pytest.mark.parametrize("sweep", [others_count, it_counts])
 @pytest.mark.parametrize("again", ["look", "read", "put"])
-def test_an_empty_namespace_that_was_swept_away_is_no_loss(
+def test_a_swept_empty_namespace_is_no_loss(
     tmp_path: Path, sweep: Callable[[DiskBackend], None], again: str
 ) -> None:
-    """Namespaces of tenants come and go; what is left of one that was evicted is no alarm."""
+    """Tenants come and go; the removal of an evicted tenant's directory is no loss."""
     backend = DiskBackend(tmp_path / "store", 1 << 20)
     for block in (OTHER, A, B):
         put(backend, block, b"record")
@@ -156,14 +156,14 @@ def test_an_empty_namespace_that_was_swept_away_is_no_loss(
     assert backend.stale_listings == 0
     put(backend, A, b"record")
     assert backend.used() == 2 * UNIT
-    # One that is taken away with its records is noticed all the same.
+    # The removal of a directory with records is still noticed.
     shutil.rmtree(backend._directory.space(A))
     assert get(backend, A) is None
     assert backend.stale_listings == 1
     assert get(backend, OTHER) == b"record"
 
 
-def test_a_loss_right_after_it_swept_is_noticed(tmp_path: Path) -> None:
+def test_a_loss_right_after_a_sweep_is_noticed(tmp_path: Path) -> None:
     backend = DiskBackend(tmp_path / "store", 1 << 20)
     put(backend, OTHER, b"record")
     put(backend, A, b"record")
@@ -174,7 +174,7 @@ def test_a_loss_right_after_it_swept_is_noticed(tmp_path: Path) -> None:
     assert backend.stale_listings == 1
 
 
-def test_others_put_while_it_sees_what_was_swept(
+def test_puts_of_other_threads_during_the_check_of_a_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = DiskBackend(tmp_path / "store", 1 << 20)
@@ -194,7 +194,7 @@ def test_others_put_while_it_sees_what_was_swept(
     assert backend.stale_listings == 0
 
 
-def test_what_comes_back_is_found_again(tmp_path: Path) -> None:
+def test_a_directory_that_comes_back_is_used_again(tmp_path: Path) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, A, b"record")
     (tmp_path / "store").rename(tmp_path / "away")
@@ -207,7 +207,7 @@ def test_what_comes_back_is_found_again(tmp_path: Path) -> None:
     assert backend.stale_listings == 2
 
 
-def test_foreign_things_in_its_place_are_left_alone(tmp_path: Path) -> None:
+def test_foreign_files_in_its_place_are_left_alone(tmp_path: Path) -> None:
     root = tmp_path / "store"
     backend = DiskBackend(root)
     put(backend, A, b"record")
@@ -221,7 +221,7 @@ def test_foreign_things_in_its_place_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_disk_that_is_not_mounted_is_not_written_under(tmp_path: Path) -> None:
+def test_nothing_is_written_below_an_unmounted_disk(tmp_path: Path) -> None:
     disk, root = tmp_path / "disk", tmp_path / "disk" / "store"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1M,mode=0700", "kvkeep-test", str(disk)]
@@ -238,7 +238,7 @@ def test_a_disk_that_is_not_mounted_is_not_written_under(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_disk_that_was_read_only_is_written_again(tmp_path: Path) -> None:
+def test_a_disk_becomes_writable_again(tmp_path: Path) -> None:
     disk, root = tmp_path / "disk", tmp_path / "disk" / "store"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1M,mode=0700", "kvkeep-test", str(disk)]
@@ -293,7 +293,7 @@ assert backend.stale_listings == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_permission_lost_and_given_back(tmp_path: Path) -> None:
+def test_permission_revoked_and_granted_again(tmp_path: Path) -> None:
     import sys
 
     root = tmp_path / "nobody"

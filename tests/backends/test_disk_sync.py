@@ -1,4 +1,4 @@
-"""What is put is synced in the background: never inside a put, all before `flush` ends."""
+"""Background syncs: never inside a put, all done before `flush` returns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="need
 
 
 class Power:
-    """Stands in for ``os.fsync``: knows what a loss of power would leave, file by file.
+    """Replaces ``os.fsync``: knows which files would survive a loss of power.
 
     A record is left when its file was synced, and then the directory that names it.
     """
@@ -87,7 +87,7 @@ def test_a_put_never_syncs(tmp_path: Path, power: Power, monkeypatch: pytest.Mon
 def test_a_slow_disk_drops_nothing(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 4,096 files unsynced, the next put synced all: longer than a call may take."""
+    """A put used to sync all of 4,096 unsynced files, which took longer than the timeout."""
     monkeypatch.setattr(sync, "UNSYNCED_AT_MOST", 100)
     url = f"file://{tmp_path}/store?size=1GiB&timeout=300ms"
     with BlockStore("m", tiers=["memory://16MiB", url]) as store:
@@ -103,7 +103,7 @@ def test_a_slow_disk_drops_nothing(
         assert store.stats()[1].breaker_opened == 0
 
 
-def test_backpressure_is_counted_and_bounded(
+def test_throttling_is_counted_and_bounded(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sync, "SYNC_FROM", 1 << 30)
@@ -121,7 +121,7 @@ def test_backpressure_is_counted_and_bounded(
 
 
 class Clock:
-    """Stands in for the module ``time``: nothing waits, and what would is added up.
+    """Replaces the module ``time``: sleeps return at once and are added up.
 
     After ``after`` seconds of waiting, ``then`` is called once.
     """
@@ -145,7 +145,7 @@ class Clock:
 def test_a_put_waits_a_second_or_half_its_timeout(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch, timeout: float
 ) -> None:
-    """More would make a disk that syncs slowly one that fails: its calls took too long."""
+    """A longer wait would exceed the timeout and make a slow disk a failing one."""
     monkeypatch.setattr(sync, "SYNC_FROM", 1 << 30)
     monkeypatch.setattr(sync, "UNSYNCED_AT_MOST", 4)
     backend = DiskBackend(tmp_path / "store")
@@ -158,7 +158,7 @@ def test_a_put_waits_a_second_or_half_its_timeout(
         assert waited == 0 if number < 4 else share <= waited < share + 0.01
 
 
-def test_a_put_goes_on_when_enough_is_synced(
+def test_a_throttled_put_continues_when_enough_is_synced(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sync, "SYNC_FROM", 1 << 30)
@@ -192,7 +192,7 @@ def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, power: Power)
     until(lambda: len(backend._sync) == 0)
 
 
-def test_what_failed_in_the_background_is_tried_again(
+def test_a_failed_background_sync_is_repeated(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sync, "SYNC_FROM", 2)
@@ -212,10 +212,10 @@ def test_what_failed_in_the_background_is_tried_again(
     assert all(power.keeps(block_id(number)) for number in range(3))
 
 
-def test_flush_tells_what_failed_in_the_background(
+def test_flush_raises_errors_of_the_background_sync(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system reports an error of writing once: the second fsync succeeds, the data is gone."""
+    """The kernel reports a write error once: the second fsync succeeds, the data is lost."""
     monkeypatch.setattr(sync, "SYNC_FROM", 2)
     monkeypatch.setattr(sync, "_RETRY", 0.01)
     backend = DiskBackend(tmp_path / "store")
@@ -245,7 +245,7 @@ def test_a_pipe_in_place_of_a_record_does_not_stop_flush(tmp_path: Path) -> None
 def test_power_lost_at_any_instant_keeps_what_was_flushed(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Four threads put, two flush; the background syncs all the time."""
+    """Four threads put, two flush, and the background thread syncs."""
     chance = random.Random(seed)
     monkeypatch.setattr(sync, "SYNC_FROM", chance.choice([1, 3, 20]))
     monkeypatch.setattr(sync, "_BATCH", chance.choice([1, 5, 256]))
@@ -272,7 +272,7 @@ def test_power_lost_at_any_instant_keeps_what_was_flushed(
     assert len(backend._sync) == 0
 
 
-def test_a_fork_syncs_what_its_parent_had_not(tmp_path: Path) -> None:
+def test_a_fork_syncs_the_queue_of_its_parent(tmp_path: Path) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, block_id(1), b"record")
     backend._sync._lock.acquire()  # as if another thread were in the middle
@@ -290,7 +290,7 @@ def test_a_fork_syncs_what_its_parent_had_not(tmp_path: Path) -> None:
     assert get(backend, block_id(2)) == content(block_id(2), 1, 5000)
 
 
-def test_never_remembers_nothing(tmp_path: Path) -> None:
+def test_never_queues_nothing(tmp_path: Path) -> None:
     syncing = SyncQueue("never", str(tmp_path))
     syncing.add([str(tmp_path / "x")])
     assert len(syncing) == 0

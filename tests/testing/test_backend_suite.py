@@ -1,4 +1,4 @@
-"""The contract suite of backends: a third party's backend passes it, and faults are found by it."""
+"""The contract suite of backends: a third party's backend passes, and it finds planted faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DictBackend(Backend):
-    """What somebody else's backend may look like: complete, and as short as can be."""
+    """A third party's backend: complete, and as short as possible."""
 
     scheme = "dict"
 
@@ -65,7 +65,7 @@ class DictBackend(Backend):
 
 
 class KeptDict(DictBackend):
-    """One whose place is found again, by a name."""
+    """A backend whose place can be opened again."""
 
     places: ClassVar[dict[Path, dict[bytes, tuple[bytes, float]]]] = {}
 
@@ -477,7 +477,7 @@ FOUND = (
 
 @pytest.fixture
 def found_is_enough() -> Iterator[None]:
-    """Walks that fail are not made shorter, which takes long."""
+    """Do not shrink failing walks, which takes long."""
     before = settings.get_current_profile_name()
     settings.register_profile("found", settings(), phases=[Phase.generate])
     settings.load_profile("found")

@@ -28,6 +28,7 @@ from kvkeep.store.backends.disk.files import (
     WRONG_KIND,
     check_kind,
     closing_fd,
+    lstat,
     open_plain,
     padded,
 )
@@ -121,7 +122,7 @@ class RecordDirectory:
         prefix = bytes.fromhex(space)
         for at in range(0, len(keys), _KEY_NAME // 2):
             key = bytes(keys[at : at + _KEY_NAME // 2])
-            found = _stat(f"{directory}/{key.hex()}")
+            found = lstat(f"{directory}/{key.hex()}")
             if found is None:
                 continue
             if stat.S_ISREG(found.st_mode) and found.st_size:
@@ -129,7 +130,7 @@ class RecordDirectory:
             else:
                 yield None, 0, 0.0
         for name in others:
-            found = _stat(f"{directory}/{name}")
+            found = lstat(f"{directory}/{name}")
             if found is not None:
                 yield None, found.st_size if stat.S_ISREG(found.st_mode) else 0, 0.0
 
@@ -240,10 +241,3 @@ def _files(directory: str) -> Iterator[tuple[str, int]]:
                 continue
             if stat.S_ISREG(found.st_mode):
                 yield entry.path, found.st_size
-
-
-def _stat(path: str) -> os.stat_result | None:
-    try:
-        return os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return None

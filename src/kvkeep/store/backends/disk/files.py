@@ -32,6 +32,7 @@ __all__ = [
     "check_owner",
     "closing_fd",
     "create_locked",
+    "lstat",
     "open_known",
     "open_plain",
     "open_record",
@@ -174,17 +175,23 @@ def check_owner(found: os.stat_result, path: str) -> None:
 
 
 def _opened(path: str, flags: int) -> tuple[int, int] | None:
-    try:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno in ABSENT:
-            return None
-        raise
+    fd = _open_if_there(path, flags)
+    if fd is None:
+        return None
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         os.close(fd)
         return None
     return fd, found.st_size
+
+
+def _open_if_there(path: str, flags: int) -> int | None:
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise
 
 
 def create_locked(path: str, size: int) -> int:
@@ -203,23 +210,25 @@ def create_locked(path: str, size: int) -> int:
 
 def size_of(path: str) -> int | None:
     """Return the size of a regular file in bytes; None if missing or empty."""
+    found = lstat(path)
+    return (found.st_size or None) if found and stat.S_ISREG(found.st_mode) else None
+
+
+def lstat(path: str) -> os.stat_result | None:
+    """Return the status of ``path``, None if missing. Does not follow a symlink."""
     try:
-        found = os.stat(path, follow_symlinks=False)
+        return os.lstat(path)
     except OSError as error:
         if error.errno in ABSENT:
             return None
         raise
-    return (found.st_size or None) if stat.S_ISREG(found.st_mode) else None
 
 
 def sync_path(path: str) -> None:
     """Make a file or directory survive a loss of power; do nothing if it is missing or special."""
-    try:
-        held = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno in ABSENT:
-            return
-        raise
+    held = _open_if_there(path, os.O_RDONLY | os.O_NONBLOCK)
+    if held is None:
+        return
     with closing_fd(held):
         mode = os.fstat(held).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):

@@ -294,7 +294,7 @@ def _sweeps(fd: int) -> int:
 
 def _file_at(path: str) -> tuple[int, int] | None:
     try:
-        found = os.stat(path, follow_symlinks=False)
+        found = os.lstat(path)
     except OSError:
         return None
     return found.st_dev, found.st_ino

@@ -287,9 +287,8 @@ def _slots_of(answer: Answer, node: Address) -> list[Address | None]:
         match entry:
             case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < SLOTS:
                 # A node that does not know its own address answers an empty one or a "?".
-                is_known = isinstance(host, bytes) and host not in {b"", b"?"}
-                name = host.decode() if is_known else node[0]
-                slots[first : last + 1] = [(name, port)] * (last + 1 - first)
+                name = host.decode() if isinstance(host, bytes) and host != b"?" else ""
+                slots[first : last + 1] = [(name or node[0], port)] * (last + 1 - first)
             case _:
                 raise ValueError
     return slots
