@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvkeep.core.errors import OutOfRoom
-from kvkeep.store.backends.disk import DiskBackend, directory, journal, usage
+from kvkeep.store.backends.disk import DiskBackend, directory, recount, usage
 from kvkeep.store.backends.disk.recount import Recount
 from kvkeep.testing.backend_hooks import block_id, put
 
@@ -465,7 +465,7 @@ def test_a_damaged_journal_counts_nothing(
 
 
 def test_a_journal_that_grows_too_long_ends(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "JOURNAL_AT_MOST", 500)
+    monkeypatch.setattr(recount, "JOURNAL_AT_MOST", 500)
     backend, listing = counting(root)
     for _ in range(20):
         change(backend, "A2 A3")

@@ -18,7 +18,7 @@ The file, little-endian:
 
      0  magic, 1 if unmarked, bytes used
     24  id of this ledger
-    40  state of the journal, see journal.py
+    40  state of the journal, see recount.py
     56  number of sweeps of empty namespaces
     64  the journal
 """
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.disk.files import closing_fd, open_known, open_plain, padded, pin
-from kvkeep.store.backends.disk.journal import HEAD, ChangeJournal
+from kvkeep.store.backends.disk.recount import HEAD, ChangeJournal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
