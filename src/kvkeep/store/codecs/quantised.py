@@ -236,7 +236,7 @@ def _scale_shape(part: _Part, tile: Tile) -> tuple[int, int, int]:
 
 
 def _encoded_size(part: _Part, kind: int) -> int:
-    """Return the encoded bytes of a part, without padding."""
+    """Return the encoded size of a part in bytes, without padding."""
     if kind == _AS_IS:
         return part.size
     return prod(_scale_shape(part, _TILES[kind](part.dim))) * _SCALE_BYTES + prod(part.shape)

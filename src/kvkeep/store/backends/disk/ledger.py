@@ -153,6 +153,7 @@ class DiskLedger:
 
     Attributes:
         counted_at: when this process last counted, in seconds of the monotonic clock.
+        wants_count: whether the next listing has to count the directory.
 
     Thread safety: each use opens the file again, so the lock excludes threads as well as processes,
     and a forked child inherits no lock.
