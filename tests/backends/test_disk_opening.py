@@ -52,7 +52,7 @@ def test_a_directory_with_foreign_files_is_refused(tmp_path: Path, name: str) ->
     store.chmod(0o755)
     (store / name).mkdir() if name.endswith("/") else (store / name).write_bytes(b"mine")
     before = snapshot(store)
-    with pytest.raises(InvalidValue, match=r"not kvkeep's.*beneath it"):
+    with pytest.raises(InvalidValue, match=r"not kvkeep's.*below it"):
         DiskBackend(store)
     assert snapshot(store) == before
     assert mode(store) == 0o755
@@ -135,7 +135,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()
     os.chown(store, 12345, 12345)
-    with pytest.raises(InvalidValue, match=r"user 12345.*of its own"):
+    with pytest.raises(InvalidValue, match=r"user 12345.*of this user"):
         DiskBackend(store)
     assert os.listdir(store) == []
 
