@@ -37,6 +37,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from faults import FaultyBackend
 from figures import Figure
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.keys import SPACE_BYTES, chain_keys
@@ -44,7 +47,6 @@ from kvkeep.store import KVStore
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.testing import FaultyBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -47,6 +47,8 @@ from typing import Any
 import httpx
 import numpy as np
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # faults: for tests alone
+
 SLOW_S = 0.02
 GROWTH_MAX = 1.10
 ANSWER_TOKENS = 12
@@ -233,13 +235,13 @@ def serve(args: argparse.Namespace) -> None:
     """Child: serve the bundled model over a slow disk; prints its URL, ends with its stdin."""
     import asyncio  # noqa: PLC0415
 
+    from faults import FaultyBackend  # noqa: PLC0415
     from kvkeep.core.cache import PagedCache  # noqa: PLC0415
     from kvkeep.serve.engine import Engine, Limits, Runner, Tokenizer  # noqa: PLC0415
     from kvkeep.serve.models import bundled_model  # noqa: PLC0415
     from kvkeep.serve.server import Listener, ServerSettings, bind, create_app, url_of  # noqa: PLC0415
     from kvkeep.store import KVStore  # noqa: PLC0415
     from kvkeep.store.backends.disk import DiskBackend  # noqa: PLC0415
-    from kvkeep.testing import FaultyBackend  # noqa: PLC0415
 
     remember_little()
     runner = Runner.load(
@@ -536,9 +538,9 @@ def payload_of(number: int) -> bytes:
 
 def open_blocks(folder: Path) -> Any:
     """The store under test: a small memory tier over a slow disk."""
+    from faults import FaultyBackend  # noqa: PLC0415
     from kvkeep.store import BlockStore  # noqa: PLC0415
     from kvkeep.store.backends.disk import DiskBackend  # noqa: PLC0415
-    from kvkeep.testing import FaultyBackend  # noqa: PLC0415
 
     disk = FaultyBackend(DiskBackend(folder, capacity=DISK_BYTES))
     disk.slow(SLOW_S / 4, "put", "flush")

@@ -1,4 +1,4 @@
-"""Processes that write into one directory, to be killed and to be counted.
+"""Processes that write into one directory; tests kill them.
 
 Run as a script it opens nothing itself: each line of its input forks a process that was imported
 already, and each line of its output is one that such a process wrote, or ``dead <pid>``.
@@ -13,9 +13,8 @@ import threading
 import time
 
 from kvkeep.core.errors import OutOfRoom
-from kvkeep.store.backends import disk
 from kvkeep.store.backends.buffers import aligned
-from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.backends.disk import DiskBackend, usage
 
 KEYS = 12
 SIZES = (90, 5000, 70_000)  # of one unit, of more, and large enough for direct I/O
@@ -27,7 +26,7 @@ def block_of(who: int, key: int) -> bytes:
 
 
 def record(block: bytes, version: int) -> bytes:
-    """Bytes that belong to this block and version, and to nothing else."""
+    """Bytes that are unique to this block and version."""
     head = block + version.to_bytes(8, "little")
     return head + random.Random(head).randbytes(SIZES[version % 3] - len(head))
 
@@ -41,7 +40,7 @@ def say(line: str) -> None:
 
 
 def work(path: str, capacity: int, who: int, seed: int, steps: int) -> None:
-    """Put, replace, delete, quarantine and flush at random; tell before and after each change."""
+    """Put, replace, delete, quarantine and flush at random; report before and after each change."""
     chance = random.Random(seed)
     backend = DiskBackend(path, capacity)
     for _ in range(steps):
@@ -72,7 +71,7 @@ def work(path: str, capacity: int, who: int, seed: int, steps: int) -> None:
 
 
 def fork_in_use(path: str, capacity: int, who: int, seed: int, steps: int) -> None:
-    """Fork while threads put through one backend; the child goes on with it, and so do they."""
+    """Fork while threads put through one backend; child and threads continue to use it."""
     backend = DiskBackend(path, capacity)
 
     def put(thread: int) -> None:
@@ -100,8 +99,8 @@ def fork_in_use(path: str, capacity: int, who: int, seed: int, steps: int) -> No
 
 
 def recount(path: str, capacity: int, who: int, seed: int, steps: int) -> None:
-    """Open the directory as if it were large, and have it counted while others write there."""
-    disk.SMALL = 0
+    """Open the directory as if it were large, and count it while other processes write."""
+    usage.SMALL = 0
     for _ in range(steps):
         for _record in DiskBackend(path, capacity).list():
             time.sleep(0.0002)

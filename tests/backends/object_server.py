@@ -1,4 +1,4 @@
-"""A store behind HTTP that speaks just enough for put, get and head, and fails as it is told."""
+"""An HTTP object store with put, get and head, which fails on demand."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _handler(store: ObjectServer) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
         def answer(self, status: int, body: bytes = b"", length: int | None = None) -> None:
             self.send_response(status)

@@ -47,7 +47,7 @@ class Certificates:
 
 @dataclass
 class Server:
-    """One server that runs: ``port`` stays the same when it is killed and started again."""
+    """A running server; ``port`` stays the same when it is killed and started again."""
 
     directory: Path
     port: int
@@ -89,7 +89,7 @@ class Server:
             time.sleep(0.01)
 
     def freeze(self) -> None:
-        """It hangs: connections are made, nothing is answered; `stop` ends that too."""
+        """Let it hang: it accepts connections and answers nothing. `stop` ends that too."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
 
@@ -98,13 +98,13 @@ class Server:
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """End it, hung or not."""
+        """Stop it, also if it hangs."""
         if self.process is not None:
             self.process.send_signal(signal.SIGCONT)
             self._end(signal.SIGTERM)
 
     def ask(self, *words: str | bytes) -> bytes:
-        """Send one command on a connection of its own: the first line of its answer, or a value."""
+        """Send one command on a new connection; return the first line of the answer, or a value."""
         with self.connect() as wire:
             wire.sendall(packed(words))
             line = read_line(wire)
@@ -113,7 +113,7 @@ class Server:
             return line
 
     def connect(self) -> socket.socket:
-        """A bare socket on which we are known already."""
+        """A plain socket, already authenticated."""
         wire: socket.socket = socket.create_connection(self.address, PATIENCE_S)
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.certificates:
@@ -190,7 +190,7 @@ def _agrees(node: Server, masters: int) -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody has at the moment."""
+    """A free port."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
@@ -275,7 +275,7 @@ def read_into(wire: socket.socket, out: memoryview) -> None:
 
 
 def raw_set(wire: socket.socket, name: bytes, value: memoryview) -> None:
-    """SET as fast as a socket goes: what a backend's put is measured by."""
+    """SET at the speed of a socket: the baseline for a backend's put."""
     wire.sendall(b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, len(value)))
     wire.sendall(value)
     wire.sendall(b"\r\n")
@@ -283,7 +283,7 @@ def raw_set(wire: socket.socket, name: bytes, value: memoryview) -> None:
 
 
 def raw_get(wire: socket.socket, name: bytes, out: memoryview) -> None:
-    """GET of a value of ``len(out) - 2`` bytes into ``out``: what a get is measured by."""
+    """GET of a value of ``len(out) - 2`` bytes into ``out``: the baseline for a get."""
     wire.sendall(packed([b"GET", name]))
     assert read_line(wire) == b"$%d" % (len(out) - 2)
     read_into(wire, out)

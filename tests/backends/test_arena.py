@@ -1,4 +1,4 @@
-"""The arena beside a naive one: which extents are given out, and that they tile it."""
+"""The arena compared with a naive one: which extents are allocated, and that they tile it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_arena_has_a_size(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1 << 62, 1 << 80])
-def test_what_the_system_does_not_give_is_said(size: int) -> None:
+def test_a_size_the_system_refuses_is_an_error(size: int) -> None:
     with pytest.raises(InvalidValue, match=r"more than the system gives .*take less"):
         Arena(size)
 
@@ -47,7 +47,7 @@ def test_it_is_aligned_and_its_size_is_rounded_down() -> None:
     arena.check()
 
 
-def test_memory_is_taken_as_it_is_used() -> None:
+def test_memory_is_resident_only_when_used() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     arena = Arena(1 << 30)
     offset = arena.allocate(1 << 29)
@@ -57,7 +57,7 @@ def test_memory_is_taken_as_it_is_used() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 256
 
 
-def test_the_smallest_that_fits_is_taken_and_the_same_size_first() -> None:
+def test_the_smallest_fitting_extent_is_used() -> None:
     arena = Arena(64 * UNIT)
     taken = [arena.allocate(size * UNIT) for size in (3, 1, 5, 1, 4, 1)]
     for at, size in ((0, 3), (2, 5), (4, 4)):
@@ -71,7 +71,7 @@ def test_the_smallest_that_fits_is_taken_and_the_same_size_first() -> None:
     arena.check()
 
 
-def test_neighbours_become_one() -> None:
+def test_adjacent_free_extents_merge() -> None:
     arena = Arena(8 * UNIT)
     offsets = [arena.allocate(UNIT) for _ in range(8)]
     assert None not in offsets
@@ -87,7 +87,7 @@ def test_neighbours_become_one() -> None:
     assert arena.allocate(8 * UNIT) == 0
 
 
-def test_freeing_what_is_not_taken_is_a_fault() -> None:
+def test_freeing_an_unallocated_extent_fails() -> None:
     arena = Arena(8 * UNIT)
     offset = arena.allocate(2 * UNIT)
     assert offset is not None
@@ -111,7 +111,7 @@ def test_a_view_outlives_the_arena() -> None:
     assert view == b"a" * UNIT
 
 
-def test_check_finds_what_is_lost() -> None:
+def test_check_finds_lost_memory() -> None:
     arena = Arena(8 * UNIT)
     arena.allocate(UNIT)
     arena._taken.clear()
@@ -120,7 +120,7 @@ def test_check_finds_what_is_lost() -> None:
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """An arena of 24 units, and a list of whose each unit is."""
+    """An arena of 24 units, and a list with the owner of each unit."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Buffers: aligned, as long as they say, padded, writable, and empty at first."""
+"""Buffers: aligned, of the right length, padded, writable, zeroed."""
 
 from __future__ import annotations
 

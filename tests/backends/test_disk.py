@@ -1,4 +1,4 @@
-"""The disk backend: the contract; strange files, full and read-only disks, what lasts."""
+"""The disk backend: the contract; special files, full and read-only disks, durability."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 
 from kvkeep import InvalidValue
 from kvkeep.core.errors import BackendFailed, OutOfRoom
-from kvkeep.store.backends import TierURL, disk, disk_files
+from kvkeep.store.backends import TierURL, disk
 from kvkeep.store.backends.buffers import aligned
-from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.backends.disk import DiskBackend, files
 from kvkeep.testing.backend_hooks import block_id, content, get, put, sizes_listed
 from kvkeep.testing.backend_suite import BackendTests
 
@@ -80,7 +80,7 @@ def test_a_url_gives_path_and_options(tmp_path: Path) -> None:
         ("file:///x?size=4095", "4096"),
     ],
 )
-def test_a_wrong_url_is_told_what_would_be_right(rest: str, said: str) -> None:
+def test_an_invalid_url_names_a_valid_one(rest: str, said: str) -> None:
     with pytest.raises(InvalidValue, match=said):
         DiskBackend.from_url(TierURL(rest))
 
@@ -97,7 +97,7 @@ def test_wrong_arguments_make_no_directory(tmp_path: Path, given: dict[str, obje
 # --- files -----------------------------------------------------------------------------------
 
 
-def test_files_are_the_owners_alone_and_as_long_as_records(backend: DiskBackend) -> None:
+def test_files_are_private_and_as_long_as_their_records(backend: DiskBackend) -> None:
     for size in (1, UNIT, 100_001, 300_000):
         put(backend, A, content(A, size, size))
         found = file_of(backend, A).stat()
@@ -136,8 +136,8 @@ def test_recency_is_kept_in_order(backend: DiskBackend, tmp_path: Path) -> None:
         assert used[B] < used[C] < used[A] <= time.time()
 
 
-def test_uses_are_told_of_later(backend: DiskBackend) -> None:
-    """They keep their times and their order, and take nothing from later ones."""
+def test_uses_may_be_recorded_late(backend: DiskBackend) -> None:
+    """Times and order are kept, and later uses stay."""
     for block in (A, B, C):
         put(backend, block, b"record")
         os.utime(file_of(backend, block), (1e9, 1e9))
@@ -160,7 +160,7 @@ def test_a_record_from_the_future_is_as_old_as_the_list(backend: DiskBackend) ->
     assert one.used <= time.time()
 
 
-# --- strange files ---------------------------------------------------------------------------
+# --- special files ---------------------------------------------------------------------------
 
 
 def test_foreign_things_are_neither_listed_nor_touched(backend: DiskBackend) -> None:
@@ -182,7 +182,7 @@ def test_foreign_things_are_neither_listed_nor_touched(backend: DiskBackend) -> 
 
 
 @pytest.mark.parametrize("kind", ["directory", "fifo", "symlink", "dangling", "socket"])
-def test_what_is_no_file_is_no_record(backend: DiskBackend, kind: str, tmp_path: Path) -> None:
+def test_a_special_file_is_no_record(backend: DiskBackend, kind: str, tmp_path: Path) -> None:
     put(backend, B, b"record")
     path = file_of(backend, A)
     outside = tmp_path / "outside"
@@ -234,11 +234,11 @@ def test_a_file_cut_short_while_it_is_read_is_a_failure(
         os.truncate(file_of(backend, A), left)
         return aligned(asked)
 
-    with pytest.raises(BackendFailed, match="cut short"):
+    with pytest.raises(BackendFailed, match="truncated"):
         backend.get(A, room)
 
 
-def test_an_absurd_size_is_asked_for_and_refused(backend: DiskBackend) -> None:
+def test_an_absurd_size_reaches_the_room_and_is_refused(backend: DiskBackend) -> None:
     put(backend, A, b"record")
     os.truncate(file_of(backend, A), 1 << 42)  # sparse
 
@@ -282,7 +282,7 @@ def test_quarantine_leaves_room_for_records(backend: DiskBackend) -> None:
 # --- the budget ------------------------------------------------------------------------------
 
 
-def test_out_of_room_says_how_much_must_go(backend: DiskBackend) -> None:
+def test_out_of_room_says_how_much_to_free(backend: DiskBackend) -> None:
     for block in (A, B, C):
         put(backend, block, content(block, 1, 300_000))
     with pytest.raises(OutOfRoom) as caught:
@@ -291,7 +291,7 @@ def test_out_of_room_says_how_much_must_go(backend: DiskBackend) -> None:
     assert backend.used() == 3 * 74 * UNIT
 
 
-def test_each_keeps_to_its_own_capacity(backend: DiskBackend, tmp_path: Path) -> None:
+def test_each_process_keeps_to_its_own_capacity(backend: DiskBackend, tmp_path: Path) -> None:
     small = DiskBackend(tmp_path / "store", 8 * UNIT)
     for number in range(10):
         put(backend, block_id(number), b"x")
@@ -302,8 +302,8 @@ def test_each_keeps_to_its_own_capacity(backend: DiskBackend, tmp_path: Path) ->
     assert small.used() == backend.used() == 8 * UNIT
 
 
-def test_what_a_killed_writer_left_gives_way(backend: DiskBackend, tmp_path: Path) -> None:
-    """Found by another one that is full, and by everyone who opens."""
+def test_files_of_killed_writers_are_removed(backend: DiskBackend, tmp_path: Path) -> None:
+    """By another process whose store is full, and by each process that opens the directory."""
     left = tmp_path / "store" / "tmp" / "123-left"
     assert backend.used() == 0
     for _ in range(2):
@@ -320,14 +320,14 @@ def test_what_a_killed_writer_left_gives_way(backend: DiskBackend, tmp_path: Pat
     assert not left.exists()
 
 
-def test_a_full_store_notices_what_was_deleted_by_hand(
+def test_a_full_store_notices_files_deleted_by_hand(
     backend: DiskBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(backend, A, content(A, 1, 900_000))
     file_of(backend, A).unlink()
     with pytest.raises(OutOfRoom):
         put(backend, B, content(B, 1, 900_000))
-    monkeypatch.setattr(disk, "RECOUNT_AFTER", 0.0)
+    monkeypatch.setattr(disk.usage, "RECOUNT_AFTER", 0.0)
     put(backend, B, content(B, 1, 900_000))
     assert backend.used() == 220 * UNIT
 
@@ -368,7 +368,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", path], check=True)
 
 
-def test_a_full_disk_is_out_of_room_and_goes_on(small: Path) -> None:
+def test_a_full_disk_is_out_of_room_and_recovers(small: Path) -> None:
     backend, kept = DiskBackend(small / "store"), {}
     error = None
     while error is None:
@@ -388,7 +388,7 @@ def test_a_full_disk_is_out_of_room_and_goes_on(small: Path) -> None:
         assert get(backend, block) == content(block, 1, 100_001)
     assert backend.used() == DiskBackend(small / "store").used() == len(kept) * 25 * UNIT
     assert os.listdir(small / "store" / "tmp") == []
-    # To the last byte: even then something can be deleted.
+    # Full to the last byte: records can still be deleted.
     (small / "store" / "ledger").unlink()
     backend = DiskBackend(small / "store")
     free = os.statvfs(small).f_bavail
@@ -426,11 +426,11 @@ def test_a_read_only_store_is_read(small: Path) -> None:
         DiskBackend(small / "new")
 
 
-# --- what lasts ------------------------------------------------------------------------------
+# --- durability -------------------------------------------------------------------------------
 
 
 class Synced:
-    """Sees what is synced, and lets it be synced."""
+    """Records what is synced, and syncs it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.paths: list[str] = []
@@ -463,46 +463,46 @@ def test_direct_io_is_off_only_where_the_filesystem_has_none(
             patched.setattr(os, "open", refusing(number))
             if answer is None:
                 with pytest.raises(OSError, match="Input/output"):
-                    disk_files.supports_direct(str(path))
+                    files.supports_direct(str(path))
             else:
-                assert disk_files.supports_direct(str(path)) is answer
+                assert files.supports_direct(str(path)) is answer
 
 
-def test_setting_bytes_aside_may_be_unsupported_but_not_impossible(
+def test_preallocation_may_be_unsupported_but_must_not_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     try:
         monkeypatch.setattr(os, "posix_fallocate", refusing(errno.EOPNOTSUPP))
-        disk_files.preallocate(fd, UNIT)
+        files.preallocate(fd, UNIT)
         for number in (errno.ENOSPC, errno.EFBIG, errno.EIO):
             monkeypatch.setattr(os, "posix_fallocate", refusing(number))
             with pytest.raises(OSError, match="Errno") as caught:
-                disk_files.preallocate(fd, UNIT)
+                files.preallocate(fd, UNIT)
             assert caught.value.errno == number
     finally:
         os.close(fd)
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_direct_io_is_used_where_it_is_asked_for(
+def test_direct_io_is_used_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"")
-    if not disk_files.supports_direct(str(path)):
+    if not files.supports_direct(str(path)):
         pytest.skip("the filesystem of the tests has no direct I/O")
     turned: list[bool] = []
-    real = disk_files._set_direct
+    real = files._set_direct
     monkeypatch.setattr(
-        disk_files, "_set_direct", lambda fd, *, on: turned.append(on) or real(fd, on=on)
+        files, "_set_direct", lambda fd, *, on: turned.append(on) or real(fd, on=on)
     )
     fd = os.open(path, os.O_RDWR)
     try:
         buffer = aligned(100_001)
-        disk_files.write_whole(fd, buffer, direct=direct)
+        files.write_whole(fd, buffer, direct=direct)
         os.ftruncate(fd, 100_001)
-        assert disk_files.read_whole(fd, aligned(100_001), direct=direct)
+        assert files.read_whole(fd, aligned(100_001), direct=direct)
     finally:
         os.close(fd)
     assert turned == ([True, True] if direct else [])
@@ -526,7 +526,7 @@ def test_flush_syncs_contents_before_names(tmp_path: Path, monkeypatch: pytest.M
     spaces = {os.path.dirname(path) for path in files}
     assert set(paths) == {*files, *spaces, str(tmp_path / "store")}
     for path in files:
-        # The directory after the file: it was synced early as well, for what was deleted there.
+        # The directory after the file; it was synced earlier as well, for the deleted records.
         assert path in paths[: len(paths) - paths[::-1].index(os.path.dirname(path))]
     assert paths[-1] == str(tmp_path / "store")
     backend.flush()
@@ -551,7 +551,7 @@ def test_never_and_always(
     assert synced.take() == []
 
 
-def test_a_flush_that_failed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_flush_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, A, b"record")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -571,7 +571,7 @@ def test_a_flush_that_failed_is_made_again(tmp_path: Path, monkeypatch: pytest.M
     assert get(backend, A) == b"record"
 
 
-def test_nothing_is_kept_open(backend: DiskBackend) -> None:
+def test_no_descriptor_stays_open(backend: DiskBackend) -> None:
     before = set(os.listdir("/proc/self/fd"))
     for number in range(5):
         put(backend, block_id(number), content(A, number, 70_000))

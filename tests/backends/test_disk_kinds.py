@@ -1,4 +1,4 @@
-"""Special files in place of those of a home: refused by name, and nobody waits for them."""
+"""Special files in place of the store's own: refused by name, without waiting for them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["FORMAT", "ledger"])
-def test_a_file_of_the_home_must_be_a_file(root: Path, kind: str, name: str) -> None:
+def test_a_file_of_the_store_must_be_regular(root: Path, kind: str, name: str) -> None:
     make, said = KINDS[kind]
     (root / name).unlink()
     make(root / name)
@@ -73,7 +73,7 @@ def test_a_file_of_the_home_must_be_a_file(root: Path, kind: str, name: str) -> 
 
 @pytest.mark.parametrize("kind", [*KINDS, "file"])
 @pytest.mark.parametrize("name", ["tmp", "quarantine"])
-def test_a_directory_of_the_home_must_be_one(root: Path, kind: str, name: str) -> None:
+def test_a_directory_of_the_store_must_be_one(root: Path, kind: str, name: str) -> None:
     if kind == "folder":
         return
     make, said = KINDS.get(kind, (Path.touch, "regular file"))
@@ -84,7 +84,7 @@ def test_a_directory_of_the_home_must_be_one(root: Path, kind: str, name: str) -
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "dangling", "socket", "device"])
-def test_a_ledger_that_is_exchanged_under_it_is_a_failure(root: Path, kind: str) -> None:
+def test_a_ledger_replaced_by_a_special_file_is_a_failure(root: Path, kind: str) -> None:
     backend = DiskBackend(root)
     put(backend, B, b"record")
     (root / "ledger").rename(root / "saved")
@@ -99,7 +99,7 @@ def test_a_ledger_that_is_exchanged_under_it_is_a_failure(root: Path, kind: str)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_strange_things_among_what_is_being_written_are_left_alone(root: Path, kind: str) -> None:
+def test_special_files_in_tmp_are_left_alone(root: Path, kind: str) -> None:
     KINDS[kind][0](root / "tmp" / "strange")
     KINDS[kind][0](root / "quarantine" / "strange")
     with DiskBackend(root, 1 << 20) as backend:
@@ -132,13 +132,13 @@ def test_the_directory_of_a_namespace_must_be_one(root: Path, tmp_path: Path, ki
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
 @pytest.mark.parametrize("name", ["FORMAT", "ledger", "tmp", "quarantine"])
-def test_what_belongs_to_another_user_is_refused_by_name(root: Path, name: str) -> None:
+def test_files_of_another_user_are_refused_by_name(root: Path, name: str) -> None:
     os.chown(root / name, 12345, 12345)
     with pytest.raises(InvalidValue, match=f"(?s)belongs to user 12345.*{name}"):
         DiskBackend(root)
 
 
-def test_a_key_file_that_is_a_pipe_is_none(tmp_path: Path) -> None:
+def test_a_pipe_is_no_key_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "key", 0o600)
     with pytest.raises(InvalidValue, match="no key file"):
         load_key(tmp_path / "key")

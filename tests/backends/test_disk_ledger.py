@@ -1,4 +1,4 @@
-"""The ledger: whatever its file says, the count is right; and nobody waits for ever."""
+"""The ledger: the count is right whatever its file contains; every wait has an end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.disk import DiskBackend
-from kvkeep.store.backends.disk_ledger import Count, DiskLedger
+from kvkeep.store.backends.disk.ledger import Count, DiskLedger
 from kvkeep.testing.backend_hooks import block_id, content, get, put
 from kvkeep.testing.backend_threads import together
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 UNIT = 4096
 A, B = block_id(1), block_id(2)
+
+
+def no_op() -> None:
+    """Nothing to restore, nothing to report."""
 
 
 @pytest.mark.parametrize(
@@ -34,7 +38,7 @@ A, B = block_id(1), block_id(2)
         struct.pack("<8sQQ", b"kvkeeper", 1, 12345),
     ],
 )
-def test_a_ledger_that_cannot_be_trusted_is_counted_anew(tmp_path: Path, text: bytes) -> None:
+def test_an_untrusted_ledger_is_recounted(tmp_path: Path, text: bytes) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, A, content(A, 1, 5000))
     (tmp_path / "store" / "ledger").write_bytes(text)
@@ -53,13 +57,13 @@ def test_a_directory_that_becomes_empty_needs_no_recount(tmp_path: Path) -> None
 
 
 def test_opening_counts_whatever_the_ledger_says(tmp_path: Path) -> None:
-    """Power loss may leave one that looks right and is old."""
+    """A loss of power may leave a valid but outdated count."""
     put(DiskBackend(tmp_path / "store"), A, b"record")
     (tmp_path / "store" / "ledger").write_bytes(struct.pack("<8sQQ", b"kvledger", 1, 1 << 40))
     assert DiskBackend(tmp_path / "store").used() == UNIT
 
 
-def test_what_nobody_counted_cannot_make_it_negative(tmp_path: Path) -> None:
+def test_deleting_uncounted_files_does_not_make_it_negative(tmp_path: Path) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, A, b"record")
     path = tmp_path / "store" / A[:16].hex() / A[16:].hex()
@@ -78,7 +82,7 @@ def break_in_the_middle(count: Count) -> None:
 def test_a_mark_stays_when_a_change_fails_in_the_middle(tmp_path: Path) -> None:
     path, counted = tmp_path / "ledger", [100, 300, 500]
     path.touch()
-    ledger = DiskLedger(str(path), lambda _count: counted.pop(0))
+    ledger = DiskLedger(str(path), lambda _count: counted.pop(0), no_op, no_op)
     with ledger.held(1.0) as count:
         assert count.used == 100
         count.mark()
@@ -96,7 +100,7 @@ def test_a_mark_stays_when_a_change_fails_in_the_middle(tmp_path: Path) -> None:
     assert counted == [500]
 
 
-def test_a_stopped_process_with_the_lock_is_not_waited_for(tmp_path: Path) -> None:
+def test_waiting_for_a_stopped_lock_holder_times_out(tmp_path: Path) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, A, b"record")
     backend.timeout = 0.02
@@ -114,7 +118,7 @@ def test_a_stopped_process_with_the_lock_is_not_waited_for(tmp_path: Path) -> No
 def test_threads_exclude_each_other(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     path.touch()
-    ledger = DiskLedger(str(path), lambda _count: 0)
+    ledger = DiskLedger(str(path), lambda _count: 0, no_op, no_op)
 
     def add() -> None:
         for _ in range(100):

@@ -14,8 +14,7 @@ import pytest
 
 from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.store import BlockStore
-from kvkeep.store.backends import disk_home
-from kvkeep.store.backends.disk import DiskBackend
+from kvkeep.store.backends.disk import DiskBackend, usage
 from kvkeep.testing.backend_hooks import block_id, content, get, put, sizes_listed
 
 if TYPE_CHECKING:
@@ -83,11 +82,11 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("small", [True, False])
-def test_the_next_put_completes_it(
+def test_the_next_put_restores_it(
     tmp_path: Path, way: Callable[[Path], None], small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not small:
-        monkeypatch.setattr("kvkeep.store.backends.disk.SMALL", 0)
+        monkeypatch.setattr("kvkeep.store.backends.disk.usage.SMALL", 0)
     root = tmp_path / "store"
     backend = DiskBackend(root, 16 << 20)
     for block in (A, B):
@@ -102,7 +101,7 @@ def test_the_next_put_completes_it(
     expected = sum(-(-size // UNIT) * UNIT for size in listed.values())
     assert backend.used() == expected
     if not listed.keys() & {A, B}:
-        assert backend.doubts, "it says that all it held is gone"
+        assert backend.stale_listings, "it says that all it held is gone"
     backend.quarantine(C, "bad")
     assert get(backend, C) is None
     assert len(os.listdir(root / "quarantine")) == 1
@@ -112,70 +111,70 @@ def test_the_next_put_completes_it(
 
 
 @pytest.mark.parametrize("way", [empty, shutil.rmtree, replaced, without("00" * 16)])
-def test_a_look_notices_it(tmp_path: Path, way: Callable[[Path], None]) -> None:
+def test_a_lookup_notices_it(tmp_path: Path, way: Callable[[Path], None]) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, A, b"record")
     assert backend.sizes([A, B]) == [6, None]
-    assert backend.doubts == 0
+    assert backend.stale_listings == 0
     way(tmp_path / "store")
     assert backend.sizes([A]) == [None]
     assert get(backend, A) is None
-    assert backend.doubts == 1
+    assert backend.stale_listings == 1
     assert list(backend.list()) == []
 
 
 def others_count(backend: DiskBackend) -> None:
     """Another process opens the directory."""
-    DiskBackend(backend._home.root, backend.capacity).used()
+    DiskBackend(backend._directory.root, backend.capacity).used()
 
 
 def it_counts(backend: DiskBackend) -> None:
-    """As it does now and then while it is full."""
-    with backend._ledger.held(1.0) as count:
-        backend._ledger.recount(count)
+    """As a full store does every few minutes."""
+    with backend._usage.ledger.held(1.0) as count:
+        backend._usage.ledger.recount(count)
 
 
 @pytest.mark.parametrize("sweep", [others_count, it_counts])
 @pytest.mark.parametrize("again", ["look", "read", "put"])
-def test_an_empty_namespace_that_was_swept_away_is_no_loss(
+def test_a_swept_empty_namespace_is_no_loss(
     tmp_path: Path, sweep: Callable[[DiskBackend], None], again: str
 ) -> None:
-    """Namespaces of tenants come and go; what is left of one that was evicted is no alarm."""
+    """Tenants come and go; the removal of an evicted tenant's directory is no loss."""
     backend = DiskBackend(tmp_path / "store", 1 << 20)
     for block in (OTHER, A, B):
         put(backend, block, b"record")
     backend.delete([A, B])
     sweep(backend)
-    assert not os.path.isdir(backend._home.space(A))
-    assert os.path.isdir(backend._home.space(OTHER))
+    assert not os.path.isdir(backend._directory.space(A))
+    assert os.path.isdir(backend._directory.space(OTHER))
     if again == "look":
         assert backend.sizes([A, B, OTHER]) == [None, None, 6]
     elif again == "read":
         assert get(backend, A) is None
     else:
         put(backend, A, b"again")
-    assert backend.doubts == 0
+    assert backend.stale_listings == 0
     put(backend, A, b"record")
     assert backend.used() == 2 * UNIT
-    # One that is taken away with its records is noticed all the same.
-    shutil.rmtree(backend._home.space(A))
+    # The removal of a directory with records is still noticed.
+    shutil.rmtree(backend._directory.space(A))
     assert get(backend, A) is None
-    assert backend.doubts == 1
+    assert backend.stale_listings == 1
     assert get(backend, OTHER) == b"record"
 
 
-def test_a_loss_right_after_it_swept_is_noticed(tmp_path: Path) -> None:
+def test_a_loss_right_after_a_sweep_is_noticed(tmp_path: Path) -> None:
     backend = DiskBackend(tmp_path / "store", 1 << 20)
     put(backend, OTHER, b"record")
     put(backend, A, b"record")
     backend.delete([A])
     it_counts(backend)
-    shutil.rmtree(backend._home.space(OTHER))
+    shutil.rmtree(backend._directory.space(OTHER))
     assert backend.sizes([A, OTHER]) == [None, None]
-    assert backend.doubts == 1
+    assert backend.stale_listings == 1
 
 
-def test_others_put_while_it_sees_what_was_swept(
+def test_puts_of_other_threads_during_the_check_of_a_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = DiskBackend(tmp_path / "store", 1 << 20)
@@ -183,18 +182,19 @@ def test_others_put_while_it_sees_what_was_swept(
     put(backend, A, b"record")
     backend.delete([A])
     others_count(backend)
-    has, spaces = backend._has, count(1)
+    losses, spaces = backend._usage.losses, count(1)
+    is_there = losses._is_there
 
     def meanwhile(space: bytes) -> bool:
-        backend._spaces.add(next(spaces).to_bytes(16, "big"))
-        return has(space)
+        losses._known.add(next(spaces).to_bytes(16, "big"))
+        return is_there(space)
 
-    monkeypatch.setattr(backend, "_has", meanwhile)
+    monkeypatch.setattr(losses, "_is_there", meanwhile)
     assert backend.sizes([A]) == [None]
-    assert backend.doubts == 0
+    assert backend.stale_listings == 0
 
 
-def test_what_comes_back_is_found_again(tmp_path: Path) -> None:
+def test_a_directory_that_comes_back_is_used_again(tmp_path: Path) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, A, b"record")
     (tmp_path / "store").rename(tmp_path / "away")
@@ -204,10 +204,10 @@ def test_what_comes_back_is_found_again(tmp_path: Path) -> None:
     put(backend, C, b"later")
     assert sizes_listed(backend) == {A: 6, C: 5}
     assert backend.used() == 2 * UNIT
-    assert backend.doubts == 2
+    assert backend.stale_listings == 2
 
 
-def test_foreign_things_in_its_place_are_left_alone(tmp_path: Path) -> None:
+def test_foreign_files_in_its_place_are_left_alone(tmp_path: Path) -> None:
     root = tmp_path / "store"
     backend = DiskBackend(root)
     put(backend, A, b"record")
@@ -221,7 +221,7 @@ def test_foreign_things_in_its_place_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_disk_that_is_not_mounted_is_not_written_under(tmp_path: Path) -> None:
+def test_nothing_is_written_below_an_unmounted_disk(tmp_path: Path) -> None:
     disk, root = tmp_path / "disk", tmp_path / "disk" / "store"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1M,mode=0700", "kvkeep-test", str(disk)]
@@ -238,7 +238,7 @@ def test_a_disk_that_is_not_mounted_is_not_written_under(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_disk_that_was_read_only_is_written_again(tmp_path: Path) -> None:
+def test_a_disk_becomes_writable_again(tmp_path: Path) -> None:
     disk, root = tmp_path / "disk", tmp_path / "disk" / "store"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1M,mode=0700", "kvkeep-test", str(disk)]
@@ -260,7 +260,7 @@ def test_a_disk_that_was_read_only_is_written_again(tmp_path: Path) -> None:
         (disk / "filler").unlink()
         put(backend, C, b"record")
         assert backend.used() == 3 * UNIT
-        assert backend.doubts == 0
+        assert backend.stale_listings == 0
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
@@ -275,7 +275,7 @@ A, B, C = (block_id(number) for number in range(3))
 backend = DiskBackend(sys.argv[1], 1 << 20)
 put(backend, A, b"record")
 put(backend, B, b"record")
-os.chmod(backend._home.path(A), 0)
+os.chmod(backend._directory.path(A), 0)
 assert get(backend, A) is None and backend.quarantined == 1, "unreadable: no failure of the disk"
 os.chmod(sys.argv[1], 0)
 for change in (lambda: put(backend, C, b"new"), lambda: get(backend, B)):
@@ -288,12 +288,12 @@ for change in (lambda: put(backend, C, b"new"), lambda: get(backend, B)):
 os.chmod(sys.argv[1], 0o700)
 put(backend, C, b"new")
 assert get(backend, B) == b"record"
-assert backend.doubts == 0
+assert backend.stale_listings == 0
 """
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_permission_lost_and_given_back(tmp_path: Path) -> None:
+def test_permission_revoked_and_granted_again(tmp_path: Path) -> None:
     import sys
 
     root = tmp_path / "nobody"
@@ -339,4 +339,4 @@ def test_statistics_of_a_store_become_true(tmp_path: Path, way: Callable[[Path],
 
 
 def test_counting_inline_is_bounded() -> None:
-    assert disk_home.SMALL <= 10_000, "so many files are looked at with the lock held"
+    assert usage.SMALL <= 10_000, "so many files are looked at with the lock held"

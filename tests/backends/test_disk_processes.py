@@ -27,7 +27,7 @@ CAPACITY = 400_000  # about six of the largest records: writers are out of room 
 
 
 def on_disk(root: Path) -> int:
-    """Bytes of all files but FORMAT and ledger, in whole units, without the help of the backend."""
+    """Bytes of all files but FORMAT and ledger, in whole units, counted without the backend."""
     total = 0
     for directory, _, names in os.walk(root):
         if directory != str(root):
@@ -37,7 +37,7 @@ def on_disk(root: Path) -> int:
 
 
 class Workers:
-    """A process of which writers are forked: starting one takes no import."""
+    """A process that forks writers, so that starting one needs no imports."""
 
     def __init__(self) -> None:
         script = Path(__file__).with_name("disk_worker.py")
@@ -65,7 +65,7 @@ class Workers:
         return int(line.split()[1])
 
     def wait(self) -> list[str]:
-        """What all of them said until they ended."""
+        """All output until they ended."""
         self.tell("wait")
         while (line := self.line()) != "all":
             self.said.append(line)
@@ -89,7 +89,7 @@ def workers() -> Iterator[Workers]:
 
 
 class Told:
-    """What writers said they did: the version of each key, and one that was in the making."""
+    """What writers reported: the version of each key, and the one being written."""
 
     def __init__(self) -> None:
         self.is_there: dict[tuple[int, int], int] = {}
@@ -131,7 +131,7 @@ class Told:
 
 
 def test_a_hundred_killed_writers(workers: Workers, tmp_path: Path) -> None:
-    """Nothing torn, nothing finished lost, nothing left over, the budget exact: each time."""
+    """Each time no record is torn, no finished put lost, no file left over, the count exact."""
     chance = random.Random(11)
     told, changes = Told(), 0
     observer = DiskBackend(tmp_path, CAPACITY)  # counted once, so later it has to trust the ledger
@@ -151,7 +151,7 @@ def test_a_hundred_killed_writers(workers: Workers, tmp_path: Path) -> None:
 
 
 def test_the_budget_holds_at_any_instant(workers: Workers, tmp_path: Path) -> None:
-    """Two processes that are out of room all the time; the ledger says what is there."""
+    """Two processes that run out of space all the time; the ledger equals the files."""
     for who in (1, 2):
         workers.start("work", tmp_path, CAPACITY, who, who, 700)
     while not (tmp_path / "ledger").exists():
@@ -175,8 +175,8 @@ def test_the_budget_holds_at_any_instant(workers: Workers, tmp_path: Path) -> No
     Told().check(said, tmp_path)
 
 
-def test_recounts_that_are_killed_while_others_write(workers: Workers, tmp_path: Path) -> None:
-    """The count is that of the files whenever the lock is free, whoever counted it last."""
+def test_recounts_killed_while_other_processes_write(workers: Workers, tmp_path: Path) -> None:
+    """The count equals the files whenever the lock is free."""
     chance = random.Random(5)
     DiskBackend(tmp_path, CAPACITY).close()
     for who in (1, 2):
@@ -199,8 +199,8 @@ def test_recounts_that_are_killed_while_others_write(workers: Workers, tmp_path:
     assert (tmp_path / "ledger").stat().st_size == 64, "the journals of the killed are ended"
 
 
-def test_a_fork_goes_on_with_the_backend(workers: Workers, tmp_path: Path) -> None:
-    """While threads of its parent are in the middle of puts."""
+def test_a_fork_can_use_the_backend(workers: Workers, tmp_path: Path) -> None:
+    """Also while threads of its parent put records."""
     workers.start("fork", tmp_path, 1 << 30, 99, 0, 40)
     assert [line.split()[2] for line in workers.wait()] == ["0"]
     with DiskBackend(tmp_path) as backend:

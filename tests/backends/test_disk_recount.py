@@ -1,4 +1,4 @@
-"""A large directory is counted while others write there: whatever they do, the count is right."""
+"""A large directory is counted correctly while other processes write there."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvkeep.core.errors import OutOfRoom
-from kvkeep.store.backends import disk, disk_home, disk_journal
-from kvkeep.store.backends.disk import DiskBackend
-from kvkeep.store.backends.disk_ledger import Recount
+from kvkeep.store.backends.disk import DiskBackend, directory, recount, usage
+from kvkeep.store.backends.disk.recount import Recount
 from kvkeep.testing.backend_hooks import block_id, put
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ NEW, FAR = block_id(4), block_id(5, space=2)
 @pytest.fixture(autouse=True)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """One file makes a directory large."""
-    monkeypatch.setattr(disk, "SMALL", 0)
+    monkeypatch.setattr(usage, "SMALL", 0)
 
 
 @pytest.fixture
@@ -48,20 +47,20 @@ def root(tmp_path: Path) -> Path:
 
 
 def falsify(root: Path, used: int) -> None:
-    """As a loss of power leaves it: the count of another time, and no mark."""
+    """As after a loss of power: an outdated count without a mark."""
     with open(root / "ledger", "r+b") as ledger:
         ledger.write(struct.pack("<8sQQ", b"kvledger", 1, used))
 
 
 def on_disk(root: Path) -> int:
-    """Bytes of all files, in whole units, without the help of the backend."""
+    """Bytes of all files, in whole units, counted without the backend."""
     files = [path for path in root.glob("*/*") if path.is_file()]
     return sum(-(-path.stat().st_size // UNIT) * UNIT for path in files)
 
 
 def check(root: Path, backend: DiskBackend) -> None:
-    """The count is that of a scan, in all processes, and no journal is kept any more."""
-    assert not backend._ledger.wants_count
+    """Assert that the count equals a scan, in all processes, and that no journal runs."""
+    assert not backend._usage.ledger.wants_count
     assert backend.used() == DiskBackend(root).used() == on_disk(root)
     assert (root / "ledger").stat().st_size == HEAD
 
@@ -76,8 +75,8 @@ class Steps:
         for place, name in (
             (Recount, "__init__"),
             (Recount, "finish"),
-            (disk_home, "_stat"),
-            (disk_home.Home, "entries"),
+            (directory, "lstat"),
+            (directory.RecordDirectory, "entries"),
         ):
             monkeypatch.setattr(place, name, self._around(getattr(place, name)))
 
@@ -98,7 +97,7 @@ class Steps:
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Do ``work`` in another process; what `os.waitpid` says of it."""
+    """Do ``work`` in another process; return its status from `os.waitpid`."""
     child = os.fork()
     if not child:
         status = 1
@@ -149,7 +148,7 @@ def killed(at: int, work: Callable[[], object]) -> bool:
 
 
 def change(backend: DiskBackend, steps: str) -> None:
-    """Do ``steps``, words that are a block and what is done to it."""
+    """Do ``steps``: words of a block and the change to it."""
     backend.timeout = 0.2  # if the lock is held, this fails
     blocks = {"A": A, "B": B, "C": C, "N": NEW, "F": FAR}
     for word in steps.split():
@@ -168,7 +167,7 @@ CHANGES = ["F7", "B9", "C1", "A-", "C!", "B- B5", "N3 N-", "A4 B! C- N1 A-"]
 @pytest.mark.parametrize("steps", CHANGES)
 @pytest.mark.parametrize("who", ["itself", "another", "process"])
 def test_a_change_at_any_step_of_a_recount_is_counted(root: Path, who: str, steps: str) -> None:
-    """And whoever makes it waits for no lock."""
+    """And the change waits for no lock."""
     begin = {path: path.read_bytes() for path in root.glob("*/*")}
     at, reached = 0, True
     while reached:
@@ -198,7 +197,7 @@ def test_a_change_at_any_step_of_a_recount_is_counted(root: Path, who: str, step
 
 
 class Walk(NamedTuple):
-    """What ``who`` of two objects does, to which block, with how many units."""
+    """What one of two objects does, to which block, with how many units."""
 
     name: str
     who: int
@@ -239,7 +238,7 @@ class Walker:
         self.exact = True
 
     def take(self, step: Walk) -> None:
-        """Do it; the capacity holds in any case."""
+        """Do it; assert that the capacity holds."""
         getattr(self, step.name)(step)
         assert on_disk(self.root) <= self.CAPACITY
         if self.exact:
@@ -265,7 +264,7 @@ class Walker:
         backend = self.objects[step.who]
         listing = self.listings[step.who] = iter(backend.list())
         backend.used()
-        self.counts[step.who] = backend._ledger.wants_count
+        self.counts[step.who] = backend._usage.ledger.wants_count
         self._go(step.who, listing)
 
     def next(self, step: Walk) -> None:
@@ -277,7 +276,7 @@ class Walker:
             self._go(step.who, listing)
 
     def leave(self, step: Walk) -> None:
-        """A process that is killed leaves its journal on, too."""
+        """A killed process may leave its journal running."""
         self.listings[step.who] = None
 
     def reopen(self, step: Walk) -> None:
@@ -291,7 +290,7 @@ class Walker:
     def _go(self, who: int, listing: Iterator[Listed]) -> None:
         if next(listing, None) is None:
             self.listings[who] = None
-            if self.counts[who] and not self.objects[who]._ledger.wants_count:
+            if self.counts[who] and not self.objects[who]._usage.ledger.wants_count:
                 self.exact = True
 
 
@@ -310,7 +309,7 @@ def test_two_processes_that_count_and_change_a_directory(
     check(root, last)
 
 
-def test_of_two_that_count_at_once_the_later_writes_the_count(root: Path) -> None:
+def test_of_two_concurrent_recounts_the_later_writes_the_count(root: Path) -> None:
     first, second = DiskBackend(root), DiskBackend(root)
     one, two = iter(first.list()), iter(second.list())
     next(one)
@@ -318,7 +317,7 @@ def test_of_two_that_count_at_once_the_later_writes_the_count(root: Path) -> Non
     next(two)
     put(first, A, bytes(3 * UNIT))
     assert len(list(one)) >= 2
-    assert first._ledger.wants_count
+    assert first._usage.ledger.wants_count
     put(first, B, bytes(5 * UNIT))
     assert len(list(two)) >= 2
     check(root, second)
@@ -327,7 +326,7 @@ def test_of_two_that_count_at_once_the_later_writes_the_count(root: Path) -> Non
 # --- processes that are killed, journals that are damaged ------------------------------------
 
 
-def test_a_listing_killed_at_any_call_leaves_what_the_next_one_counts(root: Path) -> None:
+def test_a_listing_killed_at_any_call_leaves_a_countable_directory(root: Path) -> None:
     at = 0
     while killed(at, lambda: list(DiskBackend(root).list())):
         backend = DiskBackend(root)
@@ -341,8 +340,10 @@ def test_a_listing_killed_at_any_call_leaves_what_the_next_one_counts(root: Path
 
 @pytest.mark.parametrize("steps", CHANGES[:-1])
 @pytest.mark.parametrize("seen", [1, 3])
-def test_a_writer_killed_at_any_call_makes_no_room(root: Path, steps: str, seen: int) -> None:
-    """The ledger never says less than there is, and a recount that goes on finds the truth."""
+def test_a_writer_killed_at_any_call_never_counts_too_low(
+    root: Path, steps: str, seen: int
+) -> None:
+    """The ledger is never too low, and a running recount finds the right count."""
     at, more = 0, True
     while more:
         backend = DiskBackend(root)
@@ -354,7 +355,7 @@ def test_a_writer_killed_at_any_call_makes_no_room(root: Path, steps: str, seen:
             assert other.used() >= on_disk(root), at
         put(backend, NEW, bytes((1 + at % 5) * UNIT))
         list(listing)
-        if backend._ledger.wants_count:  # killed while it noted the change
+        if backend._usage.ledger.wants_count:  # killed while it noted the change
             list(backend.list())
         check(root, backend)
         for units, block in enumerate((A, B, C), 1):
@@ -376,7 +377,7 @@ def test_a_directory_that_became_small_keeps_no_journal(root: Path) -> None:
 
 
 def counting(root: Path) -> tuple[DiskBackend, Iterator[Listed]]:
-    """A recount that has seen a record, and then two of them are changed by another object."""
+    """A recount that has seen a record, before another object changes two records."""
     backend = DiskBackend(root)
     listing = iter(backend.list())
     next(listing)
@@ -385,7 +386,7 @@ def counting(root: Path) -> tuple[DiskBackend, Iterator[Listed]]:
     return backend, listing
 
 
-def test_a_note_that_was_cut_off_by_a_kill_misleads_nobody(root: Path) -> None:
+def test_an_entry_cut_off_by_a_kill_is_not_trusted(root: Path) -> None:
     """A write that crosses a page ends in its middle when the writer gets SIGKILL."""
     backend, listing = counting(root)
     write = os.pwrite
@@ -403,7 +404,7 @@ def test_a_note_that_was_cut_off_by_a_kill_misleads_nobody(root: Path) -> None:
     assert in_child(work) == signal.SIGKILL
     change(DiskBackend(root), "B5 N6")
     list(listing)
-    assert backend._ledger.wants_count, "that journal is given up"
+    assert backend._usage.ledger.wants_count, "that journal is given up"
     list(backend.list())
     check(root, backend)
 
@@ -450,27 +451,27 @@ DAMAGE = [cut, without_the_last, without_any, longer, flipped, zeroed, of_anothe
 def test_a_damaged_journal_counts_nothing(
     root: Path, damage: Callable[[bytes], bytes], more: str
 ) -> None:
-    """Whether changes are noted behind the damage or not; the next listing counts."""
+    """Whether entries follow the damage or not; the next listing counts."""
     backend, listing = counting(root)
     ledger = root / "ledger"
     ledger.write_bytes(damage(ledger.read_bytes()))
     change(DiskBackend(root), more)
     before = backend.used()
     list(listing)
-    assert backend._ledger.wants_count
+    assert backend._usage.ledger.wants_count
     assert backend.used() == before
     list(backend.list())
     check(root, backend)
 
 
-def test_an_endless_journal_is_given_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_journal, "JOURNAL_AT_MOST", 500)
+def test_a_journal_that_grows_too_long_ends(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recount, "JOURNAL_AT_MOST", 500)
     backend, listing = counting(root)
     for _ in range(20):
         change(backend, "A2 A3")
         assert (root / "ledger").stat().st_size < 600
     list(listing)
-    assert backend._ledger.wants_count
+    assert backend._usage.ledger.wants_count
     list(backend.list())
     check(root, backend)
 
@@ -479,7 +480,7 @@ def test_an_endless_journal_is_given_up(root: Path, monkeypatch: pytest.MonkeyPa
 def test_on_a_full_disk_records_are_deleted_without_a_journal(
     root: Path, monkeypatch: pytest.MonkeyPatch, part: int | None
 ) -> None:
-    """The journal needs new blocks of the filesystem; so the recount waits for the next listing."""
+    """The journal would need new blocks, so the recount is left to the next listing."""
     backend, listing = counting(root)
     write = os.pwrite
 
@@ -493,8 +494,8 @@ def test_on_a_full_disk_records_are_deleted_without_a_journal(
     monkeypatch.setattr(os, "pwrite", full)
     assert backend.delete([B]) == 2 * UNIT
     monkeypatch.undo()
-    monkeypatch.setattr(disk, "SMALL", 0)
+    monkeypatch.setattr(usage, "SMALL", 0)
     list(listing)
-    assert backend._ledger.wants_count
+    assert backend._usage.ledger.wants_count
     list(backend.list())
     check(root, backend)

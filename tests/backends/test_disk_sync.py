@@ -1,4 +1,4 @@
-"""What is put is synced in the background: never inside a put, all before `flush` ends."""
+"""Background syncs: never inside a put, all done before `flush` returns."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import pytest
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store import BlockStore
-from kvkeep.store.backends import disk_sync
-from kvkeep.store.backends.disk import DiskBackend
-from kvkeep.store.backends.disk_sync import Syncing
+from kvkeep.store.backends.disk import DiskBackend, sync
+from kvkeep.store.backends.disk.sync import SyncQueue
 from kvkeep.testing.backend_hooks import block_id, content, get, put
 from kvkeep.testing.backend_threads import together
 
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="need
 
 
 class Power:
-    """Stands in for ``os.fsync``: knows what a loss of power would leave, file by file.
+    """Replaces ``os.fsync``: knows which files would survive a loss of power.
 
     A record is left when its file was synced, and then the directory that names it.
     """
@@ -72,13 +71,13 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def test_a_put_never_syncs(tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_sync, "SYNC_FROM", 4)
-    monkeypatch.setattr(disk_sync, "_BATCH", 8)
+    monkeypatch.setattr(sync, "SYNC_FROM", 4)
+    monkeypatch.setattr(sync, "_BATCH", 8)
     backend = DiskBackend(tmp_path / "store")
     power.threads.clear()
     for number in range(60):
         put(backend, block_id(number), b"record")
-    until(lambda: len(backend._syncing) < 4)  # so few are left to a flush
+    until(lambda: len(backend._sync) < 4)  # so few are left to a flush
     assert power.threads == {"kvkeep sync"}
     assert power.most <= 8, "in batches"
     backend.flush()
@@ -88,8 +87,8 @@ def test_a_put_never_syncs(tmp_path: Path, power: Power, monkeypatch: pytest.Mon
 def test_a_slow_disk_drops_nothing(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 4,096 files unsynced, the next put synced all: longer than a call may take."""
-    monkeypatch.setattr(disk_sync, "UNSYNCED_AT_MOST", 100)
+    """A put used to sync all of 4,096 unsynced files, which took longer than the timeout."""
+    monkeypatch.setattr(sync, "UNSYNCED_AT_MOST", 100)
     url = f"file://{tmp_path}/store?size=1GiB&timeout=300ms"
     with BlockStore("m", tiers=["memory://16MiB", url]) as store:
         power.delay = 0.002
@@ -104,12 +103,12 @@ def test_a_slow_disk_drops_nothing(
         assert store.stats()[1].breaker_opened == 0
 
 
-def test_backpressure_is_counted_and_bounded(
+def test_throttling_is_counted_and_bounded(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_sync, "SYNC_FROM", 1 << 30)
-    monkeypatch.setattr(disk_sync, "UNSYNCED_AT_MOST", 4)
-    monkeypatch.setattr(disk_sync, "_SLOWED", 0.01)
+    monkeypatch.setattr(sync, "SYNC_FROM", 1 << 30)
+    monkeypatch.setattr(sync, "UNSYNCED_AT_MOST", 4)
+    monkeypatch.setattr(sync, "_SLOWED", 0.01)
     backend = DiskBackend(tmp_path / "store")
     for number in range(8):
         put(backend, block_id(number), b"record")
@@ -122,7 +121,7 @@ def test_backpressure_is_counted_and_bounded(
 
 
 class Clock:
-    """Stands in for the module ``time``: nothing waits, and what would is added up.
+    """Replaces the module ``time``: sleeps return at once and are added up.
 
     After ``after`` seconds of waiting, ``then`` is called once.
     """
@@ -146,12 +145,12 @@ class Clock:
 def test_a_put_waits_a_second_or_half_its_timeout(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch, timeout: float
 ) -> None:
-    """More would make a disk that syncs slowly one that fails: its calls took too long."""
-    monkeypatch.setattr(disk_sync, "SYNC_FROM", 1 << 30)
-    monkeypatch.setattr(disk_sync, "UNSYNCED_AT_MOST", 4)
+    """A longer wait would exceed the timeout and make a slow disk a failing one."""
+    monkeypatch.setattr(sync, "SYNC_FROM", 1 << 30)
+    monkeypatch.setattr(sync, "UNSYNCED_AT_MOST", 4)
     backend = DiskBackend(tmp_path / "store")
     backend.timeout = timeout
-    monkeypatch.setattr(disk_sync, "time", clock := Clock())
+    monkeypatch.setattr(sync, "time", clock := Clock())
     for number in range(8):
         before = clock.waited
         put(backend, block_id(number), b"record")
@@ -159,18 +158,18 @@ def test_a_put_waits_a_second_or_half_its_timeout(
         assert waited == 0 if number < 4 else share <= waited < share + 0.01
 
 
-def test_a_put_goes_on_when_enough_is_synced(
+def test_a_throttled_put_continues_when_enough_is_synced(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_sync, "SYNC_FROM", 1 << 30)
-    monkeypatch.setattr(disk_sync, "UNSYNCED_AT_MOST", 4)
+    monkeypatch.setattr(sync, "SYNC_FROM", 1 << 30)
+    monkeypatch.setattr(sync, "UNSYNCED_AT_MOST", 4)
     backend = DiskBackend(tmp_path / "store")
     for number in range(4):
         put(backend, block_id(number), b"record")
-    monkeypatch.setattr(disk_sync, "time", clock := Clock(0.2, backend._syncing.flush))
+    monkeypatch.setattr(sync, "time", clock := Clock(0.2, backend._sync.flush))
     put(backend, block_id(4), b"record")
     assert 0.2 <= clock.waited < 0.21
-    assert (backend.slowed, len(backend._syncing)) == (1, 1)
+    assert (backend.slowed, len(backend._sync)) == (1, 1)
 
 
 def test_close_drains(tmp_path: Path, power: Power) -> None:
@@ -190,42 +189,42 @@ def test_close_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, power: Power)
     started = time.monotonic()
     backend.close()
     assert time.monotonic() - started < 0.9
-    until(lambda: len(backend._syncing) == 0)
+    until(lambda: len(backend._sync) == 0)
 
 
-def test_what_failed_in_the_background_is_tried_again(
+def test_a_failed_background_sync_is_repeated(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_sync, "SYNC_FROM", 2)
-    monkeypatch.setattr(disk_sync, "_RETRY", 0.01)
+    monkeypatch.setattr(sync, "SYNC_FROM", 2)
+    monkeypatch.setattr(sync, "_RETRY", 0.01)
     backend = DiskBackend(tmp_path / "store")
     power.fails = True
     for number in range(3):
         put(backend, block_id(number), b"record")
-    until(lambda: backend._syncing.failed > 1)
+    until(lambda: backend._sync.failed > 1)
     with pytest.raises(BackendFailed):
         backend.flush()
     power.fails = False
-    until(lambda: len(backend._syncing) == 0)
+    until(lambda: len(backend._sync) == 0)
     with suppress(BackendFailed):  # the thread may have failed again since
         backend.flush()
     backend.flush()
     assert all(power.keeps(block_id(number)) for number in range(3))
 
 
-def test_flush_tells_what_failed_in_the_background(
+def test_flush_raises_errors_of_the_background_sync(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system reports an error of writing once: the second fsync succeeds, the data is gone."""
-    monkeypatch.setattr(disk_sync, "SYNC_FROM", 2)
-    monkeypatch.setattr(disk_sync, "_RETRY", 0.01)
+    """The kernel reports a write error once: the second fsync succeeds, the data is lost."""
+    monkeypatch.setattr(sync, "SYNC_FROM", 2)
+    monkeypatch.setattr(sync, "_RETRY", 0.01)
     backend = DiskBackend(tmp_path / "store")
     power.fails = True
     for number in range(3):
         put(backend, block_id(number), b"record")
-    until(lambda: backend._syncing.failed > 0)
+    until(lambda: backend._sync.failed > 0)
     power.fails = False
-    until(lambda: len(backend._syncing) == 0)
+    until(lambda: len(backend._sync) == 0)
     with pytest.raises(BackendFailed, match="Input/output error"):
         backend.flush()
     backend.flush()
@@ -235,21 +234,21 @@ def test_a_pipe_in_place_of_a_record_does_not_stop_flush(tmp_path: Path) -> None
     backend = DiskBackend(tmp_path / "store")
     for number, kind in enumerate((os.mkfifo, os.mkdir, lambda path: os.symlink("x", path))):
         put(backend, block_id(number), b"record")
-        path = backend._home.path(block_id(number))
+        path = backend._directory.path(block_id(number))
         os.unlink(path)
         kind(path)
     backend.flush()
-    assert len(backend._syncing) == 0
+    assert len(backend._sync) == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_power_lost_at_any_instant_keeps_what_was_flushed(
     tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Four threads put, two flush; the background syncs all the time."""
+    """Four threads put, two flush, and the background thread syncs."""
     chance = random.Random(seed)
-    monkeypatch.setattr(disk_sync, "SYNC_FROM", chance.choice([1, 3, 20]))
-    monkeypatch.setattr(disk_sync, "_BATCH", chance.choice([1, 5, 256]))
+    monkeypatch.setattr(sync, "SYNC_FROM", chance.choice([1, 3, 20]))
+    monkeypatch.setattr(sync, "_BATCH", chance.choice([1, 5, 256]))
     power.delay = chance.choice([0.0, 0.0005])
     backend = DiskBackend(tmp_path / "store")
     done: list[bytes] = []
@@ -270,29 +269,29 @@ def test_power_lost_at_any_instant_keeps_what_was_flushed(
     together(*[lambda who=who: writer(who) for who in range(4)], flusher, flusher)
     backend.flush()
     assert all(map(power.keeps, done))
-    assert len(backend._syncing) == 0
+    assert len(backend._sync) == 0
 
 
-def test_a_fork_syncs_what_its_parent_had_not(tmp_path: Path) -> None:
+def test_a_fork_syncs_the_queue_of_its_parent(tmp_path: Path) -> None:
     backend = DiskBackend(tmp_path / "store")
     put(backend, block_id(1), b"record")
-    backend._syncing._lock.acquire()  # as if another thread were in the middle
+    backend._sync._lock.acquire()  # as if another thread were in the middle
     child = os.fork()
     if not child:
         status = 1
         try:
             put(backend, block_id(2), content(block_id(2), 1, 5000))
             backend.flush()
-            status = len(backend._syncing)
+            status = len(backend._sync)
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
-    backend._syncing._lock.release()
+    backend._sync._lock.release()
     assert get(backend, block_id(2)) == content(block_id(2), 1, 5000)
 
 
-def test_never_remembers_nothing(tmp_path: Path) -> None:
-    syncing = Syncing("never", str(tmp_path))
-    syncing.changed([str(tmp_path / "x")])
+def test_never_queues_nothing(tmp_path: Path) -> None:
+    syncing = SyncQueue("never", str(tmp_path))
+    syncing.add([str(tmp_path / "x")])
     assert len(syncing) == 0
     assert syncing.drain(0.0)

@@ -1,4 +1,4 @@
-"""The memory backend: the contract, and what it offers beyond: drafts and leases."""
+"""The memory backend: the contract, drafts and leases."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TestMemoryBackend(BackendTests):
 
 @pytest.fixture
 def backend() -> Iterator[MemoryBackend]:
-    """Eight units of room; at the end everything adds up."""
+    """Eight units; everything must add up at the end."""
     with MemoryBackend(8 * UNIT) as backend:
         yield backend
         backend.check()
@@ -70,13 +70,13 @@ def test_a_url_names_the_size(text: str) -> None:
     "text",
     ["memory://", "memory://64MiB?size=64MiB", "memory:///64MiB", "memory://much", "memory://1KiB"],
 )
-def test_a_url_names_it_once(text: str) -> None:
+def test_a_url_gives_the_size_once(text: str) -> None:
     with pytest.raises(InvalidValue, match=r"memory://|amount|size"):
         MemoryBackend.from_url(TierURL(text))
 
 
 @pytest.mark.parametrize(("touch", "waits"), [("yes", False), ("no", True)])
-def test_memory_that_was_touched_is_there(touch: str, waits: bool) -> None:
+def test_touched_memory_is_resident(touch: str, waits: bool) -> None:
     url = TierURL(f"memory://128MiB?touch={touch}")
     with MemoryBackend.from_url(url) as backend:
         url.finish()
@@ -90,7 +90,7 @@ def test_memory_that_was_touched_is_there(touch: str, waits: bool) -> None:
 # --- drafts ----------------------------------------------------------------------------------
 
 
-def test_a_draft_is_seen_when_it_is_committed(backend: MemoryBackend) -> None:
+def test_a_draft_is_visible_after_its_commit(backend: MemoryBackend) -> None:
     store(backend, A, b"old")
     with backend.reserve(A, 5000) as draft:
         assert draft.view.nbytes == 5000
@@ -103,7 +103,7 @@ def test_a_draft_is_seen_when_it_is_committed(backend: MemoryBackend) -> None:
     assert len(backend) == 1
 
 
-def test_a_draft_left_by_an_exception_is_nothing(backend: MemoryBackend) -> None:
+def test_an_exception_discards_the_draft(backend: MemoryBackend) -> None:
     store(backend, A, b"old")
     draft = backend.reserve(A, 5000)
 
@@ -143,7 +143,7 @@ def test_two_drafts_of_one_block(backend: MemoryBackend) -> None:
         assert lease.view == b"one"
 
 
-def test_commit_hands_over_a_lease(backend: MemoryBackend) -> None:
+def test_commit_returns_a_lease(backend: MemoryBackend) -> None:
     with backend.reserve(A, 3) as draft:
         draft.view[:] = b"new"
         lease = draft.commit(lease=True)
@@ -189,8 +189,8 @@ def test_out_of_room_says_what_to_free(backend: MemoryBackend) -> None:
     backend.reserve(D, 3 * UNIT).discard()
 
 
-def test_who_frees_what_is_needed_gets_a_place() -> None:
-    """Again and again: with records of many sizes it comes to an end, and nothing is left over."""
+def test_freeing_the_needed_bytes_makes_room() -> None:
+    """With records of many sizes, repeated eviction ends, and no memory is lost."""
     chance = random.Random(3)
     with MemoryBackend(64 * UNIT) as backend:
         for number in range(1500):
@@ -211,7 +211,7 @@ def test_who_frees_what_is_needed_gets_a_place() -> None:
         backend.check()
 
 
-def test_room_for_one_size_is_never_lost_to_pieces(backend: MemoryBackend) -> None:
+def test_room_for_one_size_is_never_fragmented(backend: MemoryBackend) -> None:
     chance = random.Random(4)
     for number in range(500):
         store(backend, block_id(number), b"x" * (2 * UNIT))
@@ -265,7 +265,7 @@ def test_leased_bytes_stay(how: str) -> None:
     backend.close()
 
 
-def test_what_is_leased_cannot_be_had(backend: MemoryBackend) -> None:
+def test_leased_memory_is_not_reused(backend: MemoryBackend) -> None:
     store(backend, A, b"a" * (5 * UNIT))
     lease = backend.lease(A)
     assert lease is not None
@@ -311,7 +311,7 @@ def test_touch_is_listed() -> None:
 
 
 def test_eight_threads_with_drafts_and_leases() -> None:
-    """Every record says which block and version it is; leases are looked at twice."""
+    """Each record names its block and version; leases are checked twice."""
     backend = MemoryBackend(14 * UNIT)
     blocks = [block_id(number) for number in range(6)]
     sizes = (8, 4096, 5000, 3 * UNIT, 6 * UNIT)
@@ -384,7 +384,7 @@ def test_a_block_is_never_missing_while_it_is_replaced(backend: MemoryBackend) -
 
 
 class MemoryMachine(RuleBasedStateMachine):
-    """Drafts and leases that live as long as they like, beside a dict."""
+    """Drafts and leases of any lifetime, compared with a dict."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Valkey and Redis: the contract, and what is this backend's own, on real servers."""
+"""Valkey and Redis: the contract and this backend's own features, on real servers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def secured(certificates: Certificates) -> Iterator[Server]:
 
 @pytest.fixture
 def place(plain: Server) -> str:
-    """A URL of an empty place, with one option already."""
+    """A URL of an empty place, with one option."""
     return f"{plain.url}?prefix=t{next(numbers)}"
 
 
@@ -61,7 +61,7 @@ def backend(place: str) -> Iterator[ValkeyBackend]:
 
 
 class OnServer(BackendTests):
-    """A place is a prefix of its own on a server that goes on."""
+    """Each place is a prefix of its own on one server."""
 
     persistent = True
     examples = 25
@@ -84,7 +84,7 @@ class TestPlain(OnServer):
 
 @needs_server
 class TestOneConnection(OnServer):
-    """No call needs a second connection while it has one."""
+    """No call needs two connections at once."""
 
     examples = 5
 
@@ -106,7 +106,7 @@ class TestPasswordAndTLS(OnServer):
 # --- URLs ------------------------------------------------------------------------------------
 
 
-def test_a_url_says_everything(tmp_path: Path, certificates: Certificates) -> None:
+def test_a_url_sets_all_options(tmp_path: Path, certificates: Certificates) -> None:
     (tmp_path / "file").write_text("secret\n")
     file = tmp_path / "file"
     ca, cert, key = certificates.ca, certificates.cert, certificates.key
@@ -135,7 +135,6 @@ def test_a_url_says_everything(tmp_path: Path, certificates: Certificates) -> No
 
 @pytest.mark.parametrize("scheme", ["valkey", "redis", "valkeys", "rediss"])
 def test_each_scheme_has_its_default(scheme: str) -> None:
-    assert scheme in ValkeyBackend.schemes
     with open_url(f"{scheme}://host/3") as backend:
         assert backend.options == ValkeyOptions(
             host="host", database=3, tls=scheme in {"valkeys", "rediss"}
@@ -152,7 +151,7 @@ def test_each_scheme_has_its_default(scheme: str) -> None:
         ("valkey:///0", "names no host"),
         ("valkey://host/one", "a database is a number"),
         ("valkey://host/1/2", "a database is a number"),
-        ("valkey://host/3?cluster=yes", "number 0 only"),
+        ("valkey://host/3?cluster=yes", "database 0 only"),
         ("valkey://host?size=4GiB", "maxmemory"),
         ("valkey://host?cluster=maybe", "auto, yes, no"),
         ("valkey://host?connections=0", "connections"),
@@ -163,8 +162,8 @@ def test_each_scheme_has_its_default(scheme: str) -> None:
         ("valkey://host?colour=red", "no option colour"),
         ("valkey://host?ca=/dev/null", "valkeys://"),
         ("valkeys://host?ca=/none", "/none"),
-        ("valkeys://host?ca=/dev/null", "no certificates"),
-        ("valkeys://host?cert=/dev/null", "no certificates"),
+        ("valkeys://host?ca=/dev/null", "certificates and keys"),
+        ("valkeys://host?cert=/dev/null", "certificates and keys"),
         ("valkeys://host?key=/dev/null", "without cert="),
         ("valkey://host?password_file=/none", "/none"),
         ("valkey://host?password_file=/dev/null", "is empty"),
@@ -177,7 +176,7 @@ def test_a_wrong_url_is_refused(text: str, said: str) -> None:
     assert "hush" not in str(caught.value)
 
 
-def test_a_password_file_that_is_no_text_is_refused_and_not_shown(tmp_path: Path) -> None:
+def test_a_binary_password_file_is_refused_and_not_shown(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_bytes(b"hush\xff\n")
     with pytest.raises(InvalidValue, match="UTF-8") as caught:
@@ -185,17 +184,17 @@ def test_a_password_file_that_is_no_text_is_refused_and_not_shown(tmp_path: Path
     assert caught.value.__cause__ is None
 
 
-# --- records as they lie on the server -------------------------------------------------------
+# --- records on the server -------------------------------------------------------------------
 
 
-def test_keys_are_what_the_documentation_says(plain: Server, backend: ValkeyBackend) -> None:
+def test_keys_are_as_documented(plain: Server, backend: ValkeyBackend) -> None:
     block = bytes(range(48))
     put(backend, block, b"record")
     name = f"{backend.options.prefix}:1:{block[:16].hex()}:{block[16:].hex()}"
     assert plain.ask("GET", name) == b"record"
 
 
-def test_others_keys_are_left_alone(plain: Server, backend: ValkeyBackend, place: str) -> None:
+def test_foreign_keys_are_left_alone(plain: Server, backend: ValkeyBackend, place: str) -> None:
     prefix = backend.options.prefix
     space, key = "00" * 16, "0" * 64
     foreign = [
@@ -218,8 +217,8 @@ def test_others_keys_are_left_alone(plain: Server, backend: ValkeyBackend, place
     assert all(plain.ask("EXISTS", name) == b":1" for name in foreign)
 
 
-def test_many_are_listed_and_measured(backend: ValkeyBackend) -> None:
-    """More than fit in one exchange."""
+def test_many_records_are_listed_and_measured(backend: ValkeyBackend) -> None:
+    """More than fit into one batch."""
     blocks = {block_id(number): number % 7 + 1 for number in range(2500)}
     for block, size in blocks.items():
         backend.put(block, memoryview(bytes(size)))
@@ -229,7 +228,7 @@ def test_many_are_listed_and_measured(backend: ValkeyBackend) -> None:
     assert sizes_listed(backend) == {}
 
 
-def test_listing_says_how_long_ago(plain: Server, backend: ValkeyBackend) -> None:
+def test_listing_returns_idle_times(plain: Server, backend: ValkeyBackend) -> None:
     put(backend, A, b"x")
     (one,) = backend.list()
     assert abs(one.used - time.time()) < 60
@@ -249,7 +248,7 @@ def test_databases_are_apart(plain: Server) -> None:
         assert get(third, A) == b"in three"
 
 
-def test_what_is_no_string_is_a_failure_and_can_be_replaced(
+def test_a_key_of_another_type_is_a_failure_and_can_be_replaced(
     plain: Server, backend: ValkeyBackend
 ) -> None:
     name = backend._name(A)
@@ -279,7 +278,7 @@ def ttl_ms(plain: Server, backend: ValkeyBackend, block: bytes) -> int:
     return int(plain.ask("PTTL", backend._name(block))[1:])
 
 
-def test_what_is_not_used_expires(plain: Server, place: str) -> None:
+def test_unused_records_expire(plain: Server, place: str) -> None:
     with open_url(f"{place}&expire=2h") as backend:
         put(backend, A, b"x")
         assert 7_100_000 < ttl_ms(plain, backend, A) <= 7_200_000
@@ -296,13 +295,13 @@ def test_what_is_not_used_expires(plain: Server, place: str) -> None:
         assert set(sizes_listed(backend)) == {A}
 
 
-def test_without_expire_nothing_does(plain: Server, backend: ValkeyBackend) -> None:
+def test_without_expire_no_record_expires(plain: Server, backend: ValkeyBackend) -> None:
     put(backend, A, b"x")
     backend.touch([A])
     assert ttl_ms(plain, backend, A) == -1
 
 
-# --- who we are ------------------------------------------------------------------------------
+# --- credentials -----------------------------------------------------------------------------
 
 
 def everything_said(error: BaseException) -> str:
@@ -315,7 +314,7 @@ def everything_said(error: BaseException) -> str:
 
 
 @needs_server
-def test_a_wrong_password_is_a_failure_that_does_not_say_it(
+def test_a_wrong_password_fails_and_is_not_shown(
     secured: Server, certificates: Certificates
 ) -> None:
     where = f"127.0.0.1:{secured.port}?ca={certificates.ca}"
@@ -352,7 +351,7 @@ def test_users_with_odd_passwords_and_few_rights(plain: Server, tmp_path: Path) 
 
 
 @needs_server
-def test_who_is_not_trusted_gets_nothing(
+def test_an_untrusted_server_gets_nothing(
     secured: Server, certificates: Certificates, tmp_path: Path
 ) -> None:
     other = make_certificates(tmp_path)
@@ -369,7 +368,7 @@ def test_who_is_not_trusted_gets_nothing(
 
 
 @needs_server
-def test_plain_and_tls_do_not_speak_with_each_other(plain: Server, secured: Server) -> None:
+def test_plain_and_tls_do_not_mix(plain: Server, secured: Server) -> None:
     for url in (f"valkeys://127.0.0.1:{plain.port}", f"valkey://127.0.0.1:{secured.port}"):
         with open_url(url) as backend:
             backend.timeout = 0.5
@@ -378,7 +377,7 @@ def test_plain_and_tls_do_not_speak_with_each_other(plain: Server, secured: Serv
 
 
 @needs_server
-def test_our_own_certificate_is_shown(certificates: Certificates) -> None:
+def test_the_client_certificate_is_sent(certificates: Certificates) -> None:
     with server(certificates=certificates) as one:
         assert one.ask("CONFIG", "SET", "tls-auth-clients", "yes") == b"+OK"
         ours = f"cert={certificates.cert}&key={certificates.key}"
@@ -417,7 +416,7 @@ def test_a_full_server_is_out_of_room() -> None:
 
 
 @needs_server
-def test_a_server_that_evicts_goes_on() -> None:
+def test_an_evicting_server_accepts_puts() -> None:
     with (
         server("--maxmemory", "12mb", "--maxmemory-policy", "allkeys-lru") as small,
         open_url(small.url) as backend,
@@ -428,7 +427,7 @@ def test_a_server_that_evicts_goes_on() -> None:
         assert sum(size is not None for size in backend.sizes([*map(block_id, range(30))])) < 12
 
 
-def test_values_larger_than_any_server_takes(backend: ValkeyBackend) -> None:
+def test_values_larger_than_the_protocol_allows(backend: ValkeyBackend) -> None:
     with mmap.mmap(-1, (512 << 20) + 1) as pages, memoryview(pages) as large:
         with pytest.raises(OutOfRoom, match="512 MiB at most"):
             backend.put(A, large)
@@ -436,7 +435,7 @@ def test_values_larger_than_any_server_takes(backend: ValkeyBackend) -> None:
 
 
 @needs_server
-def test_values_larger_than_this_server_takes() -> None:
+def test_values_larger_than_the_server_allows() -> None:
     with server() as one, open_url(one.url) as backend:
         assert one.ask("CONFIG", "SET", "proto-max-bulk-len", str(1 << 20)) == b"+OK"
         put(backend, A, b"before")
@@ -449,7 +448,7 @@ def test_values_larger_than_this_server_takes() -> None:
 # --- threads and buffers ---------------------------------------------------------------------
 
 
-def test_connections_are_no_more_than_said(plain: Server, place: str) -> None:
+def test_connections_are_limited(plain: Server, place: str) -> None:
     def clients() -> int:
         return plain.ask("CLIENT", "LIST").count(b"id=")
 
@@ -475,7 +474,7 @@ def test_a_record_need_not_be_aligned_or_writable(backend: ValkeyBackend) -> Non
     assert get(backend, B) == b"padded"
 
 
-def test_a_room_of_the_wrong_kind_does_not_harm_others(backend: ValkeyBackend) -> None:
+def test_a_bad_room_does_not_harm_other_calls(backend: ValkeyBackend) -> None:
     put(backend, A, content(A, 0, 100_000))
     put(backend, B, b"other")
 
@@ -489,7 +488,7 @@ def test_a_room_of_the_wrong_kind_does_not_harm_others(backend: ValkeyBackend) -
     assert get(backend, A) == content(A, 0, 100_000)
 
 
-def test_what_is_closed_says_so(place: str) -> None:
+def test_a_closed_backend_raises(place: str) -> None:
     backend = open_url(place)
     put(backend, A, b"x")
     backend.close()
@@ -503,7 +502,7 @@ def test_what_is_closed_says_so(place: str) -> None:
             call()
 
 
-def test_a_room_is_asked_for_after_the_size_is_known(backend: ValkeyBackend) -> None:
+def test_the_room_is_called_with_the_size_of_the_value(backend: ValkeyBackend) -> None:
     put(backend, A, b"")  # no record of ours is empty, and none is found
     rooms = Rooms()
     assert backend.sizes([A]) == [None]

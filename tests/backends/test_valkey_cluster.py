@@ -1,4 +1,4 @@
-"""A Valkey or Redis cluster: blocks on several nodes, which move and die."""
+"""A Valkey or Redis cluster: blocks on several nodes, slots that migrate, nodes that die."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import pytest
 from servers import Server, cluster, come_together, needs_server, server
 
+from faults import FaultProxy
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store import BlockStore
 from kvkeep.store.backends import TierURL
 from kvkeep.store.backends.valkey import ValkeyBackend
 from kvkeep.testing.backend_hooks import block_id, content, get, put, sizes_listed
 from kvkeep.testing.backend_suite import BackendTests
-from kvkeep.testing.proxy import FaultProxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +46,7 @@ def open_url(text: str) -> ValkeyBackend:
 
 
 def home(backend: ValkeyBackend, block: bytes, nodes: list[Server]) -> Server:
-    """Where a block lies while nothing has moved."""
+    """The node of a block before any slot migrates."""
     slot = slot_of(backend, block)
     return next(
         node
@@ -94,7 +94,7 @@ def test_blocks_spread_over_all_nodes(nodes: list[Server], backend: ValkeyBacken
             assert get(other, BLOCKS[7]) == content(BLOCKS[7], 0, 100)
 
 
-def test_what_a_cluster_is_is_asked_or_said(nodes: list[Server]) -> None:
+def test_cluster_mode_is_detected_or_configured(nodes: list[Server]) -> None:
     with open_url(f"{nodes[0].url}?cluster=no") as alone:
         away = next(block for block in BLOCKS if home(alone, block, nodes) is not nodes[0])
         with pytest.raises(BackendFailed, match="MOVED"):
@@ -110,7 +110,7 @@ def test_what_a_cluster_is_is_asked_or_said(nodes: list[Server]) -> None:
 
 @contextmanager
 def on_its_way(slot: int, source: Server, target: Server) -> Iterator[None]:
-    """A slot is being moved; at the end it has been."""
+    """Migrate a slot in steps; complete at the end."""
     import_from = target.ask("CLUSTER", "SETSLOT", str(slot), "IMPORTING", name_of(source))
     migrate_to = source.ask("CLUSTER", "SETSLOT", str(slot), "MIGRATING", name_of(target))
     assert (import_from, migrate_to) == (b"+OK", b"+OK")
@@ -125,7 +125,7 @@ def move(backend: ValkeyBackend, block: bytes, source: Server, target: Server) -
     assert moved == b"+OK"
 
 
-def test_a_slot_that_moves_is_followed(nodes: list[Server], backend: ValkeyBackend) -> None:
+def test_a_migrating_slot_is_followed(nodes: list[Server], backend: ValkeyBackend) -> None:
     block = BLOCKS[0]
     others = BLOCKS[1:20]
     for one in [block, *others]:
@@ -154,8 +154,8 @@ def test_a_slot_that_moves_is_followed(nodes: list[Server], backend: ValkeyBacke
         assert end.ask("EXISTS", backend._name(block)) == b":1"
 
 
-def test_a_backend_that_slept_through_a_move(nodes: list[Server], backend: ValkeyBackend) -> None:
-    """Its map is old: MOVED corrects it."""
+def test_a_stale_map_is_corrected(nodes: list[Server], backend: ValkeyBackend) -> None:
+    """MOVED corrects the map."""
     block = BLOCKS[3]
     put(backend, block, b"before")
     source = home(backend, block, nodes)
@@ -167,7 +167,7 @@ def test_a_backend_that_slept_through_a_move(nodes: list[Server], backend: Valke
         assert get(backend, block) == b"before"
 
 
-def test_a_node_that_dies_takes_its_own_blocks_only() -> None:
+def test_a_dead_node_affects_only_its_blocks() -> None:
     with cluster(3) as nodes, open_url(nodes[0].url) as backend:
         for node in nodes:  # else the others stop when one is gone
             assert node.ask("CONFIG", "SET", "cluster-require-full-coverage", "no") == b"+OK"
@@ -200,7 +200,7 @@ def test_a_node_that_dies_takes_its_own_blocks_only() -> None:
                 get(backend, frozen)
             assert get(backend, other) == content(other, 0, 100)
 
-        # Another takes over what the frozen one had: whoever failed there asks where to go.
+        # Another node takes over the slots of the frozen one; failed calls reread the map.
         for node in (nodes[0], nodes[2]):
             slot = str(slot_of(backend, own[0]))
             assert node.ask("CLUSTER", "SETSLOT", slot, "NODE", name_of(nodes[2])) == b"+OK"
@@ -210,7 +210,7 @@ def test_a_node_that_dies_takes_its_own_blocks_only() -> None:
         assert nodes[2].ask("GET", backend._name(own[0])) == b"elsewhere"
 
 
-def test_a_map_that_makes_no_sense(nodes: list[Server]) -> None:
+def test_an_invalid_map_is_a_failure(nodes: list[Server]) -> None:
     with FaultProxy(nodes[0].address) as proxy:
         for text in (
             b"*0\r\n",
@@ -232,14 +232,14 @@ def test_a_map_that_makes_no_sense(nodes: list[Server]) -> None:
                 assert get(backend, BLOCKS[0]) == b"x"
 
 
-def test_redirections_without_end(nodes: list[Server]) -> None:
+def test_endless_redirections_are_a_failure(nodes: list[Server]) -> None:
     with FaultProxy(nodes[0].address) as proxy, open_url(f"valkey://{proxy.address}") as backend:
         put(backend, BLOCKS[0], b"x")
         backend.timeout = 2.0
         backend._nodes._slots = [("127.0.0.1", proxy.port)] * SLOTS
         for kind in (b"MOVED", b"ASK"):
             proxy.replace(b"-%s 3 127.0.0.1:%d\r\n" % (kind, proxy.port))
-            with pytest.raises(BackendFailed, match=r"sent us on|ASK"):
+            with pytest.raises(BackendFailed, match=r"redirected a command|ASK"):
                 get(backend, BLOCKS[0])
 
 
@@ -248,8 +248,8 @@ def key(number: int) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
-def test_a_store_goes_on_with_the_nodes_that_are_there(how: str) -> None:
-    """One of three is down: blocks of the others are written, found and read, without waiting."""
+def test_a_store_works_with_the_remaining_nodes(how: str) -> None:
+    """One of three nodes is down: blocks of the others are put, found and read without waiting."""
     with cluster(3) as nodes:
         for node in nodes:
             assert node.ask("CONFIG", "SET", "cluster-require-full-coverage", "no") == b"+OK"

@@ -1,4 +1,4 @@
-"""Valkey and Redis on bad days: dead, hung, slow, cut off, talking nonsense."""
+"""Valkey and Redis servers that are dead, hang, are slow, cut connections or send garbage."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 from servers import Server, free_port, make_certificates, needs_server, server
 
+from faults import FaultProxy
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends import TierURL
 from kvkeep.store.backends.valkey import ValkeyBackend
 from kvkeep.testing.backend_hooks import Rooms, block_id, content, get, put, sizes_listed
 from kvkeep.testing.backend_threads import together
-from kvkeep.testing.proxy import FaultProxy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ def open_url(text: str) -> ValkeyBackend:
 
 
 def assert_sound(backend: ValkeyBackend) -> None:
-    """Everything works, and what was there is right."""
+    """Assert that everything works, and that the records are right."""
     backend.timeout = 10.0
     assert get(backend, B) == content(B, 0, 1000)
     assert get(backend, A) == content(A, 0, LARGE)
@@ -77,7 +77,7 @@ def assert_sound(backend: ValkeyBackend) -> None:
 
 
 def fails_in_time(backend: ValkeyBackend, call: Callable[[ValkeyBackend], object]) -> str:
-    """It raises `BackendFailed`, not much later than it may: what it says."""
+    """Assert that ``call`` raises `BackendFailed` in time; return the message."""
     start = time.monotonic()
     with pytest.raises(BackendFailed) as caught:
         call(backend)
@@ -89,7 +89,7 @@ def fails_in_time(backend: ValkeyBackend, call: Callable[[ValkeyBackend], object
 # --- dead and back ---------------------------------------------------------------------------
 
 
-def test_a_server_that_is_not_there_yet() -> None:
+def test_a_server_that_starts_later() -> None:
     with open_url(f"valkey://127.0.0.1:{free_port()}") as backend:
         for call in CALLS.values():
             fails_in_time(backend, call)
@@ -105,7 +105,7 @@ def test_refused_and_back(proxy: FaultProxy, backend: ValkeyBackend, name: str) 
 
 
 def test_killed_and_started_again() -> None:
-    """Idle connections have ended meanwhile: nobody notices."""
+    """Idle connections have ended meanwhile, without an effect on later calls."""
     with server("--appendonly", "yes", "--appendfsync", "always") as one, open_url(one.url) as kv:
         together(
             *[lambda who=who: put(kv, block_id(who), content(A, who, 5000)) for who in range(4)]
@@ -122,7 +122,7 @@ def test_killed_and_started_again() -> None:
 
 
 def test_killed_under_load() -> None:
-    """Every call is right or a failure, and all is well when the server is."""
+    """Every call succeeds or fails; all succeed when the server is back."""
     with server() as one, open_url(one.url) as kv:
         stop = threading.Event()
         failures: list[BackendFailed] = []
@@ -166,8 +166,8 @@ def test_hung(proxy: FaultProxy, backend: ValkeyBackend, name: str) -> None:
     assert_sound(backend)
 
 
-def test_a_late_answer_is_nobodys(proxy: FaultProxy, backend: ValkeyBackend) -> None:
-    """The answer to a call that gave up must not become that of the next one."""
+def test_a_late_answer_is_discarded(proxy: FaultProxy, backend: ValkeyBackend) -> None:
+    """The answer to a call that timed out must not become the answer to the next one."""
     for _ in range(3):
         proxy.delay(SHORT_S * 1.5)
         backend.timeout = SHORT_S
@@ -179,7 +179,7 @@ def test_a_late_answer_is_nobodys(proxy: FaultProxy, backend: ValkeyBackend) -> 
         assert backend.sizes([B, C]) == [1000, None]
 
 
-def test_bytes_that_trickle_do_not_buy_time(proxy: FaultProxy, backend: ValkeyBackend) -> None:
+def test_trickling_bytes_win_no_time(proxy: FaultProxy, backend: ValkeyBackend) -> None:
     proxy.slow(200_000, side="answers")
     assert "did not answer in" in fails_in_time(backend, CALLS["get"])
     proxy.slow(200_000, side="requests")
@@ -199,7 +199,7 @@ def test_slow_but_in_time(proxy: FaultProxy, backend: ValkeyBackend) -> None:
     assert get(backend, C) == content(C, 0, 500_000)
 
 
-def test_who_waits_for_a_connection_waits_no_longer(proxy: FaultProxy) -> None:
+def test_waiting_for_a_connection_counts_against_the_timeout(proxy: FaultProxy) -> None:
     """Twelve calls and one connection to a server that hangs: together they take about two
     time-outs, since whoever waits for the connection has its own time running."""
     with open_url(f"valkey://{proxy.address}?connections=1") as backend:
@@ -238,7 +238,7 @@ def test_cut_in_a_value(proxy: FaultProxy, backend: ValkeyBackend, after: int) -
 
 
 @pytest.mark.parametrize("after", [0, 4, 150, 100_000, 199_999])
-def test_cut_in_a_put_leaves_what_was_there(
+def test_a_cut_put_keeps_the_old_record(
     proxy: FaultProxy, backend: ValkeyBackend, after: int
 ) -> None:
     put(backend, C, b"before")
@@ -249,7 +249,7 @@ def test_cut_in_a_put_leaves_what_was_there(
     assert_sound(backend)
 
 
-# --- nonsense --------------------------------------------------------------------------------
+# --- garbage ---------------------------------------------------------------------------------
 
 NONSENSE = [
     b"HTTP/1.1 400 Bad Request\r\nServer: x\r\n\r\n",
@@ -278,8 +278,8 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("text", NONSENSE, ids=lambda text: repr(text[:20]))
-def test_nonsense_is_a_failure(proxy: FaultProxy, backend: ValkeyBackend, text: bytes) -> None:
-    """Whatever is asked, on an open connection and on a new one; and then all is well again."""
+def test_garbage_is_a_failure(proxy: FaultProxy, backend: ValkeyBackend, text: bytes) -> None:
+    """For each call, on an open connection and a new one; afterwards everything works."""
     for call in CALLS.values():
         backend.timeout = 10.0
         assert get(backend, B) == content(B, 0, 1000)
@@ -292,10 +292,10 @@ def test_nonsense_is_a_failure(proxy: FaultProxy, backend: ValkeyBackend, text: 
 
 
 @pytest.mark.parametrize("place", range(13))
-def test_a_flipped_bit_is_found_or_is_the_values(
+def test_a_flipped_bit_is_detected_or_in_the_value(
     proxy: FaultProxy, backend: ValkeyBackend, place: int
 ) -> None:
-    """`$3145728`, CRLF, three bytes of the value: only there may it go unseen here."""
+    """`$3145728`, CRLF, three bytes of the value: only there it may go undetected."""
     proxy.flip(every=LARGE * 2, first=place)
     if place < 10:
         fails_in_time(backend, CALLS["get"])
@@ -309,7 +309,7 @@ def test_a_flipped_bit_is_found_or_is_the_values(
 
 @pytest.mark.parametrize("name", CALLS)
 def test_flipped_bits_everywhere(proxy: FaultProxy, backend: ValkeyBackend, name: str) -> None:
-    """No call does anything but fail, or answer; and none hurts those that come after."""
+    """Each call fails or answers, and none affects later calls."""
     for every in (1, 2, 5):
         for first in range(min(every, 3)):
             backend.timeout = SHORT_S
@@ -323,7 +323,7 @@ def test_flipped_bits_everywhere(proxy: FaultProxy, backend: ValkeyBackend, name
 
 
 def test_requests_that_arrive_garbled(proxy: FaultProxy, backend: ValkeyBackend) -> None:
-    """The server says what it thinks of that and hangs up."""
+    """The server answers with an error and closes the connection."""
     for every in (1, 2, 5):
         proxy.flip(every, side="requests")
         for name in ("get", "sizes"):
@@ -334,8 +334,8 @@ def test_requests_that_arrive_garbled(proxy: FaultProxy, backend: ValkeyBackend)
     assert_sound(backend)
 
 
-def test_what_nobody_asked_for_is_not_read(proxy: FaultProxy, backend: ValkeyBackend) -> None:
-    """An answer too many ends the connection, it does not shift all that follow by one."""
+def test_an_unsolicited_answer_is_not_read(proxy: FaultProxy, backend: ValkeyBackend) -> None:
+    """An extra answer ends the connection instead of shifting all later answers by one."""
     proxy.replace(b"$4\r\nmine\r\n:7\r\n")
     try:
         assert get(backend, A) == b"mine"  # well-formed: only a record's checksum can tell

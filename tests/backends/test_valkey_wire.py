@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.store.backends.valkey_wire import (
+from kvkeep.store.backends.valkey.wire import (
     Garbled,
     Lost,
-    ServerSays,
+    ServerError,
     TimedOut,
     Wire,
     around_value,
@@ -36,7 +36,7 @@ def ends() -> Iterator[tuple[socket.socket, Wire]]:
 
 
 def written(answer: Any) -> bytes:
-    """An answer as a server writes it."""
+    """Encode an answer as a server does."""
     if answer is None:
         return b"$-1\r\n"
     if isinstance(answer, int):
@@ -62,7 +62,7 @@ def depth(answer: Any) -> int:
     st.lists(ANSWERS.filter(lambda answer: depth(answer) <= 4), max_size=6),
     st.lists(st.integers(1, 30), min_size=1),
 )
-def test_answers_are_read_in_whatever_pieces_they_come(answers: Any, pieces: list[int]) -> None:
+def test_answers_are_read_in_pieces_of_any_size(answers: Any, pieces: list[int]) -> None:
     server, client = socket.socketpair()
     wire = Wire(client, time.monotonic() + 10.0)
     stream = b"".join(map(written, answers))
@@ -88,10 +88,10 @@ def test_answers_are_read_in_whatever_pieces_they_come(answers: Any, pieces: lis
 
 @pytest.mark.parametrize("size", [0, 1, 10, 16_370, 16_384, 16_400, 300_000])
 @pytest.mark.parametrize("buffered", [0, 1, 5, 20])
-def test_a_value_goes_where_it_shall_lie(
+def test_a_value_is_received_into_its_buffer(
     ends: tuple[socket.socket, Wire], size: int, buffered: int
 ) -> None:
-    """What came with the line before, and what the socket still has."""
+    """From the receive buffer, and from the socket."""
     server, wire = ends
     value = bytes(range(251)) * (size // 251 + 1)
     text = b"$%d\r\n%s\r\n:7\r\n" % (size, value[:size])
@@ -115,7 +115,7 @@ def test_a_value_goes_where_it_shall_lie(
         b"*1\r\n" * 6 + b":1\r\n",
     ],
 )  # fmt: skip
-def test_what_is_no_answer(ends: tuple[socket.socket, Wire], text: bytes) -> None:
+def test_invalid_answers(ends: tuple[socket.socket, Wire], text: bytes) -> None:
     server, wire = ends
     server.sendall(text)
     with pytest.raises(Garbled):
@@ -126,15 +126,15 @@ def test_errors_are_answers(ends: tuple[socket.socket, Wire]) -> None:
     server, wire = ends
     server.sendall(b"-OOM too much\r\n-ERR no\r\n-WRONG \xff\r\n*2\r\n-E x\r\n:1\r\n+OK\r\n+NO\r\n")
     answer = wire.answer()
-    assert isinstance(answer, ServerSays)
+    assert isinstance(answer, ServerError)
     assert (answer.code, str(answer)) == ("OOM", "OOM too much")
-    with pytest.raises(ServerSays, match="ERR no"):
+    with pytest.raises(ServerError, match="ERR no"):
         wire.expect_ok()
-    with pytest.raises(ServerSays, match="WRONG"):
+    with pytest.raises(ServerError, match="WRONG"):
         wire.value_size()
     inner = wire.answer()
     assert isinstance(inner, list)
-    assert isinstance(inner[0], ServerSays)
+    assert isinstance(inner[0], ServerError)
     wire.expect_ok()
     with pytest.raises(Garbled, match="NO"):
         wire.expect_ok()
@@ -168,7 +168,7 @@ def test_commands_as_they_are_written() -> None:
 
 
 @pytest.mark.parametrize(("host", "port"), [("a..b", 1), ("x" * 300, 1), ("127.0.0.1", 99999)])
-def test_a_place_that_cannot_be(host: str, port: int) -> None:
-    """As a server that redirects may name it."""
+def test_an_impossible_address(host: str, port: int) -> None:
+    """As a redirection may name it."""
     with pytest.raises(Lost, match="cannot be found"):
         connect((host, port), time.monotonic() + 5.0, None)

@@ -1,4 +1,4 @@
-"""Blocks of every kind, a round trip that watches the buffers' edges, and the formats read anew."""
+"""Blocks of every kind, a round trip with guarded buffers, readers of the documented formats."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def every_codec(shape: BlockShape, key: bytes | None = None):
 
 
 class Guarded:
-    """A writable buffer between two guards that nobody may touch."""
+    """A writable buffer between two guards that must not change."""
 
     def __init__(self, size: int) -> None:
         self.all = np.full(size + 2 * GUARD, 0xA5, dtype=np.uint8)
@@ -94,7 +94,7 @@ def decode(codec, encoded: bytes, raw_size: int, name: bytes = NAME) -> bytes:
 
 
 def spoiled(encoded: bytes, seed: int) -> bytes:
-    """``encoded`` with something wrong: bits, bytes, length, or all of it."""
+    """``encoded`` with damaged bits, bytes, length, or all of them."""
     random = np.random.default_rng(seed)
     bad = bytearray(encoded)
     kind = seed % 6

@@ -1,4 +1,4 @@
-"""What holds of every codec, with encryption around it and without."""
+"""Properties of every codec, with and without encryption."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_block_comes_back(kind, key):
 
 @given(raw=st.binary(max_size=3000), tile=st.integers(1, 400), key=st.sampled_from([None, KEY]))
 @settings(max_examples=150, deadline=None)
-def test_any_bytes_come_back_from_what_is_exact(raw, tile, key):
+def test_exact_codecs_restore_any_bytes(raw, tile, key):
     raw = raw * tile
     for codec in every_codec(BlockShape(), key):
         assert codec.exact
@@ -36,7 +36,7 @@ def test_any_bytes_come_back_from_what_is_exact(raw, tile, key):
 
 
 @pytest.mark.parametrize("kind", ["nhd", "opaque"])
-def test_what_is_read_only_can_be_encoded_and_decoded(kind):
+def test_read_only_buffers_are_encoded_and_decoded(kind):
     shape = SHAPES[kind]
     raw = block(shape, 64)
     for codec in every_codec(shape) + every_codec(shape, KEY):
@@ -48,8 +48,8 @@ def test_what_is_read_only_can_be_encoded_and_decoded(kind):
 
 
 @pytest.mark.parametrize("kind", ["nhd", "hnd", "uneven", "fp8", "opaque"])
-def test_damaged_bytes_are_said_to_be_or_stay_in_their_buffer(kind):
-    """Without a key nothing promises to find a flipped bit: checksums do. Lengths must fit."""
+def test_damage_is_detected_or_stays_within_the_buffer(kind):
+    """Without a key only lengths are checked; the record's checksum finds flipped bits."""
     shape = SHAPES[kind]
     raw = block(shape, 150)
     for codec in every_codec(shape):
@@ -64,7 +64,7 @@ def test_damaged_bytes_are_said_to_be_or_stay_in_their_buffer(kind):
 
 
 @pytest.mark.parametrize("kind", ["nhd", "opaque"])
-def test_under_a_key_everything_damaged_is_found(kind):
+def test_encryption_detects_all_damage(kind):
     shape = SHAPES[kind]
     raw = block(shape, 40)
     for codec in every_codec(shape, KEY):
@@ -72,7 +72,7 @@ def test_under_a_key_everything_damaged_is_found(kind):
         for seed in range(200):
             bad = spoiled(encoded, seed)
             if bad != encoded:
-                # Damage to the key id makes it that of another key; the record's checksum tells.
+                # Damage to the key id looks like another key; the record's checksum finds it.
                 with pytest.raises((Damaged, OtherKey)):
                     decode(codec, bad, len(raw))
 

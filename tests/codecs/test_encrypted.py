@@ -1,4 +1,4 @@
-"""Encryption: nothing is read without the key, and nothing passes for another block."""
+"""Encryption: no reading without the key, no block in place of another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def codec(request):
     return make_codec(request.param, LLAMA, KEY)
 
 
-def test_the_plain_bytes_are_nowhere_in_it():
+def test_the_plain_bytes_do_not_occur_in_it():
     raw = b"a prompt that nobody else should read " * 40
     encoded = encode(make_codec("raw", SHAPES["opaque"], KEY), raw)
     assert len(encoded) == len(raw) + 52
@@ -29,7 +29,7 @@ def test_the_plain_bytes_are_nowhere_in_it():
 
 
 def test_a_block_is_bound_to_its_name(codec):
-    """Who can write the store cannot serve one block for another."""
+    """Write access to the store does not allow exchanging blocks."""
     raw = block(LLAMA, 32)
     encoded = encode(codec, raw, b"block one")
     assert len(decode(codec, encoded, len(raw), b"block one")) == len(raw)
@@ -57,7 +57,7 @@ def test_another_key_reads_nothing(codec):
     assert KEY.find(encoded[:8]) < 0
 
 
-def test_old_keys_are_read_with_and_not_written_with(codec):
+def test_old_keys_are_for_reading_only(codec):
     raw = block(LLAMA, 32)
     encoded = encode(codec, raw)
     new = make_codec(codec.inner.name, LLAMA, OTHER, [KEY])
@@ -77,7 +77,7 @@ BEFORE_KEY_IDS = (
 )
 
 
-def test_records_from_before_key_ids_are_read():
+def test_records_without_key_ids_are_read():
     number, encoded = BEFORE_KEY_IDS[0], bytes.fromhex(BEFORE_KEY_IDS[1])
     for keys in ((KEY,), (OTHER, [KEY])):
         old = codec_of(number, SHAPES["opaque"], *keys)
@@ -98,8 +98,8 @@ def test_the_same_key_reads_what_another_process_wrote(codec):
     assert decode(other, encoded, len(raw)) == decode(codec, encoded, len(raw))
 
 
-def test_one_codec_s_bytes_are_not_another_s():
-    """The number is authenticated: int8 codes cannot be passed off as raw bytes, say."""
+def test_bytes_are_bound_to_their_codec():
+    """The codec's number is authenticated: int8 codes cannot pass as raw bytes."""
     raw = os.urandom(1000)
     shape = SHAPES["opaque"]
     encoded = encode(make_codec("raw", shape, KEY), raw)
@@ -107,7 +107,7 @@ def test_one_codec_s_bytes_are_not_another_s():
         decode(make_codec("lossless", shape, KEY), encoded, len(raw))
 
 
-def test_nonces_and_salts_do_not_come_again():
+def test_nonces_and_salts_do_not_repeat():
     codec = make_codec("raw", SHAPES["opaque"], KEY)
     nonces = {encode(codec, b"same")[24:36] for _ in range(2000)}
     assert len(nonces) == 2000
@@ -116,7 +116,7 @@ def test_nonces_and_salts_do_not_come_again():
 
 
 def test_a_forked_process_does_not_repeat_its_parent_s_nonces():
-    """It has the same record key: what a counter draws would come twice."""
+    """They share the record key, so nonces from a counter would repeat."""
     code = """if True:
         import os, sys
         from kvkeep.store.codecs import BlockShape, make_codec
@@ -139,8 +139,8 @@ def test_a_forked_process_does_not_repeat_its_parent_s_nonces():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_format_as_it_is_written_down():
-    """Read with nothing of ours: docs/codecs.md and two primitives."""
+def test_the_format_is_as_documented():
+    """Read with docs/codecs.md and two primitives alone."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF

@@ -1,4 +1,4 @@
-"""Key files: made once, and read only where nobody else can read them."""
+"""Key files: created once, and loaded only if private."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def written(path, content: bytes, mode: int = 0o600):
     return path
 
 
-def test_what_was_made_can_be_read(tmp_path):
+def test_a_generated_key_can_be_loaded(tmp_path):
     for umask in (0o000, 0o022, 0o077):
         before = os.umask(umask)
         try:
@@ -32,7 +32,7 @@ def test_what_was_made_can_be_read(tmp_path):
     assert all(len(key) == 32 for key in keys)
 
 
-def test_a_key_that_is_there_is_never_written_over(tmp_path):
+def test_an_existing_key_is_never_overwritten(tmp_path):
     generate_key(tmp_path / "key")
     before = load_key(tmp_path / "key")
     with pytest.raises(InvalidValue, match="there already"):
@@ -44,14 +44,14 @@ def test_a_key_that_is_there_is_never_written_over(tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_place_that_is_not_there(tmp_path):
+def test_a_missing_directory(tmp_path):
     with pytest.raises(InvalidValue, match="No such file"):
         generate_key(tmp_path / "no" / "key")
     with pytest.raises(InvalidValue, match="No such file"):
         load_key(tmp_path / "key")
 
 
-def test_a_file_that_cannot_be_written_leaves_no_half_a_key(tmp_path):
+def test_a_failed_write_leaves_no_key_file(tmp_path):
     code = """if True:
         import resource, sys
         from kvkeep.store.codecs import generate_key
@@ -77,14 +77,14 @@ def test_both_forms_are_one_key(tmp_path, end):
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601, 0o644, 0o660])
-def test_what_others_can_touch_is_refused_and_it_says_what_to_do(tmp_path, mode):
+def test_a_key_file_others_can_access_is_refused(tmp_path, mode):
     path = written(tmp_path / "key", os.urandom(32), mode)
     with pytest.raises(InvalidValue, match=f"{mode:04o}.*chmod 600 {path}"):
         load_key(path)
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400])
-def test_only_the_owner_s(tmp_path, mode):
+def test_a_private_key_file_is_accepted(tmp_path, mode):
     assert len(load_key(written(tmp_path / "key", os.urandom(32), mode))) == 32
 
 
@@ -93,7 +93,7 @@ def test_only_the_owner_s(tmp_path, mode):
     [b"", os.urandom(31), os.urandom(33), b"a" * 63, b"g" * 64, b"ab" * 33, b"\0" * 10_000],
     ids=["empty", "31", "33", "63 digits", "no digits", "66 digits", "long"],
 )
-def test_what_is_no_key(tmp_path, content):
+def test_invalid_key_files_are_refused(tmp_path, content):
     with pytest.raises(InvalidValue, match="is no key file"):
         load_key(written(tmp_path / "key", content))
 

@@ -1,4 +1,4 @@
-"""Lossless: what it gains, what it leaves alone, and headers that lie."""
+"""Lossless: gain, incompressible data, lying headers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_frames_of_every_length(size):
         assert decode(codec, encoded, size) == raw
 
 
-def test_nothing_is_nothing():
+def test_empty_input_stays_empty():
     codec = make_codec("lossless", BlockShape())
     assert encode(codec, b"") == b""
     assert decode(codec, b"", 0) == b""
@@ -55,7 +55,7 @@ def test_numbers_become_smaller(dtype, gain):
 
 
 def test_the_item_size_of_opaque_bytes_is_found():
-    """Pages of bfloat16 whose type nobody says are compressed as well as those of a known one."""
+    """Opaque pages of bfloat16 compress as well as typed ones."""
     shape = BlockShape("bfloat16", "NHD", ((8, 128),) * 4)
     raw = block(shape, 256)
     known = len(encode(make_codec("lossless", shape), raw))
@@ -64,7 +64,7 @@ def test_the_item_size_of_opaque_bytes_is_found():
 
 @pytest.mark.parametrize("size", [1000, 100_000, 3 * MIB + 5])
 @pytest.mark.parametrize("shape", [BlockShape(), LLAMA], ids=["opaque", "bfloat16"])
-def test_noise_is_kept_as_it_is(size, shape):
+def test_noise_is_stored_raw(size, shape):
     raw = os.urandom(size)
     encoded = encode(make_codec("lossless", shape), raw)
     assert all(word & AS_IS for word in lengths(encoded))
@@ -95,7 +95,7 @@ def test_noise_among_numbers_costs_only_its_own_frame():
         (12, struct.pack("<I", 0), "0 bytes"),
     ],
 )
-def test_headers_that_lie_are_not_believed(at, value, said):
+def test_lying_headers_are_damage(at, value, said):
     shape = BlockShape("bfloat16", "NHD", ((8, 128),) * 2)
     raw = block(shape, 256)
     codec = make_codec("lossless", shape)
@@ -116,8 +116,8 @@ def test_a_length_beyond_the_end_is_damage():
 
 
 @pytest.mark.parametrize("item", [1, 2, 4])
-def test_blosc_survives_what_stands_behind_a_right_header(item):
-    """Lengths and header right, all else hostile: the C code below must stay in its buffers."""
+def test_blosc_survives_hostile_data_behind_a_valid_header(item):
+    """With valid lengths and header, hostile data must not make the C code leave its buffers."""
     dtype = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}[item]
     shape = BlockShape(dtype, "NHD", ((2, 64),) * 4)
     raw = block(shape, 128)
@@ -146,7 +146,7 @@ def test_blosc_survives_what_stands_behind_a_right_header(item):
 
 
 def test_the_library_s_settings_are_left_alone():
-    """numcodecs has global ones, and others in the process may use it."""
+    """numcodecs has global settings, which other code in the process may rely on."""
     blosc = pytest.importorskip("numcodecs.blosc")
     before = blosc.use_threads, blosc.get_nthreads()
     codec = make_codec("lossless", LLAMA)

@@ -14,15 +14,15 @@ from kvkeep.store.codecs import CODECS, BlockShape, codec_of, make_codec
 NUMBERS = {"raw": 0, "lossless": 1, "int8": 2, "fp8": 3}
 
 
-def test_numbers_are_for_good():
-    """They stand in records on disks: a codec may come, none may get another's number."""
+def test_codec_numbers_never_change():
+    """Records on disks contain them: numbers may be added, never reused."""
     assert {name: make_codec(name, LLAMA).number for name in CODECS} == NUMBERS
     assert [make_codec(name, LLAMA).name for name in CODECS] == list(CODECS)
     assert [make_codec(name, LLAMA).exact for name in CODECS] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_what_a_number_says_is_what_was_made(name):
+def test_a_number_selects_the_codec(name):
     for key in (None, KEY):
         made = make_codec(name, LLAMA, key)
         found = codec_of(made.number, LLAMA, KEY)
@@ -31,11 +31,11 @@ def test_what_a_number_says_is_what_was_made(name):
 
 
 @pytest.mark.parametrize("number", [-1, 4, 63, 68, 127, 132, 255, 2**31])
-def test_numbers_that_nobody_has(number):
+def test_unknown_numbers_have_no_codec(number):
     assert codec_of(number, LLAMA, KEY) is None
 
 
-def test_what_cannot_be_read_with_what_is_there():
+def test_codecs_without_their_key_or_type_are_none():
     assert codec_of(64, LLAMA) is None
     assert codec_of(2, BlockShape()) is None
     assert codec_of(3, SHAPES["fp8"]) is None

@@ -1,4 +1,4 @@
-"""int8 and fp8: error bounds, formats, what is kept as it is, and what a model makes of it."""
+"""int8 and fp8: error bounds, formats, parts stored raw, and the effect on a model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def worst_error(codec: str, numbers: np.ndarray, restored: np.ndarray, scales, d
 
 
 def check_block(codec_name: str, shape: BlockShape, raw: bytes) -> np.ndarray:
-    """Round trip within the bounds, and as the written format says; the scales."""
+    """Assert a round trip within the bounds and as documented; return the scales."""
     codec = make_codec(codec_name, shape)
     tokens = len(raw) // token_bytes(shape)
     encoded = encode(codec, raw)
@@ -62,7 +62,7 @@ def check_block(codec_name: str, shape: BlockShape, raw: bytes) -> np.ndarray:
     error = np.abs(numbers - restored)
     allowed = worst_error(codec_name, numbers, restored, scales_of, shape.dtype)
     assert (error <= allowed).all(), (error - allowed).max()
-    # The format on paper, rounded to the block's type, is what the codec decodes.
+    # The codec decodes what the documented format says, rounded to the block's type.
     rounded = torch.from_numpy(exact.astype(np.float32)).to(getattr(torch, shape.dtype))
     assert (rounded.double().numpy()[~kept] == restored).all()
     return scales
@@ -89,7 +89,7 @@ def any_block(draw):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     count = token_bytes(shape) * tokens // DTYPES[dtype]
     numbers = torch.randn(count, generator=generator, dtype=torch.float64)
-    # Neighbours of any size beside each other: every tile has its own trouble.
+    # Numbers of any magnitude side by side, so each tile is difficult in its own way.
     low, high = draw(st.sampled_from([(0, 0), (-3, 3), (-30, 14), (-149, 127)]))
     powers = torch.randint(low, high + 1, (count,), generator=generator)
     numbers = torch.ldexp(numbers, powers)
@@ -114,7 +114,7 @@ def test_whatever_the_numbers_are(given_block, codec):
 @pytest.mark.parametrize("codec", NAMES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), "end"])
-def test_a_part_that_is_not_finite_is_kept_and_only_that(odd, dtype, codec):
+def test_only_the_part_that_is_not_finite_stays_raw(odd, dtype, codec):
     shape = BlockShape(dtype, "NHD", ((2, 64),) * 4)
     numbers = torch.randn(4, 64 * 128, generator=torch.Generator().manual_seed(1))
     numbers[2, 777] = torch.finfo(getattr(torch, dtype)).max if odd == "end" else odd
@@ -151,7 +151,7 @@ def test_half_the_bytes(shape, codec):
 
 
 def test_large_channels_get_scales_of_their_own_and_large_tokens_too():
-    """What keys do, and what values can do: in each the other tile would lose the small numbers."""
+    """As in keys, and possibly in values: the other tile would lose the small numbers."""
     shape = BlockShape("bfloat16", "NHD", ((2, 64), (2, 64)))
     keys = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
     values = keys.clone()
@@ -186,8 +186,8 @@ def test_both_layouts_restore_the_same_numbers_where_tiles_are_the_same():
     assert torch.equal(restored["NHD"], restored["HND"])
 
 
-def test_encoding_again_changes_nothing_more():
-    """A block that moves between tiers is not worn down: its numbers stand on the grid already."""
+def test_encoding_again_changes_nothing():
+    """A block that moves between tiers loses no more accuracy: its numbers are on the grid."""
     shape = BlockShape("float32", "NHD", ((2, 64),) * 2)
     raw = block(shape, 128)
     codec = make_codec("int8", shape)
@@ -209,13 +209,13 @@ def test_encoding_again_changes_nothing_more():
         (BlockShape("bfloat16", "DHN", ((1, 2),)), "'NHD' or 'HND'"),
     ],
 )
-def test_what_cannot_be_quantised_is_refused(shape, said, codec):
+def test_opaque_and_one_byte_types_are_refused(shape, said, codec):
     with pytest.raises(InvalidValue, match=said):
         make_codec(codec, shape)
 
 
 @pytest.mark.parametrize("codec", NAMES)
-def test_scales_that_are_no_scales_are_damage(codec):
+def test_invalid_scales_are_damage(codec):
     shape = BlockShape("bfloat16", "NHD", ((2, 64),) * 2)
     raw = block(shape, 128)
     coded = make_codec(codec, shape)
@@ -267,7 +267,7 @@ def test_pieces_cover_each_number_once_and_stay_small(rows, tokens, heads, dim, 
 
 @pytest.fixture(scope="module")
 def model():
-    """The shipped model as the benchmark has it, so that what is measured is what is tested."""
+    """The shipped model, loaded as the benchmark does."""
     pytest.importorskip("transformers")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
@@ -276,8 +276,8 @@ def model():
 
 @pytest.mark.model
 @pytest.mark.parametrize(("codec", "largest"), [("lossless", 1e-12), ("int8", 1e-3), ("fp8", 3e-2)])
-def test_the_model_hardly_notices(model, codec, largest):
-    """Nats a token between what it expects after its own KV, and after what a codec made of it."""
+def test_a_model_predicts_nearly_the_same(model, codec, largest):
+    """KL divergence in nats per token: predictions with exact KV and with KV from a codec."""
     nats = model.divergence(codec)
     assert abs(nats) < largest
     assert (nats > 1e-6) == (codec != "lossless")
@@ -285,7 +285,7 @@ def test_the_model_hardly_notices(model, codec, largest):
 
 @pytest.mark.model
 @pytest.mark.parametrize(("codec", "least"), [("lossless", 1.3), ("int8", 1.9), ("fp8", 1.9)])
-def test_the_kv_of_a_model_becomes_smaller(model, codec, least):
+def test_the_kv_of_a_model_shrinks(model, codec, least):
     coder = make_codec(codec, model.shape)
     for raw in model.blocks():
         assert len(raw) / len(encode(coder, raw)) >= least

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from faults import FaultyBackend
 from kvkeep.core.cache import PagedCache
 from kvkeep.serve.engine import Engine, Limits, LoadReport, SamplingParams
 from kvkeep.serve.engine.offload import writes
@@ -19,7 +20,6 @@ from kvkeep.store import KVStore
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Inclusive
-from kvkeep.testing import FaultyBackend
 
 pytestmark = pytest.mark.model
 

@@ -7,8 +7,8 @@ from browsing import live, plain, until
 from real_server import eventually
 from see_help import ask, storing, tokens_of, written
 
+from faults import FaultyBackend
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.testing import FaultyBackend
 
 pytestmark = pytest.mark.model
 

@@ -9,8 +9,8 @@ import pytest
 from real_server import eventually
 from see_help import BLOCK, ask, explained, forget_pool, only, storing, tokens_of
 
+from faults import FaultyBackend
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.testing import FaultyBackend
 
 pytestmark = pytest.mark.model
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from store_kv import disk, quiet, records
 
+from faults import FaultyBackend
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.keys import Namespace, chain_keys, root_key
 from kvkeep.store import BlockStore
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.tiers import Exclusive
-from kvkeep.testing import FaultyBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

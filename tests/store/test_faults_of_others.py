@@ -26,12 +26,12 @@ from store_kv import (
     records,
 )
 
+from faults import FaultyBackend
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import KVStore
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.codecs import generate_key
-from kvkeep.testing import FaultyBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from store_kv import GQA, MODEL, disk, get, given, numbers, open_store, plain, put, quiet, records
 
+from faults import FaultyBackend
 from kvkeep.core.errors import InvalidValue
 from kvkeep.store import KVStore
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.kv.removal import Followers
 from kvkeep.store.tiers import Exclusive, Inclusive
-from kvkeep.testing import FaultyBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from store_kv import counter, disk, get, open_store, put, quiet
 
-from kvkeep.testing.proxy import FaultProxy
+from faults import FaultProxy
 
 sys.path.append(str(Path(__file__).parents[1] / "backends"))
 from object_server import ObjectServer

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_kv import disk, get, open_store, put, quiet, records
 
+from faults import CountingBackend, FaultyBackend
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Inclusive
-from kvkeep.testing import CountingBackend, FaultyBackend
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""The contract suite of backends: a third party's backend passes it, and faults are found by it."""
+"""The contract suite of backends: a third party's backend passes, and it finds planted faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DictBackend(Backend):
-    """What somebody else's backend may look like: complete, and as short as can be."""
+    """A third party's backend: complete, and as short as possible."""
 
     scheme = "dict"
 
@@ -65,7 +65,7 @@ class DictBackend(Backend):
 
 
 class KeptDict(DictBackend):
-    """One whose place is found again, by a name."""
+    """A backend whose place can be opened again."""
 
     places: ClassVar[dict[Path, dict[bytes, tuple[bytes, float]]]] = {}
 
@@ -414,42 +414,42 @@ class RemembersTheBad(KeptDict):
 
 
 WALK = "test_any_walk_agrees_with_a_dict"
-ROUND_TRIP = "test_what_was_put_is_got"
+ROUND_TRIP = "test_get_returns_what_was_put"
 ROOM = "test_a_record_is_read_into_the_room"
-NO_ROOM = "test_no_room_is_said_before_anything_is_read"
-CROWD = "test_what_eight_threads_do_is_never_mixed_up"
-READERS = "test_who_reads_while_it_is_written_gets_one_whole_record"
-CAPACITY = "test_the_capacity_is_never_passed"
+NO_ROOM = "test_a_room_that_raises_stops_the_read"
+CROWD = "test_eight_threads_never_mix_up_records"
+READERS = "test_readers_of_a_block_being_written_get_one_whole_record"
+CAPACITY = "test_the_capacity_is_never_exceeded"
 
 FAULTS: list[tuple[type[DictBackend], str]] = [
     (KeepsTheBuffer, ROUND_TRIP),
     (WritesIntoTheBuffer, ROUND_TRIP),
     (KeepsThePadding, ROUND_TRIP),
-    (KeepsTheFirst, "test_the_last_put_counts"),
-    (KeepsTheLonger, "test_the_last_put_counts"),
+    (KeepsTheFirst, "test_a_put_replaces_the_record"),
+    (KeepsTheLonger, "test_a_put_replaces_the_record"),
     (GivesItsOwnMemory, ROOM),
-    (GivesWhatItKeeps, "test_what_is_got_is_the_callers"),
+    (GivesWhatItKeeps, "test_the_buffer_of_a_get_is_the_callers"),
     (AsksForRoomTwice, ROOM),
     (AsksForTooMuch, ROOM),
-    (AsksWithoutNeed, "test_what_is_missing_is_none"),
+    (AsksWithoutNeed, "test_a_missing_record_is_none"),
     (SwallowsTheRoomsError, NO_ROOM),
     (TranslatesTheRoomsError, NO_ROOM),
     (TranslatesTheRoomsError, WALK),
     (RunsOutOfConnections, NO_ROOM),
-    (RaisesForAMiss, "test_what_is_missing_is_none"),
+    (RaisesForAMiss, "test_a_missing_record_is_none"),
     (CutsIdsAtZeros, "test_ids_are_any_bytes"),
-    (IgnoresTheSpace, "test_what_is_missing_is_none"),
-    (FreesTwice, "test_delete_says_what_it_freed"),
+    (IgnoresTheSpace, "test_a_missing_record_is_none"),
+    (FreesTwice, "test_delete_returns_the_bytes_freed"),
     (FreesTwice, WALK),
-    (CountsRecords, "test_delete_says_what_it_freed"),
+    (CountsRecords, "test_delete_returns_the_bytes_freed"),
     (ForgetsTheOrder, "test_sizes_come_in_order"),
     (ListsAPage, "test_the_list_is_complete"),
     (ListsTwice, "test_the_list_is_complete"),
     (ListsMilliseconds, "test_the_list_is_complete"),
     (ListsWhileItChanges, CROWD),
     (CountsTooLittle, "test_the_list_is_complete"),
-    (KeepsTheBad, "test_what_was_quarantined_is_not_found"),
-    (ListsTheBad, "test_what_was_quarantined_is_not_found"),
+    (KeepsTheBad, "test_a_quarantined_record_is_not_found"),
+    (ListsTheBad, "test_a_quarantined_record_is_not_found"),
     (TouchBringsBack, "test_touch_and_flush_change_no_record"),
     (ClosesOnce, "test_closing_twice_is_closing_once"),
     (TellsThePassword, "test_no_text_about_it_has_a_secret"),
@@ -463,9 +463,9 @@ FAULTS: list[tuple[type[DictBackend], str]] = [
     (FailsWhenItIsFull, CAPACITY),
     (EvictsByItself, CAPACITY),
     (LosesTheOldWhenItIsFull, CAPACITY),
-    (LooksBeforeItPuts, "test_threads_cannot_pass_the_capacity_together"),
-    (ForgetsOnReopening, "test_what_was_put_is_there_after_opening_again"),
-    (RemembersTheBad, "test_what_was_put_is_there_after_opening_again"),
+    (LooksBeforeItPuts, "test_threads_cannot_exceed_the_capacity_together"),
+    (ForgetsOnReopening, "test_flushed_records_survive_reopening"),
+    (RemembersTheBad, "test_flushed_records_survive_reopening"),
 ]
 
 
@@ -477,7 +477,7 @@ FOUND = (
 
 @pytest.fixture
 def found_is_enough() -> Iterator[None]:
-    """Walks that fail are not made shorter, which takes long."""
+    """Do not shrink failing walks, which takes long."""
     before = settings.get_current_profile_name()
     settings.register_profile("found", settings(), phases=[Phase.generate])
     settings.load_profile("found")

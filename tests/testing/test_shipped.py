@@ -1,4 +1,4 @@
-"""What `kvkeep.testing` ships: imported when asked for, and right where it is naive."""
+"""`kvkeep.testing`: imports on demand, models, strategies."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_naive_cache_that_is_not_exact_finds_full_pages() -> None:
         lambda naive: naive.forget([1]),  # page 2 follows it
     ],
 )
-def test_the_naive_cache_refuses_what_no_cache_may_say(wrong: Any) -> None:
+def test_the_naive_cache_refuses_illegal_events(wrong: Any) -> None:
     naive = NaiveCache(2)
     naive.store("", -1, [1, 2], [1, 2, 3, 4])
     with pytest.raises(AssertionError):

@@ -14,8 +14,8 @@ from kvkeep.core.errors import IllegalStep
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from faults import FaultyBackend
     from kvkeep.store.tiers import TieredStore
-    from kvkeep.testing import FaultyBackend
 
 
 def below(bench: Bench, place: FaultyBackend, count: int = 8, front: int = 32) -> TieredStore:

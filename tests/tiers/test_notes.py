@@ -18,7 +18,7 @@ from tier_bench import until
 from kvkeep.core.keys import Namespace, space_of
 from kvkeep.store import BlockStore
 from kvkeep.store.backends import TierURL
-from kvkeep.store.backends.disk_notes import NOTES, noted
+from kvkeep.store.backends.disk.notes import NOTES, read_notes
 from kvkeep.store.backends.objects import ObjectBackend
 from kvkeep.store.tiers import note_of, open_backend
 from kvkeep.store.tiers.notes import NOTE_BYTES, difference
@@ -196,7 +196,7 @@ def test_the_notes_of_a_directory_are_bounded(tmp_path: Path) -> None:
         place.note_space(space, note_of(changed(model=f"m{number}")))
         place.note_space(space, b"another")
     assert (tmp_path / "d" / NOTES).stat().st_size <= 64 << 10
-    found = noted(f"{tmp_path}/d")
+    found = read_notes(f"{tmp_path}/d")
     assert 100 < len(found) < 2000
     assert b"another" not in found.values()
     place.close()

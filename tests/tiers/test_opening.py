@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from faults import CountingBackend
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import TIER_OPTIONS, TieredStore, open_tiers
 from kvkeep.store.tiers.opening import BUFFER_BYTES
-from kvkeep.testing import CountingBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -265,7 +265,7 @@ def test_another_package_gives_a_scheme(plugin: str, place: str) -> None:
 def test_its_options_are_its_own() -> None:
     with pytest.raises(InvalidValue, match=r"reels in tape://library.*1 … 9"):
         open_tiers(["tape://library?reels=12"])
-    with pytest.raises(InvalidValue, match=r"no option sync; there are: .*reels"):
+    with pytest.raises(InvalidValue, match=r"no option sync; the options are: .*reels"):
         open_tiers(["tape://library?sync=never"])
     with pytest.raises(InvalidValue, match=r"disc; there are .*memory.*tape"):
         open_tiers(["disc://library"])

@@ -29,7 +29,7 @@ def test_what_a_flush_tells_of_is_as_old_as_it_is(bench: Bench, tmp_path: Path) 
         put(store, numbers, wait=20)
         settle(store)
         for number in numbers:
-            os.utime(place._home.path(name(number)), (start + seconds, start + seconds))
+            os.utime(place._directory.path(name(number)), (start + seconds, start + seconds))
 
     written(range(4), 0)
     passed(1)

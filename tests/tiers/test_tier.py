@@ -21,7 +21,7 @@ from kvkeep.testing.backend_hooks import block_id
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvkeep.testing import FaultyBackend
+    from faults import FaultyBackend
 
 KEY = bytes(range(32))
 BLOCK = name(0)
@@ -270,7 +270,7 @@ def test_a_record_of_another_key_is_refused_and_left_alone(bench: Bench) -> None
 
 def foreign(place: DiskBackend, block: bytes, size: int) -> str:
     """A file under the name of a block that is no record; it takes no room on the disk."""
-    path = place._home.path(block)
+    path = place._directory.path(block)
     with open(path, "wb") as file:
         file.truncate(size)
     return path
@@ -285,7 +285,7 @@ def test_a_large_file_under_a_blocks_name_is_put_aside_before_others_go(
     for number in range(100):
         place.put(block_id(number), memoryview(bytes(20_000)))
     foreign(place, block_id(500), size)
-    with open(place._home.path(block_id(500)).removesuffix("f4") + "core", "wb") as file:
+    with open(place._directory.path(block_id(500)).removesuffix("f4") + "core", "wb") as file:
         file.truncate(11 << 20)  # and one that is nobody's
     tier.relist()
     assert len(tier.catalogue) == 100

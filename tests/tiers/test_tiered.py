@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 from tier_bench import PAGE, RAW, Bench, above, get, name, put, settle, there
 
+from faults import FaultyBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Exclusive, Front, Inclusive
-from kvkeep.testing import FaultyBackend
 
 if TYPE_CHECKING:
     from kvkeep.store.tiers import Tier, TieredStore

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tier_bench import PAGE, RAW, Bench, content, name, settle, threads_of, until
 
+from faults import FaultyBackend
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Exclusive, Front, Inclusive
-from kvkeep.testing import FaultyBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

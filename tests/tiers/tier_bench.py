@@ -13,12 +13,12 @@ import time
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from faults import FaultyBackend
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.codecs import BlockShape, codec_of, make_codec
 from kvkeep.store.tiers import Front, Tier, TieredStore, TierOptions
 from kvkeep.store.tiers.record import HEADER_BYTES
-from kvkeep.testing import FaultyBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

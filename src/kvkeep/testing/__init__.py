@@ -1,15 +1,17 @@
-"""Tests for those who extend kvkeep, and what is needed to test those who use it.
+"""Test suites for plug-ins, and models to test an integration against.
 
-    PolicyTests        the contract of `kvkeep.core.eviction.base`; subclass it with your policy
-    BackendTests       the contract of `kvkeep.store.backends.base`; subclass it with your backend
-    CountingBackend    a backend around another that counts the calls
-    FaultyBackend      the same, failing, hanging, slow or lying on demand
-    FaultProxy         a TCP proxy that refuses, hangs, cuts, slows and garbles on demand
-    NaiveCache         what a cache stores, as whole token lists: the model to compare with
-    TaggedPages        an engine's KV memory in which every slot knows what was written to it
+Suites, to be subclassed by the author of a plug-in:
+
+    BackendTests       the contract of `kvkeep.store.backends.base`
+    PolicyTests        the contract of `kvkeep.core.eviction.base`
+
+Models:
+
+    NaiveCache         mirrors a cache from its events, as whole token lists
+    TaggedPages        an engine's KV memory, in which each slot names the prefix written to it
     strategies         hypothesis strategies: prompts that share prefixes, tokens in every form
 
-A new policy is tested by this:
+A new policy is tested by this, and a new backend likewise:
 
     from kvkeep.testing import PolicyTests
 
@@ -17,8 +19,8 @@ A new policy is tested by this:
         def make_policy(self):
             return MyPolicy()
 
-The suites need pytest and hypothesis (``pip install 'kvkeep[testing]'``), which are imported when a
-suite is asked for.
+Suites need pytest and hypothesis (``pip install 'kvkeep[testing]'``), which are imported with the
+first suite.
 """
 
 from __future__ import annotations
@@ -32,17 +34,12 @@ from kvkeep.core.errors import require
 if TYPE_CHECKING:
     from kvkeep.testing import strategies
     from kvkeep.testing.backend_suite import BackendTests
-    from kvkeep.testing.faulty import CountingBackend, FaultyBackend
     from kvkeep.testing.memory import TaggedPages
     from kvkeep.testing.naive import NaiveCache
     from kvkeep.testing.policy_suite import PolicyTests
-    from kvkeep.testing.proxy import FaultProxy
 
 __all__ = [
     "BackendTests",
-    "CountingBackend",
-    "FaultProxy",
-    "FaultyBackend",
     "NaiveCache",
     "PolicyTests",
     "TaggedPages",
@@ -51,9 +48,6 @@ __all__ = [
 
 _HOMES = {
     "BackendTests": "kvkeep.testing.backend_suite",
-    "CountingBackend": "kvkeep.testing.faulty",
-    "FaultProxy": "kvkeep.testing.proxy",
-    "FaultyBackend": "kvkeep.testing.faulty",
     "NaiveCache": "kvkeep.testing.naive",
     "PolicyTests": "kvkeep.testing.policy_suite",
     "TaggedPages": "kvkeep.testing.memory",
@@ -73,7 +67,7 @@ def __getattr__(name: str) -> object:
     if name.endswith("Tests"):
         pytest = require("pytest", "testing")
         require("hypothesis", "testing")
-        # Suites are not test files: without this a failing assert would not show its values.
+        # pytest rewrites asserts, to show values, in test files only; suites must be registered.
         new = [f"{__name__}.{module}" for module in _ASSERTING]
         pytest.register_assert_rewrite(*(module for module in new if module not in sys.modules))
     return getattr(importlib.import_module(_HOMES[name]), name)

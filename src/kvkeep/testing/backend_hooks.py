@@ -1,4 +1,4 @@
-"""What a backend must say of itself to be tested, and records that know whose they are."""
+"""Hooks of `BackendTests`, and records that contain their own block and version."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ _VERSION_BYTES = 8
 
 
 class BackendHooks:
-    """The hooks that a subclass of the suite fills in, and what the tests get by them."""
+    """The hooks that a subclass of the suite implements."""
 
     persistent = False
-    """What was put and flushed is there for who opens the same place again (see `reopen`)."""
+    """Whether flushed records are found when the same place is opened again (see `reopen`)."""
 
     examples = 50
-    """How many random walks a backend is sent on; fewer where one call costs much."""
+    """Number of random walks; use fewer if calls are expensive."""
 
     secrets: tuple[str, ...] = ()
-    """Passwords that `make_backend` gives to the backend: no text about it may have them."""
+    """Passwords given to the backend by `make_backend`: no text about it may contain them."""
 
     def make_backend(self, tmp_path: Path) -> Backend:
-        """A new backend on an empty place, under ``tmp_path`` or elsewhere."""
-        raise NotImplementedError("say how to make the backend that is to be tested")
+        """Return a new backend on an empty place, below ``tmp_path`` or elsewhere."""
+        raise NotImplementedError("override make_backend: it returns the backend to be tested")
 
     def reopen(self, tmp_path: Path) -> Backend:
-        """Open the place again that `make_backend` opened last, as a new process would."""
+        """Open the place that `make_backend` opened last again, as a new process would."""
         return self.make_backend(tmp_path)
 
     def make_bounded(self, tmp_path: Path, capacity: int) -> Backend | None:
-        """A new backend on an empty place with this capacity in bytes; None: it knows no bound."""
+        """Return a new backend on an empty place with a capacity in bytes; None if it has none."""
         del tmp_path, capacity
         return None
 
     def bounded(self, tmp_path: Path, capacity: int) -> Backend:
-        """What `make_bounded` makes, or the test is skipped."""
+        """Return the backend of `make_bounded`; skip the test if there is none."""
         backend = self.make_bounded(tmp_path, capacity)
         if backend is None:
             pytest.skip("this backend has no capacity of its own")
@@ -55,20 +55,20 @@ class BackendHooks:
 
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
-        """An empty backend, closed when the test is over."""
+        """Provide an empty backend; close it after the test."""
         with self.make_backend(tmp_path) as backend:
             yield backend
 
 
 def block_id(number: int, space: int = 0) -> bytes:
-    """A block's id as tests name blocks."""
+    """Return a block id made of two numbers."""
     return space.to_bytes(SPACE_BYTES, "big") + number.to_bytes(KEY_BYTES, "big")
 
 
 def content(block: bytes, number: int, size: int) -> bytes:
-    """Version ``number`` of the record of ``block``: its bytes exist nowhere else.
+    """Return version ``number`` of the record of ``block``, whose bytes are unique.
 
-    A record of 8 bytes or more begins with its version.
+    Records of 8 bytes or more begin with their version.
     """
     head = number.to_bytes(_VERSION_BYTES, "little")[:size]
     chance = random.Random(block + head + size.to_bytes(8, "little"))  # noqa: S311 - a test
@@ -76,12 +76,12 @@ def content(block: bytes, number: int, size: int) -> bytes:
 
 
 def version(record: bytes | memoryview) -> int:
-    """The version that a record says it is."""
+    """Return the version that a record contains."""
     return int.from_bytes(record[:_VERSION_BYTES], "little")
 
 
 class Rooms:
-    """Gives aligned rooms and remembers them; refuses when it has an ``error``."""
+    """A `Room` that records its calls in ``asked`` and ``given``; raises ``error`` if set."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -89,18 +89,18 @@ class Rooms:
         self.asked: list[int] = []
 
     def __call__(self, size: int) -> memoryview:
-        """A new room of ``size`` bytes."""
+        """Return a new aligned buffer of ``size`` bytes."""
         self.asked.append(size)
         if self.error is not None:
             raise self.error
         room = aligned(size)
-        room[:] = b"\xa5" * size  # what a backend does not write is found out
+        room[:] = b"\xa5" * size  # so that bytes the backend does not write are noticed
         self.given.append(room)
         return room
 
 
 def put(backend: Backend, block: bytes, record: bytes) -> None:
-    """Put ``record``, in a buffer that is used for something else at once."""
+    """Put ``record`` from a buffer that is overwritten afterwards."""
     buffer = aligned(len(record))
     buffer[:] = record
     backend.put(block, buffer)
@@ -109,13 +109,13 @@ def put(backend: Backend, block: bytes, record: bytes) -> None:
 
 
 def get(backend: Backend, block: bytes) -> bytes | None:
-    """The record under ``block``."""
+    """Return the record of ``block``, None if missing."""
     view = backend.get(block, Rooms())
     return None if view is None else bytes(view)
 
 
 def sizes_listed(backend: Backend) -> dict[bytes, int]:
-    """All that the backend lists, each block once."""
+    """Return the listed sizes by block; assert that no block is listed twice."""
     listed = list(backend.list())
     sizes = {one.block: one.size for one in listed}
     assert len(sizes) == len(listed), "a block is listed twice"

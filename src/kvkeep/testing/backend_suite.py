@@ -1,4 +1,4 @@
-"""`BackendTests`: the contract of `kvkeep.store.backends.base`, one sentence of it a test."""
+"""`BackendTests`: one test for each sentence of the contract in `kvkeep.store.backends.base`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _SIZES = [
     8 * _MiB,
 ]  # fmt: skip
 _CLOCKS = 60.0
-"""Seconds that the clock of another machine, or a coarse one, may be away from ours."""
+"""Seconds of tolerance for the clock of another machine, or a coarse one."""
 
 
 class _RecordTests(BackendThreadTests, BackendWalkTests):
-    """One record: there or not, and byte for byte."""
+    """Tests of single records."""
 
     def test_it_is_a_backend(self, backend: Backend) -> None:
-        """It says what it is."""
+        """It is a `Backend`, has a scheme and a timeout, and describes itself."""
         assert isinstance(backend, Backend)
         assert backend.scheme
         assert backend.timeout > 0
@@ -41,7 +41,7 @@ class _RecordTests(BackendThreadTests, BackendWalkTests):
         assert backend.describe() in repr(backend)
 
     def test_no_text_about_it_has_a_secret(self, backend: Backend) -> None:
-        """Neither before nor after it was used."""
+        """Neither before nor after its first use."""
         for _ in range(2):
             for secret in self.secrets:
                 assert secret not in repr(backend)
@@ -49,24 +49,24 @@ class _RecordTests(BackendThreadTests, BackendWalkTests):
             put(backend, block_id(1), b"x")
 
     @pytest.mark.parametrize("size", _SIZES)
-    def test_what_was_put_is_got(self, backend: Backend, size: int) -> None:
-        """Byte for byte, at every size, and not beside it."""
+    def test_get_returns_what_was_put(self, backend: Backend, size: int) -> None:
+        """Byte for byte, at every size, and under no other block."""
         block, record = block_id(1), content(block_id(1), 1, size)
         put(backend, block, record)
         assert get(backend, block) == record
         assert get(backend, block_id(2)) is None
         assert backend.sizes([block, block_id(2)]) == [size, None]
 
-    def test_the_last_put_counts(self, backend: Backend) -> None:
-        """A record is put in place of the one before, larger or smaller."""
+    def test_a_put_replaces_the_record(self, backend: Backend) -> None:
+        """A put replaces the older record, larger or smaller."""
         block = block_id(1)
         for number, size in enumerate([5000, 70_000, 70_000, 3, 4096]):
             put(backend, block, content(block, number, size))
             assert get(backend, block) == content(block, number, size)
             assert sizes_listed(backend) == {block: size}
 
-    def test_what_is_missing_is_none(self, backend: Backend) -> None:
-        """And no room is asked for."""
+    def test_a_missing_record_is_none(self, backend: Backend) -> None:
+        """And ``room`` is not called."""
         put(backend, block_id(1), b"there")
         for block in (block_id(2), block_id(1, space=1)):
             rooms = Rooms()
@@ -74,7 +74,7 @@ class _RecordTests(BackendThreadTests, BackendWalkTests):
             assert rooms.asked == []
 
     def test_a_record_is_read_into_the_room(self, backend: Backend) -> None:
-        """Asked for once, with the size; what is returned is that room, full."""
+        """``room`` is called once, with the size; its buffer is filled and returned."""
         block, rooms = block_id(1), Rooms()
         record = content(block, 1, 5001)
         put(backend, block, record)
@@ -84,10 +84,10 @@ class _RecordTests(BackendThreadTests, BackendWalkTests):
         assert found.nbytes == 5001
         assert found == record
         rooms.given[0][5000] ^= 0xFF
-        assert found[5000] == rooms.given[0][5000], "it is other memory than the room's"
+        assert found[5000] == rooms.given[0][5000], "the returned memory is not the room's"
 
-    def test_what_is_got_is_the_callers(self, backend: Backend) -> None:
-        """Writing over it changes nothing in the backend."""
+    def test_the_buffer_of_a_get_is_the_callers(self, backend: Backend) -> None:
+        """Overwriting the returned buffer changes nothing in the backend."""
         block = block_id(1)
         put(backend, block, content(block, 1, 5000))
         found = backend.get(block, Rooms())
@@ -96,10 +96,8 @@ class _RecordTests(BackendThreadTests, BackendWalkTests):
         assert get(backend, block) == content(block, 1, 5000)
 
     @pytest.mark.parametrize("error", [OutOfRoom(1, "a test"), LookupError("a test")], ids=type)
-    def test_no_room_is_said_before_anything_is_read(
-        self, backend: Backend, error: Exception
-    ) -> None:
-        """The room's error comes through as it is; after it, everything works."""
+    def test_a_room_that_raises_stops_the_read(self, backend: Backend, error: Exception) -> None:
+        """An exception of ``room`` passes unchanged; afterwards everything works."""
         block = block_id(1)
         put(backend, block, content(block, 1, 300_000))
         for _ in range(40):  # more than there are connections
@@ -113,7 +111,7 @@ class _RecordTests(BackendThreadTests, BackendWalkTests):
         assert get(backend, block_id(2)) == b"after"
 
     def test_ids_are_any_bytes(self, backend: Backend) -> None:
-        """Each of 256 values at each end, zeros, newlines, slashes: all are told apart."""
+        """Ids with zeros, newlines, slashes and other special bytes are kept apart."""
         chance = random.Random(5)  # noqa: S311 - a test, not a secret
         blocks = {bytes([value]) * BLOCK_ID_BYTES for value in (0, 10, 13, 32, 42, 46, 47, 58, 255)}
         middle = chance.randbytes(BLOCK_ID_BYTES - 2)
@@ -129,19 +127,19 @@ class _RecordTests(BackendThreadTests, BackendWalkTests):
 
 
 class BackendTests(_RecordTests):
-    """Subclass it, fill in `make_backend`, and pytest runs all of it.
+    """Subclass it, implement `make_backend`, and pytest runs all tests.
 
-    Say ``persistent = True`` of a place that outlives the process, fill in `make_bounded` where
-    there is a capacity, and `reopen` where opening again differs from making.
+    Set ``persistent = True`` if records outlive the process, implement `make_bounded` if there is a
+    capacity, and `reopen` if opening an existing place differs from creating one.
     """
 
     def test_a_new_one_is_empty(self, backend: Backend) -> None:
-        """Nothing is listed."""
+        """It lists nothing and holds no bytes."""
         assert sizes_listed(backend) == {}
         assert backend.used() in {None, 0}
 
     def test_the_list_is_complete(self, backend: Backend) -> None:
-        """Every block once, with its size and when it was used last."""
+        """Each block is listed once, with its size and the time of its last use."""
         before = time.time()
         expected = {}
         for number in range(70):
@@ -158,7 +156,7 @@ class BackendTests(_RecordTests):
         assert used is None or used >= sum(expected.values())
 
     def test_sizes_come_in_order(self, backend: Backend) -> None:
-        """One for each block asked for, asked for twice too."""
+        """One size for each given block, also if a block is given twice."""
         blocks = [block_id(number) for number in range(40)]
         for number in range(0, 40, 3):
             put(backend, blocks[number], bytes(number + 1))
@@ -167,8 +165,8 @@ class BackendTests(_RecordTests):
         assert backend.sizes(blocks[::-1]) == expected[::-1]
         assert backend.sizes([blocks[3], blocks[3], blocks[1]]) == [4, 4, None]
 
-    def test_delete_says_what_it_freed(self, backend: Backend) -> None:
-        """Bytes of what was there; a second time there is nothing."""
+    def test_delete_returns_the_bytes_freed(self, backend: Backend) -> None:
+        """`delete` returns the bytes of existing records; 0 the second time."""
         blocks = [block_id(number) for number in range(5)]
         for number in range(4):
             put(backend, blocks[number], content(blocks[number], 1, 1000 + number))
@@ -181,14 +179,14 @@ class BackendTests(_RecordTests):
         assert get(backend, blocks[0]) == b"again"
 
     def test_empty_lists_are_nothing(self, backend: Backend) -> None:
-        """And no mistake."""
+        """Calls with empty lists do nothing."""
         assert backend.sizes([]) == []
         assert backend.delete([]) == 0
         backend.touch([])
         backend.touch([], [])
 
-    def test_what_was_quarantined_is_not_found(self, backend: Backend) -> None:
-        """By nobody and no call; its neighbour is; it may be put anew."""
+    def test_a_quarantined_record_is_not_found(self, backend: Backend) -> None:
+        """No call finds it; other records stay; the block can be put again."""
         block, other = block_id(1), block_id(2)
         for one in (block, other):
             put(backend, one, content(one, 1, 5000))
@@ -202,7 +200,7 @@ class BackendTests(_RecordTests):
         assert get(backend, block) == b"sound"
 
     def test_touch_and_flush_change_no_record(self, backend: Backend) -> None:
-        """Twice, and with blocks that are not there."""
+        """Also if called twice, and with missing blocks."""
         block = block_id(1)
         put(backend, block, content(block, 1, 5000))
         for _ in range(2):
@@ -214,7 +212,7 @@ class BackendTests(_RecordTests):
         assert get(backend, block_id(2)) is None
 
     def test_closing_twice_is_closing_once(self, tmp_path: Path) -> None:
-        """Used or not."""
+        """Also if the backend was never used."""
         for name in ("unused", "used"):
             (tmp_path / name).mkdir()
         unused = self.make_backend(tmp_path / "unused")
@@ -224,10 +222,10 @@ class BackendTests(_RecordTests):
             put(backend, block_id(1), b"record")
             backend.close()
 
-    def test_what_was_put_is_there_after_opening_again(self, tmp_path: Path) -> None:
-        """All of it, after a flush; what was deleted stays away."""
+    def test_flushed_records_survive_reopening(self, tmp_path: Path) -> None:
+        """All flushed records are; deleted and quarantined ones are not."""
         if not self.persistent:
-            pytest.skip("this backend keeps nothing longer than it lives")
+            pytest.skip("this backend is not persistent")
         records = {block_id(n, space=n % 2): content(block_id(n), 1, n * 777 + 1) for n in range(9)}
         with self.make_backend(tmp_path) as backend:
             for block, record in records.items():
@@ -247,8 +245,8 @@ class BackendTests(_RecordTests):
                 backend.flush()
             records[block_id(20)] = b"new"
 
-    def test_the_capacity_is_never_passed(self, tmp_path: Path) -> None:
-        """Who comes when it is full is told `OutOfRoom`, and nothing has changed."""
+    def test_the_capacity_is_never_exceeded(self, tmp_path: Path) -> None:
+        """A full backend raises `OutOfRoom`, and nothing changes."""
         backend = self.bounded(tmp_path, _MiB)
         with backend:
             assert backend.capacity == _MiB
@@ -278,7 +276,7 @@ class BackendTests(_RecordTests):
         raise AssertionError("2.4 MB went into 1 MiB")
 
     def _overwrite(self, backend: Backend, kept: dict[bytes, bytes]) -> None:
-        """A new record in place of another may need room for both, and then changes nothing."""
+        """Replace a record by a larger or smaller one; `OutOfRoom` must change nothing."""
         for size in (120_000, 300_000, 50_000):
             block = next(iter(kept))
             try:

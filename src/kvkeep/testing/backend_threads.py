@@ -1,4 +1,4 @@
-"""A backend in many hands at once: every record that is read is whole."""
+"""A backend used by many threads: every record that is read is whole."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["BackendThreadTests", "together"]
 
 _PATIENCE = 120.0
-"""Seconds after which threads that do not end are stuck; far more than they need."""
+"""Seconds after which threads count as stuck; far more than they need."""
 
 
 def together(*jobs: Callable[[], None]) -> None:
-    """Run all ``jobs`` at once, each in a thread; raise what the first of them raised."""
+    """Run all ``jobs`` at the same time, one thread each; raise the first exception of them."""
     raised: list[BaseException] = []
     start = threading.Barrier(len(jobs))
 
@@ -38,7 +38,7 @@ def together(*jobs: Callable[[], None]) -> None:
         start.wait()
         try:
             job()
-        except BaseException as error:  # noqa: BLE001 - raised below, where the test sees it
+        except BaseException as error:  # noqa: BLE001 - raised again below
             raised.append(error)
 
     threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs]
@@ -48,11 +48,11 @@ def together(*jobs: Callable[[], None]) -> None:
         thread.join(_PATIENCE)
     if raised:
         raise raised[0]
-    assert not any(thread.is_alive() for thread in threads), "threads wait for each other"
+    assert not any(thread.is_alive() for thread in threads), "threads are stuck"
 
 
 class _Crowd:
-    """What many threads do to few blocks; who reads verifies."""
+    """Random calls of many threads on few blocks; each read verifies the record."""
 
     sizes = (8, 4000, 4096, 70_001)
 
@@ -64,7 +64,7 @@ class _Crowd:
         return content(block, number, self.sizes[number % len(self.sizes)])
 
     def verified(self, block: bytes) -> int | None:
-        """The version that is there, after a look at every byte."""
+        """Return the stored version, None if missing; assert that every byte is right."""
         found = get(self.backend, block)
         if found is None:
             return None
@@ -72,18 +72,18 @@ class _Crowd:
         assert found == self.record(block, number), f"{len(found)} bytes are not one record"
         return number
 
-    def work(self, who: int, steps: int) -> None:
-        chance = random.Random(who)  # noqa: S311 - a test, not a secret
+    def work(self, thread: int, steps: int) -> None:
+        chance = random.Random(thread)  # noqa: S311 - a test, not a secret
         for step in range(steps):
             block = chance.choice(self.blocks)
-            what = chance.random()
-            if what < 0.4:
-                put(self.backend, block, self.record(block, who * steps + step))
-            elif what < 0.8:
+            roll = chance.random()
+            if roll < 0.4:
+                put(self.backend, block, self.record(block, thread * steps + step))
+            elif roll < 0.8:
                 self.verified(block)
-            elif what < 0.9:
+            elif roll < 0.9:
                 assert self.backend.delete([block]) in {0, *self.sizes}
-            elif what < 0.95:
+            elif roll < 0.95:
                 self.backend.touch(self.blocks)
                 assert set(self.backend.sizes(self.blocks)) <= {None, *self.sizes}
             else:
@@ -93,23 +93,23 @@ class _Crowd:
 
 
 class BackendThreadTests(BackendHooks):
-    """Several threads, few blocks."""
+    """Tests with several threads."""
 
     steps = 60
-    """How much each of 8 threads does; fewer where one call costs much."""
+    """Calls of each of 8 threads; use fewer if calls are expensive."""
 
-    def test_what_eight_threads_do_is_never_mixed_up(self, backend: Backend) -> None:
-        """Put, get, delete and list at once: every record that is read is whole, and its own."""
+    def test_eight_threads_never_mix_up_records(self, backend: Backend) -> None:
+        """Concurrent puts, gets, deletes and listings: every record read is whole and right."""
         crowd = _Crowd(backend, blocks=6)
-        together(*[lambda who=who: crowd.work(who, self.steps) for who in range(8)])
+        together(*[lambda n=n: crowd.work(n, self.steps) for n in range(8)])
         listed = sizes_listed(backend)
         for block in crowd.blocks:
             assert (crowd.verified(block) is None) == (block not in listed)
         assert backend.delete(crowd.blocks) == sum(listed.values())
         assert sizes_listed(backend) == {}
 
-    def test_who_reads_while_it_is_written_gets_one_whole_record(self, backend: Backend) -> None:
-        """The one before or the one after, and never one older than was seen already."""
+    def test_readers_of_a_block_being_written_get_one_whole_record(self, backend: Backend) -> None:
+        """The older or the newer one, and never an older one than was read before."""
         crowd, block, done = _Crowd(backend, blocks=1), block_id(0, space=3), threading.Event()
         put(backend, block, crowd.record(block, 0))
 
@@ -130,14 +130,14 @@ class BackendThreadTests(BackendHooks):
         together(write, read, read, read)
         assert crowd.verified(block) == self.steps - 1
 
-    def test_threads_cannot_pass_the_capacity_together(self, tmp_path: Path) -> None:
-        """Whoever comes when it is full is told so; what was taken is all there."""
+    def test_threads_cannot_exceed_the_capacity_together(self, tmp_path: Path) -> None:
+        """Puts beyond the capacity raise `OutOfRoom`; all accepted records are there."""
         backend = self.bounded(tmp_path, 1 << 20)
         kept: list[bytes] = []
 
-        def fill(who: int) -> None:
+        def fill(thread: int) -> None:
             for number in range(8):
-                block = block_id(number, space=who)
+                block = block_id(number, space=thread)
                 try:
                     put(backend, block, content(block, 1, 50_000))
                 except OutOfRoom:
@@ -145,7 +145,7 @@ class BackendThreadTests(BackendHooks):
                 kept.append(block)
 
         with backend:
-            together(*[lambda who=who: fill(who) for who in range(6)])
+            together(*[lambda n=n: fill(n) for n in range(6)])
             assert sizes_listed(backend) == dict.fromkeys(kept, 50_000)
             assert 1 <= len(kept) <= (1 << 20) // 50_000
             for block in kept:

@@ -1,4 +1,4 @@
-"""A backend on random walks, beside a dict."""
+"""Random sequences of calls, compared with a dict."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BLOCKS = [block_id(n, space) for space in (1, 2) for n in range(3)]
 
 
 class BackendStep(NamedTuple):
-    """What to do, to which blocks."""
+    """One call, and the blocks and size it is about."""
 
     name: str
     blocks: list[bytes]
@@ -44,13 +44,13 @@ STEPS = st.lists(
         blocks=st.lists(st.sampled_from(_BLOCKS), min_size=1, max_size=4),
         size=st.sampled_from(_SIZES),
     ),
-    min_size=8,  # else most walks are too short to meet what they put
+    min_size=8,  # shorter walks seldom read what they put
     max_size=25,
 )
 
 
 class BackendWalk:
-    """One walk: the backend, and what must be in it."""
+    """One walk: the backend, and the dict that it must equal."""
 
     def __init__(self, hooks: BackendHooks, backend: Backend, place: Path) -> None:
         self.hooks = hooks
@@ -60,12 +60,12 @@ class BackendWalk:
         self.versions = 0
 
     def clear(self) -> None:
-        """Begin anew in the same place: an empty one costs more with some backends."""
+        """Delete everything: for some backends cheaper than opening a new place."""
         self.backend.delete([one.block for one in self.backend.list()])
         self.model.clear()
 
     def take(self, step: BackendStep) -> None:
-        """Do it, and compare what it says with the model."""
+        """Make the call on both, and compare the results."""
         block = step.blocks[0]
         if step.name == "put":
             self.versions += 1
@@ -92,28 +92,28 @@ class BackendWalk:
         assert self.backend.sizes(step.blocks) == expected
 
     def refuse(self, block: bytes) -> None:
-        """Get a record and have no room for it."""
+        """Get a record with a room that raises."""
         rooms = Rooms(error=InterruptedError("no room in this test"))
         try:
             self.backend.get(block, rooms)
         except InterruptedError as error:
             assert error is rooms.error  # noqa: PT017 - raises() would take the wrong one
         else:
-            raise AssertionError("the room's error did not come through")
+            raise AssertionError("the room's exception was swallowed")
         assert rooms.asked == [len(self.model[block])]
 
     def compare(self) -> None:
-        """All of it."""
+        """Compare all records."""
         assert sizes_listed(self.backend) == {b: len(r) for b, r in self.model.items()}
         for block in _BLOCKS:
             assert get(self.backend, block) == self.model.get(block)
 
 
 class BackendWalkTests(BackendHooks):
-    """All calls together, in any order."""
+    """Tests of random sequences of all calls."""
 
     def test_any_walk_agrees_with_a_dict(self, tmp_path: Path) -> None:
-        """What is there, how large, and byte for byte, after any calls in any order."""
+        """Presence, size and content are right after any calls in any order."""
         place = tmp_path / "walks"
         place.mkdir()
         walk = BackendWalk(self, self.make_backend(place), place)

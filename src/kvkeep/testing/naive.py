@@ -1,4 +1,4 @@
-"""`NaiveCache`: what a cache stores, kept as whole token lists; slow, and obviously right."""
+"""`NaiveCache`: the content of a cache as whole token lists; slow and obviously right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["NaiveCache", "NaiveMatch", "NaivePage"]
 
 @dataclass(frozen=True, slots=True)
 class NaivePage:
-    """A stored page: its tokens are the last of ``prefix``, which has all before them too."""
+    """A stored page; ``prefix`` has all tokens up to the end of the page."""
 
     page: int
     parent: int
@@ -30,21 +30,21 @@ class NaivePage:
 
 @dataclass(frozen=True, slots=True)
 class NaiveMatch:
-    """The answer that a cache must give: see `NaiveCache.match`."""
+    """The match that a cache must find; see `NaiveCache.match`."""
 
     pages: list[int]
     partial_tokens: int
     partial_pages: set[int]
-    """Pages that begin with those tokens: a cache may name any one of them."""
+    """Pages that begin with the partial tokens; a cache may return any of them."""
 
 
 class NaiveCache:
     """A mirror of a cache, fed by its events: ``cache.subscribe(naive)``.
 
-    It refuses events that no cache may send: a page stored twice, a page without the page before
-    it, the same prefix under two ids, the eviction of what is not stored. ``exact`` says whether
-    the cache finds pages that match only in part. Tokens with extras are what
-    `kvkeep.core.extras.signed` makes of them. Cost: everything is a scan of everything.
+    Asserts that no event is illegal: a page stored twice, a page without its parent, one prefix
+    under two page ids, the eviction of a page that is not stored. ``exact`` says whether the cache
+    finds pages that match only in part. Tokens with extras are compared as
+    `kvkeep.core.extras.signed` encodes them. Cost: each method scans all pages.
     """
 
     def __init__(self, page_size: int, *, exact: bool = True) -> None:
@@ -53,7 +53,7 @@ class NaiveCache:
         self.pages: dict[int, NaivePage] = {}
 
     def __call__(self, event: Event) -> None:
-        """Take an event; those that store and evict count, others are ignored."""
+        """Apply a `Stored` or `Evicted` event; ignore others."""
         if isinstance(event, Stored):
             tokens = signed(event.tokens, event.extras).tolist()
             self.store(event.namespace, event.parent, event.pages.tolist(), tokens)
@@ -63,7 +63,7 @@ class NaiveCache:
     def store(
         self, namespace: NamespaceLike, parent: int, pages: list[int], tokens: list[int]
     ) -> None:
-        """Store ``pages`` with these ``tokens`` after the page ``parent`` (-1: at the start)."""
+        """Store ``pages`` with ``tokens`` after the page ``parent`` (-1: at the start)."""
         space = as_namespace(namespace)
         size = self.page_size
         assert pages, "nothing was stored"
@@ -72,30 +72,31 @@ class NaiveCache:
             assert page not in self.pages, f"page {page} is stored already"
             before: tuple[int, ...] = ()
             if parent >= 0:
-                assert parent in self.pages, f"page {page} comes after {parent}: not stored"
+                assert parent in self.pages, f"the parent {parent} of page {page} is not stored"
                 assert self.pages[parent].namespace == space
                 before = self.pages[parent].prefix
             prefix = (*before, *tokens[at * size : (at + 1) * size])
             twin = [p.page for p in self.of(space) if p.prefix == prefix]
-            assert not twin, f"page {page} has the tokens of {twin[0]}: one copy is kept"
+            assert not twin, f"page {page} duplicates page {twin[0]}"
             self.pages[page] = NaivePage(page, parent, space, prefix)
             parent = page
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Forget ``pages``; what stays must stay reachable."""
+        """Remove ``pages``; the parents of the remaining pages must remain."""
         for page in pages:
             assert page in self.pages, f"page {page} is not stored"
             del self.pages[page]
         for left in self.pages.values():
-            assert left.parent < 0 or left.parent in self.pages, f"{left.parent} went too early"
+            reachable = left.parent < 0 or left.parent in self.pages
+            assert reachable, f"page {left.parent} was evicted before its child {left.page}"
 
     def of(self, namespace: NamespaceLike) -> list[NaivePage]:
-        """The pages of one namespace."""
+        """Return the pages of one namespace."""
         space = as_namespace(namespace)
         return [page for page in self.pages.values() if page.namespace == space]
 
     def path(self, page: int) -> list[int]:
-        """The page ids from the beginning of the prompt up to ``page``; [] for -1."""
+        """Return the page ids from the start of the prompt to ``page``; [] for -1."""
         path: list[int] = []
         while page >= 0:
             path.append(page)
@@ -103,7 +104,7 @@ class NaiveCache:
         return path[::-1]
 
     def match(self, tokens: Iterable[int], namespace: NamespaceLike = "") -> NaiveMatch:
-        """The longest prefix of ``tokens`` that is stored: full pages, then tokens of one more."""
+        """Return the longest stored prefix: full pages, then tokens of one more page."""
         wanted = tuple(tokens)
         common = {page.page: _common(page.prefix, wanted) for page in self.of(namespace)}
         whole = [p for p, n in common.items() if n == len(self.pages[p].prefix)]

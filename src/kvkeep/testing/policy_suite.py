@@ -1,4 +1,4 @@
-"""`PolicyTests`: the contract of `kvkeep.core.eviction.base`, one sentence of it a test."""
+"""`PolicyTests`: one test for each sentence of the contract in `kvkeep.core.eviction.base`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PolicyTests", "drain", "new_entry"]
 
 
 def new_entry(policy: EvictionPolicy, size: int = 1, priority: int = 0) -> Entry:
-    """An entry that was just stored."""
+    """Return an entry that was just stored."""
     entry = Entry()
     entry.size = size
     policy.stored(entry, priority)
@@ -22,7 +22,7 @@ def new_entry(policy: EvictionPolicy, size: int = 1, priority: int = 0) -> Entry
 
 
 def drain(policy: EvictionPolicy) -> list[Entry]:
-    """Pop until nothing is left."""
+    """Pop all victims."""
     popped = []
     while (entry := policy.pop()) is not None:
         popped.append(entry)
@@ -30,7 +30,7 @@ def drain(policy: EvictionPolicy) -> list[Entry]:
 
 
 def _fill(policy: EvictionPolicy, count: int, size: int) -> list[Entry]:
-    """Entries that were used now and then, all of which may go."""
+    """Return evictable entries, used in a random pattern."""
     chance = random.Random(3)  # noqa: S311 - a test, not a secret
     entries = [new_entry(policy, size, priority=chance.randrange(3)) for _ in range(count)]
     for _ in range(40):
@@ -41,17 +41,17 @@ def _fill(policy: EvictionPolicy, count: int, size: int) -> list[Entry]:
 
 
 class PolicyTests:
-    """Subclass it, fill in `make_policy`, and pytest runs all of it.
+    """Subclass it, implement `make_policy`, and pytest runs all tests.
 
-    It says nothing of which entry goes first: that is the policy's own, and its own tests'.
+    The suite does not check which entry is evicted first: test that for your policy.
     """
 
     def make_policy(self) -> EvictionPolicy:
-        """A new policy with no entries."""
-        raise NotImplementedError("say how to make the policy that is to be tested")
+        """Return a new policy without entries."""
+        raise NotImplementedError("override make_policy: it returns the policy to be tested")
 
     def test_it_has_a_name(self) -> None:
-        """Its name and length are in its repr, and what it says of an entry is text."""
+        """Its repr contains its name, and `describe` returns text."""
         policy = self.make_policy()
         assert policy.name
         assert policy.name in repr(policy)
@@ -61,7 +61,7 @@ class PolicyTests:
         assert isinstance(policy.describe(entry), str)
 
     def test_a_new_policy_has_no_victim(self) -> None:
-        """Nothing was added: `pop` says None, again and again."""
+        """`pop` returns None, repeatedly."""
         policy = self.make_policy()
         assert len(policy) == 0
         assert policy.pop() is None
@@ -69,7 +69,7 @@ class PolicyTests:
         assert len(policy) == 0
 
     def test_events_have_an_order(self) -> None:
-        """``last_used`` and ``stored`` count events, larger is later; `hit` counts ``hits``."""
+        """``last_used`` and ``stored`` number events in order; `hit` increments ``hits``."""
         policy = self.make_policy()
         first, second = new_entry(policy, priority=3), new_entry(policy, priority=-1)
         assert (first.priority, second.priority) == (3, -1)
@@ -84,8 +84,8 @@ class PolicyTests:
         assert second.hits == 1
         assert first.stored < second.stored
 
-    def test_what_grew_is_as_new_as_its_tail(self) -> None:
-        """``stored`` and ``last_used`` are those of its last pages."""
+    def test_a_grown_entry_is_as_recent_as_its_tail(self) -> None:
+        """`grown` updates ``stored`` and ``last_used``."""
         policy = self.make_policy()
         first, second = new_entry(policy), new_entry(policy)
         first.size += 2
@@ -94,8 +94,8 @@ class PolicyTests:
         assert first.last_used > second.last_used
         assert first.hits == 0
 
-    def test_what_comes_back_has_a_hit(self) -> None:
-        """What is stored and ``known`` was asked for before."""
+    def test_a_known_entry_starts_with_a_hit(self) -> None:
+        """An entry stored as ``known`` was requested before, which counts as a hit."""
         policy = self.make_policy()
         entry = Entry()
         entry.size = 1
@@ -104,8 +104,8 @@ class PolicyTests:
         policy.add(entry)
         assert policy.pop() is entry
 
-    def test_it_is_told_what_is_asked_for(self) -> None:
-        """If it `remembers`, it knows the leading blocks that were asked for lately."""
+    def test_it_remembers_requested_blocks(self) -> None:
+        """If it `remembers`, it returns how many leading blocks were requested lately."""
         policy = self.make_policy()
         policy.fit(400, 4)
         keys = [number.to_bytes(32, "big") for number in range(1, 31)]
@@ -117,18 +117,18 @@ class PolicyTests:
         assert policy.requested(other) == 0
         assert policy.requested(first) == 10 * knows
         assert policy.requested(second) == 10 * knows
-        assert policy.requested([keys[29], *first]) == 0, "what leads is not known"
+        assert policy.requested([keys[29], *first]) == 0, "the first block is unknown"
 
-    def test_it_does_not_remember_for_ever(self) -> None:
-        """What was asked for many memories ago is forgotten."""
+    def test_its_history_is_bounded(self) -> None:
+        """The history is bounded: old requests are forgotten."""
         policy = self.make_policy()
         policy.fit(64, 4)
         for number in range(2000):
             policy.requested([number.to_bytes(32, "big")])
         assert policy.requested([bytes(32)]) == 0
 
-    def test_an_entry_cut_in_two_is_as_old_as_it_was(self) -> None:
-        """The front has the age and priority of the whole."""
+    def test_both_parts_of_a_split_entry_keep_its_age(self) -> None:
+        """The front part of a split entry has the age and priority of the whole."""
         policy = self.make_policy()
         lower, upper = new_entry(policy, size=4, priority=2), Entry()
         policy.hit(lower)
@@ -144,7 +144,7 @@ class PolicyTests:
         assert policy.pop() is upper
 
     def test_a_parent_inherits_what_used_its_child(self) -> None:
-        """The later use, the higher priority, the sum of hits."""
+        """The later use, the higher priority and the sum of hits."""
         policy = self.make_policy()
         for last in ("parent", "child"):
             parent, child = new_entry(policy, priority=1), new_entry(policy, priority=1)
@@ -160,8 +160,8 @@ class PolicyTests:
             assert parent.priority == 5
             assert parent.hits == 3
 
-    def test_each_entry_goes_once(self) -> None:
-        """Whatever was added is popped, exactly once; then there is no victim."""
+    def test_each_entry_is_popped_once(self) -> None:
+        """Each added entry is popped exactly once; then there is no victim."""
         policy = self.make_policy()
         entries = [new_entry(policy, size=1 + at % 3, priority=at % 4) for at in range(50)]
         for entry in entries[::2]:
@@ -173,8 +173,8 @@ class PolicyTests:
         assert len(popped) == len(set(map(id, popped))) == 50
         assert len(policy) == 0
 
-    def test_what_is_discarded_does_not_go(self) -> None:
-        """It may be added again later, as often as that happens."""
+    def test_a_discarded_entry_is_not_popped(self) -> None:
+        """A discarded entry is not popped, and may be added again, repeatedly."""
         policy = self.make_policy()
         entries = [new_entry(policy) for _ in range(20)]
         for _ in range(3):
@@ -187,10 +187,10 @@ class PolicyTests:
             assert len(popped) == 13
             assert not {*map(id, popped)} & {*map(id, entries[::3])}
 
-    def test_what_is_put_back_is_next(self) -> None:
-        """An entry that lost its tail goes before all others, whatever its place was.
+    def test_an_entry_put_back_is_next(self) -> None:
+        """An entry that lost its tail is the next victim, whatever its rank was.
 
-        A policy that takes in `portions` may have had enough of it; then another is next.
+        A policy with `portions` may choose another one after a portion.
         """
         policy = self.make_policy()
         _fill(policy, 30, size=5)
@@ -208,8 +208,8 @@ class PolicyTests:
                 victim = again
         assert policy.pop() is None
 
-    def test_victims_go_in_portions(self) -> None:
-        """As an index takes them: each time a page or more, until all are gone."""
+    def test_victims_are_evicted_in_portions(self) -> None:
+        """An index takes at least a page of a victim at a time, until all entries are evicted."""
         policy = self.make_policy()
         entries = _fill(policy, 30, size=7)
         total = sum(entry.size for entry in entries)
@@ -223,8 +223,8 @@ class PolicyTests:
                 policy.put_back(victim)
         assert taken == total
 
-    def test_what_is_put_back_may_be_discarded(self) -> None:
-        """The rest of a victim is used again like any other entry."""
+    def test_an_entry_put_back_may_be_discarded(self) -> None:
+        """The rest of a victim can be discarded, used and added like any other entry."""
         policy = self.make_policy()
         for priority in (0, 1):
             policy.add(new_entry(policy, size=4, priority=priority))
@@ -238,8 +238,8 @@ class PolicyTests:
         policy.add(victim)
         assert len(drain(policy)) == 2
 
-    def test_what_is_held_for_a_moment_keeps_its_place(self) -> None:
-        """A request that is refused holds what it found and gives it back: no order changes."""
+    def test_a_short_hold_keeps_the_order(self) -> None:
+        """A refused request discards the entries it found and adds them again: the order stays."""
 
         def order(held: int | None) -> list[int]:
             policy = self.make_policy()
@@ -258,7 +258,7 @@ class PolicyTests:
             assert order(held) == order(None), held
 
     def test_records_may_change_while_an_entry_is_held(self) -> None:
-        """Between `discard` and `add` an entry is used, inherits, grows and is cut."""
+        """Between `discard` and `add` an entry is used, inherits, grows and is split."""
         policy = self.make_policy()
         chance = random.Random(9)  # noqa: S311 - a test, not a secret
         entries = [new_entry(policy, size=8) for _ in range(20)]
@@ -286,7 +286,7 @@ class PolicyTests:
         assert {id(entry) for entry in drain(policy)} == {id(entry) for entry in entries}
 
     def test_thousands_of_entries_in_any_order(self) -> None:
-        """Added, discarded, popped and put back: the policy always has just what is left."""
+        """Entries are added, discarded, popped and put back; the policy always holds the rest."""
         policy = self.make_policy()
         chance = random.Random(1)  # noqa: S311 - a test, not a secret
         outside = [new_entry(policy, size=1 + at % 7, priority=at % 5) for at in range(3000)]
@@ -319,7 +319,7 @@ class PolicyTests:
         assert {*map(id, drain(policy))} == {*map(id, inside)}
 
     def test_any_walk_agrees_with_a_set(self) -> None:
-        """The same with steps that hypothesis chooses, so that a fault is shown in few of them."""
+        """The same with steps chosen by hypothesis, which shrinks a failure to few steps."""
         steps = st.tuples(
             st.sampled_from(["stored", "add", "add", "discard", "pop", "put_back", "hit", "used"]),
             st.integers(0, 7),

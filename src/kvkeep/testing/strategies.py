@@ -1,4 +1,4 @@
-"""Hypothesis strategies: prompts that share prefixes constantly, and tokens in every form."""
+"""Hypothesis strategies: prompts that often share prefixes, and tokens in every accepted form."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ FORMS: dict[str, Callable[[list[int]], Any]] = {
     "list of int64": lambda tokens: [np.int64(token) for token in tokens],
     "memoryview": lambda tokens: memoryview(array("i", tokens)),
 }
-"""Ways to give the same tokens, all of which a cache accepts; ids below 2¹⁶."""
+"""Functions that convert a list of tokens (ids below 2¹⁶) into each form a cache accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to make a prompt from earlier ones, whatever they are by then.
+    """How to make a prompt from earlier ones.
 
-    A state machine draws recipes, which cost little and shrink well, and builds prompts when it
-    needs them. Runs of one token make whole pages equal by chance at any page size, lengths lie
-    around page edges, and single tokens at the end make prompts differ late.
+    A state machine draws recipes, which are cheap and shrink well, and builds the prompts later.
+    Runs of one token make whole pages equal by chance at any page size, lengths lie around page
+    boundaries, and single tokens at the end make prompts differ late.
     """
 
     kind: str
@@ -48,8 +48,9 @@ class Recipe:
     def build(
         self, earlier: Sequence[Sequence[int]], page_size: int, max_pages: int = 4
     ) -> list[int]:
-        """1 … ``max_pages`` pages and a token: an ``earlier`` prompt again, a part of one, more
-        than one, or a new one.
+        """Return an ``earlier`` prompt, a prefix or an extension of one, or a new prompt.
+
+        It has at most ``max_pages`` pages and one token.
         """
         base: list[int] = []
         if earlier and self.kind != "new":
@@ -63,7 +64,7 @@ class Recipe:
 
 
 def recipes(*, alphabet: int = 3, new: bool = False) -> st.SearchStrategy[Recipe]:
-    """Recipes for prompts of few different tokens; ``new``: that look at no earlier prompt."""
+    """Recipes for prompts of ``alphabet`` different tokens; ``new``: ignore earlier prompts."""
     token = st.integers(0, alphabet - 1)
     kinds = ["new"] if new else ["again", "part", "part", "extend", "new"]
     return st.builds(
@@ -81,17 +82,17 @@ def recipes(*, alphabet: int = 3, new: bool = False) -> st.SearchStrategy[Recipe
 def prompts(
     page_size: int, *, alphabet: int = 3, max_pages: int = 4
 ) -> st.SearchStrategy[list[int]]:
-    """Prompts of up to ``max_pages`` pages that often begin alike."""
+    """Prompts of up to ``max_pages`` pages and one token that often share prefixes."""
     return recipes(alphabet=alphabet, new=True).map(lambda r: r.build([], page_size, max_pages))
 
 
 def related_prompts(
     earlier: Sequence[Sequence[int]], page_size: int, *, alphabet: int = 3, max_pages: int = 4
 ) -> st.SearchStrategy[list[int]]:
-    """A prompt that repeats, shortens, extends or leaves one of the ``earlier`` ones."""
+    """Prompts that repeat, shorten or extend one of the ``earlier`` prompts, or are new."""
     return recipes(alphabet=alphabet).map(lambda r: r.build(earlier, page_size, max_pages))
 
 
 def token_forms(tokens: Sequence[int]) -> st.SearchStrategy[Any]:
-    """The same tokens in every form that a cache accepts."""
+    """``tokens`` in every form that a cache accepts."""
     return st.sampled_from(sorted(FORMS)).map(lambda form: FORMS[form](list(tokens)))

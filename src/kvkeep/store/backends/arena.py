@@ -1,4 +1,4 @@
-"""One preallocated region of memory, given out in extents and taken back."""
+"""`Arena`: one preallocated region of memory, allocated and freed in extents."""
 
 from __future__ import annotations
 
@@ -14,31 +14,28 @@ __all__ = ["Arena"]
 
 
 class Arena:
-    """``size`` bytes of memory, from which extents are allocated and to which they are freed.
+    """A best-fit allocator over ``size`` bytes of mapped memory.
 
     Extents begin at multiples of `ALIGNMENT` and take whole multiples of it. The smallest free
-    extent that is large enough is used (best fit), so one that was freed serves the next request of
-    its size, and memory that nobody has touched yet is touched last. Neighbours that are both free
-    are one extent.
+    extent that is large enough is used, so a freed extent serves the next request of its size, and
+    untouched memory is used last. Adjacent free extents are merged.
 
-    The memory is mapped, not touched: it costs what has been written to so far.
+    The memory is mapped, not touched: only pages that were written take physical memory.
 
-    Notes
-    -----
-    Thread safety: none. Cost: `allocate` and `free` take O(log n) steps, and move as many numbers
-    as there are different sizes of free extents, of which there are few: 23,170 at most in 1 TiB.
+    Thread safety: none. Cost: `allocate` and `free` take O(log n) steps, plus moving one number per
+    distinct size of free extents, of which 1 TiB can have 23,170 at most.
 
     Attributes:
-        size: in bytes, a multiple of `ALIGNMENT`.
-        free_bytes: bytes that are free, in one piece or in many.
-        buffer: the whole region, writable. Who wants to pin it does so here.
+        size: bytes, a multiple of `ALIGNMENT`.
+        free_bytes: free bytes in all extents together.
+        buffer: the whole region, writable; for callers that pin it.
     """
 
     def __init__(self, size: int) -> None:
         """Map ``size`` bytes, rounded down to a multiple of `ALIGNMENT`.
 
         Raises:
-            InvalidValue: ``size`` is less than `ALIGNMENT`, or more than the system will map.
+            InvalidValue: ``size`` is less than `ALIGNMENT`, or more than the system maps.
         """
         self.size = whole("the size of an arena in bytes", size, ALIGNMENT)
         self.size -= self.size % ALIGNMENT
@@ -50,31 +47,31 @@ class Arena:
                 f"an arena of {size} bytes is more than the system gives ({error}); take less"
             ) from error
         self._taken: dict[int, int] = {}  # offset → bytes
-        # Free extents, by where they begin and end (to join neighbours) and by how long they are.
+        # Free extents by begin and end, to merge neighbours, and by size.
         self._starts: dict[int, int] = {}  # offset → bytes
-        self._ends: dict[int, int] = {}  # offset behind the end → offset
+        self._ends: dict[int, int] = {}  # end → offset
         self._by_size: dict[int, dict[int, None]] = {}  # bytes → offsets, last freed last
         self._sizes: list[int] = []  # the keys of `_by_size` in order
         self._add(0, self.size)
 
     @staticmethod
     def extent(size: int) -> int:
-        """How many bytes an extent for ``size`` bytes takes: at least one `ALIGNMENT`."""
+        """Return the bytes that an extent for ``size`` bytes takes: at least one `ALIGNMENT`."""
         return max(-(-size // ALIGNMENT), 1) * ALIGNMENT
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest free extent: the most that `allocate` can give at once."""
+        """Bytes of the largest free extent: the most that `allocate` can take."""
         return self._sizes[-1] if self._sizes else 0
 
     def allocate(self, size: int) -> int | None:
-        """Take an extent for ``size`` bytes; its offset, or None when no free one is as large."""
+        """Allocate ``size`` bytes; return the offset, None if no free extent is large enough."""
         wanted = self.extent(size)
         at = bisect_left(self._sizes, wanted)
         if at == len(self._sizes):
             return None
         found = self._sizes[at]
-        offset = next(reversed(self._by_size[found]))  # freed last: likely still in a CPU cache
+        offset = next(reversed(self._by_size[found]))  # last freed: likely still in a CPU cache
         self._remove(offset, found)
         if found > wanted:
             self._add(offset + wanted, found - wanted)
@@ -82,38 +79,38 @@ class Arena:
         return offset
 
     def free(self, offset: int, size: int) -> None:
-        """Give back the extent that was allocated at ``offset`` for ``size`` bytes."""
+        """Free the extent that was allocated at ``offset`` for ``size`` bytes."""
         length = self._taken.pop(offset, 0)
         assert length == self.extent(size), f"{size} bytes at {offset} were not allocated"
         before = self._ends.get(offset)
         if before is not None:
             self._remove(before, offset - before)
             offset, length = before, length + offset - before
-        behind = self._starts.get(offset + length)
-        if behind is not None:
-            self._remove(offset + length, behind)
-            length += behind
+        after = self._starts.get(offset + length)
+        if after is not None:
+            self._remove(offset + length, after)
+            length += after
         self._add(offset, length)
 
     def view(self, offset: int, size: int) -> memoryview:
-        """``size`` writable bytes from ``offset`` on."""
+        """Return ``size`` writable bytes at ``offset``."""
         return self.buffer[offset : offset + size]
 
     def touch(self) -> None:
-        """Take all of the memory from the system now. Only before the first `allocate`.
+        """Make the system provide all physical memory now. Only before the first `allocate`.
 
-        Later, whoever writes to a page first waits for it: with huge pages as long as for the
-        copy itself, in a virtual machine whose host has to find the memory ten times as long.
+        Otherwise the first write to each page waits for that: with huge pages as long as the copy
+        itself takes, ten times as long in a virtual machine whose host has to find the memory.
         """
         assert not self._taken, "an arena is touched before it is used"
-        np.frombuffer(self.buffer, np.uint8)[::ALIGNMENT] = 0  # other threads run meanwhile
+        np.frombuffer(self.buffer, np.uint8)[::ALIGNMENT] = 0  # releases the GIL
 
     def close(self) -> None:
-        """Let go of the memory, which goes with the last view of it. What is free stays so."""
+        """Drop the memory, which is unmapped with the last view of it."""
         self.buffer = memoryview(b"")
 
     def check(self) -> None:
-        """Assert that free and taken extents tile the arena, and that no two free ones touch."""
+        """Assert that extents tile the arena, and that no two free ones are adjacent."""
         extents = [(offset, size, "taken") for offset, size in self._taken.items()]
         extents += [(offset, size, "free") for offset, size in self._starts.items()]
         extents.sort()
@@ -133,7 +130,7 @@ class Arena:
         assert self.free_bytes == sum(self._starts.values()), repr(self)
 
     def _add(self, offset: int, size: int) -> None:
-        """A free extent, whose neighbours are not free."""
+        """Add a free extent whose neighbours are taken."""
         self._starts[offset] = size
         self._ends[offset + size] = offset
         if size not in self._by_size:

@@ -1,35 +1,33 @@
-"""The contract of backends: records under block ids, and nothing else.
+"""The contract of backends: records stored under block ids.
 
-A backend is one place where bytes can lie: memory, a directory, a Valkey server, an object store.
-It knows no tokens, tensors, checksums or recency order; a tier (`kvkeep.store.tiers`) does. To add
-one, derive from `Backend`, fill in five methods, and run `kvkeep.testing.BackendTests` against it.
+A backend is one place that stores bytes: memory, a directory, a Valkey server, an object store. It
+knows nothing of tokens, tensors, checksums or eviction order; the tier above it
+(`kvkeep.store.tiers`) does. To add a backend, derive from `Backend`, implement `from_url`, `put`,
+`get`, `sizes`, `delete` and `list`, and run `kvkeep.testing.BackendTests` against it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from kvkeep.store.backends.urls import TierURL
 
 __all__ = ["ALIGNMENT", "Backend", "Listed", "Room"]
 
 ALIGNMENT = 4096
-"""Bytes: every buffer that a backend is handed begins at a multiple of this and may be read, or
-written, up to the next multiple behind its end. So direct I/O works on it as it is."""
+"""Bytes. Every buffer passed to a backend starts at a multiple of `ALIGNMENT` and may be read or
+written up to the next multiple past its end, so direct I/O needs no copy."""
 
 Room = Callable[[int], memoryview]
-"""Gives a writable buffer of exactly that many bytes (aligned, see `ALIGNMENT`), or raises
-`kvkeep.core.errors.OutOfRoom` when a record of that size is not wanted: call it before anything is
-read, with the size the place itself states."""
+"""``room(size)`` returns a writable buffer of exactly ``size`` bytes, aligned (see `ALIGNMENT`). It
+raises `kvkeep.core.errors.OutOfRoom` if the caller does not want a record of that size."""
 
 
 class Listed(NamedTuple):
-    """One record that is there: its id, its size in bytes, when it was last used (Unix seconds)."""
+    """One stored record: block id, size in bytes, time of its last use (Unix seconds)."""
 
     block: bytes
     size: int
@@ -37,75 +35,80 @@ class Listed(NamedTuple):
 
 
 class Backend(ABC):
-    """Records under block ids (`kvkeep.core.keys.BLOCK_ID_BYTES` bytes: space, then block key).
+    """Stores records under block ids (`kvkeep.core.keys.BLOCK_ID_BYTES` bytes: space, block key).
 
-    A record is bytes that mean nothing here. It is put whole or not at all: whoever gets a block
-    while it is being put, or after the writer was killed, finds the whole record, the one before,
-    or nothing.
+    Atomicity: a reader sees the new record whole, the previous one, or none: also while a `put`
+    runs, and after the writer was killed.
 
-    A method that cannot do its work raises: `OutOfRoom` when there is no place for the record,
-    `BackendFailed` or OSError for everything else. A missing record is None, never an error. The
-    tier above turns errors into misses, counts them, and stops asking for a while when they
-    repeat.
+    Errors: a missing record is no error. A method that fails raises `OutOfRoom` if a record
+    finds no space, else `BackendFailed` or OSError. The tier turns errors into misses, counts them,
+    and stops calling for a while when they repeat. Messages contain no password.
 
-    Thread safety: every method may be called from several threads at once. Calls block; they are
-    made from threads that a tier keeps for this, and should end in ``timeout`` seconds.
+    Thread safety: the tier calls every method from several threads at once.
+
+    Timeouts: calls block, and should return or raise within `timeout` seconds (`list` and `flush`
+    may take as long as they need). The tier does not interrupt a call that takes longer: its
+    caller gets a miss, the call counts as failed, and its thread stays occupied until it returns.
 
     Attributes:
-        scheme: what its URLs begin with.
-        shared: others may write here, or take away, while we look: what is not known to be here is
-            asked for, and a budget is counted by the backend itself.
-        capacity: bytes it may hold, or None where it has no limit of its own. `put` raises
-            `OutOfRoom` rather than hold more.
-        unit: a record counts against the capacity in whole units of so many bytes.
-        doubts: how often it noticed that what it listed last is not what it holds, as when others
-            emptied or replaced the place. The tier lists it again.
-        moved: when a call that takes as long as there is work (`flush`) last got on, in seconds of
-            the monotonic clock. A call that gets on does not hang, however long it takes.
+        scheme: scheme of the backend's URLs.
+        shared: whether other processes may add or remove records. If so, the tier looks up blocks
+            it does not know of here, and the backend counts their bytes against ``capacity`` too.
+        capacity: maximum bytes held, None without a limit of its own. `put` raises `OutOfRoom`
+            rather than exceed it.
+        unit: bytes; the size of a record counts against ``capacity`` rounded up to this unit.
+        timeout: seconds, see above. The tier sets it from the option ``timeout=``.
+        stale_listings: how often the backend noticed that its last listing no longer holds, as when
+            another process emptied or replaced the place. The tier then lists it again.
+        last_progress: when a `flush` last made progress, in seconds of the monotonic clock. A flush
+            that makes progress does not count as hanging, however long it takes.
     """
 
-    scheme: ClassVar[str]
+    scheme: str
     shared: bool = False
     capacity: int | None = None
     unit: int = 1
-    doubts: int = 0
-    moved: float = float("-inf")
     timeout: float = 5.0
+    stale_listings: int = 0
+    last_progress: float = float("-inf")
 
     @classmethod
     @abstractmethod
     def from_url(cls, url: TierURL) -> Backend:
-        """Open what ``url`` names; takes its own options out of it. Raises `InvalidValue`."""
+        """Open what ``url`` names; take the backend's options out of it. Raises `InvalidValue`."""
 
     @abstractmethod
     def put(self, block: bytes, record: memoryview) -> None:
-        """Keep ``record`` under ``block``, in place of what was there. Copies or sends it all.
+        """Store ``record`` under ``block``, replacing an older one; the caller reuses its memory.
 
         Raises:
-            OutOfRoom: ``capacity`` would be passed, or the place is full; nothing changed.
+            OutOfRoom: ``capacity`` would be exceeded, or the place is full; nothing changed.
         """
 
     @abstractmethod
     def get(self, block: bytes, room: Room) -> memoryview | None:
-        """Read the record under ``block`` into ``room(size)`` and return that; None: not there."""
+        """Read the record under ``block`` into ``room(size)``; return that buffer, None if missing.
+
+        ``room`` is called once, before any data is transferred, with the size that the place
+        states. An exception from ``room`` is passed on unchanged.
+        """
 
     @abstractmethod
     def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
-        """Bytes of each record, None where there is none; transfers no record."""
+        """Return each record's size in bytes, None where missing. Transfers no record."""
 
     @abstractmethod
     def delete(self, blocks: Sequence[bytes]) -> int:
-        """Take records away; bytes that this freed (0 for what is not there)."""
+        """Delete records; return the sum of their sizes in bytes. Missing blocks count 0."""
 
     @abstractmethod
     def list(self) -> Iterator[Listed]:
-        """Every record, in any order, without reading them."""
+        """Yield every record once, in any order, without reading the records."""
 
     def part(self, block: bytes) -> str:
-        """The part of the place that has ``block``: parts fail without each other.
+        """Return the part (a cluster's node) that holds ``block``; "" if unknown or the only one.
 
-        "" where all of it is one. A cluster names the node, as far as it is known without asking.
-        What fails is then counted against that part alone. Cost: microseconds; never waits.
+        Parts fail independently: the tier counts failures per part. Never waits (microseconds).
         """
         del block
         return ""
@@ -113,61 +116,50 @@ class Backend(ABC):
     def touch(  # noqa: B027
         self, blocks: Sequence[bytes], used: Sequence[float] | None = None
     ) -> None:
-        """``blocks`` were used, in this order: remember it beyond this process, where it is cheap.
+        """Record a use of each block, in this order, where the place can keep that cheaply.
 
-        ``used`` says when, in seconds since the epoch, each not before the one before it; None:
-        just now. A later use of a block, which others may have told of, stays.
+        ``used`` has the times (Unix seconds, not decreasing); None means now. A later use that is
+        already recorded stays.
         """
 
     def quarantine(self, block: bytes, reason: str) -> None:
-        """The record under ``block`` did not verify: it must not be found again."""
-        del reason  # a place that keeps bad records for inspection writes it down
+        """Remove a record that failed verification; the default deletes it."""
+        del reason  # for backends that keep bad records for inspection
         self.delete([block])
 
     def peek(self, block: bytes, size: int) -> bytes | None:
-        """The first ``size`` bytes of a record; None: not there, or not to be had without the rest.
-
-        Called for records that are so large that they must be real before others go for them.
-        """
+        """Return the first ``size`` bytes of a record; None if missing or not readable in part."""
         del block, size
         return None
 
     def note_space(self, space: bytes, note: bytes) -> None:  # noqa: B027
-        """Keep ``note``, a line of text, on the namespace ``space``, where that is cheap.
+        """Store one line of text about a namespace, where that is cheap; bounded in number.
 
-        Once for each namespace; an older note on it stays or goes. How many are kept is bounded.
+        Called once per namespace. An older note may stay.
         """
 
     def noted_spaces(self) -> dict[bytes, bytes]:
-        """Notes on namespaces of which blocks were put here, by space: some hundred at most.
-
-        What others wrote in their place may be anything: its size is checked before it is read.
-        """
+        """Return notes by space, a few hundred at most. Check their sizes before reading them."""
         return {}
 
     def used(self) -> int | None:
-        """Bytes held by all who write here, where the backend counts them; else None."""
+        """Return the bytes held by all writers together; None if the backend does not count."""
         return None
 
     def flush(self) -> None:  # noqa: B027
-        """Make all that was put last through a loss of power, as far as the options promise."""
+        """Make finished puts survive a loss of power, as far as the options promise that."""
 
     def close(self) -> None:  # noqa: B027
-        """Give back connections, files and memory. A second call does nothing."""
+        """Release connections, files and memory. A second call does nothing."""
 
     def describe(self) -> str:
-        """The place as a person would name it, without secrets."""
+        """Return the place as a URL for people, without secrets."""
         return f"{self.scheme}://"
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Buffers that direct I/O can work on: aligned, and padded behind their end."""
+"""Buffers for direct I/O: aligned, and padded to whole pages."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ _HUGE = 2 << 20
 
 
 def aligned(size: int) -> memoryview:
-    """A writable buffer of ``size`` bytes as backends are handed them: zeros, see `ALIGNMENT`.
+    """Return a writable, zeroed buffer of ``size`` bytes as the backends' contract demands.
 
-    The memory is the buffer's own and goes back to the system with the last view of it. It comes
-    from the system in whole pages: for records, not for many small things.
+    The memory is mapped from the system in whole pages, so it suits records, not many small
+    buffers. It is unmapped with the last view of it.
     """
     padded = max(-(-whole("size", size, 0) // ALIGNMENT), 1) * ALIGNMENT
     return memoryview(_pages(padded))[:size]
 
 
 def _pages(size: int) -> mmap.mmap:
-    """Memory of this process alone; Python's default can be shared and costs more to touch."""
+    """Map private memory; Python's default, shared memory, costs more at the first touch."""
     if sys.platform == "win32":
         return mmap.mmap(-1, size)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        # A quarter of the time at the first touch: 3.8 instead of 13 ms for 32 MiB. A system
-        # that knows no huge pages says no, and then it is small ones.
+        # The first touch of 32 MiB takes 3.8 instead of 13 ms. Systems without huge pages refuse.
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages

@@ -1,11 +1,11 @@
-"""Memory as a backend: records in one arena, readable and writable where they lie."""
+"""`MemoryBackend`: records in one arena, which callers read and write in place."""
 
 from __future__ import annotations
 
 import threading
 import time
 from array import array
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed, Room
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from types import TracebackType
 
     from kvkeep.store.backends.urls import TierURL
 
@@ -26,120 +25,112 @@ _LISTED_AT_ONCE = 256
 
 
 class Lease:
-    """Read access to a record where it lies, until `release`; a context manager.
+    """Read access to a record in place, until `release`; a context manager.
 
-    Until then its bytes stay as they are, also when the block is deleted or replaced meanwhile.
-    ``view`` is read-only and aligned. Do not read it, nor an array made of it, after `release`:
-    the place is somebody else's then. ``place`` are the same bytes, writable: for an owner who
-    knows of some that no reader relies on.
+    Until then its bytes do not change, even if the block is deleted or replaced. After `release`
+    other records reuse the memory: do not read ``view``, or an array made of it, any more.
+
+    Attributes:
+        view: the record, read-only and aligned.
+        place: the same bytes, writable, for an owner that changes only bytes no reader uses.
+        row: the record's row in the backend; -1 after `release`.
     """
 
-    __slots__ = ("_backend", "_row", "place", "view")
+    __slots__ = ("_backend", "place", "row", "view")
 
     def __init__(self, backend: MemoryBackend, row: int, place: memoryview) -> None:
         self._backend = backend
-        self._row = row
+        self.row = row
         self.place = place
         self.view = place.toreadonly()
 
     def release(self) -> None:
         """End the access. A second call does nothing."""
-        self._backend._end(self)
+        self._backend.release(self)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 
 class Draft:
-    """A place for a record that nobody sees before `commit`; a context manager.
+    """Memory for a record that is invisible until `commit`; a context manager.
 
-    Fill ``view`` (writable, aligned, exactly as long as the record), then `commit`. Left without,
-    by an exception too, it is discarded. One thread at a time.
+    Fill ``view`` (writable, aligned, exactly as long as the record), then `commit`. Leaving the
+    context without a commit discards the draft. One thread at a time.
+
+    Attributes:
+        block: where the record will be found.
+        offset: of ``view`` in the arena.
+        pending: whether it was neither committed nor discarded yet.
     """
 
-    __slots__ = ("_backend", "_block", "_offset", "_open", "view")
+    __slots__ = ("_backend", "block", "offset", "pending", "view")
 
     def __init__(self, backend: MemoryBackend, block: bytes, offset: int, view: memoryview) -> None:
         self._backend = backend
-        self._block = block
-        self._offset = offset
-        self._open = True
+        self.block = block
+        self.offset = offset
+        self.pending = True
         self.view = view
 
     def commit(self, *, lease: bool = False) -> Lease | None:
-        """Make the record visible under its block, in place of an older one.
+        """Make the record visible, replacing an older one of its block.
 
-        With ``lease`` there is a `Lease` on it from the same instant on.
+        With ``lease``, return a `Lease` on it that begins at the same instant.
 
         Raises:
             IllegalStep: it was committed or discarded before.
             BackendFailed: the backend was closed; the draft is discarded.
         """
-        return self._backend._commit(self, lease=lease)
+        return self._backend.commit(self, lease=lease)
 
     def discard(self) -> None:
-        """Give the place back. Does nothing after `commit` or a first `discard`."""
-        self._backend._discard(self)
+        """Free the memory. Does nothing after `commit` or `discard`."""
+        self._backend.discard(self)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.discard()
 
 
 class MemoryBackend(Backend):
-    """Records in one preallocated `Arena` of this process; gone when the process is.
+    """Records in one preallocated `Arena` of this process.
 
-    Beyond the contract it hands out places instead of copying: `reserve` one to write a record
-    into, `lease` one to read it from. A record takes its size rounded up to 4 KiB of ``capacity``;
+    Beyond the contract it avoids copies: `reserve` returns memory to write a record into, `lease`
+    access to a record in place. A record takes its size, rounded up to 4 KiB, of ``capacity``;
     `used` and `leased` count that.
 
-    Notes
-    -----
-    Thread safety: everything may be called from every thread. One lock, held for the bookkeeping
-    of one call; nothing is copied under it. A reader holds a lease while it copies, so neither
-    `delete` nor a new record under the same block disturbs it.
+    Thread safety: all methods. One lock, held for the bookkeeping of one call, never during a copy.
+    A reader holds a lease while it copies, so `delete` and replacing records do not disturb it.
 
-    Cost: a dict entry and a row of four numbers a record, no object. `lease` with `release`, and
+    Cost: a dict entry and a row of four numbers per record, no object. `lease` with `release`, and
     `reserve` with `commit`, take a few µs.
     """
 
-    scheme: ClassVar[str] = "memory"
+    scheme = "memory"
     unit = ALIGNMENT
 
     def __init__(self, size: int, *, touch: bool = False) -> None:
-        """Map ``size`` bytes (at least 4096), and `touch` them; see `Arena`.
-
-        Raises `InvalidValue`.
-        """
+        """Map ``size`` bytes, 4096 at least, and `touch` them; see `Arena`."""
         self.arena = Arena(size)
         if touch:
             self.arena.touch()
         self.capacity: int = self.arena.size
         self._lock = threading.Lock()
         self._closed = False
-        self._rows: dict[bytes, int] = {}  # what can be found
-        # By row. A row that is leased lives on when its block is deleted or replaced, unnamed.
+        self._rows: dict[bytes, int] = {}  # block → row
+        # By row. A leased row whose block is deleted or replaced stays, unnamed, until its release.
         self._offsets = array("q")
         self._sizes = array("q")
         self._used = array("d")
         self._leases = array("q")
         self._named = bytearray()
-        self._spare: list[int] = []  # rows to use again
+        self._spare: list[int] = []  # rows to reuse
         self._drafted = 0
         self._leased = 0
 
@@ -150,20 +141,20 @@ class MemoryBackend(Backend):
         if url.place and size is None and not url.path.strip("/"):
             size = parse_bytes(url.place)
         elif url.place or url.path.strip("/") or size is None:
-            raise InvalidValue(f"{url.safe} has to name its size once, as in memory://4GiB")
+            raise InvalidValue(f"{url.safe} must give its size once, as in memory://4GiB")
         return cls(size, touch=url.choice("touch", ("yes", "no"), "no") == "yes")
 
-    # -- places -----------------------------------------------------------------------------------
+    # -- access in place --------------------------------------------------------------------------
 
     def reserve(self, block: bytes, size: int) -> Draft:
-        """A place for a record of ``size`` bytes, to be seen under ``block`` once it is committed.
+        """Return memory for a record of ``size`` bytes, visible under ``block`` once committed.
 
-        It counts as used. A record that is there under ``block`` stays until then.
+        It counts as used at once. An older record of ``block`` stays until the commit.
 
         Raises:
-            OutOfRoom: no free place is large enough. Its ``needed`` says how many bytes to free
-                before trying again: what is missing, or as much as the record takes where enough is
-                free but in pieces. More than ``capacity``: there will never be a place.
+            OutOfRoom: no free extent is large enough. ``needed`` is the number of bytes to free
+                before a retry: the missing ones, or the record's whole size if enough is free but
+                fragmented. If it exceeds ``capacity``, the record can never be stored.
         """
         with self._lock:
             self._check_open()
@@ -176,9 +167,9 @@ class MemoryBackend(Backend):
             return Draft(self, block, offset, self.arena.view(offset, size))
 
     def lease(self, block: bytes) -> Lease | None:
-        """Access to the record under ``block`` where it lies; None: not there.
+        """Return access to the record of ``block`` in place; None if it is missing.
 
-        A block may have any number of leases. Each has to be released.
+        A block may have any number of leases. Release each of them.
         """
         with self._lock:
             self._check_open()
@@ -186,15 +177,15 @@ class MemoryBackend(Backend):
             return None if row is None else self._lease(row)
 
     def contains(self, block: bytes) -> bool:
-        """Whether there is a record under ``block``."""
+        """Whether ``block`` has a record."""
         return block in self._rows
 
     # -- the contract -----------------------------------------------------------------------------
 
     def put(self, block: bytes, record: memoryview) -> None:
-        """Copy ``record`` into a place of its own, then let it take over ``block``.
+        """Copy ``record`` into new memory, then replace the older record of ``block``.
 
-        While it is copied, what it replaces is there as well and needs its room.
+        During the copy both records take their space.
 
         Raises:
             OutOfRoom: see `reserve`; nothing changed.
@@ -204,7 +195,7 @@ class MemoryBackend(Backend):
             draft.commit()
 
     def get(self, block: bytes, room: Room) -> memoryview | None:
-        """Copy the record under ``block`` into ``room(size)`` and return that; None: not there."""
+        """Copy the record into ``room(size)``; see `Backend.get`."""
         lease = self.lease(block)
         if lease is None:
             return None
@@ -214,22 +205,22 @@ class MemoryBackend(Backend):
             return target
 
     def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
-        """Bytes of each record, as they were put."""
+        """Return the sizes in bytes, as they were put."""
         with self._lock:
             rows = map(self._rows.get, blocks)
             return [None if row is None else self._sizes[row] for row in rows]
 
     def delete(self, blocks: Sequence[bytes]) -> int:
-        """Take records away; their bytes.
+        """Delete records; return their sizes in bytes.
 
-        One that is leased is not found from here on, but keeps its room until its last lease is
-        released. It is counted here, not then.
+        A leased record disappears at once, but keeps its memory until its last lease is released.
+        Its size is part of this return value nevertheless.
         """
         with self._lock:
             return sum(self._drop(block) for block in blocks)
 
     def list(self) -> Iterator[Listed]:
-        """Every record that is there from now until it is its turn."""
+        """Yield the records that exist now and still exist at their turn."""
         with self._lock:
             blocks = [*self._rows]
         for start in range(0, len(blocks), _LISTED_AT_ONCE):
@@ -242,7 +233,7 @@ class MemoryBackend(Backend):
             yield from found
 
     def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
-        """Note when ``blocks`` were used, or that it was now."""
+        """Record the times of use."""
         now = time.time()
         with self._lock:
             for at, block in enumerate(blocks):
@@ -251,16 +242,16 @@ class MemoryBackend(Backend):
                     self._used[row] = now if used is None else max(self._used[row], used[at])
 
     def used(self) -> int:
-        """Bytes that are not free: of records, of drafts, and of deleted records still leased."""
+        """Return the bytes of records, of drafts, and of deleted records that are still leased."""
         return self.capacity - self.arena.free_bytes
 
     @property
     def leased(self) -> int:
-        """Bytes of records that have a lease, whether they can still be found or not."""
+        """Bytes of leased records, deleted ones included."""
         return self._leased
 
     def close(self) -> None:
-        """Forget all records and give the memory back: what is leased, at its release."""
+        """Drop all records and free the memory: that of leased records at their release."""
         with self._lock:
             if self._closed:
                 return
@@ -270,14 +261,14 @@ class MemoryBackend(Backend):
             self.arena.close()
 
     def describe(self) -> str:
-        """The URL that makes one as large."""
+        """Return a URL of the same size."""
         return f"memory://{format_bytes(self.capacity).replace(' ', '')}"
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def check(self) -> None:
-        """Assert that rows, drafts, leases and the arena say the same."""
+        """Assert that rows, drafts, leases and the arena agree."""
         with self._lock:
             self.arena.check()
             extent = self.arena.extent
@@ -306,7 +297,7 @@ class MemoryBackend(Backend):
         return Lease(self, row, view)
 
     def _drop(self, block: bytes) -> int:
-        """Make ``block`` not there; the bytes of its record."""
+        """Remove ``block``; return the bytes of its record."""
         row = self._rows.pop(block, None)
         return 0 if row is None else self._unname(row)
 
@@ -328,41 +319,44 @@ class MemoryBackend(Backend):
         self._used.append(0.0)
         return len(self._offsets) - 1
 
-    # -- what drafts and leases call --------------------------------------------------------------
+    # -- drafts and leases ------------------------------------------------------------------------
 
-    def _commit(self, draft: Draft, *, lease: bool) -> Lease | None:
+    def commit(self, draft: Draft, *, lease: bool) -> Lease | None:
+        """See `Draft.commit`."""
         with self._lock:
-            if not draft._open:
+            if not draft.pending:
                 raise IllegalStep("this draft was committed or discarded before")
             if self._closed:
                 self._drop_draft(draft)
                 self._check_open()
             size = draft.view.nbytes
-            draft._open = False
+            draft.pending = False
             self._drafted -= self.arena.extent(size)
             row = self._new_row()
-            self._offsets[row], self._sizes[row] = draft._offset, size
+            self._offsets[row], self._sizes[row] = draft.offset, size
             self._used[row], self._named[row] = time.time(), True
-            older = self._rows.get(draft._block)
-            self._rows[draft._block] = row  # at no instant is it missing: see `contains`
+            older = self._rows.get(draft.block)
+            self._rows[draft.block] = row  # `contains` must not see it missing at any instant
             if older is not None:
                 self._unname(older)
             return self._lease(row) if lease else None
 
-    def _discard(self, draft: Draft) -> None:
+    def discard(self, draft: Draft) -> None:
+        """See `Draft.discard`."""
         with self._lock:
-            if draft._open:
+            if draft.pending:
                 self._drop_draft(draft)
 
     def _drop_draft(self, draft: Draft) -> None:
-        draft._open = False
+        draft.pending = False
         size = draft.view.nbytes
         self._drafted -= self.arena.extent(size)
-        self.arena.free(draft._offset, size)
+        self.arena.free(draft.offset, size)
 
-    def _end(self, lease: Lease) -> None:
+    def release(self, lease: Lease) -> None:
+        """See `Lease.release`."""
         with self._lock:
-            row, lease._row = lease._row, -1
+            row, lease.row = lease.row, -1
             if row < 0:
                 return
             self._leases[row] -= 1
@@ -373,5 +367,5 @@ class MemoryBackend(Backend):
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
-    """Copy all of ``source``; NumPy lets other threads run meanwhile, a memoryview would not."""
+    """Copy all of ``source``. NumPy releases the GIL; assigning to a memoryview does not."""
     np.copyto(np.asarray(target), np.asarray(source))

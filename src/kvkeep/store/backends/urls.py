@@ -1,25 +1,31 @@
-"""URLs of tiers, taken apart: who reads an option takes it out, what is left over is a mistake."""
+"""`TierURL`: the URL of a tier. Options are taken out as they are read; the rest are mistakes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.geometry.units import parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
 __all__ = ["TierURL"]
 
+T = TypeVar("T")
+
 
 class TierURL:
-    """``scheme://user:password@host:port/path?option=value`` in its parts.
+    """``scheme://user:password@host:port/path?option=value``, parsed.
 
-    ``place`` is what stands between the slashes as it was written (``4GiB`` in ``memory://4GiB``).
-    Options are taken by `text`, `size`, `seconds`, `number` and `choice`; `finish` refuses those
-    that nobody took. ``safe`` is the URL without password and can be shown.
+    `text`, `size`, `seconds`, `number` and `choice` take one option each and raise `InvalidValue`
+    for a bad value; `finish` refuses the options that remain.
+
+    Attributes:
+        place: the text between ``//`` and the path, without credentials (``4GiB`` in
+            ``memory://4GiB``).
+        safe: the URL without password and options, for messages.
     """
 
     def __init__(self, text: str) -> None:
@@ -29,19 +35,20 @@ class TierURL:
         if not separator or not scheme:
             shown = "…" * ("@" in text) + text.rpartition("@")[2]
             raise InvalidValue(
-                f"{shown!r} is no tier's URL; such are memory://4GiB, file:///path?size=100GiB, "
-                "valkey://host:6379 and s3://bucket/prefix"
+                f"{shown!r} is no tier's URL; write for example memory://4GiB, "
+                "file:///path?size=100GiB, valkey://host:6379 or s3://bucket/prefix"
             )
         try:
             parts = urlsplit(text)
             self.port = parts.port
-        except ValueError:  # its words may be part of a password: neither they nor it are shown
+        except ValueError:  # its text may contain a part of a password
             raise InvalidValue(
-                f"the tier's URL cannot be read: {scheme}://host:port/… is needed, the port a "
-                "number; in names and passwords write / as %2F, ? as %3F, # as %23 and @ as %40"
+                f"the tier's URL cannot be parsed: it is {scheme}://host:port/… with a numeric "
+                "port; in names and passwords write / as %2F, ? as %3F, # as %23 and @ as %40"
             ) from None
         if parts.fragment:
-            shown = "…" if "@" in parts.fragment else parts.fragment  # the end of a password
+            # A fragment with an @ may be the end of a password.
+            shown = "…" if "@" in parts.fragment else parts.fragment
             raise InvalidValue(f"a tier's URL has no '#{shown}'; write # as %23")
         self.scheme = parts.scheme
         self.place = parts.netloc.rpartition("@")[2]
@@ -49,67 +56,58 @@ class TierURL:
         self.password = unquote(parts.password) if parts.password else None
         self.host = parts.hostname
         self.path = unquote(parts.path)
-        who = f"{parts.username or ''}:***@" if self.password else ""
-        if not who and parts.username:
-            who = f"{parts.username}@"
+        user = f"{parts.username or ''}:***@" if self.password else ""
+        if not user and parts.username:
+            user = f"{parts.username}@"
         self._options: dict[str, str] = {}
         for name, value in parse_qsl(parts.query, keep_blank_values=True):
             if name in self._options:
                 raise InvalidValue(f"the tier's URL gives {name} twice")
             self._options[name] = value
-        self._asked: list[str] = []
-        self.safe = f"{self.scheme}://{who}{self.place}{parts.path}"
+        self._taken: list[str] = []
+        self.safe = f"{self.scheme}://{user}{self.place}{parts.path}"
 
     def text(self, name: str, default: str | None = None) -> str | None:
-        """Take an option as it is."""
-        self._asked.append(name)
+        """Take an option as text."""
+        self._taken.append(name)
         return self._options.pop(name, default)
 
     def choice(self, name: str, choices: Collection[str], default: str) -> str:
-        """Take an option that is one of ``choices``."""
+        """Take an option with one of the values ``choices``."""
         value = self.text(name, default)
         assert value is not None
         if value not in choices:
-            raise InvalidValue(f"{name}={value} in {self.safe}; it is one of {', '.join(choices)}")
+            raise InvalidValue(f"{name}={value} in {self.safe}; use one of {', '.join(choices)}")
         return value
 
     def size(self, name: str, default: int | None = None) -> int | None:
-        """Take an amount of bytes: ``200GiB``."""
-        value = self.text(name)
-        if value is None:
-            return default
-        try:
-            return parse_bytes(value)
-        except InvalidValue as error:
-            raise InvalidValue(f"{name}={value} in {self.safe}: {error}") from error
+        """Take a number of bytes: ``200GiB``."""
+        return self._parsed(name, parse_bytes, default)
 
     def seconds(self, name: str, default: float | None = None) -> float | None:
-        """Take a time above zero, in seconds, or as ``500ms``, ``30s``, ``10m``, ``2h``, ``7d``."""
-        value = self.text(name)
-        if value is None:
-            return default
-        try:
-            return parse_seconds(value)
-        except InvalidValue as error:
-            raise InvalidValue(f"{name}={value} in {self.safe}: {error}") from error
+        """Take a positive number of seconds: ``30``, ``500ms``, ``10m``, ``2h``, ``7d``."""
+        return self._parsed(name, parse_seconds, default)
 
     def number(self, name: str, default: int, low: int, high: int) -> int:
-        """Take a whole number in ``low`` … ``high``, as ``64`` or ``1k``."""
+        """Take an integer in ``low`` … ``high``: ``64`` or ``1k``."""
+        given = self._parsed(name, parse_count, None)
+        return default if given is None else whole(f"{name} in {self.safe}", given, low, high)
+
+    def finish(self) -> None:
+        """Raise `InvalidValue` if options remain that were not taken."""
+        if self._options:
+            unknown = ", ".join(sorted(self._options))
+            known = ", ".join(sorted(set(self._taken))) or "none"
+            raise InvalidValue(f"{self.safe} has no option {unknown}; the options are: {known}")
+
+    def _parsed(self, name: str, parse: Callable[[str], T], default: T | None) -> T | None:
         value = self.text(name)
         if value is None:
             return default
         try:
-            given = parse_count(value)
+            return parse(value)
         except InvalidValue as error:
             raise InvalidValue(f"{name}={value} in {self.safe}: {error}") from error
-        return whole(f"{name} in {self.safe}", given, low, high)
-
-    def finish(self) -> None:
-        """Refuse the options that nobody took."""
-        if self._options:
-            unknown = ", ".join(sorted(self._options))
-            known = ", ".join(sorted(set(self._asked))) or "none"
-            raise InvalidValue(f"{self.safe} has no option {unknown}; there are: {known}")
 
     def __repr__(self) -> str:
         return f"<TierURL {self.safe}>"

@@ -1,13 +1,13 @@
-"""Codecs: the KV of a block into bytes and back.
+"""Codecs: encode the KV of a block into bytes, and decode it.
 
-base.py        the contract, and what a codec may know of a block
+base.py        the contract
 named.py       codecs by name and by number
-raw.py         as they are
+raw.py         unchanged bytes
 lossless.py    byte planes and zstd, exact (numcodecs)
-quantised.py   what int8.py and fp8.py share: a byte a number, a scale a tile (torch)
+quantised.py   shared by int8.py and fp8.py: one byte a number, one scale a tile (torch)
 tiles.py       which numbers share a scale
 encrypted.py   AES-256-GCM around another codec (cryptography)
-keyfile.py     the files that keys are in
+keyfile.py     key files
 
 `docs/codecs.md` has the formats byte by byte, error bounds and figures.
 """

@@ -1,4 +1,4 @@
-"""The contract of codecs: the KV of a block into bytes, and back."""
+"""The contract of codecs: encode the KV of a block into bytes, and decode it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ __all__ = ["BlockShape", "Codec", "Damaged", "OtherKey"]
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """What a codec may know of a block's raw bytes.
+    """The structure of a block's raw bytes.
 
-    ``dtype`` is a key of `kvkeep.core.geometry.DTYPES`, or "" for bytes that mean nothing here. Raw
-    bytes are ``parts`` after another (a layer's K, its V, the next layer's K, …; one a layer for
-    latent attention), each part a C-ordered array of ``[tokens, heads, dim]`` (layout "NHD") or
-    ``[heads, tokens, dim]`` ("HND"). ``parts`` lists (heads, dim) of each. How many tokens follows
-    from the number of bytes.
+    Raw bytes are a sequence of parts (a layer's K, its V, the next layer's K, …; one per layer for
+    latent attention). Each part is a C-ordered array. The number of tokens follows from the number
+    of bytes.
+
+    Attributes:
+        dtype: a key of `kvkeep.core.geometry.DTYPES`, or "" for opaque bytes.
+        layout: order of a part's axes: "NHD" is ``[tokens, heads, dim]``, "HND" is
+            ``[heads, tokens, dim]``.
+        parts: (heads, dim) of each part.
     """
 
     dtype: str = ""
@@ -25,20 +29,22 @@ class BlockShape:
 
 
 class Damaged(Exception):
-    """Encoded bytes that this codec cannot have written, or not for this block."""
+    """The encoded bytes are not what this codec writes for this block."""
 
 
 class OtherKey(Exception):
-    """Encoded bytes that name a key which this codec does not have: not damaged, not readable."""
+    """The encoded bytes name a key that this codec does not have. They need not be damaged."""
 
 
 class Codec(ABC):
-    """Encodes raw bytes of blocks of one `BlockShape`. Immutable, used by many threads at once.
+    """Encodes the raw bytes of blocks of one `BlockShape`.
+
+    Thread safety: codecs are immutable and used by many threads at once.
 
     Attributes:
-        name: as options spell it: "raw", "lossless", "int8", …
-        number: what stands in the header of a record; never given to another codec.
-        exact: decoding gives back the very bytes.
+        name: as in options: "raw", "lossless", "int8", …
+        number: identifies the codec in a record's header; never reused.
+        exact: whether decoding returns the identical bytes.
     """
 
     name: str
@@ -47,23 +53,25 @@ class Codec(ABC):
 
     @abstractmethod
     def bound(self, raw_bytes: int) -> int:
-        """Bytes that `encode` may need at most for so many raw ones."""
+        """Return the maximum encoded size of ``raw_bytes`` bytes."""
 
     @abstractmethod
     def encode(self, raw: memoryview, out: memoryview, bound_to: bytes) -> int:
-        """Write the encoded form of ``raw`` to the front of ``out``; how many bytes it took.
+        """Encode ``raw`` into the front of ``out``, of at least `bound` bytes; return the size.
 
-        ``out`` has at least `bound` bytes. ``bound_to`` are bytes that name the block (its record
-        header); an encrypting codec authenticates them, others ignore them.
+        ``bound_to`` are bytes that name the block (its record header). An encrypting codec
+        authenticates them, others ignore them.
         """
 
     @abstractmethod
     def decode(self, encoded: memoryview, out: memoryview, bound_to: bytes) -> None:
-        """Fill ``out``, as long as the raw bytes were, from ``encoded``.
+        """Decode ``encoded`` into ``out``, which has exactly the raw size.
+
+        Never reads or writes outside of the two buffers, whatever ``encoded`` contains.
 
         Raises:
-            Damaged: ``encoded`` is not what `encode` writes for these lengths and names; what
-                ``out`` holds then means nothing. Never reads or writes outside of the two. Only
-                an encrypting codec notices every change: under the others a checksum must stand.
+            Damaged: ``encoded`` is invalid for this size and ``bound_to``; ``out`` is undefined.
+                Only an encrypting codec detects every change: others rely on the checksum of the
+                record.
             OtherKey: ``encoded`` was encrypted with another key.
         """

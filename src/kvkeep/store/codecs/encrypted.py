@@ -5,15 +5,14 @@ Encoded bytes:
     8     key id
     16    salt of the record key
     12    nonce
-    n     what the inner codec wrote, encrypted
+    n     output of the inner codec, encrypted
     16    tag
 
-The key id is HKDF-SHA256 of the key with the info "kvkeep key id 1": it tells keys apart and says
-nothing about them. The record key is HKDF-SHA256 of the key with that salt and the info "kvkeep
-record key 1". The tag covers the ciphertext, and as associated data the codec's number (a byte) and
-the bytes that name the block. Records that were written before there were key ids are read, too:
-they have the numbers from `WITHOUT_KEY_ID` on, and no key id in front. `docs/security.md` says what
-this protects, and what it does not.
+The key id is HKDF-SHA256 of the key with the info "kvkeep key id 1"; it identifies a key without
+revealing it. The record key is HKDF-SHA256 of the key with the salt and the info "kvkeep record
+key 1". The tag covers the ciphertext and, as associated data, the codec's number (one byte) and the
+bytes that name the block. Older records without a key id are still read: their codec numbers start
+at `WITHOUT_KEY_ID`. `docs/security.md` says what encryption protects and what not.
 """
 
 from __future__ import annotations
@@ -34,39 +33,39 @@ if TYPE_CHECKING:
 __all__ = ["ENCRYPTED", "WITHOUT_KEY_ID", "EncryptedCodec", "inner_number"]
 
 ENCRYPTED = 128
-"""The number of an encrypted codec is this more than its inner codec's."""
+"""Added to the inner codec's number, it is the number of the encrypted codec."""
 
 WITHOUT_KEY_ID = 64
-"""The same, of records from before there were key ids. Below it nothing is encrypted."""
+"""The same for older records without a key id. Smaller numbers are not encrypted."""
 
 _ID = 8
 _SALT = 16
 _NONCE = 12
 _TAG = 16
 _HEAD = _ID + _SALT + _NONCE
-_LONGEST = 2**31 - 1  # what the cipher's library takes in one call
+_LONGEST = 2**31 - 1  # bytes that the cipher's library takes in one call
 _KEYS_KEPT = 256
 
 
 def inner_number(number: int) -> int | None:
-    """The number of the codec inside of an encrypted one; None where nothing is encrypted."""
+    """Return the number of the codec inside an encrypted one; None if not encrypted."""
     if number < WITHOUT_KEY_ID:
         return None
     return number - (WITHOUT_KEY_ID if number < ENCRYPTED else ENCRYPTED)
 
 
 class EncryptedCodec(Codec):
-    """What ``inner`` writes, encrypted under ``key`` (32 bytes) and bound to the block's name.
+    """Encrypts the output of ``inner`` with ``key`` (32 bytes), bound to the block's name.
 
-    ``old_keys`` are for reading only. ``with_id=False`` reads records without a key id, which any
-    of the keys may have encrypted, and writes such.
+    ``old_keys`` are for reading only. ``with_id=False`` reads and writes records without a key id,
+    for which every key is tried.
 
-    Each codec object has a record key of its own, derived with a random salt: the limit of 2^32
-    random nonces a key is one for the blocks that one object writes, not for all that are ever
-    written with the key. Nonces are random, so that a forked process does not repeat its parent's.
+    Each object derives its own record key with a random salt, so the limit of 2^32 random nonces
+    per key applies to the blocks that one object writes. Nonces are random, so a forked process
+    does not repeat its parent's.
 
-    Thread safety: any number of threads; the GIL is free while the cipher works. Memory: none
-    around `raw`; around others one buffer of the encoded size a call. Needs cryptography.
+    The GIL is released during encryption. Memory: none around `raw`; around other codecs one
+    buffer of the encoded size per call. Needs cryptography.
 
     Raises:
         InvalidValue: a key is not 32 bytes long, or ``inner`` encrypts already.
@@ -97,7 +96,7 @@ class EncryptedCodec(Codec):
             expanded: bytes = derived.derive(key)
             return expanded
 
-        # In no attribute of this object: a key must not be seen where objects are printed.
+        # Keys live in closures, not in attributes, so that printing the object cannot reveal them.
         keys = {expand(one, _ID, None, b"kvkeep key id 1"): one for one in (key, *old_keys)}
 
         def derive(named: bytes, salt: bytes) -> Any:
@@ -116,14 +115,14 @@ class EncryptedCodec(Codec):
         self._head = len(self._id) + _SALT + _NONCE
 
     def bound(self, raw_bytes: int) -> int:
-        """What the inner codec may need, and 52 bytes."""
+        """Return the inner codec's bound plus 52 bytes."""
         return self.inner.bound(raw_bytes) + _HEAD + _TAG
 
     def encode(self, raw: memoryview, out: memoryview, bound_to: bytes) -> int:
-        """Encode, encrypt, authenticate ``bound_to`` with it.
+        """Encode, encrypt, and authenticate ``bound_to``.
 
         Raises:
-            InvalidValue: 2 GiB or more at once.
+            InvalidValue: 2 GiB or more.
         """
         plain = raw
         if self.inner.number:
@@ -131,7 +130,7 @@ class EncryptedCodec(Codec):
             plain = scratch[: self.inner.encode(raw, scratch, b"")]
         if len(plain) > _LONGEST - _TAG:
             raise InvalidValue(
-                f"{len(plain)} bytes at once are more than can be encrypted; use smaller blocks"
+                f"{len(plain)} bytes exceed what one call encrypts (2 GiB); use smaller blocks"
             )
         nonce = os.urandom(_NONCE)
         head = self._head
@@ -141,18 +140,20 @@ class EncryptedCodec(Codec):
         return size
 
     def decode(self, encoded: memoryview, out: memoryview, bound_to: bytes) -> None:
-        """Verify, decrypt, decode. `Damaged`: changed, of another block, or no key fits.
+        """Verify, decrypt, decode.
 
-        `OtherKey`: it names a key that is none of these.
+        Raises:
+            Damaged: the bytes were changed, are another block's, or fit none of the keys.
+            OtherKey: the bytes name a key that this codec does not have.
         """
         size = len(encoded) - self._head - _TAG
         if not 0 <= size <= min(_LONGEST - _TAG, self.inner.bound(len(out))):
-            raise Damaged(f"{len(encoded)} bytes are no encrypted form of {len(out)}")
+            raise Damaged(f"{len(encoded)} bytes cannot be the encrypted form of {len(out)} bytes")
         plain = out
         if self.inner.number:
             plain = np.empty(size, dtype=np.uint8).data
         elif size != len(out):
-            raise Damaged(f"{size} encrypted bytes where there must be {len(out)}")
+            raise Damaged(f"{size} encrypted bytes where {len(out)} are expected")
         self._decrypt(encoded, plain, self._associated(bound_to))
         if self.inner.number:
             self.inner.decode(plain, out, b"")
@@ -163,7 +164,7 @@ class EncryptedCodec(Codec):
         if self._with_id:
             named = bytes(encoded[:at])
             if named not in ids:
-                raise OtherKey(f"it is encrypted with the key {named.hex()}")
+                raise OtherKey(f"the record is encrypted with the key {named.hex()}")
             ids = (named,)
         salt, nonce = bytes(encoded[at : at + _SALT]), bytes(encoded[at + _SALT : head])
         for named in ids:
@@ -172,7 +173,7 @@ class EncryptedCodec(Codec):
             except self._invalid_tag:
                 continue
             return
-        raise Damaged("changed, of another block, or encrypted with another key")
+        raise Damaged("bytes were changed, are another block's, or were encrypted with another key")
 
     def _associated(self, bound_to: bytes) -> bytes:
         return bytes([self.number]) + bound_to

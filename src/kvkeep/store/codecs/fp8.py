@@ -1,4 +1,4 @@
-"""fp8: floating point numbers of 8 bits (E4M3), times a scale."""
+"""fp8: 8-bit floating point numbers (E4M3) times a scale."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Fp8Codec"]
 
 
 class Fp8Codec(QuantisedCodec):
-    """A number is an E4M3 number (``torch.float8_e4m3fn``) times its tile's scale.
+    """Stores each number as E4M3 (``torch.float8_e4m3fn``) times its tile's scale.
 
-    A scale is a tile's greatest magnitude / 448, rounded up by less than 1 %, so nothing saturates.
-    What is decoded is off by at most 1/16 of the number or 1/1024 of the scale, whichever is more,
-    and by what rounding to the block's element type adds. Small numbers keep their digits better
-    than under int8, large ones worse: int8 is nearer for most KV.
+    A scale is the tile's greatest magnitude / 448, rounded up by less than 1 %, so nothing
+    saturates. The error is at most the larger of 1/16 of the number and 1/1024 of the scale, plus
+    the rounding to the block's element type. Small numbers are more accurate than with int8, large
+    ones less: int8 has the smaller error for most KV.
     """
 
     name = "fp8"
@@ -31,7 +31,7 @@ class Fp8Codec(QuantisedCodec):
         codes.view(torch.float8_e4m3fn).copy_(numbers)
 
     def _restore(self, codes: Tensor) -> Tensor:
-        # Bit for bit a float16 of another bias: sign to the front, the rest 7 places up, times 2^8.
-        # Three times as fast as torch's own conversion. (NaN, which is never written, is ±480.)
+        # E4M3 is float16 with another bias: move the sign to the front, shift the rest up by 7,
+        # multiply by 2^8. Three times as fast as torch's conversion. (NaN, never written, is ±480.)
         bits = (codes.view(torch.int8).short() << 7) & -0x4001
         return bits.view(torch.float16).float().mul_(256.0)

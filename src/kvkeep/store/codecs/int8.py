@@ -1,4 +1,4 @@
-"""int8: whole steps of a scale."""
+"""int8: whole multiples of a scale."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Int8Codec"]
 
 
 class Int8Codec(QuantisedCodec):
-    """A number is a whole multiple, -127 … 127, of its tile's scale.
+    """Stores each number as a whole multiple, -127 … 127, of its tile's scale.
 
-    A scale is a tile's greatest magnitude / 127, rounded up by less than 1 %. What is decoded is
-    off by at most half a scale, and by what rounding to the block's element type adds: nothing
-    for float32, at most half a unit in the last place of the number for float16 and bfloat16.
+    A scale is the tile's greatest magnitude / 127, rounded up by less than 1 %. The error is at
+    most half a scale, plus the rounding to the block's element type: none for float32, half a unit
+    in the last place for float16 and bfloat16.
     """
 
     name = "int8"

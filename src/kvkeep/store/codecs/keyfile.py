@@ -1,4 +1,4 @@
-"""Key files: 32 random bytes that only their owner can read."""
+"""Key files: 32 random bytes, readable by their owner only."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ __all__ = ["KEY_FILE_BYTES", "generate_key", "load_key"]
 
 KEY_FILE_BYTES = 32
 _HEX = re.compile(rb"[0-9a-fA-F]{64}\s*")
-_LONGEST = 4 * KEY_FILE_BYTES  # a file that is longer is no key, and need not be read
+_LONGEST = 4 * KEY_FILE_BYTES  # bytes; a longer file is not a key and is not read
 
 
 def load_key(path: str | os.PathLike[str]) -> bytes:
-    """Read a key: a file of exactly 32 bytes, or of 64 hexadecimal digits (and a newline).
+    """Read a key from a file of 32 bytes, or of 64 hexadecimal digits and a newline.
 
     Raises:
-        InvalidValue: it cannot be read, is not a key, or others than its owner can read it.
+        InvalidValue: the file cannot be read, is no key file, or not only its owner can access it.
     """
     place = Path(path)
     try:
-        # A pipe in its place must not be waited for.
-        with open(place, "rb", opener=_at_once) as file:
+        with open(place, "rb", opener=_nonblocking) as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(_LONGEST + 1) if stat.S_ISREG(mode) else b""
     except OSError as error:
         raise InvalidValue(f"the key file {place} cannot be read: {error.strerror}") from error
     if os.name == "posix" and mode & 0o077:
         raise InvalidValue(
-            f"the key file {place} has mode {stat.S_IMODE(mode):04o}: others than its owner can "
-            f"read or change it; say chmod 600 {place}"
+            f"the key file {place} has mode {stat.S_IMODE(mode):04o}: users other than its owner "
+            f"can access it; run chmod 600 {place}"
         )
     if len(content) == KEY_FILE_BYTES:
         return content
     if len(content) <= _LONGEST and _HEX.fullmatch(content):
         return bytes.fromhex(content.decode("ascii"))
     raise InvalidValue(
-        f"{place} is no key file: such is 32 bytes, or 64 hexadecimal digits, as generate_key makes"
+        f"{place} is no key file: that is 32 bytes or 64 hexadecimal digits, see generate_key"
     )
 
 
-def _at_once(path: str, flags: int) -> int:
+def _nonblocking(path: str, flags: int) -> int:
+    """Open without waiting for a writer, in case the file is a pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -53,8 +53,8 @@ def generate_key(path: str | os.PathLike[str]) -> None:
     """Write a new random key to a new file of mode 0600, as 64 hexadecimal digits.
 
     Raises:
-        InvalidValue: the file is there already (what was encrypted with its key could never be
-            read again if this one took its place), or cannot be written; then it is not there.
+        InvalidValue: the file exists (replacing its key would make everything encrypted with it
+            unreadable), or cannot be written; then no file is left.
     """
     place = Path(path)
     try:
@@ -62,7 +62,7 @@ def generate_key(path: str | os.PathLike[str]) -> None:
     except FileExistsError as error:
         raise InvalidValue(f"{place} is there already; name a new file for the key") from error
     except OSError as error:
-        raise InvalidValue(f"the key file {place} cannot be made: {error.strerror}") from error
+        raise InvalidValue(f"the key file {place} cannot be created: {error.strerror}") from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(secrets.token_hex(KEY_FILE_BYTES).encode("ascii") + b"\n")

@@ -1,13 +1,13 @@
-"""Lossless: byte planes, compressed by zstd. Exact.
+"""Lossless: byte planes compressed by zstd.
 
-Of a floating point number, sign and exponent repeat and the mantissa is noise. Blosc sorts the
-bytes of many numbers by their place (all highest bytes, then all second ones, …), so that zstd
-finds the bytes that repeat side by side, and passes over the others quickly.
+Signs and exponents of floating point numbers repeat, mantissas are noise. Blosc groups the bytes of
+many numbers by significance (all highest bytes, then all second ones, …), so zstd finds the
+repeating bytes side by side and skips the others quickly.
 
-Encoded bytes are frames, one for each mebibyte of raw bytes, the last one shorter:
+Encoded bytes are frames, one per mebibyte of raw bytes, the last one shorter:
 
-    uint32, little-endian    bit 31: stored as it is; bits 0 … 30: bytes that follow
-    so many bytes            raw bytes, or a Blosc 1 buffer (zstd, level 1) of one Blosc block
+    uint32, little-endian    bit 31: not compressed; bits 0 … 30: length of the frame's data
+    data                     raw bytes, or a Blosc 1 buffer (zstd, level 1) of one Blosc block
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _AS_IS = 1 << 31
 _BLOSC = struct.Struct("<BBBBIII")  # version, zstd's, flags, item size, raw, block, whole size
 _BLOSC_VERSION = 2
 _BLOSC_ZSTD = 4  # in the flags' highest three bits
-_BLOSC_COPIED = 2  # the flag of what Blosc itself stored as it is: we store that without Blosc
+_BLOSC_COPIED = 2  # flag of uncompressed buffers; this codec stores those without Blosc
 
 _SAMPLES = 4
 _SAMPLE = 1 << 16
-_WORTH = 0.97  # of the sample's size: where less is gained, decoding would cost more than it saves
+_WORTH = 0.97  # compressed / raw size of the sample; above it, decoding costs more than it saves
 
 
 class LosslessCodec(Codec):
-    """Byte planes and zstd: gives back the very bytes, 1.2 to 1.6 times smaller for floats.
+    """Byte planes and zstd: exact, 1.2 to 1.6 times smaller for floats.
 
-    What does not become smaller (random bytes, text that was compressed before) is found out on a
-    sample of 256 KiB and kept as it is. Bytes of no known type are tried as items of 2, 4 and 1.
+    Data that does not compress (random or already compressed bytes) is detected on a sample of
+    256 KiB and stored raw. Opaque bytes are tried as items of 2, 4 and 1 bytes.
 
-    Thread safety: any number of threads; the GIL is free while Blosc works. One thread a call.
-    Memory: one frame beside the two buffers. Needs numcodecs (extra ``store``).
+    The GIL is released while Blosc works, in one thread per call. Memory: one frame beside the two
+    buffers. Needs numcodecs (extra ``store``).
     """
 
     name = "lossless"
@@ -60,11 +60,11 @@ class LosslessCodec(Codec):
         self._item_sizes = (DTYPES[shape.dtype],) if shape.dtype else (2, 4, 1)
 
     def bound(self, raw_bytes: int) -> int:
-        """The bytes themselves, and four for each mebibyte."""
+        """Return the raw size plus 4 bytes per mebibyte."""
         return raw_bytes + _LENGTH.size * -(-raw_bytes // _FRAME)
 
     def encode(self, raw: memoryview, out: memoryview, bound_to: bytes) -> int:
-        """Compress frame by frame; 0.5 GB/s a core on bfloat16, 6 GB/s on random bytes."""
+        """Compress frame by frame: 0.5 GB/s per core on bfloat16, 6 GB/s on random bytes."""
         del bound_to
         item_size = self._item_size(raw)
         at = 0
@@ -82,12 +82,12 @@ class LosslessCodec(Codec):
         return at
 
     def decode(self, encoded: memoryview, out: memoryview, bound_to: bytes) -> None:
-        """Decompress straight into ``out``; 1.6 GB/s a core on bfloat16."""
+        """Decompress directly into ``out``: 1.6 GB/s per core on bfloat16."""
         del bound_to
         at = 0
         for frame in _frames(out):
             if len(encoded) - at < _LENGTH.size:
-                raise Damaged(f"the encoded bytes end at {len(encoded)}, in the middle")
+                raise Damaged(f"the encoded bytes end at {len(encoded)}, within a frame")
             (length,) = _LENGTH.unpack_from(encoded, at)
             at += _LENGTH.size
             body = encoded[at : at + (length & ~_AS_IS)]
@@ -96,18 +96,18 @@ class LosslessCodec(Codec):
             at += len(body)
             if length & _AS_IS:
                 if len(body) != len(frame):
-                    raise Damaged(f"a frame of {len(body)} bytes where {len(frame)} belong")
+                    raise Damaged(f"a frame of {len(body)} bytes where {len(frame)} are expected")
                 frame[:] = body
             else:
                 self._decompress(body, frame)
         if at != len(encoded):
-            raise Damaged(f"{len(encoded) - at} bytes behind the last frame")
+            raise Damaged(f"{len(encoded) - at} bytes after the last frame")
 
     def _item_size(self, raw: memoryview) -> int:
-        """The item size whose planes compress best, on a sample; 0: nothing would be gained."""
+        """Return the item size that compresses a sample best; 0 if compression does not pay."""
         if len(raw) <= _SAMPLES * _SAMPLE:
             if len(self._item_sizes) == 1:
-                return self._item_sizes[0]  # compressing it twice would tell no more
+                return self._item_sizes[0]  # small: compress it directly instead of a sample
             sample = raw
         else:
             step = (len(raw) - _SAMPLE) // (_SAMPLES - 1) & ~4095  # whole items of any size
@@ -124,14 +124,14 @@ class LosslessCodec(Codec):
             item_size = 1
         items = np.frombuffer(frame, dtype=f"u{item_size}")
         shuffle = self._blosc.SHUFFLE if item_size > 1 else self._blosc.NOSHUFFLE
-        # One Blosc block a frame: nothing for it to share among threads, in whichever thread we are
+        # One Blosc block per frame, so Blosc has no work for threads of its own.
         packed: bytes = self._blosc.compress(items, b"zstd", 1, shuffle, _FRAME)
         return packed
 
     def _decompress(self, packed: memoryview, frame: memoryview) -> None:
-        """Blosc believes the sizes in a buffer's header: they are compared before it sees them."""
+        """Decompress ``packed``, after a check of the sizes in its header, which Blosc trusts."""
         if len(packed) < _BLOSC.size:
-            raise Damaged(f"{len(packed)} bytes are no Blosc buffer")
+            raise Damaged(f"{len(packed)} bytes are too short for a Blosc buffer")
         version, _, flags, item_size, raw_size, _, size = _BLOSC.unpack_from(packed)
         if (
             (version, flags >> 5, raw_size, size)
@@ -141,7 +141,7 @@ class LosslessCodec(Codec):
         ):
             raise Damaged(
                 f"a Blosc buffer of version {version}, flags {flags:#x}, items of {item_size} "
-                f"bytes, {size} bytes for {raw_size}; {len(packed)} for {len(frame)} belong here"
+                f"bytes, {size} bytes for {raw_size}; {len(packed)} for {len(frame)} are expected"
             )
         try:
             self._blosc.decompress(packed, frame)

@@ -1,4 +1,4 @@
-"""Codecs by name, as options spell them, and by number, as records state them."""
+"""Codecs by name (in options) and by number (in records)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 __all__ = ["CODECS", "codec_of", "make_codec"]
 
 CODECS = ("raw", "lossless", "int8", "fp8")
-"""Names of codecs; a codec's number is its place here."""
+"""Names of codecs; a codec's index is its number."""
 
 
 def make_codec(
     name: str, shape: BlockShape, key: bytes | None = None, old_keys: Sequence[bytes] = ()
 ) -> Codec:
-    """The codec called ``name`` for blocks of ``shape``; with a ``key``, encryption around it.
+    """Return the codec ``name`` for blocks of ``shape``, encrypting if there is a ``key``.
 
-    It reads what was encrypted with ``old_keys``, too.
+    ``old_keys`` are for reading only.
 
     Raises:
-        InvalidValue: there is none of that name, or it cannot work on such blocks.
-        MissingExtra: it needs a package that is not installed.
+        InvalidValue: the name is unknown, or the codec cannot encode such blocks.
+        MissingExtra: the codec needs a package that is not installed.
     """
     if name not in CODECS:
         raise InvalidValue(f"codec is {name!r}; it is one of {', '.join(CODECS)}")
@@ -40,13 +40,13 @@ def make_codec(
 def codec_of(
     number: int, shape: BlockShape, key: bytes | None = None, old_keys: Sequence[bytes] = ()
 ) -> Codec | None:
-    """The codec that decodes records of ``number``; None: not known, or not with what is given.
+    """Return the codec that decodes records of ``number``. Call it once per number, not per record.
 
-    Without a ``key`` nothing that is encrypted can be read; a codec that needs to know the element
-    type cannot read where ``shape`` has none. Make it once a number, not once a record.
+    None if the number is unknown, encrypted and there is no ``key``, or needs an element type that
+    ``shape`` does not have.
 
     Raises:
-        MissingExtra: it needs a package that is not installed.
+        MissingExtra: the codec needs a package that is not installed.
     """
     inside = inner_number(number)
     plain = number if inside is None else inside

@@ -1,26 +1,26 @@
-"""What `int8` and `fp8` share: one byte a number, and one scale for the numbers of a tile.
+"""Shared by `int8` and `fp8`: one byte per number, one scale per tile.
 
-Each part of a block (K or V of a layer) is encoded by itself:
+Each part of a block (K or V of a layer) is encoded on its own:
 
-- *as is*, where a number is not finite, or so near the type's end that decoding could leave it;
-  or where scales would cost more than is gained.
+- *as is*, if a number is not finite or so near the type's maximum that decoding could overflow, or
+  if the scales would take more than the codes save.
 - *per channel*: a tile is 64 tokens of one channel. Some channels of keys are large for every
-  token, and would leave the others of their head few steps (KIVI, arXiv 2402.02750, found it so).
+  token; in a common tile the other channels would get few steps (KIVI, arXiv 2402.02750).
 - *per token*: a tile is 64 channels of one token, or of as many tokens as small heads need.
 
-Which of the last two is decided on a sample of the part: what gives the smaller squared error.
-A part of less than 32 tokens is encoded per token.
+Of the last two, the one with the smaller squared error on a sample of the part is used. A part of
+fewer than 32 tokens is encoded per token.
 
 Encoded bytes:
 
-    part kinds     one byte each: 0 as is, 1 per channel, 2 per token; zeros up to a multiple of 8
-    then a part    as is: its raw bytes
-    after another  else: scales, 16 bits each, little-endian, the upper half of a float32
-                   [rows, runs, groups]; then codes, a byte each, in the order of raw numbers
-                   zeros up to a multiple of 8
+    kinds       one byte per part: 0 as is, 1 per channel, 2 per token; zeros up to a multiple of 8
+    each part   as is: its raw bytes
+                else: scales [rows, runs, groups], 16 bits each, little-endian, the upper half of a
+                float32; then codes, one byte each, in the order of the raw numbers
+                zeros up to a multiple of 8
 
-Rows are heads in HND; in NHD there is one, and its channels are those of all heads. Scales are
-rounded up to 16 bits, so that no code passes its end, and are at least 2^-126.
+Rows are heads in HND; NHD has one row, with the channels of all heads. Scales are rounded up to
+16 bits, so that no code exceeds its range, and are at least 2^-126.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _SAMPLE_TOKENS = 64
 _SAMPLE_CHANNELS = 256
 _ALIGNED = 8
 _SCALE_BYTES = 2
-_LEAST_SCALE = 2.0**-126  # the smallest whose reciprocal is finite and exact
-_NEAR_THE_END = 0.98  # of the type's greatest number: half a step more must not leave it
+_LEAST_SCALE = 2.0**-126  # the smallest with a finite, exact reciprocal
+_NEAR_MAXIMUM = 0.98  # of the type's maximum: half a step more must not overflow
 
 
 class _Part(NamedTuple):
-    """Where one part lies in the raw bytes, and how: [rows, tokens, channels]."""
+    """Offset, size in bytes and shape [rows, tokens, channels] of a part in the raw bytes."""
 
     start: int
     size: int
@@ -67,27 +67,26 @@ class _Part(NamedTuple):
 
 
 class QuantisedCodec(Codec):
-    """One byte a number with a scale a tile; `Int8Codec` and `Fp8Codec` say what the byte means.
+    """One byte per number, one scale per tile; `Int8Codec` and `Fp8Codec` define the byte.
 
-    Thread safety: any number of threads. A call works in pieces of 32768 numbers, which torch
-    computes in the calling thread; its pool of threads is left to whoever computes the model.
-    Memory: a few pieces beside the two buffers.
+    A call processes pieces of 32768 numbers, which torch computes in the calling thread; its
+    thread pool stays free for the model. Memory: a few pieces beside the two buffers.
     """
 
     exact = False
     largest: float
-    """The code of the greatest magnitude in a tile."""
+    """Code of a tile's greatest magnitude."""
 
     def __init__(self, shape: BlockShape) -> None:
         if not shape.dtype or not shape.parts:
             raise InvalidValue(
-                f"codec {self.name} must know what the bytes are, and here they are opaque; "
+                f"codec {self.name} needs the element type, and these bytes are opaque; "
                 "raw and lossless work on any bytes"
             )
         if DTYPES[shape.dtype] < 2:
             raise InvalidValue(
-                f"codec {self.name} makes numbers one byte long, and {shape.dtype} is that "
-                "already; raw or lossless would work"
+                f"codec {self.name} makes numbers one byte long, and those of {shape.dtype} are "
+                "already; use raw or lossless"
             )
         if shape.layout not in ("NHD", "HND"):
             raise InvalidValue(f"layout is 'NHD' or 'HND', got {shape.layout!r}")
@@ -97,24 +96,24 @@ class QuantisedCodec(Codec):
         self._item = DTYPES[shape.dtype]
         self._bits = torch.int32 if self._item == 4 else torch.int16
         self._magnitude = 0x7FFFFFFF if self._item == 4 else 0x7FFF
-        end = torch.tensor(torch.finfo(self._dtype).max * _NEAR_THE_END, dtype=self._dtype)
+        end = torch.tensor(torch.finfo(self._dtype).max * _NEAR_MAXIMUM, dtype=self._dtype)
         self._greatest_bits = int(end.view(self._bits))
         self._token_bytes = sum(heads * dim for heads, dim in shape.parts) * self._item
 
     @abstractmethod
     def _quantise(self, numbers: Tensor, codes: Tensor) -> None:
-        """Round float32 ``numbers`` of magnitude ≤ `largest` into ``codes`` (uint8); may spoil."""
+        """Round float32 ``numbers``, at most `largest`, into uint8 ``codes``. Alters them."""
 
     @abstractmethod
     def _restore(self, codes: Tensor) -> Tensor:
-        """The float32 numbers that ``codes`` (uint8) mean: a new tensor."""
+        """Return the float32 numbers of ``codes`` (uint8) in a new tensor."""
 
     def bound(self, raw_bytes: int) -> int:
-        """As many as there are, with kinds and gaps: what is not smaller is kept as it is."""
+        """Return the raw size plus kinds and padding: parts that do not shrink stay as they are."""
         return raw_bytes + _aligned(len(self._parts)) + _ALIGNED * len(self._parts)
 
     def encode(self, raw: memoryview, out: memoryview, bound_to: bytes) -> int:
-        """Encode part by part. A read-only ``raw`` is copied first: torch takes writable ones."""
+        """Encode part by part. A read-only ``raw`` is copied first: torch needs writable memory."""
         del bound_to
         tokens, rest = divmod(len(raw), self._token_bytes)
         assert tokens, "a block without a token"
@@ -150,10 +149,10 @@ class QuantisedCodec(Codec):
         at = _aligned(len(parts))
         kinds = bytes(encoded[: len(parts)])
         if len(encoded) < at or any(kind not in {_AS_IS, *_TILES} for kind in kinds):
-            raise Damaged(f"{len(encoded)} bytes do not begin with {len(parts)} kinds of parts")
+            raise Damaged(f"{len(encoded)} bytes do not begin with the kinds of {len(parts)} parts")
         sizes = [_encoded_size(part, kind) for part, kind in zip(parts, kinds, strict=True)]
         if at + sum(map(_aligned, sizes)) != len(encoded):
-            raise Damaged(f"{len(encoded)} bytes; {at + sum(map(_aligned, sizes))} belong here")
+            raise Damaged(f"{len(encoded)} bytes; {at + sum(map(_aligned, sizes))} are expected")
         source = _tensor(encoded)
         restored = _tensor(out).view(self._dtype)
         for part, kind, size in zip(parts, kinds, sizes, strict=True):
@@ -180,7 +179,7 @@ class QuantisedCodec(Codec):
     def _kind_of(self, numbers: Tensor, part: _Part) -> int:
         kind = _PER_TOKEN
         if part.shape[1] >= _FEW_TOKENS:
-            # Whole heads: of NHD's one row some channels, of HND's rows one in the middle.
+            # A sample of whole heads: some channels of NHD's one row, the middle row of HND's.
             row = part.shape[0] // 2
             width = max(part.dim, _SAMPLE_CHANNELS // part.dim * part.dim)
             sample = numbers[row : row + 1, :_SAMPLE_TOKENS, :width]
@@ -189,11 +188,11 @@ class QuantisedCodec(Codec):
         return kind if _encoded_size(part, kind) < part.size else _AS_IS
 
     def _error(self, numbers: Tensor, tile: Tile) -> float:
-        """Grows as the mean squared error: with the mean of squared scales."""
+        """Return the mean of squared scales, which grows with the mean squared error."""
         return float(self._peaks(numbers, tile).view(self._dtype).float().square_().mean())
 
     def _peaks(self, numbers: Tensor, tile: Tile) -> Tensor:
-        """The bits of each tile's greatest magnitude; as whole numbers they are in order."""
+        """Return the bits of each tile's greatest magnitude; as integers they compare alike."""
         rows, tokens, channels = numbers.shape
         shape = rows, tile.runs(tokens), channels // tile.width
         peaks = torch.empty(shape, dtype=self._bits)
@@ -204,7 +203,7 @@ class QuantisedCodec(Codec):
         return peaks
 
     def _encode_part(self, numbers: Tensor, tile: Tile, scales: Tensor, codes: Tensor) -> bool:
-        """Fill ``scales`` and ``codes``; False where the numbers must be kept as they are."""
+        """Fill ``scales`` and ``codes``; return False if the part must stay as it is."""
         peaks = self._peaks(numbers, tile)
         if int(peaks.max()) > self._greatest_bits:
             return False
@@ -215,7 +214,7 @@ class QuantisedCodec(Codec):
         pairs = zip(regions(numbers, steps, tile), regions(codes, steps, tile), strict=True)
         for (region, share), (coded, _) in pairs:
             for piece in pieces(region):
-                given = region[piece].to(torch.float32, copy=True)  # float32 would be itself
+                given = region[piece].to(torch.float32, copy=True)  # else float32 is not copied
                 self._quantise(given.mul_(share[piece]), coded[piece])
         return True
 
@@ -237,14 +236,14 @@ def _scale_shape(part: _Part, tile: Tile) -> tuple[int, int, int]:
 
 
 def _encoded_size(part: _Part, kind: int) -> int:
-    """Bytes of a part without the gap behind it."""
+    """Return the encoded size of a part in bytes, without padding."""
     if kind == _AS_IS:
         return part.size
     return prod(_scale_shape(part, _TILES[kind](part.dim))) * _SCALE_BYTES + prod(part.shape)
 
 
 def _sections(buffer: Tensor, at: int, part: _Part, tile: Tile) -> tuple[Tensor, Tensor]:
-    """A part's scales (as int16) and codes in the encoded ``buffer``, from ``at`` on."""
+    """Return views of a part's scales (as int16) and codes in ``buffer``, from ``at`` on."""
     shape = _scale_shape(part, tile)
     middle = at + prod(shape) * _SCALE_BYTES
     scales = buffer[at:middle].view(torch.int16).view(shape)

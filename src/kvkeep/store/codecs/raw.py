@@ -1,4 +1,4 @@
-"""Raw: the bytes as they are."""
+"""Raw: unchanged bytes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["RawCodec"]
 
 
 class RawCodec(Codec):
-    """Keeps bytes as they are. One copy each way."""
+    """Copies the bytes unchanged."""
 
     name = "raw"
     number = 0
 
     def bound(self, raw_bytes: int) -> int:
-        """As many as there are."""
+        """Return ``raw_bytes``."""
         return raw_bytes
 
     def encode(self, raw: memoryview, out: memoryview, bound_to: bytes) -> int:
@@ -24,8 +24,8 @@ class RawCodec(Codec):
         return len(raw)
 
     def decode(self, encoded: memoryview, out: memoryview, bound_to: bytes) -> None:
-        """Copy it back; `Damaged` when the lengths differ."""
+        """Copy ``encoded``; raise `Damaged` if the lengths differ."""
         del bound_to
         if len(encoded) != len(out):
-            raise Damaged(f"{len(encoded)} raw bytes where there must be {len(out)}")
+            raise Damaged(f"{len(encoded)} raw bytes where {len(out)} are expected")
         out[:] = encoded

@@ -1,4 +1,4 @@
-"""Tiles: which numbers of a part share one scale, and in which order they are worked on."""
+"""Tiles: which numbers of a part share a scale, and the order of processing."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ if TYPE_CHECKING:
 
 __all__ = ["Tile", "per_channel", "per_token", "pieces", "regions"]
 
-_GROUP = 64  # numbers that share a scale: 64 + 2 bytes for 128 of bfloat16, 1.94 times less
-_PIECE = 1 << 15  # numbers worked on at once: beyond it, torch would wake its pool of threads
+_GROUP = 64  # numbers that share a scale: 64 + 2 bytes instead of 128 of bfloat16, 1.94 times less
+_PIECE = 1 << 15  # numbers processed at once; for more, torch would use its thread pool
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """``run`` consecutive tokens times ``width`` neighbouring channels of one head."""
+    """``run`` consecutive tokens times ``width`` adjacent channels of one head."""
 
     run: int
     width: int
 
     def runs(self, tokens: int) -> int:
-        """How many runs so many tokens make: the last takes what is left over, and is longer."""
+        """Return the number of runs in ``tokens``; the last one is longer by the remainder."""
         return max(1, tokens // self.run)
 
 
 def per_channel(_: int) -> Tile:
-    """A run of tokens of one channel: fits keys, some of whose channels are always large."""
+    """Return tiles of one channel: for keys, in which some channels are always large."""
     return Tile(_GROUP, 1)
 
 
 def per_token(dim: int) -> Tile:
-    """Channels of one token (of a few, in small heads): fits values, and few tokens."""
+    """Return tiles of one token (of a few, in small heads): for values, and for few tokens."""
     width = next((n for n in range(min(dim, _GROUP), _GROUP // 2 - 1, -1) if dim % n == 0), dim)
     return Tile(-(-_GROUP // width), width)
 
 
 def regions(part: Tensor, share: Tensor, tile: Tile) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of ``part`` [rows, tokens, channels] and of its ``share`` [rows, runs, groups].
+    """Yield views of ``part`` [rows, tokens, channels] and ``share`` [rows, runs, groups].
 
-    The first as [rows, runs, tokens of a run, groups, channels of a group], the second with ones
-    where the first has what shares a scale. All runs at once, or all but the longer last one, and
-    then that.
+    The first view is [rows, runs, tokens of a run, groups, channels of a group]; the second has
+    size 1 in the axes whose numbers share a scale, so the two broadcast. One pair has all runs; if
+    the last run is longer, it is a second pair.
     """
     runs = tile.runs(part.shape[1])
     whole = runs if part.shape[1] == runs * tile.run else runs - 1
@@ -59,7 +59,7 @@ def regions(part: Tensor, share: Tensor, tile: Tile) -> Iterator[tuple[Tensor, T
 
 
 def pieces(region: Tensor) -> Iterator[tuple[slice, slice, slice, slice]]:
-    """Cut a region into pieces of at most `_PIECE` numbers, never through a group."""
+    """Yield slices that cut a region into pieces of at most `_PIECE` numbers, in whole groups."""
     rows, runs, run, groups, width = region.shape
     left = _PIECE // (run * width)
     steps = []

@@ -208,7 +208,7 @@ class Tier:
             return  # it hangs; who waits here has other things to do
         try:
             if self.breaker.of("list").allows():
-                doubts, started = self.backend.doubts, time.monotonic()
+                doubts, started = self.backend.stale_listings, time.monotonic()
                 with _Edge(self, "list", "list"):
                     gone = self.catalogue.fill(self._real())
                     self.fates.note(gone, self.name, "removed", "gone")
@@ -297,8 +297,8 @@ class Tier:
 
     def check_doubts(self) -> None:
         """List the place again, soon, if it noticed that it does not hold what it listed."""
-        if self.indexed and self._doubts != self.backend.doubts:
-            self._doubts = self.backend.doubts
+        if self.indexed and self._doubts != self.backend.stale_listings:
+            self._doubts = self.backend.stale_listings
             self._noted.clear()  # the notes may be gone as well
             self.counters.count(relists=1)
             self.reading.submit(self.relist)
@@ -342,7 +342,7 @@ class Tier:
             for edge in list(self._under_way):
                 if edge.call in calls and edge.due < now:
                     edge.due = now + self.timeout
-                    if edge.call == "flush" and now - self.backend.moved <= self.timeout:
+                    if edge.call == "flush" and now - self.backend.last_progress <= self.timeout:
                         continue  # long, and it gets on
                     why = f"{edge.what} takes longer than {self.timeout:g} s"
                     self.breaker.of(edge.call, edge.part).failed(why)
@@ -859,7 +859,7 @@ class Tier:
 
     def stuck_for(self) -> float:
         """Seconds for which the longest call that writes has not got on."""
-        return min(self.writing.longest, time.monotonic() - self.backend.moved)
+        return min(self.writing.longest, time.monotonic() - self.backend.last_progress)
 
     def flush(self) -> bool:
         """Make what was written durable, and recency known; whether the place could."""

@@ -1,4 +1,4 @@
-"""What is still to be made to last through a loss of power."""
+"""Files that changed and still need an fsync."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ import time
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvkeep.core.errors import BackendFailed
-from kvkeep.store.backends.disk_files import sync_path
+from kvkeep.store.backends.disk.files import sync_path
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["Sync", "Syncing"]
+__all__ = ["Sync", "SyncQueue"]
 
 Sync = Literal["never", "flush", "always"]
 
 SYNC_FROM: Final = 64
-"""Files that wait to be synced; from so many on a thread syncs them in the background."""
+"""Unsynced files from which a background thread syncs them."""
 UNSYNCED_AT_MOST: Final = 1 << 15
-"""Files that may wait to be synced; from so many on each put waits a little for that thread."""
-_BATCH: Final = 256  # files that are synced at once, with the directories they are in
+"""Unsynced files from which each put waits a little for that thread."""
+_BATCH: Final = 256  # files synced together, with their directories
 _SLOWED: Final = 1.0  # seconds that a put waits at most
-_RETRY: Final = 1.0  # seconds after which a sync that failed is tried again
+_RETRY: Final = 1.0  # seconds after which a failed sync is repeated
 _POLL: Final = 0.002
 
 
-class Syncing:
-    """Files and directories that changed and are not synced yet, by their paths.
+class SyncQueue:
+    """Paths of files and directories that changed and are not synced yet.
 
-    With the mode "flush", `changed` only remembers them. A thread of its own, which lives while
-    there is something to do, syncs them in batches; `flush` syncs what is left.
+    In the mode "flush", `add` queues them; a thread that lives until the queue is empty syncs
+    them in batches, and `flush` syncs the rest. "always" syncs in `add`, "never" does nothing.
 
     Attributes:
-        slowed: calls of `slow_down` that had to wait.
-        moved: when something was synced last, in seconds of the monotonic clock.
-        failed: background batches that could not be synced; they are tried again.
+        slowed: calls of `throttle` that waited.
+        last_progress: when something was synced last, in seconds of the monotonic clock.
+        failed: background batches that could not be synced; they are repeated.
 
-    The system reports an error of writing once: a second fsync of the same file succeeds, though
-    its data may be lost. So the next `flush` raises what the thread was told.
+    The kernel reports a write error once: a second fsync of the same file succeeds although its
+    data may be lost. So the next `flush` raises the error that the thread got.
 
-    Thread safety: all methods. A fork begins with a thread and a lock of its own, and with what
+    Thread safety: all methods. A forked child starts with its own thread and lock, and with what
     its parent had not synced.
     """
 
@@ -50,7 +50,7 @@ class Syncing:
         self.mode = mode
         self.slowed = 0
         self.failed = 0
-        self.moved = float("-inf")
+        self.last_progress = float("-inf")
         self._root = root
         self._waiting: dict[int, str] = {}  # serial number of the change → path
         self._serial = itertools.count()
@@ -59,16 +59,16 @@ class Syncing:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._taken: set[int] = set()  # serial numbers of what somebody syncs now
-        self._error: OSError | None = None  # of the thread, until a flush raises it
+        self._taken: set[int] = set()  # serial numbers that some thread syncs now
+        self._error: OSError | None = None  # of the thread, until `flush` raises it
         self._thread: threading.Thread | None = None
 
     def __len__(self) -> int:
-        """Changes that are not synced."""
+        """Return the number of unsynced changes."""
         return len(self._waiting)
 
-    def changed(self, paths: Collection[str]) -> None:
-        """``paths`` and the directories above are to last: from now on or from the next flush."""
+    def add(self, paths: Collection[str]) -> None:
+        """Sync ``paths`` and the directories above them: now, or with the next flush."""
         if self.mode == "always":
             self._sync(set(paths))
         elif self.mode == "flush":
@@ -77,11 +77,11 @@ class Syncing:
             if len(self._waiting) >= SYNC_FROM:
                 self._start()
 
-    def slow_down(self, timeout: float) -> None:
-        """Wait while more is unsynced than may be, a second or half of ``timeout`` at most.
+    def throttle(self, timeout: float) -> None:
+        """Wait while too much is unsynced, for a second or half of ``timeout`` at most.
 
         Raises:
-            BackendFailed: twice as much is unsynced: the disk does not sync any more.
+            BackendFailed: twice the limit is unsynced: the disk does not finish its syncs.
         """
         if len(self._waiting) < UNSYNCED_AT_MOST:
             return
@@ -90,26 +90,27 @@ class Syncing:
         while len(self._waiting) >= UNSYNCED_AT_MOST and time.monotonic() < until:
             time.sleep(_POLL)
         if len(self._waiting) >= 2 * UNSYNCED_AT_MOST:
-            raise BackendFailed(f"{len(self._waiting)} files wait for fsync, which does not end")
+            raise BackendFailed(f"{len(self._waiting)} files wait for fsync: the disk is too slow")
 
     def flush(self) -> None:
-        """Have all that changed before this call last. OSError: it may not, and is tried again.
+        """Sync all changes before this call.
 
-        What the thread failed to sync since the last flush is raised as well.
+        Raises:
+            OSError: a sync failed, here or in the thread since the last flush; it is repeated.
         """
         self._check_fork()
         end = next(self._serial)
         try:
             while not self._sync_some(end):
                 pass
-        finally:  # what this raises itself tells of it as well
+        finally:  # an error raised above already reports the failure
             with self._lock:
                 error, self._error = self._error, None
         if error is not None:
             raise error
 
     def drain(self, timeout: float) -> bool:
-        """Have the thread sync all that waits; whether that took no longer than ``timeout``."""
+        """Let the thread sync everything; return False if it takes longer than ``timeout``."""
         until = time.monotonic() + timeout
         while self._waiting:
             if time.monotonic() > until:
@@ -119,14 +120,14 @@ class Syncing:
         return True
 
     def _sync_some(self, end: int) -> bool:
-        """Sync a batch of the changes before ``end``; True when none of them is left."""
+        """Sync a batch of the changes numbered below ``end``; return whether none is left."""
         with self._lock:
             waiting = [serial for serial in list(self._waiting) if serial < end]
             batch = [serial for serial in waiting if serial not in self._taken][:_BATCH]
             self._taken.update(batch)
         if not batch:
             if waiting:
-                time.sleep(_POLL)  # others are about to sync these
+                time.sleep(_POLL)  # other threads are syncing these
             return not waiting
         try:
             self._sync({self._waiting[serial] for serial in batch})
@@ -161,8 +162,8 @@ class Syncing:
     def _sync(self, paths: set[str]) -> None:
         for path in sorted(paths):
             sync_path(path)
-            self.moved = time.monotonic()
-        # Names after contents: a name that lasts must not name what does not.
+            self.last_progress = time.monotonic()
+        # Contents before names: after a loss of power no name may refer to lost contents.
         for directory in sorted({os.path.dirname(path) for path in paths} - {self._root}):
             sync_path(directory)
         sync_path(self._root)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from faults import FaultProxy
 from kvkeep.core.errors import InvalidValue
-from kvkeep.testing.proxy import FaultProxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,7 +155,7 @@ def test_a_hanging_server_takes_no_more_than_buffers_hold(proxy: FaultProxy) -> 
             one.sendall(bytes(64 << 20))
 
 
-def test_closing_does_not_wait_for_what_hangs(echo: Echo) -> None:
+def test_closing_does_not_wait_for_a_hang(echo: Echo) -> None:
     proxy = FaultProxy(echo.address)
     with client(proxy) as one:
         assert ask(one, b"x") == b"x"
@@ -169,7 +169,7 @@ def test_closing_does_not_wait_for_what_hangs(echo: Echo) -> None:
         pass
 
 
-def test_closing_does_not_wait_for_who_does_not_read(echo: Echo) -> None:
+def test_closing_does_not_wait_for_a_client_that_does_not_read(echo: Echo) -> None:
     proxy = FaultProxy(echo.address)
     with client(proxy) as one:
         one.settimeout(0.2)
@@ -180,7 +180,7 @@ def test_closing_does_not_wait_for_who_does_not_read(echo: Echo) -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 100_000])
-def test_cut_after_so_many_bytes_of_an_answer(proxy: FaultProxy, after: int) -> None:
+def test_cut_within_an_answer(proxy: FaultProxy, after: int) -> None:
     proxy.cut(after)
     text = bytes(range(250)) * 1000
     with client(proxy) as one:
@@ -202,7 +202,7 @@ def test_cut_in_a_request(proxy: FaultProxy) -> None:
     assert proxy.passed["requests"] == 5 + 3
 
 
-def test_slow_is_as_slow_as_it_says(proxy: FaultProxy) -> None:
+def test_slow_keeps_its_rate(proxy: FaultProxy) -> None:
     with client(proxy) as one:
         proxy.slow(20_000, side="answers")
         start = time.monotonic()
@@ -235,7 +235,7 @@ def test_answers_are_replaced(proxy: FaultProxy) -> None:
         assert exactly(one, 17) == b"HTTP/1.1 200 OK\r\n"
 
 
-def test_bits_are_flipped_where_it_says(proxy: FaultProxy) -> None:
+def test_bits_are_flipped_at_the_given_positions(proxy: FaultProxy) -> None:
     proxy.flip(every=100_000, first=7)
     length = 1_000_000  # in many pieces
     with client(proxy) as one:
@@ -253,7 +253,7 @@ def test_requests_are_flipped_too(proxy: FaultProxy) -> None:
         assert ask(one, bytes(4)) == b"\1\0\1\0"
 
 
-def test_a_reset_ends_what_is_open_and_nothing_else(proxy: FaultProxy) -> None:
+def test_a_reset_ends_only_open_connections(proxy: FaultProxy) -> None:
     with client(proxy) as one:
         assert ask(one, b"x") == b"x"
         assert proxy.open_connections == 1
@@ -265,7 +265,7 @@ def test_a_reset_ends_what_is_open_and_nothing_else(proxy: FaultProxy) -> None:
         assert ask(one, b"y") == b"y"
 
 
-def test_a_dead_target_is_a_connection_that_ends(echo: Echo, proxy: FaultProxy) -> None:
+def test_a_dead_target_ends_the_connection(echo: Echo, proxy: FaultProxy) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         proxy.target = gone.getsockname()
     with pytest.raises(ConnectionResetError), client(proxy) as one:  # when it connects, or reads

@@ -1,10 +1,9 @@
-"""One connection to a Valkey server: commands out, answers in, values without a copy between.
+"""One connection to a Valkey server: sends commands, reads answers, copies no value.
 
-A client library packs a value into new bytes, and collects an answer in buffers of its own before
-it hands out another copy: measured, a put of 32 MiB had a quarter of a socket's speed. Here a value
-goes to the socket from where it lies and comes from the socket to where it shall lie, and no answer
-can make us wait longer or take more memory than we said, whatever it claims to be. The language is
-RESP2 (https://valkey.io/topics/protocol/), which every server speaks.
+Client libraries copy a value into a command, and an answer out of their own buffers: measured, a
+put of 32 MiB had a quarter of a socket's speed. Here a value goes between the caller's buffer and
+the socket without a copy. Time and memory are bounded, whatever an answer claims to be.
+The protocol is RESP2 (https://valkey.io/topics/protocol/), which every server speaks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = [
     "Answer",
     "Garbled",
     "Lost",
-    "ServerSays",
+    "ServerError",
     "TimedOut",
     "Wire",
     "around_value",
@@ -34,32 +33,32 @@ __all__ = [
 ]
 
 MAX_VALUE: Final = 512 * 1024 * 1024
-"""Bytes a value may have, unless a server's ``proto-max-bulk-len`` says otherwise."""
+"""Bytes; the default of a server's ``proto-max-bulk-len``."""
 
 _BUFFER: Final = 16 * 1024
 _MAX_LINE: Final = 4096
-_MAX_TEXT: Final = 1 << 20  # of answers that are no record: keys, addresses
+_MAX_TEXT: Final = 1 << 20  # bytes of one string in an answer that is no record
 _MAX_ITEMS: Final = 1 << 20
 _MAX_DEPTH: Final = 4
 _NUMBER: Final = re.compile(rb"-?[0-9]{1,19}")
 
-Answer = Union["bytes", "int", "list[Answer]", "ServerSays", None]
+Answer = Union["bytes", "int", "list[Answer]", "ServerError", None]
 
 
 class Lost(Exception):
-    """A connection cannot be had, or be used any longer."""
+    """A connection cannot be opened or used any longer."""
 
 
 class TimedOut(Lost):
-    """It was not done by the deadline."""
+    """The deadline passed."""
 
 
 class Garbled(Lost):
-    """What came is no answer to what was asked."""
+    """The server's bytes are no valid answer to the command."""
 
 
-class ServerSays(Exception):
-    """An error that the server answered; the connection is fine. ``code`` is its first word."""
+class ServerError(Exception):
+    """The server answered with an error; the connection stays usable. ``code``: its first word."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -67,12 +66,12 @@ class ServerSays(Exception):
 
 
 def command(*words: bytes | int) -> bytes:
-    """A command as it goes over the wire."""
+    """Encode a command."""
     return b"*%d\r\n%s" % (len(words), arguments(*words))
 
 
 def arguments(*words: bytes | int) -> bytes:
-    """Words as a command has them."""
+    """Encode the arguments of a command."""
     parts = []
     for word in words:
         text = b"%d" % word if isinstance(word, int) else word
@@ -81,23 +80,23 @@ def arguments(*words: bytes | int) -> bytes:
 
 
 def around_value(
-    before: Sequence[bytes], value_bytes: int, behind: Sequence[bytes | int]
+    before: Sequence[bytes], value_bytes: int, after: Sequence[bytes | int]
 ) -> tuple[bytes, bytes]:
-    """A command but for its one long argument: what goes before that, and what behind it."""
-    words = len(before) + 1 + len(behind)
+    """Encode a command without its one long argument: the bytes before and after that."""
+    words = len(before) + 1 + len(after)
     return (
         b"*%d\r\n%s$%d\r\n" % (words, arguments(*before), value_bytes),
-        b"\r\n" + arguments(*behind),
+        b"\r\n" + arguments(*after),
     )
 
 
 def connect(address: tuple[str, int], deadline: float, tls: ssl.SSLContext | None) -> Wire:
     """Connect to ``address``, encrypted with ``tls``. Raises `Lost`.
 
-    A name with several addresses has each tried, with an equal part of the time that is left.
+    The addresses of a host name are tried in turn, each with an equal share of the time left.
     """
     host, port = address
-    if not 0 < port < 1 << 16:  # as a server that redirects may say; the system would wrap it
+    if not 0 < port < 1 << 16:  # from a redirection; the system would wrap it
         raise Lost(f"{host}:{port} cannot be found: there is no such port")
     failure: OSError = TimeoutError()
     try:
@@ -117,7 +116,7 @@ def connect(address: tuple[str, int], deadline: float, tls: ssl.SSLContext | Non
             except OSError as error:
                 plain.close()
                 failure = error
-    except (OSError, UnicodeError) as error:  # UnicodeError: no name that could be asked for
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         raise Lost(f"{host} cannot be found: {error}") from error
     if isinstance(failure, TimeoutError):
         raise TimedOut("it timed out while connecting") from failure
@@ -125,25 +124,24 @@ def connect(address: tuple[str, int], deadline: float, tls: ssl.SSLContext | Non
 
 
 class Wire:
-    """A connected socket, and what came over it and was not read yet.
+    """A connected socket with a receive buffer.
 
-    Raises `Lost`, after which it must be closed, and `ServerSays`, after which it need not. One
-    thread at a time.
+    After `Lost` it must be closed; after `ServerError` it can be used again. One thread at a time.
 
     Attributes:
-        deadline: on the clock of `time.monotonic`; whatever is not done by then raises `TimedOut`.
-            Set it before each use.
+        deadline: on the clock of `time.monotonic`; a call that has not finished by then raises
+            `TimedOut`. Set it before each use.
     """
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self.deadline = deadline
         self._socket = sock
         self._buffer = memoryview(bytearray(_BUFFER))
-        self._start = 0  # _buffer[_start:_end] came and was not read yet
+        self._start = 0  # _buffer[_start:_end] is received and unread
         self._end = 0
 
     def usable(self) -> bool:
-        """Nothing waits to be read: neither the end of the stream nor what nobody asked for."""
+        """Whether nothing is pending: neither the end of the stream nor bytes of an old answer."""
         if self._start != self._end:
             return False
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
@@ -157,7 +155,7 @@ class Wire:
         self._socket.close()
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Send bytes as they are."""
+        """Send ``parts`` unchanged."""
         try:
             for part in parts:
                 with self._waiting():
@@ -165,19 +163,19 @@ class Wire:
         except TimedOut:
             raise
         except Lost as lost:
-            # A server that does not like a command says so and hangs up on the rest of it.
+            # A server that rejects a command answers and closes before it has read all of it.
             answer = self.answer()
-            if isinstance(answer, ServerSays):
+            if isinstance(answer, ServerError):
                 raise Lost(f"the server hung up: {answer}") from lost
             raise
 
     def answer(self, depth: int = 0) -> Answer:
-        """Read one answer that is no record. Errors are returned, since others may follow."""
+        """Read one answer that is no record. Errors are returned: other answers may follow."""
         kind, text = self._line()
         if kind == b"+":
             return text
         if kind == b"-":
-            return ServerSays(text.decode("utf-8", "replace"))
+            return ServerError(text.decode("utf-8", "replace"))
         if kind == b":":
             return _number(text, -(1 << 63), 1 << 63)
         if kind == b"$":
@@ -188,33 +186,38 @@ class Wire:
             return None if count < 0 else [self.answer(depth + 1) for _ in range(count)]
         raise Garbled(f"an answer begins with {kind!r}")
 
+    def expect(self) -> Answer:
+        """Read the last answer that is due; raise it if it is an error."""
+        answer = self.answer()
+        if isinstance(answer, ServerError):
+            raise answer
+        return answer
+
     def expect_ok(self) -> None:
         """Read ``+OK``."""
-        answer = self.answer()
-        if isinstance(answer, ServerSays):
-            raise answer
+        answer = self.expect()
         if answer != b"OK":
-            raise Garbled(f"the server answered {answer!r:.60} where OK was to come")
+            raise Garbled(f"the server answered {answer!r:.60} where OK is expected")
 
     def value_size(self) -> int | None:
-        """Read the head of a value: its bytes, which `fill` has to read then; None: none there."""
+        """Read a value's size in bytes, which `fill` must read next; None: there is no value."""
         kind, text = self._line()
         if kind == b"-":
-            raise ServerSays(text.decode("utf-8", "replace"))
+            raise ServerError(text.decode("utf-8", "replace"))
         if kind != b"$":
-            raise Garbled(f"an answer begins with {kind!r} where a value was to come")
+            raise Garbled(f"an answer begins with {kind!r} where a value is expected")
         length = _number(text, -1, MAX_VALUE)
         return None if length < 0 else length
 
     def fill(self, out: memoryview) -> None:
-        """Read as many bytes as ``out`` has, and the end of the value."""
+        """Fill ``out`` with the value and read its end."""
         known = min(len(out), self._end - self._start)
         out[:known] = self._buffer[self._start : self._start + known]
         self._start += known
         while known < len(out):
             known += self._receive_into(out[known:])
         if self._take(2) != b"\r\n":
-            raise Garbled("a value does not end where it was to end")
+            raise Garbled("a value is longer or shorter than its stated size")
 
     def _text(self, length: int) -> bytes:
         text = bytearray(length)
@@ -222,7 +225,7 @@ class Wire:
         return bytes(text)
 
     def _line(self) -> tuple[bytes, bytes]:
-        """The next line: the byte that says what it is, and the rest."""
+        """Return the next line: its first byte, which is the answer's type, and the rest."""
         while True:
             line = bytes(self._buffer[self._start : self._end])
             end = line.find(b"\r\n", 0, _MAX_LINE)
@@ -230,7 +233,7 @@ class Wire:
                 self._start += end + 2
                 return line[:1], line[1:end]
             if len(line) >= _MAX_LINE or end == 0:
-                raise Garbled("what came is no answer of a Valkey server")
+                raise Garbled("the server does not speak the Valkey protocol")
             self._receive()
 
     def _take(self, length: int) -> bytes:
@@ -240,7 +243,7 @@ class Wire:
         return bytes(self._buffer[self._start - length : self._start])
 
     def _receive(self) -> None:
-        """Have more in the buffer than there was."""
+        """Receive more bytes into the buffer."""
         if self._start:
             rest = bytes(self._buffer[self._start : self._end])
             self._buffer[: len(rest)] = rest
@@ -256,7 +259,7 @@ class Wire:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Let the socket wait until the deadline and no longer; what it raises becomes ours."""
+        """Limit the socket to the deadline; turn its errors into `Lost`."""
         left = self.deadline - time.monotonic()
         try:
             if left <= 0:
@@ -271,8 +274,8 @@ class Wire:
 
 def _number(text: bytes, low: int, high: int) -> int:
     if not _NUMBER.fullmatch(text):
-        raise Garbled(f"{text!r:.60} came where a number was to come")
+        raise Garbled(f"{text!r:.60} where a number is expected")
     number = int(text)
     if not low <= number <= high:
-        raise Garbled(f"{number} came where a number in {low} … {high} was to come")
+        raise Garbled(f"{number} where a number in {low} … {high} is expected")
     return number

@@ -1,4 +1,4 @@
-"""Backends that fail on demand: else good ones, and each fault is what it is called."""
+"""Backends that fail on demand: valid without a fault, and each fault does what it says."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from faults import CALLS, CountingBackend, FaultyBackend
 from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom
 from kvkeep.store.backends import TierURL
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.testing.backend_hooks import block_id, content, get, put
 from kvkeep.testing.backend_suite import BackendTests
-from kvkeep.testing.faulty import CALLS, CountingBackend, FaultyBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +73,7 @@ def test_a_get_can_fail_when_its_room_was_given(faulty: FaultyBackend) -> None:
     assert get(faulty, A) == RECORD
 
 
-def test_what_hangs_goes_on_when_it_is_healed(faulty: FaultyBackend) -> None:
+def test_hanging_calls_continue_after_heal(faulty: FaultyBackend) -> None:
     faulty.hang("get")
     found: list[bytes | None] = []
     thread = threading.Thread(target=lambda: found.append(get(faulty, A)))
@@ -96,7 +96,7 @@ def test_slow_ends_by_itself(faulty: FaultyBackend) -> None:
     assert get(faulty, A) == RECORD
 
 
-def test_bits_flip_and_ends_are_missing(faulty: FaultyBackend) -> None:
+def test_flip_and_truncate(faulty: FaultyBackend) -> None:
     faulty.flip(times=1)
     flipped = get(faulty, A)
     assert flipped is not None
@@ -112,7 +112,7 @@ def test_bits_flip_and_ends_are_missing(faulty: FaultyBackend) -> None:
     assert get(faulty, B) is None
 
 
-def test_what_is_put_is_lost_or_finds_no_room(faulty: FaultyBackend) -> None:
+def test_lose_and_fill_up(faulty: FaultyBackend) -> None:
     faulty.lose(times=1)
     put(faulty, B, b"lost")
     assert get(faulty, B) is None

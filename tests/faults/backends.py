@@ -1,13 +1,14 @@
-"""Backends around a real one: counted, or made to fail on demand."""
+"""Backends around another one, which count its calls or make them fail on demand."""
 
 from __future__ import annotations
 
 import random
 import threading
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom
 from kvkeep.store.backends import Backend
@@ -25,23 +26,22 @@ CALLS = (
     "put", "get", "room", "sizes", "delete", "list", "touch", "quarantine", "used", "flush",
     "close",
 )  # fmt: skip
-"""What can be counted and can fail. "room" is the moment in a get when the reader gave its room and
-nothing was read yet."""
+"""Calls that can be counted and can fail. "room" is the moment of a get between the call
+of its `Room` and the read."""
 
 
 class CountingBackend(Backend):
-    """``inner``, and how often it was asked what.
+    """Passes calls on to ``inner`` and counts them.
 
     Thread safety: all methods.
 
     Attributes:
-        inner: does the work.
-        calls: calls that were begun, by name (see `CALLS`).
-        asked: the same by name and block, of calls that name blocks.
+        calls: calls begun, by name (see `CALLS`).
+        asked: calls begun, by name and block.
         inside: calls that have not returned yet, by name.
     """
 
-    scheme: ClassVar[str] = "counting"
+    scheme = "counting"
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
@@ -63,7 +63,7 @@ class CountingBackend(Backend):
 
     def put(self, block: bytes, record: memoryview) -> None:
         """As ``inner`` does."""
-        with _Call(self, "put", [block]):
+        with self._call("put", [block]):
             self.inner.put(block, record)
 
     def get(self, block: bytes, room: Room) -> memoryview | None:
@@ -71,84 +71,84 @@ class CountingBackend(Backend):
 
         def counted(size: int) -> memoryview:
             given = room(size)
-            with _Call(self, "room", [block]):
+            with self._call("room", [block]):
                 return given
 
-        with _Call(self, "get", [block]):
+        with self._call("get", [block]):
             return self._read(block, counted)
 
     def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
         """As ``inner`` does."""
-        with _Call(self, "sizes", blocks):
+        with self._call("sizes", blocks):
             return self.inner.sizes(blocks)
 
     def delete(self, blocks: Sequence[bytes]) -> int:
         """As ``inner`` does."""
-        with _Call(self, "delete", blocks):
+        with self._call("delete", blocks):
             return self.inner.delete(blocks)
 
     def part(self, block: bytes) -> str:
-        """As ``inner`` does; not counted, and it does not fail."""
+        """As ``inner`` does; neither counted nor made to fail."""
         return self.inner.part(block)
 
     @property
-    def doubts(self) -> int:  # type: ignore[override] # the contract only reads it
+    def stale_listings(self) -> int:  # type: ignore[override] # the contract only reads it
         """As ``inner`` has it."""
-        return self.inner.doubts
+        return self.inner.stale_listings
 
     @property
-    def moved(self) -> float:  # type: ignore[override] # the contract only reads it
+    def last_progress(self) -> float:  # type: ignore[override] # the contract only reads it
         """As ``inner`` has it."""
-        return self.inner.moved
+        return self.inner.last_progress
 
     def peek(self, block: bytes, size: int) -> bytes | None:
-        """As ``inner`` does; not counted, and it does not fail."""
+        """As ``inner`` does; neither counted nor made to fail."""
         return self.inner.peek(block, size)
 
     def note_space(self, space: bytes, note: bytes) -> None:
-        """As ``inner`` does; not counted, and it does not fail."""
+        """As ``inner`` does; neither counted nor made to fail."""
         self.inner.note_space(space, note)
 
     def noted_spaces(self) -> dict[bytes, bytes]:
-        """As ``inner`` does; not counted, and it does not fail."""
+        """As ``inner`` does; neither counted nor made to fail."""
         return self.inner.noted_spaces()
 
     def list(self) -> Iterator[Listed]:
         """As ``inner`` does."""
-        with _Call(self, "list"):
+        with self._call("list"):
             return self.inner.list()
 
     def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
         """As ``inner`` does."""
-        with _Call(self, "touch", blocks):
+        with self._call("touch", blocks):
             self.inner.touch(blocks, used)
 
     def quarantine(self, block: bytes, reason: str) -> None:
         """As ``inner`` does."""
-        with _Call(self, "quarantine", [block]):
+        with self._call("quarantine", [block]):
             self.inner.quarantine(block, reason)
 
     def used(self) -> int | None:
         """As ``inner`` does."""
-        with _Call(self, "used"):
+        with self._call("used"):
             return self.inner.used()
 
     def flush(self) -> None:
         """As ``inner`` does."""
-        with _Call(self, "flush"):
+        with self._call("flush"):
             self.inner.flush()
 
     def close(self) -> None:
         """As ``inner`` does."""
-        with _Call(self, "close"):
+        with self._call("close"):
             self.inner.close()
 
     def describe(self) -> str:
-        """The place of ``inner``, and what stands in front of it."""
+        """Return the URL of ``inner`` with a prefix."""
         return f"{self.scheme}+{self.inner.describe()}"
 
     def wait_inside(self, call: str, count: int = 1, timeout: float = 10.0) -> None:
-        """Wait until ``count`` calls of that name are on their way; AssertionError if not so."""
+        """Wait until ``count`` calls of that name are running; AssertionError after ``timeout``."""
         with self._changed:
             came = self._changed.wait_for(lambda: self.inside[call] >= count, timeout)
             assert came, f"{self.inside[call]} of {count} calls of {call} came in {timeout:g} s"
@@ -156,41 +156,29 @@ class CountingBackend(Backend):
     def _read(self, block: bytes, room: Room) -> memoryview | None:
         return self.inner.get(block, room)
 
-    def _begin(self, call: str, blocks: Sequence[bytes]) -> None:
+    @contextmanager
+    def _call(self, name: str, blocks: Sequence[bytes] = ()) -> Iterator[None]:
+        """Count a call from its begin to its end, however it ends."""
         with self._changed:
-            self.calls[call] += 1
-            self.inside[call] += 1
-            self.asked.update((call, block) for block in blocks)
+            self.calls[name] += 1
+            self.inside[name] += 1
+            self.asked.update((name, block) for block in blocks)
             self._changed.notify_all()
-
-    def _end(self, call: str) -> None:
-        with self._changed:
-            self.inside[call] -= 1
-            self._changed.notify_all()
-
-
-class _Call:
-    """One call, from its begin to its end, whatever that is."""
-
-    def __init__(self, backend: CountingBackend, name: str, blocks: Sequence[bytes] = ()) -> None:
-        self._backend, self._name = backend, name
-        backend._begin(name, blocks)
-
-    def __enter__(self) -> None:
         try:
-            if isinstance(self._backend, FaultyBackend):
-                self._backend._suffer(self._name)
-        except BaseException:
-            self._backend._end(self._name)
-            raise
+            self._before(name)
+            yield
+        finally:
+            with self._changed:
+                self.inside[name] -= 1
+                self._changed.notify_all()
 
-    def __exit__(self, *_: object) -> None:
-        self._backend._end(self._name)
+    def _before(self, call: str) -> None:
+        """Called when a call was counted and has done nothing yet."""
 
 
 @dataclass
 class _Fault:
-    """One thing that goes wrong, in calls of these names, so many times more; None: always."""
+    """A fault in calls of these names, for so many more calls; None: for all."""
 
     calls: frozenset[str]
     times: int | None = None
@@ -198,7 +186,7 @@ class _Fault:
     error: Exception | None = None
 
     def strikes(self, call: str) -> bool:
-        """Whether it happens in this call; counts it, too. Under the backend's lock."""
+        """Whether the fault strikes this call; counts it if so. Needs the backend's lock."""
         if call not in self.calls or self.times == 0:
             return False
         if self.times is not None:
@@ -209,56 +197,55 @@ class _Fault:
 class FaultyBackend(CountingBackend):
     """``inner`` with faults that are switched on and off while it is used.
 
-    Each kind of fault is there once: switched on again it takes its own place, and what hung or was
-    slow by it goes on. ``times`` is how many
-    calls it strikes, None for all until `heal`. Call names are those of `CALLS`. Of one call, what
-    strikes first is what comes first here: `hang`, `slow`, `fail`, `fill_up`, `lose`, then what
-    happens to the record.
+    There is one fault of each kind: switching a kind on again replaces it, and calls that hang or
+    are slow because of the old one continue. ``times`` is the number of calls it strikes, None for
+    all until `heal`. Names of calls are those of `CALLS`. Faults strike a call in this order:
+    `hang`, `slow`, `fail`, `fill_up`, `lose`, then damage to the record.
 
     Thread safety: all methods.
     """
 
-    scheme: ClassVar[str] = "faulty"
+    scheme = "faulty"
 
     def __init__(self, inner: Backend, *, seed: int = 0) -> None:
         super().__init__(inner)
         self._faults: dict[str, _Fault] = {}
-        self._chance = random.Random(seed)  # noqa: S311 - which bit is flipped
+        self._chance = random.Random(seed)
 
     def hang(self, *calls: str, times: int | None = None) -> None:
-        """Calls wait until `heal`, then do their work. Without names: every call."""
+        """Make calls wait until `heal`, then do their work. Without names: all calls."""
         self._switch("hang", calls, times=times)
 
     def slow(self, seconds: float, *calls: str, times: int | None = None) -> None:
-        """Calls take ``seconds`` longer, or until `heal`. Without names: every call."""
+        """Make calls take ``seconds`` longer, or until `heal`. Without names: all calls."""
         self._switch("slow", calls, times=times, seconds=seconds)
 
     def fail(self, *calls: str, times: int | None = None, error: Exception | None = None) -> None:
-        """Calls raise ``error``, else `BackendFailed`. Without names: every call but close."""
+        """Make calls raise ``error`` or `BackendFailed`. Without names: all calls but close."""
         self._switch(
             "fail", calls or tuple(c for c in CALLS if c != "close"), times=times, error=error
         )
 
     def fill_up(self, times: int | None = None) -> None:
-        """`put` finds no room, whatever was deleted."""
+        """Make `put` raise `OutOfRoom`."""
         self._switch("fill_up", ("put",), times=times)
 
     def lose(self, times: int | None = None) -> None:
-        """`put` says that it did, and did not."""
+        """Make `put` return without storing the record."""
         self._switch("lose", ("put",), times=times)
 
     def flip(self, times: int | None = None) -> None:
-        """`get` gives a record with one bit, any bit, the other way round."""
+        """Make `get` return the record with one random bit inverted."""
         self._switch("flip", ("get",), times=times)
 
     def truncate(self, times: int | None = None) -> None:
-        """`get` gives the front of a record, any length of it from one byte on."""
+        """Make `get` return a random prefix of the record, of one byte or more."""
         self._switch("truncate", ("get",), times=times)
 
     def heal(self, *kinds: str) -> None:
-        """End faults of these kinds (the names of the methods above); without names: all.
+        """End faults of these kinds (the names of the methods above), or all without names.
 
-        What hangs or is slow by them goes on.
+        Calls that hang or are slow because of them continue.
         """
         with self._changed:
             for kind in kinds or tuple(self._faults):
@@ -266,8 +253,8 @@ class FaultyBackend(CountingBackend):
             self._changed.notify_all()
 
     def put(self, block: bytes, record: memoryview) -> None:
-        """As ``inner`` does, or as the faults want it."""
-        with _Call(self, "put", [block]):
+        """As ``inner`` does, unless a fault strikes."""
+        with self._call("put", [block]):
             if self._strikes("fill_up", "put"):
                 raise OutOfRoom(len(record), self.describe())
             if not self._strikes("lose", "put"):
@@ -306,8 +293,8 @@ class FaultyBackend(CountingBackend):
             fault = self._faults.get(kind)
             return fault is not None and fault.strikes(call)
 
-    def _suffer(self, call: str) -> None:
-        """Hang, be slow or fail, if that is switched on for ``call``."""
+    def _before(self, call: str) -> None:
+        """Hang, be slow or fail, if such a fault strikes ``call``."""
         with self._changed:
             for kind in ("hang", "slow"):
                 fault = self._faults.get(kind)
@@ -315,7 +302,7 @@ class FaultyBackend(CountingBackend):
                     self._changed.wait_for(partial(self._is_over, kind, fault), fault.seconds)
             fault = self._faults.get("fail")
             if fault is not None and fault.strikes(call):
-                raise fault.error or BackendFailed(f"{self.describe()}: {call} fails, as was asked")
+                raise fault.error or BackendFailed(f"{self.describe()}: {call} fails on demand")
 
     def _is_over(self, kind: str, fault: _Fault) -> bool:
         return self._faults.get(kind) is not fault

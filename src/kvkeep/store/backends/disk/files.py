@@ -1,8 +1,8 @@
-"""Whole records to and from open files: past the page cache where that pays, around it where not.
+"""Reads and writes whole records, with direct I/O where it pays, and opens files safely.
 
-Direct I/O wants memory, offsets and lengths in units of `ALIGNMENT`, and records end anywhere. So
-the full units of a record go as they are, and its last bytes through one page of our own, in the
-same call.
+Direct I/O needs memory, offsets and lengths in units of `ALIGNMENT`, but a record may have any
+length. So its whole units are transferred in place and its last bytes through an aligned page of
+this module, in the same system call.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ if sys.platform != "win32":
 
 __all__ = [
     "ABSENT",
+    "CANNOT_WRITE",
+    "WRONG_KIND",
+    "check_kind",
+    "check_owner",
+    "closing_fd",
     "create_locked",
-    "kind_of",
+    "lstat",
     "open_known",
     "open_plain",
     "open_record",
@@ -42,10 +47,16 @@ __all__ = [
     "write_whole",
 ]
 
-_O_DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)  # 0 where there is none, as on macOS
+_O_DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)  # 0 if not supported, as on macOS
 _O_PATH: Final[int] = getattr(os, "O_PATH", os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
 ABSENT: Final = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
-"""What opening says where there is no regular file: nothing, a symlink, a socket."""
+"""Errors of opening a path without a regular file: nothing there, a symlink, a socket."""
+CANNOT_WRITE: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
+"""Errors of writing to what this process may only read."""
+WRONG_KIND: Final = {
+    errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.EINVAL, errno.ENXIO,
+}  # fmt: skip
+"""Errors of opening a path with something else than the file or directory expected there."""
 _KINDS: Final = {
     stat.S_IFREG: "regular file",
     stat.S_IFDIR: "directory",
@@ -61,9 +72,10 @@ _UNSUPPORTED: Final = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 
 @contextmanager
 def translated(place: str, done: str, size: int = 0) -> Iterator[None]:
-    """The one edge at which the system's errors become ours.
+    """Turn OSError into `BackendFailed`, or `OutOfRoom` if the filesystem is full.
 
-    ``done``: what could not be done to a record; ``size``: the bytes it wanted to write.
+    ``done`` is the participle in the message; ``size`` the bytes of the record being written, 0 if
+    nothing is.
     """
     try:
         yield
@@ -76,13 +88,22 @@ def translated(place: str, done: str, size: int = 0) -> Iterator[None]:
         raise BackendFailed(error.errno, message) from error
 
 
+@contextmanager
+def closing_fd(fd: int) -> Iterator[int]:
+    """Close the descriptor ``fd`` at the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def padded(size: int) -> int:
-    """Bytes that a file of ``size`` bytes is counted as: whole units of `ALIGNMENT`."""
+    """Return the bytes that a file of ``size`` bytes counts as: whole units of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def supports_direct(path: str) -> bool:
-    """Whether the filesystem of the file ``path`` opens it for direct I/O."""
+    """Whether the filesystem supports direct I/O, tried on the file ``path``."""
     if not _O_DIRECT:
         return False
     try:
@@ -95,64 +116,68 @@ def supports_direct(path: str) -> bool:
 
 
 def pin(path: str) -> tuple[int, int] | None:
-    """Hold the regular file ``path``, so that its blocks are freed only when this is closed.
+    """Open the regular file ``path`` without access, so that unlinking it frees no blocks yet.
 
-    Freeing the blocks of a large file takes milliseconds; unlinking a file held like this takes
-    microseconds, and the rest happens in `os.close`, where nobody waits for a lock.
+    Freeing the blocks of a large file takes milliseconds, which would be spent under the ledger's
+    lock. The unlink of a pinned file takes microseconds; `os.close` frees the blocks afterwards.
 
     Returns:
-        A descriptor to close, and the file's size in bytes; None when there is no such file, or
-        it is no regular one. Symlinks are not followed, pipes not waited for.
+        A descriptor to close and the file's size in bytes; None if there is no regular file.
+        Follows no symlink and does not wait for a pipe.
     """
     return _opened(path, _O_PATH)
 
 
 def open_record(path: str) -> tuple[int, int] | None:
-    """`pin`, for reading."""
+    """Open a regular file for reading; returns the same as `pin`."""
     return _opened(path, os.O_RDONLY | os.O_NONBLOCK)
 
 
 def open_plain(path: str, flags: int) -> int:
-    """`open_known`; only the file descriptor."""
+    """Open a file as `open_known` does; return only its descriptor."""
     return open_known(path, flags)[0]
 
 
 def open_known(path: str, flags: int) -> tuple[int, os.stat_result]:
-    """Open a file that must be regular and ours; return its descriptor and what `os.fstat` says.
+    """Open a regular file of this user; return its descriptor and status.
 
-    Never waits for a writer, follows no symlink.
+    Never waits for the writer of a pipe, follows no symlink.
 
     Raises:
-        OSError: EINVAL when it is something else or belongs to another user; and what opening a
-            file raises. The message names the file.
+        OSError: EINVAL if it is something else or another user's; and the errors of `os.open`. The
+            message names the file.
     """
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            kind = kind_of(found.st_mode)
-            raise OSError(errno.EINVAL, f"it is a {kind} and must be a regular file", path)
-        if found.st_uid != os.geteuid():
-            owner = f"it belongs to user {found.st_uid} and this process is {os.geteuid()}"
-            raise OSError(errno.EINVAL, owner, path)
+        check_kind(found, path, stat.S_IFREG)
+        check_owner(found, path)
     except BaseException:
         os.close(fd)
         raise
     return fd, found
 
 
-def kind_of(mode: int) -> str:
-    """What ``st_mode`` says a file is, in words."""
-    return _KINDS.get(stat.S_IFMT(mode), "special file")
+def check_kind(found: os.stat_result, path: str, kind: int) -> None:
+    """Raise OSError (ENOTDIR, EINVAL) unless ``path`` is of ``kind``: stat.S_IFDIR or S_IFREG."""
+    is_kind = stat.S_IFMT(found.st_mode)
+    if is_kind != kind:
+        number = errno.ENOTDIR if kind == stat.S_IFDIR else errno.EINVAL
+        name = _KINDS.get(is_kind, "special file")
+        raise OSError(number, f"it is a {name} and must be a {_KINDS[kind]}", path)
+
+
+def check_owner(found: os.stat_result, path: str) -> None:
+    """Raise OSError (EINVAL) unless ``path`` belongs to the user of this process."""
+    if found.st_uid != os.geteuid():
+        owner = f"it belongs to user {found.st_uid} and this process is {os.geteuid()}"
+        raise OSError(errno.EINVAL, owner, path)
 
 
 def _opened(path: str, flags: int) -> tuple[int, int] | None:
-    try:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno in ABSENT:
-            return None
-        raise
+    fd = _open_if_there(path, flags)
+    if fd is None:
+        return None
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         os.close(fd)
@@ -160,8 +185,17 @@ def _opened(path: str, flags: int) -> tuple[int, int] | None:
     return fd, found.st_size
 
 
+def _open_if_there(path: str, flags: int) -> int | None:
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise
+
+
 def create_locked(path: str, size: int) -> int:
-    """A new file of ``size`` bytes, locked by us until it is closed: so others see that we live."""
+    """Create a file of ``size`` bytes, locked until closed, which shows that its writer lives."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     fd = os.open(path, flags, 0o600)
     try:
@@ -175,41 +209,38 @@ def create_locked(path: str, size: int) -> int:
 
 
 def size_of(path: str) -> int | None:
-    """Bytes of a regular file; None when there is none, or it is empty."""
+    """Return the size of a regular file in bytes; None if missing or empty."""
+    found = lstat(path)
+    return (found.st_size or None) if found and stat.S_ISREG(found.st_mode) else None
+
+
+def lstat(path: str) -> os.stat_result | None:
+    """Return the status of ``path``, None if missing. Does not follow a symlink."""
     try:
-        found = os.stat(path, follow_symlinks=False)
+        return os.lstat(path)
     except OSError as error:
         if error.errno in ABSENT:
             return None
         raise
-    return (found.st_size or None) if stat.S_ISREG(found.st_mode) else None
 
 
 def sync_path(path: str) -> None:
-    """Make a file or directory last through a loss of power; nothing when it is not there.
-
-    What is neither (somebody put a pipe or a link in its place) is not there.
-    """
-    try:
-        held = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno in ABSENT:
-            return  # deleted since
-        raise
-    try:
+    """Make a file or directory survive a loss of power; do nothing if it is missing or special."""
+    held = _open_if_there(path, os.O_RDONLY | os.O_NONBLOCK)
+    if held is None:
+        return
+    with closing_fd(held):
         mode = os.fstat(held).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             os.fsync(held)
-    finally:
-        os.close(held)
 
 
 def preallocate(fd: int, size: int) -> None:
-    """Have the filesystem set ``size`` bytes aside, so that it is full before anything is written.
+    """Allocate ``size`` bytes, so that a full filesystem fails before any data is written.
 
     Raises:
-        OSError: it is full (ENOSPC, EDQUOT), or the file may not be so large (EFBIG). A
-            filesystem that cannot set bytes aside is no error: writing will tell.
+        OSError: the filesystem is full (ENOSPC, EDQUOT), or files may not be so large (EFBIG). A
+            filesystem without preallocation is no error: the write itself will fail.
     """
     if not hasattr(os, "posix_fallocate"):
         return
@@ -221,7 +252,7 @@ def preallocate(fd: int, size: int) -> None:
 
 
 def write_whole(fd: int, record: memoryview, *, direct: bool) -> None:
-    """Write ``record`` from the beginning of the file; with ``direct`` padded to whole units."""
+    """Write ``record`` at offset 0; with ``direct`` it is padded to whole units."""
     size = len(record)
     if not (direct and _set_direct(fd, on=True)):
         written = _all(lambda at: os.pwrite(fd, record[at:], at), size)
@@ -238,7 +269,7 @@ def write_whole(fd: int, record: memoryview, *, direct: bool) -> None:
 
 
 def read_whole(fd: int, buffer: memoryview, *, direct: bool) -> bool:
-    """Fill ``buffer`` from the beginning of the file; False when the file ends before that."""
+    """Fill ``buffer`` from offset 0; return False if the file is shorter."""
     size = len(buffer)
     if not (direct and _set_direct(fd, on=True)):
         return _all(lambda at: os.preadv(fd, [buffer[at:]], at), size)
@@ -251,10 +282,10 @@ def read_whole(fd: int, buffer: memoryview, *, direct: bool) -> bool:
 
 
 def _all(move: Callable[[int], int], size: int, unit: int = 1) -> bool:
-    """Call ``move(offset)``, which says how many bytes it moved, until ``size`` are.
+    """Call ``move(offset)``, which returns the bytes transferred, until ``size`` are.
 
-    A call that is cut short (2 GiB is the most that one moves) is followed by one from the last
-    whole ``unit``. False when less than a unit was moved before the end.
+    After a partial transfer (Linux moves at most 2 GiB per call) the next call starts at the last
+    whole ``unit``. Returns False if a call transfers less than a unit before the end.
     """
     at = 0
     while at < size:
@@ -268,19 +299,19 @@ def _all(move: Callable[[int], int], size: int, unit: int = 1) -> bool:
 
 
 def _direct(fd: int, move: Callable[[int], int], size: int) -> bool:
-    """`_all` with direct I/O, and without it where the filesystem or the memory refuses it."""
+    """`_all` with direct I/O; without it if the filesystem or the memory does not allow it."""
     try:
         return _all(move, size, ALIGNMENT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    # The memory is not aligned, or the filesystem wants larger units: through the page cache.
+    # Memory is not aligned, or the filesystem needs larger units: use the page cache.
     _set_direct(fd, on=False)
     return _all(move, size, ALIGNMENT)
 
 
 def _set_direct(fd: int, *, on: bool) -> bool:
-    """Turn direct I/O on or off; False where the filesystem has none."""
+    """Turn direct I/O on or off; return False if the filesystem has none."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)

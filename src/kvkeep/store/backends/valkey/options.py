@@ -1,4 +1,4 @@
-"""What the URL of a Valkey tier says."""
+"""Options of a Valkey tier, from its URL."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
     from kvkeep.store.backends.urls import TierURL
-    from kvkeep.store.backends.valkey_nodes import Topology
+    from kvkeep.store.backends.valkey.nodes import Topology
 
 __all__ = ["ValkeyOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValkeyOptions:
-    """Which server, who we are there, and how it is used.
+    """Address, credentials and use of a server.
 
-    ``expire`` is in seconds, None where keys stay until the server's own rules take them.
-    ``password`` and ``username`` are in no representation. ``ca``, ``cert`` and ``key`` are files:
-    whom to trust (None: whom the system trusts), and what to show a server that wants to see it.
+    ``expire`` is in seconds; None leaves eviction to the server. ``ca`` is a file with certificates
+    to trust (None: the system's), ``cert`` and ``key`` are files with the client certificate. The
+    repr shows neither ``username`` nor ``password``.
     """
 
     host: str
@@ -42,12 +42,14 @@ class ValkeyOptions:
 
     @classmethod
     def from_url(cls, url: TierURL) -> ValkeyOptions:
-        """Read a URL as documented at `kvkeep.store.backends.valkey.ValkeyBackend`."""
+        """Read a URL as documented at `ValkeyBackend`."""
         if url.host is None:
-            raise InvalidValue(f"{url.safe} names no host; such as valkey://localhost:6379")
+            raise InvalidValue(
+                f"{url.safe} names no host; write for example valkey://localhost:6379"
+            )
         if url.text("size") is not None:
             raise InvalidValue(
-                f"{url.safe} takes no size: the server has its own; set its maxmemory, and "
+                f"{url.safe} takes no size: the server limits its memory; set its maxmemory, and "
                 "maxmemory-policy allkeys-lru"
             )
         place = url.path.strip("/")
@@ -55,7 +57,7 @@ class ValkeyOptions:
             raise InvalidValue(f"{url.safe} ends in {place!r}; a database is a number such as /0")
         prefix = cast("str", url.text("prefix", "kvkeep"))
         if not re.fullmatch(r"[A-Za-z0-9._:/-]{1,100}", prefix):
-            raise InvalidValue(f"prefix={prefix} in {url.safe}; letters, digits and . _ : / - only")
+            raise InvalidValue(f"prefix={prefix} in {url.safe}; use letters, digits and . _ : / -")
         tls = url.scheme in {"valkeys", "rediss"}
         files = {name: _file(url, name) for name in ("ca", "cert", "key")}
         given = [name for name, path in files.items() if path]
@@ -77,23 +79,23 @@ class ValkeyOptions:
             **files,
         )
         if options.cluster == "yes" and options.database:
-            raise InvalidValue(f"{url.safe} names a database; a cluster has number 0 only")
+            raise InvalidValue(f"{url.safe} names a database; a cluster has database 0 only")
         url.finish()
         return options
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """How to encrypt and whom to trust; None without TLS. Raises `InvalidValue`."""
+        """Return the TLS context, None without TLS. Raises `InvalidValue`."""
         if not self.tls:
             return None
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
-                # An empty password: who runs a server is not asked for one in the middle.
+                # Without a password OpenSSL would prompt on the terminal for an encrypted key.
                 context.load_cert_chain(self.cert, self.key, password="")
         except OSError as error:
             files = ", ".join(f for f in (self.ca, self.cert, self.key) if f)
             raise InvalidValue(
-                f"no certificates and keys can be read in {files}: {error}"
+                f"certificates and keys cannot be read from {files}: {error}"
             ) from error
         return context
 
@@ -103,18 +105,18 @@ def _password(url: TierURL) -> str | None:
     if path is None:
         return url.password
     if url.password is not None:
-        raise InvalidValue(f"{url.safe} has a password and password_file=; give one of them")
+        raise InvalidValue(f"{url.safe} has a password and password_file=; use one of them")
     try:
         password = Path(path).read_text("utf-8").rstrip("\r\n")
-    except UnicodeDecodeError:  # it has the file's bytes with it
-        raise InvalidValue(f"password_file={path} in {url.safe} is no text in UTF-8") from None
+    except UnicodeDecodeError:  # its text contains bytes of the file
+        raise InvalidValue(f"password_file={path} in {url.safe} is not UTF-8 text") from None
     if not password:
         raise InvalidValue(f"password_file={path} in {url.safe} is empty")
     return password
 
 
 def _file(url: TierURL, name: str) -> str | None:
-    """Take an option that names a file, and see that it can be read."""
+    """Take an option that names a file; check that the file can be read."""
     path = url.text(name)
     if path is not None:
         try:

@@ -1,23 +1,23 @@
-"""Valkey and Redis: records as string values of one server or of a cluster."""
+"""`ValkeyBackend`: records as string values."""
 
 from __future__ import annotations
 
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
 from kvkeep.store.backends.base import Backend, Listed, Room
-from kvkeep.store.backends.valkey_nodes import Address, Nodes, Number
-from kvkeep.store.backends.valkey_options import ValkeyOptions
-from kvkeep.store.backends.valkey_wire import (
+from kvkeep.store.backends.valkey.nodes import Address, Nodes, Number
+from kvkeep.store.backends.valkey.options import ValkeyOptions
+from kvkeep.store.backends.valkey.wire import (
     MAX_VALUE,
     Answer,
     Garbled,
     Lost,
-    ServerSays,
+    ServerError,
     TimedOut,
     Wire,
     around_value,
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["ValkeyBackend", "ValkeyOptions"]
 
 _FORMAT: Final = b"1"
-_NOTED: Final = 256  # namespaces that are noted
-_SCANNED: Final = 500  # keys that a server looks at for each piece of a listing
+_NOTED: Final = 256  # notes on namespaces, at most
+_SCANNED: Final = 500  # keys that a server visits for each SCAN
 
 
 class ValkeyBackend(Backend):
@@ -43,32 +43,29 @@ class ValkeyBackend(Backend):
         valkey://[user:password@]host[:6379][/database][?option=value…]      valkeys:// with TLS
 
     =================  ===========================================================================
-    ``cluster``        ``auto`` (asks the server), ``yes``, ``no``
-    ``expire``         ``7d``: the server forgets what was neither put nor touched for so long
-    ``prefix``         ``kvkeep``: what all keys begin with
-    ``connections``    4: how many to each node, at most
-    ``password_file``  the password, where it must not stand in a URL
-    ``ca``             file of certificates to trust, instead of the system's
-    ``cert``, ``key``  files: our own certificate, for a server that asks for one
+    ``cluster``        ``auto`` (ask the server), ``yes``, ``no``
+    ``expire``         ``7d``: the server deletes records that were neither put nor touched so long
+    ``prefix``         ``kvkeep``: prefix of all keys
+    ``connections``    4: maximum connections to each node
+    ``password_file``  file with the password, to keep it out of the URL
+    ``ca``             file with certificates to trust, instead of the system's
+    ``cert``, ``key``  files with the client certificate, for a server that requires one
     =================  ===========================================================================
 
-    How much it may hold is the server's business: set ``maxmemory``, and ``maxmemory-policy
-    allkeys-lru`` so that it makes room by itself. With ``noeviction`` a full server makes `put`
-    raise `OutOfRoom`. What outlives the server is its business too (``appendonly``, ``save``);
-    `flush` promises nothing here.
+    The server limits its memory: set ``maxmemory``, and ``maxmemory-policy allkeys-lru`` so that it
+    evicts. With ``noeviction`` a full server makes `put` raise `OutOfRoom`. The server also decides
+    what survives its restart (``appendonly``, ``save``); `flush` does nothing.
 
     Keys are ``prefix:1:space:key`` in hexadecimal, without hash tags: a cluster spreads the blocks
     of a prompt over its nodes.
 
-    Nothing is connected before the first call, and a server that comes back is used again. No call
-    takes longer than ``timeout`` by much, whatever the server does, except where resolving the
-    host's name takes long. Nothing is tried twice, but for what a cluster redirects.
+    The first call connects; after a failure later calls connect again. A call ends within
+    ``timeout``, unless resolving the host's name takes longer. Only redirections are retried.
 
-    Thread safety: as every backend; ``connections`` calls to a node run at once, others wait.
+    Thread safety: ``connections`` calls to a node run at once, others wait for a connection.
     """
 
     scheme = "valkey"
-    schemes: ClassVar[tuple[str, ...]] = ("valkey", "redis", "valkeys", "rediss")
     shared = True
 
     def __init__(self, options: ValkeyOptions) -> None:
@@ -82,11 +79,11 @@ class ValkeyBackend(Backend):
 
     @classmethod
     def from_url(cls, url: TierURL) -> ValkeyBackend:
-        """Take a URL as it stands above. Does not connect, so a server may be down."""
+        """Take a URL as shown above. Does not connect, so the server may be down."""
         return cls(ValkeyOptions.from_url(url))
 
     def put(self, block: bytes, record: memoryview) -> None:
-        """Keep ``record``; see `Backend.put`. It is sent from where it lies, without a copy."""
+        """Send ``record`` without a copy; see `Backend.put`."""
         size = record.nbytes
         if size > MAX_VALUE:
             place = f"{self.describe()}, where a value has {format_bytes(MAX_VALUE)} at most,"
@@ -98,16 +95,16 @@ class ValkeyBackend(Backend):
         head, end = around_value([b"SET", name], size, expiry)
         with self._translated():
             try:
-                self._nodes.ask(name, [head, record, end], Wire.expect_ok, self._deadline())
-            except ServerSays as error:
+                self._nodes.call(name, [head, record, end], Wire.expect_ok, self._deadline())
+            except ServerError as error:
                 if error.code == "OOM":
                     raise OutOfRoom(size, self.describe()) from error
                 raise
 
     def get(self, block: bytes, room: Room) -> memoryview | None:
-        """Read a record into ``room(size)``; see `Backend.get`. No copy is made on the way.
+        """Read a record into ``room(size)`` without a copy; see `Backend.get`.
 
-        What ``room`` raises passes on; the connection is closed then, with the record on it.
+        If ``room`` raises, the connection is closed, because the record is still on it.
         """
         name = self._name(block)
 
@@ -120,34 +117,34 @@ class ValkeyBackend(Backend):
             return out
 
         with self._translated():
-            return self._nodes.ask(name, [command(b"GET", name)], read, self._deadline())
+            return self._nodes.call(name, [command(b"GET", name)], read, self._deadline())
 
     def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
-        """Bytes of each record; one exchange with each node."""
+        """Return sizes in bytes, by one exchange with each node."""
         return [length or None for _, length in self._each(blocks, [(b"STRLEN",)])]
 
     def delete(self, blocks: Sequence[bytes]) -> int:
-        """Take records away, and whatever else lies under their names."""
+        """Delete records, and any other type of value under their keys."""
         return sum(
             first if unlinked and isinstance(first, int) else 0
             for first, unlinked in self._each(blocks, [(b"STRLEN",), (b"UNLINK",)])
         )
 
     def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
-        """Begin the time to ``expire`` anew, or tell the server that they were used, both now."""
+        """Restart the time to ``expire``, or count a use in the server's LRU; always as of now."""
         expiring = self.options.expire is not None
         self._each(blocks, [(b"PEXPIRE", self._expire_ms()) if expiring else (b"TOUCH",)])
 
     def part(self, block: bytes) -> str:
-        """``host:port`` of the cluster's node that has ``block``; "" with a server alone."""
+        """Return ``host:port`` of the node that has ``block``; "" for a single server."""
         address = self._nodes.known_node_of(self._name(block))
         return "" if address is None else f"{address[0]}:{address[1]}"
 
     def list(self) -> Iterator[Listed]:
-        """Every record, as the server finds them; what comes or goes meanwhile may be missing.
+        """Yield every record; records put or deleted meanwhile may be missing.
 
-        When one was last used is what the server says, where it keeps that (not with an LFU
-        policy); else now. A server before 7.2 counts being listed as a use.
+        The last use is what the server reports; now if it keeps none (LFU policies). Servers before
+        7.2 count a listing as a use.
         """
         seen: set[bytes] = set()
         with self._translated():
@@ -158,33 +155,31 @@ class ValkeyBackend(Backend):
                 with self._translated():
                     cursor, found = self._scan(address, cursor)
                 for one in found:
-                    if one.block not in seen:  # a server may name a key twice
+                    if one.block not in seen:  # SCAN may return a key twice
                         seen.add(one.block)
                         yield one
                 if cursor == b"0":
                     break
 
     def note_space(self, space: bytes, note: bytes) -> None:
-        """A field of the hash ``prefix:1:spaces``."""
+        """Set a field of the hash ``prefix:1:spaces``, unless it has 256."""
         name, field = self._prefix + b"spaces", space.hex().encode()
-
         with self._translated():
             deadline = self._deadline()
-            count = self._nodes.ask(name, [command(b"HLEN", name)], _answer, deadline)
+            count = self._nodes.call(name, [command(b"HLEN", name)], Wire.expect, deadline)
             if isinstance(count, int) and count < _NOTED:
                 words = command(b"HSETNX", name, field, note)
-                self._nodes.ask(name, [words], _answer, deadline)
+                self._nodes.call(name, [words], Wire.expect, deadline)
 
     def noted_spaces(self) -> dict[bytes, bytes]:
-        """The fields of the hash ``prefix:1:spaces``, if it has no more than are noted."""
+        """Return the fields of the hash ``prefix:1:spaces``, unless it has more than 256."""
         name = self._prefix + b"spaces"
-
         with self._translated():
             deadline = self._deadline()
-            count = self._nodes.ask(name, [command(b"HLEN", name)], _answer, deadline)
+            count = self._nodes.call(name, [command(b"HLEN", name)], Wire.expect, deadline)
             if not isinstance(count, int) or not 0 < count <= _NOTED:
                 return {}
-            answer = self._nodes.ask(name, [command(b"HGETALL", name)], _answer, deadline)
+            answer = self._nodes.call(name, [command(b"HGETALL", name)], Wire.expect, deadline)
         if not isinstance(answer, list):
             return {}
         notes: dict[bytes, bytes] = {}
@@ -195,57 +190,54 @@ class ValkeyBackend(Backend):
         return notes
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close all connections."""
         self._nodes.close()
 
     def describe(self) -> str:
-        """``valkey://host:port/database``."""
+        """Return ``valkey://host:port/database``."""
         options = self.options
         host = f"[{options.host}]" if ":" in options.host else options.host
         scheme = "valkeys" if options.tls else "valkey"
         return f"{scheme}://{host}:{options.port}/{options.database}"
 
     def _scan(self, address: Address, cursor: bytes) -> tuple[bytes, Sequence[Listed]]:
-        """The next records of one node, and where to go on."""
+        """Return the cursor for the next call and the records that one SCAN of a node finds."""
         pattern = self._prefix + b"*"
         words = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCANNED, b"TYPE", b"string")
         with self._nodes.wire(address, self._deadline()) as wire:
             wire.send(command(*words))
-            answer = wire.answer()
-            if isinstance(answer, ServerSays):
-                raise answer
-            cursor, names = _scanned(answer)
+            cursor, names = _scanned(wire.expect())
             blocks = {name: block for name in names if (block := self._block(name))}
             wire.send(
-                command(b"CLIENT", b"NO-TOUCH", b"ON"),  # to look is not to use
+                command(b"CLIENT", b"NO-TOUCH", b"ON"),  # a listing is not a use
                 *(command(b"OBJECT", b"IDLETIME", n) + command(b"STRLEN", n) for n in blocks),
                 command(b"CLIENT", b"NO-TOUCH", b"OFF"),
             )
-            wire.answer()  # an error on servers that do not know it
+            wire.answer()  # an error on servers without this command
             pairs = [(block, wire.answer(), wire.answer()) for block in blocks.values()]
             wire.answer()
         now = time.time()
         return cursor, [
             Listed(block, length, now - idle if isinstance(idle, int) else now)
             for block, idle, length in pairs
-            if isinstance(length, int) and length > 0  # else it went in between
+            if isinstance(length, int) and length > 0  # else deleted meanwhile
         ]
 
     def _each(
         self, blocks: Sequence[bytes], commands: Sequence[tuple[bytes | int, ...]]
     ) -> Sequence[tuple[Number, int]]:
-        """Send commands, ``(verb, words behind the key…)`` each, about every block.
+        """Send commands, each ``(verb, words after the key…)``, for every block.
 
-        Gives the first and the last answer about each. The last one has to be a number; what
-        cannot be measured can be deleted all the same.
+        Returns the first and the last answer for each block. Only an error as the last one is
+        raised: a value that STRLEN cannot measure can still be deleted.
         """
         names = [self._name(block) for block in blocks]
         texts = [[command(verb, name, *rest) for verb, *rest in commands] for name in names]
         found = []
         with self._translated():
-            for numbers in self._nodes.ask_numbers(names, texts, self._deadline()):
+            for numbers in self._nodes.call_numbers(names, texts, self._deadline()):
                 first, last = numbers[0], numbers[-1]
-                if isinstance(last, ServerSays):
+                if isinstance(last, ServerError):
                     raise last
                 found.append((first, last))
         return found
@@ -256,7 +248,7 @@ class ValkeyBackend(Backend):
         return self._prefix + space.hex().encode() + b":" + key.hex().encode()
 
     def _block(self, name: bytes) -> bytes | None:
-        """The id that `_name` made a name of; None for names of others."""
+        """Return the block whose key is ``name``; None for foreign keys."""
         space, _, key = name.removeprefix(self._prefix).partition(b":")
         try:
             block = bytes.fromhex(space.decode() + key.decode())
@@ -273,13 +265,13 @@ class ValkeyBackend(Backend):
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Where errors of sockets, servers and the library become ours."""
+        """Turn errors of connections and servers into `BackendFailed`."""
         try:
             yield
         except TimedOut as error:
             text = f"{self.describe()} did not answer in {self.timeout:g} s: {error}"
             raise BackendFailed(text) from error
-        except (Lost, ServerSays) as error:
+        except (Lost, ServerError) as error:
             raise BackendFailed(f"{self.describe()}: {error}") from error
 
     def _dial(self, address: Address, deadline: float) -> Wire:
@@ -287,8 +279,8 @@ class ValkeyBackend(Backend):
         wire = connect(address, deadline, self._tls)
         try:
             if options.password is not None or options.username is not None:
-                who = [options.username.encode()] if options.username is not None else []
-                wire.send(command(b"AUTH", *who, (options.password or "").encode()))
+                user = [options.username.encode()] if options.username is not None else []
+                wire.send(command(b"AUTH", *user, (options.password or "").encode()))
                 wire.expect_ok()
             if options.database:
                 wire.send(command(b"SELECT", options.database))
@@ -297,13 +289,6 @@ class ValkeyBackend(Backend):
             wire.close()
             raise
         return wire
-
-
-def _answer(wire: Wire) -> Answer:
-    answer = wire.answer()
-    if isinstance(answer, ServerSays):
-        raise answer
-    return answer
 
 
 def _scanned(answer: Answer) -> tuple[bytes, list[bytes]]:

@@ -1,4 +1,4 @@
-"""A TCP proxy that misbehaves on demand: what a server's clients meet on bad days."""
+"""`FaultProxy`: a TCP proxy that misbehaves on demand."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import select
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
+from typing import Final, Literal, NamedTuple, Self
 
 from kvkeep.core.errors import InvalidValue
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 __all__ = ["FaultProxy"]
 
@@ -21,12 +18,12 @@ Side = Literal["answers", "requests", "both"]
 
 _CHUNK: Final = 256 * 1024
 _PATIENCE_S: Final = 10.0
-_GLANCE_MS: Final = 50  # how often a thread that cannot send looks whether it should end
+_GLANCE_MS: Final = 50  # interval in which a thread that cannot send checks whether to end
 _RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: close() sends RST
 
 
 class _Fault(NamedTuple):
-    """What happens to bytes now; a new object each time it is switched, told apart by identity."""
+    """The current fault. Each switch makes a new object; threads compare identities."""
 
     mode: Mode
     side: Side = "answers"
@@ -39,7 +36,7 @@ class _Fault(NamedTuple):
 
 
 class FaultProxy:
-    """Listens on a port of its own and passes every connection on to ``target``, faults included.
+    """Forwards connections from a port of its own to ``target``, with faults.
 
         with FaultProxy(("127.0.0.1", 6379)) as proxy:
             backend = ValkeyBackend.from_url(TierURL(f"valkey://{proxy.address}"))
@@ -47,32 +44,29 @@ class FaultProxy:
             ...
             proxy.heal()
 
-    One fault at a time; a method switches to it at once, for connections that are open as well as
-    for those to come, and it stays until the next switch. *Answers* are bytes from the target,
-    *requests* bytes to it; positions are counted per connection and direction, from the switch (or
-    from the connection's begin, if that was later).
+    There is one fault at a time. A method switches to it for open and new connections, until the
+    next switch. *Answers* are bytes from the target, *requests* bytes to it; positions are counted
+    per connection and direction, from the switch or the start of the connection if later.
 
     ==============  ==============================================================================
-    `heal`          passes everything on; what a hang held back goes on its way
+    `heal`          everything is forwarded, also what a hang held back
     `refuse`        open connections are reset, connecting fails (ECONNREFUSED)
-    `hang`          connections are accepted, nothing is read, nothing is answered (like SIGSTOP)
-    `cut`           a connection is closed after so many bytes
-    `slow`          so many bytes a second, per connection
-    `delay`         each answer begins so many seconds later
-    `replace`       whatever is answered, other bytes are passed on
-    `flip`          one bit in every so many bytes is turned over
-    `reset`         no mode: closes the connections that are open now, with RST
+    `hang`          connections are accepted, nothing is read or answered (like SIGSTOP)
+    `cut`           a connection is closed after a number of bytes
+    `slow`          bytes per second and connection are limited
+    `delay`         each answer begins a number of seconds later
+    `replace`       other bytes are forwarded instead of the answer
+    `flip`          one bit is inverted in every so many bytes
+    `reset`         no mode: closes the open connections with RST
     ==============  ==============================================================================
 
-    Thread safety: everything may be called from any thread. It has one thread that accepts and two
-    for each connection; `close` ends them all.
+    Thread safety: all methods. One thread accepts, two serve each connection; `close` ends them.
 
     Attributes:
-        host, port: where it listens; they stay the same through every mode.
-        address: ``host:port``, as URLs want it.
-        target: (host, port) of the server; may be set, new connections go there.
+        host, port: where it listens, the same in every mode.
+        target: (host, port) of the server; may be set, for new connections.
         accepted: connections accepted so far.
-        passed: bytes passed on so far, of requests and of answers: a dict by these names.
+        passed: bytes forwarded so far, by "requests" and "answers".
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
@@ -83,7 +77,7 @@ class FaultProxy:
         self._fault = _Fault("pass")
         self._closed = False
         self._pipes: set[_Pipe] = set()
-        # This one keeps the port ours while nobody listens: connecting is refused then.
+        # This socket keeps the port reserved while none listens and connecting is refused.
         self._holder = _bound(("127.0.0.1", 0))
         self.host, self.port = self._holder.getsockname()
         self._listener: socket.socket | None = None
@@ -92,58 +86,58 @@ class FaultProxy:
 
     @property
     def address(self) -> str:
-        """``host:port``."""
+        """``host:port``, as in URLs."""
         return f"{self.host}:{self.port}"
 
     @property
     def mode(self) -> Mode:
-        """What happens now."""
+        """The current mode."""
         return self._fault.mode
 
     @property
     def open_connections(self) -> int:
-        """How many clients are connected."""
+        """Number of connected clients."""
         with self._changed:
             return len({pipe.link for pipe in self._pipes})
 
     def heal(self) -> None:
-        """Pass everything on."""
+        """Forward everything."""
         self._switch(_Fault("pass"))
 
     def refuse(self) -> None:
-        """Reset the connections that are open; who connects is refused."""
+        """Reset open connections and refuse new ones."""
         self._switch(_Fault("refuse"))
         self._stop_listening()
         self.reset()
 
     def hang(self) -> None:
-        """Accept, and never read or answer."""
+        """Accept connections, but neither read nor answer."""
         self._switch(_Fault("hang", "both"))
 
     def cut(self, after: int = 0, side: Side = "answers") -> None:
-        """Close a connection when ``after`` bytes of ``side`` were passed on."""
+        """Close a connection after ``after`` bytes of ``side``."""
         self._switch(_Fault("cut", _side(side), _at_least(0, "after", after)))
 
     def slow(self, bytes_per_second: float, side: Side = "both") -> None:
-        """Pass on no more than that, in small pieces."""
+        """Limit the rate, in small pieces."""
         self._switch(
             _Fault("slow", _side(side), _at_least(1, "bytes_per_second", bytes_per_second))
         )
 
     def delay(self, seconds: float) -> None:
-        """Hold the first byte of each answer back for ``seconds``, counted from its request."""
+        """Delay the first byte of each answer by ``seconds`` after its request."""
         self._switch(_Fault("delay", "answers", _at_least(0, "seconds", seconds)))
 
     def replace(self, text: bytes, side: Side = "answers") -> None:
-        """Pass ``text`` on in place of each piece that arrives."""
+        """Forward ``text`` instead of each chunk received."""
         self._switch(_Fault("replace", _side(side), text=text))
 
     def flip(self, every: int, first: int = 0, side: Side = "answers") -> None:
-        """Turn over the lowest bit of the bytes ``first``, ``first + every``, …"""
+        """Invert the lowest bit of the bytes ``first``, ``first + every``, …"""
         self._switch(_Fault("flip", _side(side), _at_least(1, "every", every), first))
 
     def reset(self) -> None:
-        """Close the connections that are open now; the client sees ECONNRESET."""
+        """Close the open connections; clients get ECONNRESET."""
         with self._changed:
             pipes = list(self._pipes)
             for pipe in pipes:
@@ -153,7 +147,7 @@ class FaultProxy:
             pipe.join(_PATIENCE_S)
 
     def close(self) -> None:
-        """End every connection and thread, give the port back. A second call does nothing."""
+        """End all connections and threads and free the port. A second call does nothing."""
         self._closed = True
         self._stop_listening()
         self.reset()
@@ -195,7 +189,7 @@ class FaultProxy:
             try:
                 server = socket.create_connection(self.target, timeout=_PATIENCE_S)
             except OSError:
-                # What a dead server behind a living load balancer looks like.
+                # As a load balancer does whose server is down.
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 client.close()
                 continue
@@ -205,7 +199,7 @@ class FaultProxy:
     def _start(self, client: socket.socket, server: socket.socket) -> None:
         link = _Link(client, server)
         pipes = [_Pipe(self, link, answers=False), _Pipe(self, link, answers=True)]
-        with self._changed:  # who finds a pipe may join it
+        with self._changed:  # `reset` joins the pipes it finds, so they must be started
             self._pipes.update(pipes)
             for pipe in pipes:
                 pipe.start()
@@ -213,12 +207,7 @@ class FaultProxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -227,12 +216,12 @@ class FaultProxy:
 
 
 class _Link:
-    """A connection: both sockets, which are closed by whichever of its two pipes ends last."""
+    """A connection: both sockets, closed when the second of its two pipes ends."""
 
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.client = client
         self.server = server
-        self.asked = False  # a request went by and its answer has not begun
+        self.asked = False  # a request was forwarded and its answer has not begun
         self.ended = False
         self._pipes = 2
         self._lock = threading.Lock()
@@ -240,16 +229,16 @@ class _Link:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def end(self) -> None:
-        """Reset both ends, as soon as the pipes have let go of them."""
+        """Reset both ends as soon as both pipes have ended."""
         self.ended = True
         for end in (self.client, self.server):
             with contextlib.suppress(OSError):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RD)  # wakes who waits in recv(), tells the peer nothing
+                end.shutdown(socket.SHUT_RD)  # wakes a thread in recv(), sends nothing to the peer
 
-    def let_go(self) -> None:
-        """A pipe has ended."""
+    def pipe_ended(self) -> None:
+        """Close both sockets if both pipes have ended."""
         with self._lock:
             self._pipes -= 1
             if self._pipes == 0:
@@ -277,17 +266,17 @@ class _Pipe(threading.Thread):
             while self._step(buffer):
                 pass
         except OSError:
-            self.link.end()  # an end is gone: so is the connection
+            self.link.end()  # one end is closed: close the other
         finally:
-            self.link.let_go()
+            self.link.pipe_ended()
             with self._proxy._changed:
                 self._proxy._pipes.discard(self)
 
     def _step(self, buffer: bytearray) -> bool:
-        """Pass one piece on; False at the stream's end."""
+        """Forward one chunk; return False at the end of the stream."""
         self._obey()
         length = self._source.recv_into(buffer)
-        self._obey()  # it may have been switched while we waited for bytes
+        self._obey()  # the fault may have been switched during the wait
         if self.link.ended:
             return False
         if not self.answers:
@@ -302,7 +291,7 @@ class _Pipe(threading.Thread):
         return self._pass_on(memoryview(buffer)[:length])
 
     def _obey(self) -> None:
-        """See what the fault is now, and wait as long as it is to hang."""
+        """Read the current fault, and wait while it is a hang."""
         proxy = self._proxy
         with proxy._changed:
             while True:
@@ -313,7 +302,7 @@ class _Pipe(threading.Thread):
                 proxy._changed.wait()
 
     def _pause(self, seconds: float) -> None:
-        """Wait so long, or until the fault is switched or the connection ended."""
+        """Wait ``seconds``, or until the fault is switched or the connection ends."""
         with self._proxy._changed:
             self._proxy._changed.wait_for(
                 lambda: self._fault is not self._proxy._fault or self.link.ended, seconds
@@ -339,11 +328,11 @@ class _Pipe(threading.Thread):
         if cut:
             for end in (self._source, self._sink):
                 with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)  # what was sent still arrives, then the end
+                    end.shutdown(socket.SHUT_RDWR)  # bytes already sent still arrive, then EOF
         return not cut
 
     def _slowly(self, data: memoryview) -> memoryview:
-        """Send at the given pace; what is left when that is no longer the fault."""
+        """Send at the rate of the fault; return the rest when the fault was switched."""
         fault = self._fault
         piece = max(1, int(fault.amount / 50))
         while data and self._proxy._fault is fault and not self.link.ended:
@@ -353,7 +342,7 @@ class _Pipe(threading.Thread):
         return data
 
     def _send(self, data: memoryview) -> None:
-        """As `socket.sendall`, but it ends when the connection does."""
+        """As `socket.sendall`, but return when the connection ends."""
         ready = select.poll()
         ready.register(self._sink, select.POLLOUT)
         while data and not self.link.ended:
@@ -368,7 +357,7 @@ class _Pipe(threading.Thread):
 
 
 def _bound(address: tuple[str, int]) -> socket.socket:
-    """A socket at ``address`` that lets another of ours be there as well."""
+    """Bind a socket to ``address`` that allows a second one there."""
     one = socket.socket()
     one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,8 +1,8 @@
-"""The nodes of a Valkey server or cluster: connections to each, and which one has which key.
+"""The nodes of a Valkey server or cluster: a connection pool for each, and the node of each key.
 
-A cluster spreads 16,384 slots over its nodes; a key's slot is a checksum
-(https://valkey.io/topics/cluster-spec/). Who asks the wrong node is told the right one: MOVED for
-good, ASK for this once, while a slot is on its way.
+A cluster spreads 16,384 slots over its nodes; a key's slot is its CRC16
+(https://valkey.io/topics/cluster-spec/). A node without the key redirects the client: MOVED
+permanently, ASK for one command while the slot migrates.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
-from kvkeep.store.backends.valkey_wire import (
+from kvkeep.store.backends.valkey.wire import (
     Answer,
     Garbled,
     Lost,
-    ServerSays,
+    ServerError,
     TimedOut,
     Wire,
     command,
@@ -31,8 +31,8 @@ __all__ = ["Address", "Nodes", "Number", "Topology"]
 
 Address = tuple[str, int]
 Topology = Literal["yes", "no", "auto"]
-Number = int | ServerSays
-"""What a command that counts something answers."""
+Number = int | ServerError
+"""The answer to a command that counts."""
 T = TypeVar("T")
 
 SLOTS: Final = 16384
@@ -45,7 +45,7 @@ _BATCH: Final = 1000  # commands sent before their answers are read
 
 
 class _Pool:
-    """Up to ``limit`` connections to one node, the one used last first. Thread-safe."""
+    """Up to ``limit`` connections to one node, most recently used first. Thread-safe."""
 
     def __init__(
         self, address: Address, limit: int, dial: Callable[[Address, float], Wire]
@@ -60,7 +60,7 @@ class _Pool:
 
     @contextmanager
     def wire(self, deadline: float) -> Iterator[Wire]:
-        """A connection for the caller alone; it is closed after any failure of its own."""
+        """Lend a connection to the caller; it is closed after any error but a redirection."""
         left = deadline - time.monotonic()
         if left <= 0 or not self._free.acquire(timeout=left):
             raise TimedOut(f"all {self._limit} connections were busy until it timed out")
@@ -73,7 +73,7 @@ class _Pool:
                 if _is_redirection(error):
                     self._put_back(wire)
                 else:
-                    wire.close()  # an answer may be under way: nobody must read it as theirs
+                    wire.close()  # an answer may still arrive, which the next user must not read
                 raise
             self._put_back(wire)
         finally:
@@ -89,7 +89,7 @@ class _Pool:
                 return self._dial(self.address, deadline)
             if wire.usable():
                 return wire
-            wire.close()  # the server was restarted meanwhile, or has had enough of us
+            wire.close()  # the server restarted or closed it
 
     def _put_back(self, wire: Wire) -> None:
         with self._lock:
@@ -99,7 +99,7 @@ class _Pool:
         wire.close()
 
     def close(self) -> None:
-        """Close what is idle now, and the others when they are put back."""
+        """Close idle connections now, the others when they are returned."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -108,13 +108,11 @@ class _Pool:
 
 
 class Nodes:
-    """Sends commands to the node that has the key. Thread-safe.
+    """Sends commands to the node that has the key. Raises `Lost` and `ServerError`.
 
-    What it raises is `Lost` and `ServerSays`.
+    The slot map is read at first use, and again after a node was unreachable or a slot had moved.
 
-    Notes:
-        The map of slots is read at first use, and again after a node could not be reached or
-        a slot had moved; it is replaced whole, so that reading it needs no lock.
+    Thread safety: all methods. The map is replaced as a whole, so reading it needs no lock.
     """
 
     def __init__(
@@ -131,18 +129,18 @@ class Nodes:
         self._lock = threading.Lock()
         self._pools: dict[Address, _Pool] = {}
         self._closed = False
-        self._known = [seed]  # whom to ask for the map, who answered last first
+        self._known = [seed]  # nodes to ask for the map, the last that answered first
         self._slots: list[Address | None] | None = None
         self._stale = topology != "no"
 
-    def ask(
+    def call(
         self,
         key: bytes,
         parts: Sequence[bytes | memoryview],
         read: Callable[[Wire], T],
         deadline: float,
     ) -> T:
-        """Send a command about ``key`` and ``read`` its answer, wherever the key is by now."""
+        """Send a command about ``key`` and ``read`` its answer, following redirections."""
         address, asking = self.node_of(key, deadline), False
         for _ in range(_REDIRECTIONS):
             try:
@@ -152,15 +150,15 @@ class Nodes:
                         wire.expect_ok()
                     wire.send(*parts)
                     return read(wire)
-            except ServerSays as error:
+            except ServerError as error:
                 asking = error.code == "ASK"
                 address = self._redirected(error, address)
-        raise Garbled(f"the cluster sent us on {_REDIRECTIONS} times")
+        raise Garbled(f"the cluster redirected a command {_REDIRECTIONS} times")
 
-    def ask_numbers(
+    def call_numbers(
         self, keys: Sequence[bytes], commands: Sequence[Sequence[bytes]], deadline: float
     ) -> list[list[Number]]:
-        """Send ``commands[i]`` about ``keys[i]``, many at once: the number that each answers."""
+        """Send ``commands[i]`` about ``keys[i]``, pipelined; return their numeric answers."""
         answers: list[list[Number]] = [[] for _ in keys]
         by_node: dict[Address, list[int]] = {}
         for index, key in enumerate(keys):
@@ -175,12 +173,12 @@ class Nodes:
         for index, key in enumerate(keys):
             if any(_is_redirection(answer) for answer in answers[index]):
                 answers[index] = [
-                    self.ask(key, [one], _number_here, deadline) for one in commands[index]
+                    self.call(key, [one], _number_here, deadline) for one in commands[index]
                 ]
         return answers
 
     def node_of(self, key: bytes, deadline: float) -> Address:
-        """The node that has ``key``."""
+        """Return the node that has ``key``; reads the map first if that is needed."""
         slots = self._map(deadline)
         if slots is None:
             return self._seed
@@ -192,21 +190,18 @@ class Nodes:
         return address
 
     def known_node_of(self, key: bytes) -> Address | None:
-        """The node that has ``key``, as far as is known; None: there is one alone, or no map yet.
-
-        Asks nobody.
-        """
+        """Return the node that has ``key``; None for a single server or without a map. No I/O."""
         slots = self._slots
         return None if slots is None else slots[binascii.crc_hqx(key, 0) % SLOTS]
 
     def primaries(self, deadline: float) -> list[Address]:
-        """Every node that has keys."""
+        """Return every node that has slots."""
         slots = self._map(deadline)
         return [self._seed] if slots is None else sorted({node for node in slots if node})
 
     @contextmanager
     def wire(self, address: Address, deadline: float) -> Iterator[Wire]:
-        """A connection to that node; see `_Pool.wire`."""
+        """Lend a connection to that node; see `_Pool.wire`."""
         with self._lock:
             if self._closed:
                 raise Lost("the backend is closed")
@@ -229,27 +224,27 @@ class Nodes:
             pool.close()
 
     def _avoid(self, address: Address) -> None:
-        """A node failed: its keys may be another's soon, and others are asked for the map first."""
+        """Note that a node failed: reread the map, from other nodes first, since slots may move."""
         with self._lock:
             self._stale = self._stale or self._slots is not None
             if address in self._known:
                 self._known.remove(address)
                 self._known.append(address)
 
-    def _redirected(self, error: ServerSays, asked: Address) -> Address:
-        """Where ``error`` sends us; raises it again if it is about something else."""
+    def _redirected(self, error: ServerError, node: Address) -> Address:
+        """Return the node that ``error`` redirects to; raise it if it is no redirection."""
         found = _REDIRECTION.fullmatch(str(error))
         if found is None or self._topology == "no":
             raise error
-        address = (found["host"] or asked[0], int(found["port"]))
+        address = (found["host"] or node[0], int(found["port"]))
         slot = int(found["slot"])
         if error.code == "MOVED" and self._slots is not None and slot < SLOTS:
             self._slots[slot] = address
-        self._stale = self._stale or error.code == "MOVED"  # where one went, others did
+        self._stale = self._stale or error.code == "MOVED"  # other slots may have moved too
         return address
 
     def _map(self, deadline: float) -> list[Address | None] | None:
-        """Slot → node, or None where there is one node only."""
+        """Return the slot map, None for a single server; read it if it is stale."""
         if not self._stale:
             return self._slots
         failure: Lost | None = None
@@ -266,60 +261,52 @@ class Nodes:
         assert failure is not None
         raise failure
 
-    def _learn(self, answer: Answer, asked: Address) -> None:
-        if isinstance(answer, ServerSays):
+    def _learn(self, answer: Answer, node: Address) -> None:
+        if isinstance(answer, ServerError):
             if self._topology == "yes" or answer.code not in {"ERR", "NOPERM"}:
                 raise answer
-            self._slots, self._stale = None, False  # one node, or one that we may not ask
+            self._slots, self._stale = None, False  # a single server, or CLUSTER is not permitted
             return
         try:
-            slots = _slots_of(answer, asked)
-        except (TypeError, ValueError, IndexError) as error:
+            slots = _slots_of(answer, node)
+        except ValueError as error:
             raise Garbled("the server's map of slots cannot be read") from error
-        nodes = sorted({node for node in slots if node} | {self._seed})
+        nodes = sorted({one for one in slots if one} | {self._seed})
         with self._lock:
-            self._known = [asked, *(node for node in nodes if node != asked)]
-            gone = [
-                self._pools.pop(address) for address in list(self._pools) if address not in nodes
-            ]
+            self._known = [node, *(one for one in nodes if one != node)]
+            gone = [self._pools.pop(one) for one in list(self._pools) if one not in nodes]
         self._slots, self._stale = slots, False
         for pool in gone:
             pool.close()
 
 
-def _slots_of(answer: Answer, asked: Address) -> list[Address | None]:
-    """Read what CLUSTER SLOTS answers: [first, last, [host, port, …], replicas…] each."""
+def _slots_of(answer: Answer, node: Address) -> list[Address | None]:
+    """Parse the answer to CLUSTER SLOTS: entries of [first, last, [host, port, …], replicas…]."""
     slots: list[Address | None] = [None] * SLOTS
-    if not isinstance(answer, list):
-        raise TypeError
-    for entry in answer:
-        if not isinstance(entry, list):
-            raise TypeError
-        first, last, primary = entry[:3]
-        if not (isinstance(first, int) and isinstance(last, int) and isinstance(primary, list)):
-            raise TypeError
-        host, port = primary[:2]
-        if not isinstance(port, int) or not 0 <= first <= last < SLOTS:
-            raise ValueError
-        # A node that does not know how it is reached says nothing, or a question mark.
-        name = host.decode() if isinstance(host, bytes) and host not in {b"", b"?"} else asked[0]
-        slots[first : last + 1] = [(name, port)] * (last + 1 - first)
+    for entry in answer if isinstance(answer, list) else [answer]:
+        match entry:
+            case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < SLOTS:
+                # A node that does not know its own address answers an empty one or a "?".
+                name = host.decode() if isinstance(host, bytes) and host != b"?" else ""
+                slots[first : last + 1] = [(name or node[0], port)] * (last + 1 - first)
+            case _:
+                raise ValueError
     return slots
 
 
 def _is_redirection(answer: object) -> bool:
-    return isinstance(answer, ServerSays) and _REDIRECTION.fullmatch(str(answer)) is not None
+    return isinstance(answer, ServerError) and _REDIRECTION.fullmatch(str(answer)) is not None
 
 
 def _number(wire: Wire) -> Number:
     answer = wire.answer()
-    if not isinstance(answer, int | ServerSays):
-        raise Garbled(f"the server answered {answer!r:.60} where a number was to come")
+    if not isinstance(answer, int | ServerError):
+        raise Garbled(f"the server answered {answer!r:.60} where a number is expected")
     return answer
 
 
 def _number_here(wire: Wire) -> Number:
     answer = _number(wire)
-    if isinstance(answer, ServerSays) and _is_redirection(answer):
+    if isinstance(answer, ServerError) and _is_redirection(answer):
         raise answer
     return answer

@@ -1,4 +1,4 @@
-"""The count of bytes in a place that does not count them itself, against the place."""
+"""`UsageLedger` compared with the place it counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.store.backends import Listed
-from kvkeep.store.backends.ledger import Move, UsageLedger
+from kvkeep.store.backends.objects.usage import PendingChange, UsageLedger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ SIZES = st.integers(1, 60)
 
 
 class Place:
-    """Records of which only the sizes matter; a listing that fails when it is told to."""
+    """Sizes of records; a listing that fails on demand."""
 
     def __init__(self) -> None:
         self.sizes: dict[bytes, int] = {}
@@ -43,7 +43,7 @@ class LedgerWalk(RuleBasedStateMachine):
         super().__init__()
         self.place = Place()
         self.ledger = UsageLedger(100, "a test", self.place.list)
-        self.moves: list[tuple[Move, bool]] = []  # and whether it had its effect already
+        self.moves: list[tuple[PendingChange, bool]] = []  # and whether it had its effect already
 
     @rule(block=st.sampled_from(BLOCKS), size=SIZES)
     def begin_put(self, block: bytes, size: int) -> None:
@@ -61,7 +61,7 @@ class LedgerWalk(RuleBasedStateMachine):
     @precondition(lambda self: self.moves)
     @rule(which=st.integers(0, 9))
     def has_its_effect(self, which: int) -> None:
-        """The place does it; we have not heard of it."""
+        """The place makes the change; its answer has not arrived."""
         at = which % len(self.moves)
         move, did = self.moves[at]
         if not did:
@@ -112,7 +112,7 @@ def test_it_lists_once_and_again_after_a_failure() -> None:
     assert (ledger.used(), place.listings) == (35, 2)
 
 
-def test_a_listing_that_fails_is_tried_again() -> None:
+def test_a_failed_listing_is_repeated() -> None:
     place = Place()
     place.failing = True
     ledger = UsageLedger(100, "a test", place.list)
@@ -124,8 +124,8 @@ def test_a_listing_that_fails_is_tried_again() -> None:
     assert ledger.used() == 100
 
 
-def test_what_changes_while_it_lists_counts() -> None:
-    """A put that ended, a delete, and a failure, all behind the listing's back."""
+def test_changes_during_a_listing_count() -> None:
+    """A put, a delete and a failed put, all during the listing."""
     place = Place()
     place.sizes = dict.fromkeys(BLOCKS[:3], 10)
     ledger = UsageLedger(100, "a test", place.list)

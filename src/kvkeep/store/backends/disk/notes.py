@@ -1,7 +1,7 @@
-"""Notes on the namespaces of a directory: lines of one file, ``<space in hex> <note>``.
+"""Notes on the namespaces of a directory: lines ``<space in hex> <note>`` of one file.
 
-The file is bounded, and appended to by one write a line, so several processes can do so at once.
-Whatever else lies under its name (a link, a pipe, a folder) is not opened for long and not read.
+The file is bounded. Each line is appended by one write, so several processes may append at once.
+Anything else under the file's name (a link, a pipe, a folder) is not read.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.backends.disk.files import closing_fd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["NOTES", "note", "noted"]
+__all__ = ["NOTES", "add_note", "read_notes"]
 
 NOTES: Final = "spaces"
 _MOST: Final = 64 << 10  # bytes of the file
-_HOW: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for a writer
+_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe must not wait
 
 
-def note(root: str, space: bytes, text: bytes) -> None:
-    """Add a note on ``space``, unless there is one or the file is full."""
+def add_note(root: str, space: bytes, text: bytes) -> None:
+    """Add a note on ``space``, unless it has one or the file is full."""
     assert b"\n" not in text
     with _file(root, os.O_RDWR | os.O_APPEND | os.O_CREAT) as fd:
         line = space.hex().encode() + b" " + text + b"\n"
@@ -34,8 +35,8 @@ def note(root: str, space: bytes, text: bytes) -> None:
             os.write(fd, line)
 
 
-def noted(root: str) -> dict[bytes, bytes]:
-    """The notes, by space; lines that are none are passed over."""
+def read_notes(root: str) -> dict[bytes, bytes]:
+    """Return the notes by space; other lines are skipped."""
     found: dict[bytes, bytes] = {}
     with _file(root, os.O_RDONLY) as fd:
         there = b"" if fd is None else os.pread(fd, _MOST, 0)
@@ -52,13 +53,11 @@ def noted(root: str) -> dict[bytes, bytes]:
 
 @contextmanager
 def _file(root: str, how: int) -> Iterator[int | None]:
-    """The open file; None where there is none, or what lies there is no file."""
+    """Open the file; None if it is missing or no regular file."""
     try:
-        fd = os.open(f"{root}/{NOTES}", how | _HOW, 0o600)
-    except OSError:  # full, read-only, a link or a folder: there are no notes then
+        fd = os.open(f"{root}/{NOTES}", how | _FLAGS, 0o600)
+    except OSError:  # disk full, read-only, a link or a folder: no notes then
         yield None
         return
-    try:
+    with closing_fd(fd):
         yield fd if stat.S_ISREG(os.fstat(fd).st_mode) else None
-    finally:
-        os.close(fd)

@@ -1,4 +1,4 @@
-"""The directory of records: whose it is, and what it refuses to be."""
+"""Opening a directory of records: creation, checks, refusals."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def snapshot(path: Path) -> dict[str, bytes | None]:
     }
 
 
-def test_it_is_made_with_all_above_it(tmp_path: Path) -> None:
+def test_it_is_created_with_its_parents(tmp_path: Path) -> None:
     DiskBackend(tmp_path / "a" / "b" / "store")
     assert mode(tmp_path / "a" / "b" / "store") == 0o700
 
 
-def test_an_empty_directory_is_taken_and_tightened(tmp_path: Path) -> None:
+def test_an_empty_directory_is_used_and_made_private(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store").chmod(0o755)
     DiskBackend(tmp_path / "store")
@@ -46,13 +46,13 @@ def test_an_empty_directory_is_taken_and_tightened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "lost+found/", "ab" * 16 + "/"])
-def test_a_directory_with_other_things_is_left_alone(tmp_path: Path, name: str) -> None:
+def test_a_directory_with_foreign_files_is_refused(tmp_path: Path, name: str) -> None:
     store = tmp_path / "store"
     store.mkdir()
     store.chmod(0o755)
     (store / name).mkdir() if name.endswith("/") else (store / name).write_bytes(b"mine")
     before = snapshot(store)
-    with pytest.raises(InvalidValue, match=r"not kvkeep's.*beneath it"):
+    with pytest.raises(InvalidValue, match=r"not kvkeep's.*below it"):
         DiskBackend(store)
     assert snapshot(store) == before
     assert mode(store) == 0o755
@@ -68,7 +68,7 @@ def test_a_directory_with_other_things_is_left_alone(tmp_path: Path, name: str) 
         (FORMAT + b"and more", "delete"),
     ],
 )
-def test_another_format_is_refused_politely(tmp_path: Path, text: bytes, said: str) -> None:
+def test_another_format_is_refused(tmp_path: Path, text: bytes, said: str) -> None:
     store = tmp_path / "store"
     with DiskBackend(store) as backend:
         put(backend, A, b"record")
@@ -80,9 +80,7 @@ def test_another_format_is_refused_politely(tmp_path: Path, text: bytes, said: s
 
 
 @pytest.mark.parametrize("there", [(), ("tmp",), ("tmp", "quarantine"), ("ledger",), ("FORMAT",)])
-def test_who_was_killed_while_making_it_is_no_stranger(
-    tmp_path: Path, there: tuple[str, ...]
-) -> None:
+def test_a_half_created_directory_is_completed(tmp_path: Path, there: tuple[str, ...]) -> None:
     store = tmp_path / "store"
     store.mkdir()
     for name in there:
@@ -97,7 +95,7 @@ def test_who_was_killed_while_making_it_is_no_stranger(
 
 
 def test_a_format_without_the_rest_is_completed(tmp_path: Path) -> None:
-    """As backups and careless deletes leave it."""
+    """As an incomplete backup leaves it."""
     store = tmp_path / "store"
     with DiskBackend(store) as backend:
         put(backend, A, b"record")
@@ -111,7 +109,7 @@ def test_a_format_without_the_rest_is_completed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "beneath a file", "dangling"])
-def test_what_can_be_no_directory_is_said(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"")
     place = {"file": file, "beneath a file": file / "store", "dangling": tmp_path / "loop"}[kind]
@@ -122,7 +120,7 @@ def test_what_can_be_no_directory_is_said(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_link_to_a_directory_is_followed_once(tmp_path: Path) -> None:
-    """Where it leads later does not matter to who has it open."""
+    """A later change of the link does not affect an open backend."""
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     with DiskBackend(tmp_path / "link") as backend:
         (tmp_path / "link").unlink()
@@ -137,12 +135,12 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()
     os.chown(store, 12345, 12345)
-    with pytest.raises(InvalidValue, match=r"user 12345.*of its own"):
+    with pytest.raises(InvalidValue, match=r"user 12345.*of this user"):
         DiskBackend(store)
     assert os.listdir(store) == []
 
 
-def test_directories_of_namespaces_go_when_they_are_empty(tmp_path: Path) -> None:
+def test_directories_of_empty_namespaces_are_removed(tmp_path: Path) -> None:
     store = tmp_path / "store"
     other = block_id(1, space=7)
     with DiskBackend(store) as backend:

@@ -1,0 +1,22 @@
+"""Records as files in a directory of a local disk, which several processes may share.
+
+backend.py     DiskBackend, the public class
+writing.py     how one record is written: reserve, fill, rename
+usage.py       bytes used by all processes, and room for a record
+losses.py      notices that other processes removed or replaced what this one listed
+ledger.py      the file that holds the count of bytes, and its lock
+recount.py     counts a large directory while other processes write to it
+journal.py     records that change during such a recount
+sync.py        files that still need an fsync
+directory.py   names and paths, scans
+opening.py     creates a directory, or checks that an existing one is usable
+files.py       whole records to and from files, with direct I/O
+notes.py       one line of text about each namespace
+"""
+
+from __future__ import annotations
+
+from kvkeep.store.backends.disk.backend import DiskBackend, Io
+from kvkeep.store.backends.disk.sync import Sync
+
+__all__ = ["DiskBackend", "Io", "Sync"]

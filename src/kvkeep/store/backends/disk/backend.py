@@ -1,0 +1,358 @@
+"""`DiskBackend`: records as files in a directory."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import sys
+import time
+from typing import TYPE_CHECKING, Final, Literal
+
+from kvkeep.core.errors import BackendFailed, InvalidValue, whole
+from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed
+from kvkeep.store.backends.disk.files import (
+    ABSENT,
+    CANNOT_WRITE,
+    closing_fd,
+    open_record,
+    read_whole,
+    size_of,
+    supports_direct,
+    translated,
+)
+from kvkeep.store.backends.disk.notes import add_note, read_notes
+from kvkeep.store.backends.disk.opening import open_directory, restore
+from kvkeep.store.backends.disk.sync import Sync, SyncQueue
+from kvkeep.store.backends.disk.usage import DiskUsage
+from kvkeep.store.backends.disk.writing import RecordWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from kvkeep.store.backends.base import Room
+    from kvkeep.store.backends.urls import TierURL
+
+__all__ = ["DiskBackend", "Io"]
+
+_LOG = logging.getLogger("kvkeep.tiers")
+
+Io = Literal["auto", "direct", "buffered"]
+
+DIRECT_FROM: Final = 64 * 1024
+"""Bytes from which ``io="auto"`` bypasses the page cache. Below, waiting for the device costs more
+than a copy."""
+_PER_LOCK: Final = 32  # files unlinked before other processes get the lock
+_APART: Final = 1000  # nanoseconds between the times of two blocks used at once
+_AHEAD: Final = 1.0  # seconds that a file's time may be ahead of the clock
+
+
+class DiskBackend(Backend):
+    """One directory of a disk, one file a record: ``file:///path?size=200GiB&sync=flush&io=auto``.
+
+    Arguments:
+        path: the directory, created with mode 0700; an existing store is tightened to that.
+            It must be empty or hold records already; foreign files are never deleted.
+        capacity: maximum bytes of all records, files counted in whole units of 4096 bytes, those
+            being written and those in quarantine included. All processes that share the directory
+            are counted together at any instant; each keeps to its own capacity. Foreign files are
+            not counted. None: as much as the filesystem has.
+        sync: what survives a loss of power, see below.
+        io: ``direct`` bypasses the page cache, ``buffered`` uses it; ``auto`` is direct from 64 KiB
+            on if the filesystem supports it, else buffered.
+
+    What survives, by ``sync``:
+
+        =========  ====================  ========================================================
+        ``sync``   the process killed    power lost, or the kernel crashed
+        =========  ====================  ========================================================
+        never      every finished put    nothing for certain; records may be torn or empty
+        flush      every finished put    what was put before the last `flush` that returned
+        always     every finished put    every finished put
+        =========  ====================  ========================================================
+
+    A killed process tears no record: a file gets its name when it is complete. The tier above
+    detects a record torn by a loss of power by its checksum. A `delete` is as durable as a put. A
+    disk that lies about its write cache can break the promises of the last column.
+
+    With ``flush``, a background thread syncs from 64 files on, so a `flush` has little left to do.
+    If the disk syncs more slowly than records are put, 32,768 files may be unsynced; beyond that
+    each put waits for a second at most, or half of ``timeout`` if shorter. From 65,536 on it fails.
+
+    Deleted and replaced files free their space within milliseconds of the call; the count drops at
+    once.
+
+    A directory that is emptied, removed, replaced or moved while open is created again by the next
+    put or delete, on the same filesystem only; `stale_listings` counts such events.
+
+    Attributes:
+        quarantined: records that this object put into quarantine.
+        odd: entries of the last complete `list` that are no records: foreign names, special files,
+            empty files.
+        odd_bytes: bytes of the foreign files among them.
+
+    Thread safety: every method, from any thread and process; also after a fork. The directory must
+    be on a filesystem whose ``flock`` reaches all writers, which means one machine. Cost: a put or
+    delete holds the ledger's lock for some ten microseconds. The first use of an object counts the
+    directory, under the lock if it has at most 8,192 files; the first `list` counts a larger one
+    while other processes write.
+    """
+
+    scheme = "file"
+    shared = True
+    unit = ALIGNMENT
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        capacity: int | None = None,
+        sync: Sync = "flush",
+        io: Io = "auto",
+    ) -> None:
+        if sys.platform == "win32":
+            raise InvalidValue(
+                "a file:// tier needs POSIX locks, which Windows does not have; use memory:// "
+                "or a server there"
+            )
+        if sync not in ("never", "flush", "always"):
+            raise InvalidValue(f"sync={sync!r}; it is one of never, flush, always")
+        if io not in ("auto", "direct", "buffered"):
+            raise InvalidValue(f"io={io!r}; it is one of auto, direct, buffered")
+        self.capacity = None if capacity is None else whole("capacity", capacity, ALIGNMENT)
+        self.quarantined = 0
+        self.odd = 0
+        self.odd_bytes = 0
+        self._directory = open_directory(path)
+        self._usage = DiskUsage(self._directory, self.capacity)
+        with self._translated("opened"):
+            can = io != "buffered" and supports_direct(self._directory.format)
+        if io == "direct" and not can:
+            raise InvalidValue(f"the filesystem of {self.describe()} has no direct I/O; io=auto")
+        self._direct_from = (0 if io == "direct" else DIRECT_FROM) if can else math.inf
+        self._sync = SyncQueue(sync, self._directory.root)
+        self._writer = RecordWriter(
+            self._directory, self._usage, direct_from=self._direct_from, sync=sync == "always"
+        )
+
+    @classmethod
+    def from_url(cls, url: TierURL) -> DiskBackend:
+        """Open ``file:///absolute/path``; takes ``size``, ``sync`` and ``io``."""
+        if url.place or not url.path.strip("/"):
+            raise InvalidValue(
+                f"{url.safe} names no directory; an absolute path has three slashes: "
+                f"file:///{(url.place + url.path).strip('/') or 'var/lib/kvkeep'}"
+            )
+        capacity = url.size("size")
+        sync = url.choice("sync", ("never", "flush", "always"), "flush")
+        io = url.choice("io", ("auto", "direct", "buffered"), "auto")
+        return cls(url.path, capacity, sync, io)  # type: ignore[arg-type] # choice checked both
+
+    @property
+    def slowed(self) -> int:
+        """Puts that waited because the disk syncs more slowly than records are put."""
+        return self._sync.slowed
+
+    @property
+    def last_progress(self) -> float:  # type: ignore[override] # the contract only reads it
+        """When a file was synced last, in seconds of the monotonic clock."""
+        return self._sync.last_progress
+
+    @property
+    def stale_listings(self) -> int:  # type: ignore[override] # the contract only reads it
+        """How often the directory was found emptied or replaced."""
+        return self._usage.losses.count
+
+    # -- records --------------------------------------------------------------------------------
+
+    def put(self, block: bytes, record: memoryview) -> None:
+        """Write ``record`` to a temporary file, then rename it.
+
+        Raises:
+            OutOfRoom: capacity would be exceeded; ``needed`` says by how many bytes. Or the
+                filesystem is full. Nothing changed.
+            BackendFailed: the filesystem failed, or the ledger's lock was not free in time.
+        """
+        assert len(record), "a record of no bytes"
+        self._sync.throttle(self.timeout)
+        with self._translated("written", len(record)):
+            self._sync.add([self._writer.write(block, record, self.timeout)])
+
+    def get(self, block: bytes, room: Room) -> memoryview | None:
+        """Read the record. An empty or unreadable file goes to quarantine.
+
+        A symlink, pipe or directory in its place is no record and is left alone.
+
+        Raises:
+            BackendFailed: the file cannot be read, or was truncated while it was read.
+        """
+        path = self._directory.path(block)
+        with self._translated("read"):
+            try:
+                held = open_record(path)
+            except PermissionError:
+                if size_of(path) is None:
+                    raise
+                self.quarantine(block, "unreadable")
+                return None
+        if held is None:
+            self._usage.losses.check([block])
+            return None
+        with closing_fd(held[0]) as fd:
+            if size := held[1]:
+                buffer = room(size)  # its errors are the caller's
+                with self._translated("read"):
+                    if read_whole(fd, buffer, direct=size >= self._direct_from):
+                        return buffer
+                raise BackendFailed(f"a record in {self.describe()} was truncated meanwhile")
+        self.quarantine(block, "empty")
+        return None
+
+    def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
+        """Return sizes, by one `os.stat` each (2 µs)."""
+        with self._translated("looked up"):
+            found = [size_of(self._directory.path(block)) for block in blocks]
+        if None in found:
+            self._usage.losses.check(blocks)
+        return found
+
+    def peek(self, block: bytes, size: int) -> bytes | None:
+        """Return the first ``size`` bytes of a record; None if it is missing."""
+        with self._translated("read"):
+            held = open_record(self._directory.path(block))
+            if held is None:
+                return None
+            with closing_fd(held[0]) as fd:
+                return os.pread(fd, size, 0)
+
+    def delete(self, blocks: Sequence[bytes]) -> int:
+        """Unlink records; return their sizes. The space freed is that or more."""
+        freed = 0
+        with self._translated("deleted"):
+            for start in range(0, len(blocks), _PER_LOCK):
+                some = blocks[start : start + _PER_LOCK]
+                # Raises if something else than a directory has the name of a namespace.
+                some = [block for block in some if self._directory.has_space(block)]
+                with self._usage.ledger.held(self.timeout) as count:
+                    freed += sum(count.remove(self._directory.path(block), block) for block in some)
+            if freed:
+                self._sync.add({self._directory.space(block) for block in blocks})
+        return freed
+
+    def list(self) -> Iterator[Listed]:
+        """Yield every record, from names and file attributes alone.
+
+        The first listing also counts a large directory. Memory: 32 bytes a record of the namespace
+        being listed; while it counts, 16 more for every record.
+        """
+        now, odd, odd_bytes = time.time(), 0, 0
+        spaces: set[bytes] = set()
+        with self._translated("listed"):
+            recount = self._usage.begin_recount(self.timeout)
+            for block, size, used in self._directory.scan():
+                if block is None:
+                    odd += 1
+                    odd_bytes += size
+                    continue
+                if recount is not None:
+                    recount.saw(block, size)
+                spaces.add(block[:SPACE_BYTES])
+                if used > now + _AHEAD:
+                    # The clock was ahead when it was used. With the time of now it ages as others.
+                    self.touch([block])
+                yield Listed(block, size, min(used, now))
+            if recount is not None:
+                recount.finish(self.timeout)
+        self._usage.losses.listed(spaces)
+        if odd_bytes and not self.odd_bytes:
+            _LOG.warning(
+                "%s holds %d bytes in files that are no records; kvkeep neither touches nor counts "
+                "them",
+                self.describe(),
+                odd_bytes,
+            )
+        self.odd, self.odd_bytes = odd, odd_bytes
+
+    def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
+        """Set modification times; does nothing where that is not permitted.
+
+        Cost: 5 µs a block. The times of one call differ, so blocks keep their order.
+        """
+        before = 0
+        with self._translated("touched"):
+            for at, block in enumerate(blocks):
+                when = time.time_ns() if used is None else int(used[at] * 1e9)
+                before = when = max(when, before + _APART)
+                path = self._directory.path(block)
+                try:
+                    if used is not None and os.lstat(path).st_mtime_ns >= when:
+                        continue
+                    os.utime(path, ns=(when, when), follow_symlinks=False)
+                except OSError as error:
+                    # A read-only directory is still good for reading.
+                    if error.errno not in ABSENT | CANNOT_WRITE:
+                        raise
+
+    def quarantine(self, block: bytes, reason: str) -> None:
+        """Move the record to ``quarantine/``, with the reason in its name, for inspection.
+
+        The newest 16 are kept, in a sixteenth of the capacity at most.
+        """
+        directory = self._directory
+        slug = re.sub(r"[^a-z0-9]+", "-", reason.lower()).strip("-")[:60] or "bad"
+        name = f"{time.time_ns():020}.{block.hex()}.{slug}"
+        with self._translated("quarantined"), self._usage.ledger.held(self.timeout) as count:
+            try:
+                count.quarantine(directory.path(block), f"{directory.quarantine}/{name}", block)
+            except FileNotFoundError:
+                if size_of(directory.path(block)) is not None:
+                    restore(directory)  # quarantine/ itself is missing
+                    raise
+                return
+            self.quarantined += 1
+            for path in directory.quarantine_surplus(self.capacity):
+                if count.remove(path) and path.endswith(name):
+                    # Too large to be kept: perhaps put here by hand, and never counted.
+                    self._usage.ledger.recount(count)
+
+    # -- the whole ------------------------------------------------------------------------------
+
+    def used(self) -> int:
+        """Return the bytes of all records, in whole units, unfinished and quarantined included.
+
+        For a large directory that no `list` of this object has counted, it is the count that other
+        processes wrote last.
+        """
+        with self._translated("counted"):
+            return self._usage.used(self.timeout)
+
+    def flush(self) -> None:
+        """With ``sync="flush"``, make earlier puts and deletes survive a loss of power.
+
+        Cost: one ``fsync`` for each record that is not synced yet, and one for each directory.
+        """
+        with self._translated("flushed"):
+            self._sync.flush()
+
+    def note_space(self, space: bytes, note: bytes) -> None:
+        """Append a line to the file ``spaces``."""
+        with self._translated("written to"):
+            add_note(self._directory.root, space, note)
+
+    def noted_spaces(self) -> dict[bytes, bytes]:
+        """Return the lines of the file ``spaces``."""
+        with self._translated("read"):
+            return read_notes(self._directory.root)
+
+    def close(self) -> None:
+        """Wait up to ``timeout`` seconds for unsynced files; a thread syncs the rest afterwards."""
+        self._sync.drain(self.timeout)
+
+    def describe(self) -> str:
+        """Return the directory as a URL."""
+        return self._directory.url
+
+    def _translated(self, done: str, size: int = 0) -> AbstractContextManager[None]:
+        return translated(self._directory.url, done, size)

@@ -1,0 +1,12 @@
+"""Records in an object store: S3 and compatible servers, Google Cloud Storage, Azure Blob.
+
+backend.py   ObjectBackend: records as objects of any obstore store
+clouds.py    the stores that have a URL
+usage.py     bytes held, for a place that does not count them itself
+"""
+
+from __future__ import annotations
+
+from kvkeep.store.backends.objects.backend import ObjectBackend
+
+__all__ = ["ObjectBackend"]
