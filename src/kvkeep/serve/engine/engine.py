@@ -17,7 +17,7 @@ from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.tokens import as_tokens
 from kvkeep.serve.engine.beams import BeamSearch
 from kvkeep.serve.engine.observe import EngineWatch
-from kvkeep.serve.engine.offload.keeper import Keeper
+from kvkeep.serve.engine.offload.offload import Offload
 from kvkeep.serve.engine.params import SamplingParams
 from kvkeep.serve.engine.request import Request
 from kvkeep.serve.engine.scheduler import Limits, Scheduler
@@ -91,19 +91,19 @@ class Engine:
         self.tokenizer = tokenizer
         self.limits = limits
         self._checked_at = -_CHECK_S
-        self._did = EngineStats()
-        self._watch = EngineWatch(self._did, observer)
-        self._keeper: Keeper | None = None
+        self._stats = EngineStats()
+        self._watch = EngineWatch(self._stats, observer)
+        self._offload: Offload | None = None
         if store is not None:
             if not cache.reuse:
                 raise InvalidValue(
                     "a store is there to reuse; leave out store, or reuse=False of the cache"
                 )
-            self._keeper = Keeper(
-                store, runner, cache, self._did, timeout=load_timeout, watch=self._watch
+            self._offload = Offload(
+                store, runner, cache, self._stats, timeout=load_timeout, watch=self._watch
             )
-        self._scheduler = Scheduler(cache, limits, self._did, self._keeper, self._watch)
-        self._step = EngineStep(runner, self._scheduler, self._did, self._keeper, self._watch)
+        self._scheduler = Scheduler(cache, limits, self._stats, self._offload, self._watch)
+        self._step = EngineStep(runner, self._scheduler, self._stats, self._offload, self._watch)
         runner.serve(cache)
 
     # --- requests ----------------------------------------------------------------------------
@@ -140,9 +140,9 @@ class Engine:
         if self.limits.max_waiting is not None and len(waiting) >= self.limits.max_waiting:
             raise QueueFull(f"{len(waiting)} requests wait already, which is as many as may")
         search = self._search(params, len(tokens)) if params.beams else None
-        self._did.requests += 1
+        self._stats.requests += 1
         request = Request(
-            self._did.requests,
+            self._stats.requests,
             tokens,
             params,
             namespace=space,
@@ -162,7 +162,7 @@ class Engine:
         Nothing more comes of it. One that has ended already is left as it is.
         """
         if request.id in self._scheduler.requests:
-            self._did.aborted += 1
+            self._stats.aborted += 1
             self._scheduler.leave(request)
             self._watch.ended(request, "aborted")
 
@@ -186,8 +186,8 @@ class Engine:
             for request in list(self._scheduler.requests.values()):
                 self.abort(request)
         finally:
-            keeper, self._keeper = self._keeper, None
-            flushed = keeper is None or keeper.close(timeout)
+            offload, self._offload = self._offload, None
+            flushed = offload is None or offload.close(timeout)
         return flushed
 
     def clear_store(self, namespace: NamespaceLike | None = None) -> Removed | None:
@@ -196,24 +196,26 @@ class Engine:
         Safe from any thread.
         """
         space = None if namespace is None else as_namespace(namespace)
-        keeper = self._keeper
-        return None if keeper is None else keeper.clear(space)
+        offload = self._offload
+        return None if offload is None else offload.clear(space)
 
     def remove_stored(self, tokens: TokensLike, namespace: NamespaceLike = "") -> Removed | None:
         """Delete what the store has of a prompt, as `KVStore.remove` does; None without a store.
 
         Safe from any thread. What running requests go on to compute of it is stored again.
         """
-        keeper = self._keeper
-        return None if keeper is None else keeper.remove(as_tokens(tokens), as_namespace(namespace))
+        offload = self._offload
+        return (
+            None if offload is None else offload.remove(as_tokens(tokens), as_namespace(namespace))
+        )
 
     def store_tenant(self, namespace: NamespaceLike) -> str | None:
         """As which tenant the store keeps what is of ``namespace``; None without a store.
 
         Safe from any thread.
         """
-        keeper = self._keeper
-        return None if keeper is None else keeper.tenant_of(as_namespace(namespace))
+        offload = self._offload
+        return None if offload is None else offload.tenant_of(as_namespace(namespace))
 
     def observe(self, observer: Observer | None) -> None:
         """Tell ``observer`` from now on, in place of the one before; None: nobody.
@@ -239,7 +241,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What was done so far."""
-        return replace(self._did, running=self.num_running, waiting=self.num_waiting)
+        return replace(self._stats, running=self.num_running, waiting=self.num_waiting)
 
     # --- loops -------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.engine.offload.keeper import Keeper
+    from kvkeep.serve.engine.offload.offload import Offload
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.stats import EngineStats
 
@@ -100,8 +100,8 @@ class Scheduler:
         self,
         cache: PagedCache,
         limits: Limits,
-        did: EngineStats,
-        keeper: Keeper | None = None,
+        stats: EngineStats,
+        offload: Offload | None = None,
         watch: EngineWatch | None = None,
     ) -> None:
         self.requests: dict[int, Request] = {}
@@ -110,9 +110,9 @@ class Scheduler:
         self.running: list[Answer] = []
         self._cache = cache
         self._limits = limits
-        self._did = did
-        self._keeper = keeper
-        self._watch = watch or EngineWatch(did)
+        self._stats = stats
+        self._offload = offload
+        self._watch = watch or EngineWatch(stats)
         self._watermark = ceil(limits.watermark * cache.num_pages)
         self._blocked = 0  # steps for which nothing is admitted, unless somebody makes room
 
@@ -141,8 +141,8 @@ class Scheduler:
 
     def remove(self, answer: Answer) -> None:
         """Take ``answer`` out; its pages go back, what it published stays cached."""
-        if self._keeper is not None:
-            self._keeper.forget(answer)
+        if self._offload is not None:
+            self._offload.forget(answer)
         if answer.sequence is None:
             self.waiting.remove(answer)
             return
@@ -162,11 +162,11 @@ class Scheduler:
             self.remove(answer)
             answer.computed, answer.drafts = 0, []
             self._wait(answer)
-            self._did.preempted += 1
+            self._stats.preempted += 1
             return
         for beam in request.live:
             self.remove(beam)
-        self._did.preempted += len(request.live)
+        self._stats.preempted += len(request.live)
         request.search.restart()
         first = Answer(request, 0)
         first.overtaken = self._limits.max_overtaken  # whoever has run before is next
@@ -181,8 +181,8 @@ class Scheduler:
         Returns who is refused for good: when nobody runs and an answer still cannot have its
         pages, then somebody outside has them.
         """
-        if self._keeper is not None:
-            self._keeper.look_ahead(self.waiting)
+        if self._offload is not None:
+            self._offload.look_ahead(self.waiting)
         if self._blocked and self.running:
             self._blocked -= 1
             return None
@@ -194,7 +194,7 @@ class Scheduler:
                 continue
             if answer.slots > slots:
                 break
-            if self._keeper is not None and self._keeper.holds_back(answer):
+            if self._offload is not None and self._offload.holds_back(answer):
                 continue
             try:
                 self._open(answer)
@@ -245,7 +245,7 @@ class Scheduler:
             return False
         if not answer.deferred:
             answer.deferred = True
-            self._did.deferred += 1
+            self._stats.deferred += 1
         return True
 
     def _prefilling(self) -> Iterator[Answer]:
@@ -270,8 +270,8 @@ class Scheduler:
         answer.computed = answer.sequence.num_cached
         if request.cached_tokens is None:
             request.cached_tokens = answer.sequence.num_cached
-            self._did.prompt_tokens += len(request.prompt)
-            self._did.cached_tokens += request.cached_tokens
+            self._stats.prompt_tokens += len(request.prompt)
+            self._stats.cached_tokens += request.cached_tokens
             if answer.load is not None:
                 answer.load.counts = True
             if observed:
@@ -283,8 +283,8 @@ class Scheduler:
             other.overtaken += 1
         del self.waiting[at]
         self.run(answer)
-        if self._keeper is not None:
-            self._keeper.admitted(answer)
+        if self._offload is not None:
+            self._offload.admitted(answer)
 
     # --- a step ------------------------------------------------------------------------------
 

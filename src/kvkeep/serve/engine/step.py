@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import Sequence
     from kvkeep.serve.engine.logprobs import TokenLogprob
     from kvkeep.serve.engine.observe import Outcome
-    from kvkeep.serve.engine.offload.keeper import Keeper
+    from kvkeep.serve.engine.offload.offload import Offload
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.scheduler import Chunk, Scheduler
@@ -42,15 +42,15 @@ class EngineStep:
         self,
         runner: Runner,
         scheduler: Scheduler,
-        did: EngineStats,
-        keeper: Keeper | None = None,
+        stats: EngineStats,
+        offload: Offload | None = None,
         watch: EngineWatch | None = None,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
-        self._did = did
-        self._keeper = keeper
-        self._watch = watch or EngineWatch(did)
+        self._stats = stats
+        self._offload = offload
+        self._watch = watch or EngineWatch(stats)
         # Who ended in this step: the observer is told behind what was computed of them.
         self._over: list[tuple[Request, Outcome]] = []
 
@@ -70,8 +70,8 @@ class EngineStep:
         refused = scheduler.admit()
         if refused is not None:
             deltas.append(self._fail(refused.answer.request, refused.error))
-        if self._keeper is not None:
-            self._keeper.feed(scheduler.running)
+        if self._offload is not None:
+            self._offload.feed(scheduler.running)
         for answer in scheduler.grow():
             self._as_long_as_can_be(answer, deltas)
         chunks = scheduler.chunks()
@@ -88,8 +88,8 @@ class EngineStep:
                 )
         else:
             assert all(answer.loading for answer in scheduler.running), "who runs can be computed"
-            if self._keeper is not None and scheduler.requests:
-                self._keeper.pause()
+            if self._offload is not None and scheduler.requests:
+                self._offload.pause()
 
     def _compute(self, chunks: list[Chunk], deltas: list[Delta]) -> None:
         runner, observed = self._runner, self._watch.observer is not None
@@ -102,8 +102,8 @@ class EngineStep:
                 for sequence, (_, start, stop, outputs) in zip(sequences, chunks, strict=True)
             ]
         )
-        self._did.steps += 1
-        self._did.computed_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
+        self._stats.steps += 1
+        self._stats.computed_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
         for chunk in chunks:
             chunk.answer.computed = chunk.stop
             if not chunk.answer.drafts:  # of those it is not known yet whether they stay
@@ -135,8 +135,8 @@ class EngineStep:
             and answer.computed - sequence.num_published >= self._runner.page_size
         ):
             sequence.publish(answer.computed)
-        if self._keeper is not None:
-            self._keeper.keep(answer)
+        if self._offload is not None:
+            self._offload.keep(answer)
 
     # --- choosing ----------------------------------------------------------------------------
 
@@ -195,10 +195,10 @@ class EngineStep:
             taken += 1
             if answer.finish_reason or (taken <= len(drafts) and drafts[taken - 1] != token):
                 break
-        self._did.generated_tokens += taken
+        self._stats.generated_tokens += taken
         if drafts:
-            self._did.drafted_tokens += len(drafts)
-            self._did.accepted_drafts += taken - 1
+            self._stats.drafted_tokens += len(drafts)
+            self._stats.accepted_drafts += taken - 1
             sequence = _running(answer)
             sequence.truncate(sequence.num_tokens - len(drafts) + taken - 1)
             answer.computed = sequence.num_tokens
@@ -215,8 +215,8 @@ class EngineStep:
             deltas.append(answer.delta())
         if answer.finish_reason is None:
             return
-        if self._keeper is not None and request.search is None:
-            self._keeper.keep(answer, last=True)
+        if self._offload is not None and request.search is None:
+            self._offload.keep(answer, last=True)
         self._scheduler.remove(answer)
         request.live.remove(answer)
         request.ended.append(answer)
@@ -237,7 +237,7 @@ class EngineStep:
 
     def _end(self, request: Request, answers: list[Answer], deltas: list[Delta]) -> None:
         """End a request with these answers; the last delta is its last."""
-        self._did.finished += 1
+        self._stats.finished += 1
         self._scheduler.leave(request)
         self._over.append((request, "done"))
         choices = tuple(answer.choice() for answer in answers)
@@ -255,7 +255,7 @@ class EngineStep:
             self._hand_out(answer, deltas)
 
     def _fail(self, request: Request, error: Exception) -> Delta:
-        self._did.failed += 1
+        self._stats.failed += 1
         self._scheduler.leave(request)
         self._over.append((request, "failed"))
         return Delta(request, 0, error=error)
@@ -269,7 +269,7 @@ class EngineStep:
         logits = torch.stack([_logits(parent) for parent in parents])
         picks = search.advance(logits) if request.forked else search.start(logits[0])
         request.first_token_now()
-        self._did.generated_tokens += len(picks)
+        self._stats.generated_tokens += len(picks)
         request.live = [
             parents[pick.parent].fork(index, pick.token) for index, pick in enumerate(picks)
         ]

@@ -133,17 +133,17 @@ class Writes:
     slower than the engine, blocks wait in their pages for as long as their answer runs; what is
     left then is not stored, and counted.
 
-    Thread safety: `offer` is the engine's thread's, and so is ``did``; the rest is anybody's.
+    Thread safety: `offer` is the engine's thread's, and so is ``stats``; the rest is anybody's.
     """
 
     def __init__(
-        self, store: KVStore, tensors: PagedTensors, forms: Forms, did: EngineStats
+        self, store: KVStore, tensors: PagedTensors, forms: Forms, stats: EngineStats
     ) -> None:
         self.known = Known()
         self._store = store
         self._tensors = tensors
         self._forms = forms
-        self._did = did
+        self._stats = stats
         self._block = store.block_tokens
         pages = self._block // tensors.page_size
         count = max(2, min(_QUEUE_BLOCKS, _QUEUE_BYTES // (pages * tensors.page_bytes)))
@@ -183,7 +183,7 @@ class Writes:
                 trail.next = min(trail.next, trail.end)
         if last:
             if trail.offered < stop:
-                self._did.unkept_tokens += stop - trail.offered
+                self._stats.unkept_tokens += stop - trail.offered
                 self._store.unkept(sequence.tokens[:stop], trail.offered, tenant=tenant)
             self._tail(trail, sequence, computed, tenant)
 
@@ -223,7 +223,7 @@ class Writes:
             self._unwritten += 1
         tail = stop - start < self._block
         self._queue.put(_Write(sequence.tokens[:stop].copy(), start, tenant, key, buffer, tail))
-        self._did.kept_tokens += stop - start
+        self._stats.kept_tokens += stop - start
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvkeep writes", daemon=True)
             self._thread.start()

@@ -1,8 +1,8 @@
-"""`Keeper`: between an engine and a store that outlives it.
+"""`Offload`: between an engine and a store that outlives it.
 
 What a request's prompt has in the store, beyond what the pool has, is fetched while it waits and
 written into its pages once it is admitted; what is computed is handed to the store behind it. The
-scheduler asks the keeper who should wait a little; the step lets it read and write pages. A store
+scheduler asks the offload who should wait a little; the step lets it read and write pages. A store
 that fails or hangs costs a request ``timeout`` seconds at most, and never an error.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.engine.stats import EngineStats
     from kvkeep.store import KVStore
 
-__all__ = ["Keeper"]
+__all__ = ["Offload"]
 
 # Of those that wait, so many have what they need fetched before it is their turn.
 _AHEAD = 8
@@ -47,7 +47,7 @@ _FOLDED = "namespace "
 _MOST_TENANTS = 65_536
 
 
-class Keeper:
+class Offload:
     """Moves KV between the pages of one runner and a `KVStore` of the same geometry.
 
     Only full store blocks are written, and at the ends of prompts and answers the tail behind
@@ -63,7 +63,7 @@ class Keeper:
         store: KVStore,
         runner: Runner,
         cache: PagedCache,
-        did: EngineStats,
+        stats: EngineStats,
         *,
         timeout: float,
         watch: EngineWatch | None = None,
@@ -84,11 +84,11 @@ class Keeper:
         self._store = store
         self._runner = runner
         self._cache = cache
-        self._did = did
-        self._watch = watch or EngineWatch(did)
+        self._stats = stats
+        self._watch = watch or EngineWatch(stats)
         self._timeout = timeout
         forms = Forms(runner.tensors, store.layout)
-        self._writes = Writes(store, runner.tensors, forms, did)
+        self._writes = Writes(store, runner.tensors, forms, stats)
         self._loads = Loads(store, runner.tensors, forms, self._writes.known, timeout=timeout)
         self._tenants: OrderedDict[Namespace, str] = OrderedDict()  # the oldest are forgotten
 
@@ -145,7 +145,7 @@ class Keeper:
             load.held_since = now
         if now - load.held_since < self._timeout:
             return True
-        self._did.late_loads += 1
+        self._stats.late_loads += 1
         return False
 
     # --- while it runs -----------------------------------------------------------------------
@@ -192,9 +192,9 @@ class Keeper:
         answer.computed = start + tokens
         if answer.request.store:
             sequence.publish(answer.computed)
-        self._did.loaded_tokens += loaded
+        self._stats.loaded_tokens += loaded
         if load.counts:
-            self._did.cached_tokens += loaded
+            self._stats.cached_tokens += loaded
             answer.request.note_loaded(loaded)
 
     def _tell(self, answer: Answer, load: Load, *, called_off: bool = False) -> None:
@@ -230,9 +230,9 @@ class Keeper:
         if answer.request.store and (last or answer.computed >= trail.next):
             tenant = self._tenant(sequence.namespace)
             watched = self._watch.observer is not None
-            begun, kept = (time.perf_counter(), self._did.kept_tokens) if watched else (0.0, 0)
+            begun, kept = (time.perf_counter(), self._stats.kept_tokens) if watched else (0.0, 0)
             self._writes.offer(trail, sequence, answer.computed, tenant, last=last)
-            if watched and (tokens := self._did.kept_tokens - kept):
+            if watched and (tokens := self._stats.kept_tokens - kept):
                 self._watch.stored(answer.request, tokens, time.perf_counter() - begun)
 
     # --- the end -----------------------------------------------------------------------------
