@@ -15,8 +15,8 @@ from kvkeep.serve.engine.params import SamplingParams
 NOTHING = -torch.inf
 
 
-def search(params, end_tokens=(), *, prompt=3, longest=512, ends=None):
-    return BeamSearch(SamplingParams(**params), end_tokens, prompt, longest, ends=ends)
+def search(params, end_tokens=(), *, prompt=3, longest=512, has_stop=None):
+    return BeamSearch(SamplingParams(**params), end_tokens, prompt, longest, has_stop=has_stop)
 
 
 def play(beams, next_logits):
@@ -176,7 +176,7 @@ def test_stop_texts_end_an_answer():
         seen.append(tokens)
         return tokens[-2:] == [1, 1]
 
-    beams = search({"beams": 2, "n": 2, "max_tokens": 9, "length_penalty": 0.0}, [0], ends=ends)
+    beams = search({"beams": 2, "n": 2, "max_tokens": 9, "length_penalty": 0.0}, [0], has_stop=ends)
     live = play(beams, lambda answers: logs(0.0, 0.8, 0.2).expand(len(answers), -1))
     assert live == []
     best, second = beams.finish()
@@ -186,7 +186,7 @@ def test_stop_texts_end_an_answer():
 
 
 def test_when_everything_ends_the_search_is_done():
-    beams = search({"beams": 3, "n": 3}, ends=lambda tokens: True)
+    beams = search({"beams": 3, "n": 3}, has_stop=lambda tokens: True)
     assert beams.start(torch.zeros(10)) == []
     assert beams.done
     assert [one.tokens for one in beams.finish()] == [(0,), (1,), (2,)]

@@ -114,7 +114,7 @@ class DictStore:
     def prefetch(self, tokens, start=0, *, tenant=None):
         return Prefetch(self, self.lookup(tokens, tenant=tenant).tokens)
 
-    def get(self, tokens, start=0, *, deadline=None, tenant=None):
+    def get(self, tokens, start=0, *, deadline=None, tenant=None, sources=None):
         if self.hung.is_set():
             time.sleep(deadline)
             return None, 0
