@@ -15,7 +15,7 @@ from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import Piece, Runner
 from kvkeep.serve.engine.attention.batch import PagedBatch
-from kvkeep.serve.engine.attention.paged import Scoring
+from kvkeep.serve.engine.attention.dense import Scoring
 
 if TYPE_CHECKING:
     from kvkeep.core.cache import Sequence

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine.attention.batch import PagedBatch, Piece
-from kvkeep.serve.engine.attention.setting import CPU, GPU, Grain
+from kvkeep.serve.engine.attention.plan import CPU, GPU, Grain
 from kvkeep.serve.engine.attention.short import SHORT
 
 pytestmark = pytest.mark.model

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.serve.engine.attention.cascade import shared_prefixes
-from kvkeep.serve.engine.attention.setting import Grain
+from kvkeep.serve.engine.attention.plan import Grain
 
 pytestmark = pytest.mark.model
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvkeep.serve.engine.attention import flash
-from kvkeep.serve.engine.attention.paged import Scoring
+from kvkeep.serve.engine.attention.dense import Scoring
 
 pytestmark = pytest.mark.model
 

@@ -9,7 +9,7 @@ import torch
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine.attention.batch import Piece
-from kvkeep.serve.engine.attention.setting import Grain, Placed, Setting
+from kvkeep.serve.engine.attention.plan import Grain, PlacedPiece, PlanContext
 from kvkeep.serve.engine.attention.short import SHORT, groups
 
 pytestmark = pytest.mark.model
@@ -30,10 +30,10 @@ def planned(tensors, lengths, *, tokens=1, pad=0, most=1000, window=None):
         for stop, n in zip(lengths, tokens, strict=True)
     ]
     begins = np.cumsum([0, *tokens[:-1]]).tolist()
-    placed = [Placed(piece, begin) for piece, begin in zip(pieces, begins, strict=True)]
+    placed = [PlacedPiece(piece, begin) for piece, begin in zip(pieces, begins, strict=True)]
     page = tensors.page_bytes // 2
     grain = Grain(query_rows=8, call_bytes=pad * page, group_bytes=most * page)
-    return groups(placed, Setting(tensors, tensors.scratch(), grain, window, group=1))
+    return groups(placed, PlanContext(tensors, tensors.scratch(), grain, window, group=1))
 
 
 def rows(group):
