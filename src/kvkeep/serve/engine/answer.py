@@ -73,6 +73,12 @@ class Answer:
         )
 
     @property
+    def running_sequence(self) -> Sequence:
+        """Its sequence; only running answers have one."""
+        assert self.sequence is not None, self
+        return self.sequence
+
+    @property
     def order(self) -> tuple[int, int]:
         """Request id and index: the order of arrival."""
         return self.request.id, self.index
@@ -115,11 +121,10 @@ class Answer:
 
     def fork(self, index: int, *next_token: int) -> Answer:
         """Return an answer that shares the pages of this one and goes on from it."""
-        assert self.sequence is not None
         assert not self.drafts
         other = Answer(self.request, index)
         other.generated = [*self.generated, *next_token]
-        other.sequence = self.sequence.fork()
+        other.sequence = self.running_sequence.fork()
         other.computed = self.computed
         other.trail = self.trail.fork()
         return other
@@ -199,24 +204,25 @@ class Answer:
         """Return what was generated since the last delta."""
         start, self._shown = self._shown, len(self.generated)
         text, self._unshown = self._unshown, ""
-        shown = self.request.params.logprobs is not None
         return Delta(
             self.request,
             self.index,
             tokens=tuple(self.generated[start:]),
             text=text,
-            logprobs=tuple(self.logprobs[start:]) if shown else (),
+            logprobs=self._shown_logprobs(start),
             finish_reason=self.finish_reason,
         )
 
     def choice(self) -> Choice:
         """Return the finished answer."""
         assert self.finish_reason is not None
-        shown = self.request.params.logprobs is not None
         return Choice(
             self.index,
             text="" if self._text is None else self._text.text,
             tokens=tuple(self.generated),
             finish_reason=self.finish_reason,
-            logprobs=tuple(self.logprobs) if shown else (),
+            logprobs=self._shown_logprobs(),
         )
+
+    def _shown_logprobs(self, start: int = 0) -> tuple[TokenLogprob, ...]:
+        return () if self.request.params.logprobs is None else tuple(self.logprobs[start:])

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.core.errors import OutOfPages
 from kvkeep.serve.engine.answer import BY_ARRIVAL, Answer
-from kvkeep.serve.engine.observe import EngineWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine.limits import Limits
+    from kvkeep.serve.engine.observe import EngineWatch
     from kvkeep.serve.engine.offload.offload import Offload
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.stats import EngineStats
@@ -69,8 +69,8 @@ class Scheduler:
         cache: PagedCache,
         limits: Limits,
         stats: EngineStats,
-        offload: Offload | None = None,
-        watch: EngineWatch | None = None,
+        offload: Offload | None,
+        watch: EngineWatch,
     ) -> None:
         self.requests: dict[int, Request] = {}
         """Requests that have not ended, by id."""
@@ -80,7 +80,7 @@ class Scheduler:
         self._limits = limits
         self._stats = stats
         self._offload = offload
-        self._watch = watch or EngineWatch(stats)
+        self._watch = watch
         self._watermark = ceil(limits.watermark * cache.num_pages)
         self._blocked = 0  # steps without admission, unless an answer frees pages
 
@@ -286,8 +286,7 @@ class Scheduler:
 
     def _append(self, answer: Answer, spare: int) -> int | None:
         """Append the newest token and drafts; return the number of drafts, None without pages."""
-        sequence = answer.sequence
-        assert sequence is not None
+        sequence = answer.running_sequence
         newest = answer.generated[-1]
         drafts = answer.propose(spare)
         if drafts:
@@ -313,8 +312,7 @@ class Scheduler:
         prompts: list[Answer] = []
         budget = self._limits.step_tokens
         for answer in self.running:
-            sequence = answer.sequence
-            assert sequence is not None
+            sequence = answer.running_sequence
             if answer.loading:
                 continue
             if not answer.decoding:

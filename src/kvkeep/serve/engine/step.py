@@ -17,14 +17,12 @@ import torch
 from kvkeep.serve.engine.answer import BY_ARRIVAL, Answer
 from kvkeep.serve.engine.attention.batch import Piece
 from kvkeep.serve.engine.logprobs import logprobs_of
-from kvkeep.serve.engine.observe import EngineWatch
 from kvkeep.serve.engine.results import Delta
 from kvkeep.serve.engine.sampling import choose
 
 if TYPE_CHECKING:
-    from kvkeep.core.cache import Sequence
     from kvkeep.serve.engine.logprobs import TokenLogprob
-    from kvkeep.serve.engine.observe import Outcome
+    from kvkeep.serve.engine.observe import EngineWatch, Outcome
     from kvkeep.serve.engine.offload.offload import Offload
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.runner import Runner
@@ -44,14 +42,14 @@ class EngineStep:
         runner: Runner,
         scheduler: Scheduler,
         stats: EngineStats,
-        offload: Offload | None = None,
-        watch: EngineWatch | None = None,
+        offload: Offload | None,
+        watch: EngineWatch,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._stats = stats
         self._offload = offload
-        self._watch = watch or EngineWatch(stats)
+        self._watch = watch
         # Requests that ended in this step: reported at its end, behind what it computed of them.
         self._over: list[tuple[Request, Outcome]] = []
 
@@ -95,7 +93,7 @@ class EngineStep:
     def _compute(self, chunks: list[Chunk], deltas: list[Delta]) -> None:
         runner, observed = self._runner, self._watch.observer is not None
         began = perf_counter() if observed else 0.0
-        sequences = [_sequence(chunk.answer) for chunk in chunks]
+        sequences = [chunk.answer.running_sequence for chunk in chunks]
         runner.copy([copy for sequence in sequences for copy in sequence.copies()])
         logits = runner.forward(
             [
@@ -130,7 +128,7 @@ class EngineStep:
 
     def _publish(self, answer: Answer) -> None:
         """Publish computed full pages to the cache, and hand full blocks to the store."""
-        sequence = _sequence(answer)
+        sequence = answer.running_sequence
         if (
             answer.request.store
             and answer.computed - sequence.num_published >= self._runner.page_size
@@ -200,7 +198,7 @@ class EngineStep:
         if drafts:
             self._stats.drafted_tokens += len(drafts)
             self._stats.accepted_drafts += taken - 1
-            sequence = _sequence(answer)
+            sequence = answer.running_sequence
             sequence.truncate(sequence.num_tokens - len(drafts) + taken - 1)
             answer.computed = sequence.num_tokens
             answer.verified_drafts(taken - 1)
@@ -294,11 +292,6 @@ class EngineStep:
                 answer.finish("length")
             best.append(answer)
         self._end_ranked(request, best, deltas)
-
-
-def _sequence(answer: Answer) -> Sequence:
-    assert answer.sequence is not None, "only running answers have a sequence"
-    return answer.sequence
 
 
 def _logits(beam: Answer) -> torch.Tensor:

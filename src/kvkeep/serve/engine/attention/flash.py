@@ -102,35 +102,25 @@ def find(tensors: PagedTensors) -> Kernel | None:
 
 def flash2(function: Callable[..., Any]) -> Kernel:
     """Wrap FlashAttention 2's ``flash_attn_varlen_func``."""
-
-    def kernel(
-        query: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tables: Tables,
-        *,
-        window: int | None,
-        scoring: Scoring,
-    ) -> torch.Tensor:
-        out: torch.Tensor = function(
-            query,
-            k,
-            v,
-            cu_seqlens_q=tables.query_bounds,
-            cu_seqlens_k=tables.key_bounds,
-            max_seqlen_q=tables.most_queries,
-            max_seqlen_k=tables.most_keys,
-            block_table=tables.pages,
-            **_options(window, scoring),
-        )
-        return out
-
-    return kernel
+    return _kernel(
+        function,
+        lambda tables: {
+            "cu_seqlens_k": tables.key_bounds,
+            "max_seqlen_k": tables.most_keys,
+            "block_table": tables.pages,
+        },
+    )
 
 
 def flash3(function: Callable[..., Any]) -> Kernel:
     """Wrap FlashAttention 3's ``flash_attn_with_kvcache``, with queries of several lengths."""
+    return _kernel(
+        function,
+        lambda tables: {"cache_seqlens": tables.lengths, "page_table": tables.pages},
+    )
 
+
+def _kernel(function: Callable[..., Any], key_tables: Callable[[Tables], dict[str, Any]]) -> Kernel:
     def kernel(
         query: torch.Tensor,
         k: torch.Tensor,
@@ -144,22 +134,15 @@ def flash3(function: Callable[..., Any]) -> Kernel:
             query,
             k,
             v,
-            cache_seqlens=tables.lengths,
-            page_table=tables.pages,
             cu_seqlens_q=tables.query_bounds,
             max_seqlen_q=tables.most_queries,
-            **_options(window, scoring),
+            softmax_scale=scoring.scale,
+            causal=True,
+            # Their windows count the keys before a query, ours the query too.
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+            softcap=0.0 if scoring.softcap is None else scoring.softcap,
+            **key_tables(tables),
         )
         return out
 
     return kernel
-
-
-def _options(window: int | None, scoring: Scoring) -> dict[str, Any]:
-    """Return the arguments that both take; their windows count keys before a query, without it."""
-    return {
-        "softmax_scale": scoring.scale,
-        "causal": True,
-        "window_size": (-1, -1) if window is None else (window - 1, 0),
-        "softcap": 0.0 if scoring.softcap is None else scoring.softcap,
-    }

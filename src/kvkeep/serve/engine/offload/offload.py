@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.keys import Namespace
-from kvkeep.serve.engine.observe import EngineWatch, LoadReport
+from kvkeep.serve.engine.observe import LoadReport
 from kvkeep.serve.engine.offload.evidence import Evidence
 from kvkeep.serve.engine.offload.forms import Forms
 from kvkeep.serve.engine.offload.load import Load
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine.answer import Answer
+    from kvkeep.serve.engine.observe import EngineWatch
     from kvkeep.serve.engine.offload.load import LoadChunk
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.stats import EngineStats
@@ -67,7 +68,7 @@ class Offload:
         stats: EngineStats,
         *,
         timeout: float,
-        watch: EngineWatch | None = None,
+        watch: EngineWatch,
     ) -> None:
         if store.geometry != runner.geometry:
             raise InvalidValue(
@@ -86,7 +87,7 @@ class Offload:
         self._runner = runner
         self._cache = cache
         self._stats = stats
-        self._watch = watch or EngineWatch(stats)
+        self._watch = watch
         self._timeout = timeout
         forms = Forms(runner.tensors, store.layout)
         self._writes = Writes(store, runner.tensors, forms, stats)
@@ -155,8 +156,7 @@ class Offload:
 
     def admitted(self, answer: Answer) -> None:
         """Start to read what was prefetched for ``answer``, which has its pages now."""
-        sequence, load = answer.sequence, answer.load
-        assert sequence is not None
+        sequence, load = answer.running_sequence, answer.load
         if load is None:
             return
         self._loads.begin(load, sequence.num_cached)
@@ -182,9 +182,7 @@ class Offload:
 
     def _write(self, answer: Answer, chunk: LoadChunk, load: Load) -> None:
         start, tokens, block, sources = chunk
-        sequence = answer.sequence
-        size = self._runner.page_size
-        assert sequence is not None
+        sequence, size = answer.running_sequence, self._runner.page_size
         count = -(-tokens // size)
         pages = sequence.pages[start // size : start // size + count]
         self._runner.tensors.write(pages, block[:count])
@@ -226,8 +224,7 @@ class Offload:
 
         Cost: nothing until a block is complete, then one read of its pages.
         """
-        trail, sequence = answer.trail, answer.sequence
-        assert sequence is not None
+        trail, sequence = answer.trail, answer.running_sequence
         if answer.request.store and (last or answer.computed >= trail.next):
             tenant = self._tenant(sequence.namespace)
             watched = self._watch.observer is not None
