@@ -1,4 +1,4 @@
-"""Which short pieces attend together, and what that costs in padding."""
+"""Which short pieces attend together, and how much padding that costs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def planned(tensors, lengths, *, tokens=1, pad=0, most=1000, window=None):
 
 
 def rows(group):
-    """The rows of the batch that a group is about."""
+    """The rows of the batch that a group writes."""
     return torch.arange(1000)[group.rows].tolist()
 
 
@@ -56,7 +56,7 @@ def test_one_piece_is_never_masked(tensors):
 
 @pytest.mark.parametrize(("pad", "count"), [(0, 4), (1, 2), (3, 2), (4, 1)])
 def test_padding_up_to_what_a_call_costs(tensors, pad, count):
-    """Of 1, 2, 4 and 5 pages: what joins a group pads all that is in it already."""
+    """Of 1, 2, 4 and 5 pages: a piece that joins a group pads all pieces in it."""
     made = planned(tensors, [4, 8, 16, 20], pad=pad)
     assert len(made) == count
     assert sorted(row for group in made for row in rows(group)) == [0, 1, 2, 3]
