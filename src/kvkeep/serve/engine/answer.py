@@ -133,7 +133,7 @@ class Answer:
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to report a token; None: no log probability at all."""
+        """How many of the likeliest tokens to report with each token; None: no log probability."""
         wanted = self.request.params.logprobs
         return 0 if wanted is None and self.request.is_ranked else wanted
 

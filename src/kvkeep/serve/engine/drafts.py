@@ -48,9 +48,6 @@ class PromptLookup:
         self._pace = {length: _Pace(max_draft) for length in _LENGTHS}
         self._matched = _LENGTHS[0]
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens that were chosen; drafts that were only proposed do not belong here."""
         ours = self._tokens

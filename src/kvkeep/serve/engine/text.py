@@ -41,7 +41,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Read the tokenizer in directory ``path``; `UnsupportedModel` if there is none."""
+        """Read the tokenizer in directory ``path``; raises `UnsupportedModel`."""
         transformers = require("transformers", "transformers")
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(

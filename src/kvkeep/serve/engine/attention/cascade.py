@@ -63,7 +63,7 @@ class Cascade:
     def _attend_to_shared(
         self, layer: int, query: torch.Tensor, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the partial output [t, heads, dim] and its log weights [t, heads]."""
+        """Return the partial output [t, heads, dim] and its log-sum-exps [t, heads]."""
         self.gather.fill(layer)
         keys, values = (
             part.transpose(0, 1)[None] for part in (self.gather.keys, self.gather.values)

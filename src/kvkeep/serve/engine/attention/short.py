@@ -1,7 +1,7 @@
 """Attention of short pieces, a decoded token or a few drafts, many in one call.
 
-One call for each would be dominated by its launch on a GPU, and leaves a core's cache half empty on
-a CPU. So pieces of similar length are gathered into one padded tensor; `Grain` bounds the padding.
+A call for each would cost more than its keys on a GPU, and leave most of a core's cache unused on a
+CPU. So pieces of similar length are gathered into one padded tensor; `Grain` bounds the padding.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ShortGroup:
     def attend_partial(
         self, layer: int, query: torch.Tensor, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `attend`, with the log weights [n * queries, heads] beside it."""
+        """As `attend`, with the log-sum-exps [n * queries, heads] beside it."""
         self.gather.fill(layer)
         grouped = self._grouped(query)
         out, lse = attend_partial(grouped, self.keys, self.values, scoring, mask=self.mask)

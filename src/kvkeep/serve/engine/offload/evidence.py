@@ -134,10 +134,15 @@ class Evidence:
         sources = self._sources()
         at = sources[-1][1] if sources else self.pool
         found = min(max(self._found, at), self._end)
+        stop = min(max(self.stop, at), found)
+        unread: What = "unavailable" if self._in_time else "late"
+        behind: What = "never" if self.answered else "late"
         missing = [
-            *self._unread(at, min(max(self.stop, at), found)),
-            *self._not_in_time(min(max(self.stop, at), found), found),
-            *self._not_there(found),
+            *self._cover(at, stop, self._stopped, unread, "not read"),
+            *self._not_in_time(stop, found),
+            *self._cover(
+                found, self._end, self._behind, behind, "" if self.answered else "no answer"
+            ),
         ]
         late = any(fate.what == "late" for fate in missing)
         return LoadReport(
@@ -168,22 +173,11 @@ class Evidence:
                 sources.append(_Range(start, stop, tier))
         return tuple((*one,) for one in sources)
 
-    def _unread(self, start: int, stop: int) -> list[Fate]:
-        """Explain tokens that were to be read and did not come."""
-        what: What = "unavailable" if self._in_time else "late"
-        return self._cover(start, stop, self._stopped, what, "not read")
-
     def _not_in_time(self, start: int, stop: int) -> list[Fate]:
         """Explain tokens found and not read: not in memory in time, or less than a page."""
         if self._ready is not None and self._ready < self._found:
             return self._cover(start, stop, (), "late", "no answer")
         return [Fate(start, stop, "", "never", None, "part")] if start < stop else []
-
-    def _not_there(self, start: int) -> list[Fate]:
-        """Explain tokens that were not found."""
-        if self.answered:
-            return self._cover(start, self._end, self._behind, "never", "")
-        return self._cover(start, self._end, self._behind, "late", "no answer")
 
     def _cover(
         self, start: int, stop: int, fates: Sequence[Fate], what: What, detail: str

@@ -101,22 +101,16 @@ class Buffers:
     """
 
     def __init__(self, count: int, pages: int, page_bytes: int, *, pinned: bool) -> None:
-        self.pages = pages
         self._shape = (pages, page_bytes)
         self._pinned = pinned
         self._left = count  # blocks not allocated yet
         self._free: list[Tensor] = []
         self._changed = threading.Condition()
 
-    @property
-    def available(self) -> bool:
-        """Whether `take` would return a block at once."""
-        return bool(self._free or self._left)
-
     def take(self, timeout: float = 0.0) -> Tensor | None:
         """Return a free block, waiting ``timeout`` seconds for one; None if none becomes free."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self.available, timeout):
+            if not self._changed.wait_for(lambda: self._free or self._left, timeout):
                 return None
             if self._free:
                 return self._free.pop()

@@ -66,7 +66,7 @@ class Load:
         self.loading = False
         """Whether the answer runs and chunks are still to come."""
         self.is_first = False
-        """Whether it serves the first admission of its request, whose statistics it counts in."""
+        """Whether it counts in its request's statistics: set at the request's first admission."""
         self.ready = 0
         """Tokens that can be read, once the answer is admitted."""
         self.stop = 0
@@ -91,16 +91,14 @@ class Load:
         """Whether the answer no longer needs this load."""
         return self._cancelled
 
-    @property
     def is_through(self) -> bool:
         """Whether nothing more comes: all chunks were taken, or a read has missed its time."""
-        return self.is_overdue or (self._read and not self._chunks)
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether the read under way has missed its time."""
         due = self.due  # the reading thread may set it to None meanwhile
-        return due is not None and time.monotonic() > due
+        if due is not None and time.monotonic() > due:
+            if self.evidence is not None:
+                self.evidence.late()
+            return True
+        return self._read and not self._chunks
 
     def is_worthwhile(self, page_size: int) -> bool:
         """Whether the store could save a page or more; the last token is computed in any case."""

@@ -172,7 +172,7 @@ class Loads:
         count = min(count, stop - start)
         if count <= 0:
             return LoadChunk(start, 0, block)
-        assert isinstance(kv, torch.Tensor), "the form that was asked for"
+        assert isinstance(kv, torch.Tensor), "the default form is a tensor"
         self._forms.by_page(kv, count, block)
         return LoadChunk(start, count, block, sources or ())
 
@@ -195,12 +195,6 @@ class Loads:
     def give_back(self, chunk: LoadChunk) -> None:
         """Free the memory of a chunk that was written to its pages."""
         self._buffers.give(chunk.block)
-
-    def is_through(self, load: Load) -> bool:
-        """Whether nothing more comes of ``load``; a read that missed its time is noted as late."""
-        if load.is_overdue and load.evidence is not None:
-            load.evidence.late()
-        return load.is_through
 
     def report(self, load: Load, *, called_off: bool = False) -> LoadReport | None:
         """Return what came of an admitted answer's load, and why the rest did not.

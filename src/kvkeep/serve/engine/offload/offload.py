@@ -176,7 +176,7 @@ class Offload:
             for chunk in load.take():
                 self._write(answer, chunk, load)
                 self._loads.give_back(chunk)
-            if self._loads.is_through(load):
+            if load.is_through():
                 self._report(answer, load)
                 self.cancel(answer)
 
