@@ -608,7 +608,7 @@ def of_self(value: ast.expr) -> bool:
 
 def private_names(node: ast.ClassDef) -> set[str]:
     """Names with an underscore that a class defines, or sets on ``self``."""
-    names = set()
+    names: set[str] = set()
     for inner in ast.walk(node):
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(inner.name)
@@ -623,7 +623,8 @@ def private_names(node: ast.ClassDef) -> set[str]:
 
 
 def reaches(sources: Sources) -> dict[str, list[str]]:
-    found = {}
+    """Module → where it reaches into private attributes of other objects."""
+    found: dict[str, list[str]] = {}
     for module, source in sources.items():
         reader = Privates()
         reader.visit(ast.parse(source))
@@ -634,7 +635,8 @@ def reaches(sources: Sources) -> dict[str, list[str]]:
 
 def sizes(sources: Sources) -> tuple[dict[str, int], dict[str, int]]:
     """Class → its lines; class → the arguments of its constructor, without ``self``."""
-    lines, arguments = {}, {}
+    lines: dict[str, int] = {}
+    arguments: dict[str, int] = {}
     for module, source in sources.items():
         for node in ast.walk(ast.parse(source)):
             if not isinstance(node, ast.ClassDef):
