@@ -212,7 +212,7 @@ def remember_little() -> None:
 
     for bound in (
         "kvkeep.core.cache.sessions._MOST_SESSIONS",
-        "kvkeep.serve.engine.offload.keeper._MOST_TENANTS",
+        "kvkeep.serve.engine.offload.offload._MOST_TENANTS",
         "kvkeep.serve.engine.offload.writes._REMEMBERED",
         "kvkeep.observe.explain.explainer._MOST_NAMESPACES",
         "kvkeep.observe.explain.ledger._SLACK",

@@ -525,3 +525,161 @@ def test_a_heavy_import_is_found_wherever_it_is_reached() -> None:
     assert "torch" in reached(deep, "kvkeep")
     late = {**deep, "kvkeep.core.pages.deeper": "def f():\n    import torch"}
     assert "torch" not in reached(late, "kvkeep")
+
+
+# --- objects keep to themselves, and stay small ----------------------------------------------
+
+# Names that begin with an underscore and are documented by their library all the same.
+DOCUMENTED = {
+    "_ArgumentGroup", "_SubParsersAction",  # argparse: types of what its methods return
+    "_exit",  # os
+    "_make", "_replace",  # named tuples
+}  # fmt: skip
+
+# Module → how often it reaches into private attributes of other objects. A number may only fall;
+# a module that is clean leaves the table.
+REACHES: dict[str, int] = {
+    # Ours, to be mended:
+    "kvkeep.bench.replay.latency": 1,
+    "kvkeep.integrations.mini_sglang": 13,
+    "kvkeep.store.backends.memory": 13,
+    "kvkeep.store.tiers.tier": 4,
+    "kvkeep.store.tiers.tiered": 9,
+    "kvkeep.testing.faulty": 4,
+    "kvkeep.testing.proxy": 7,
+    # Libraries that offer no other way:
+    "kvkeep.integrations.sglang.settings": 1,  # the fields of its configuration
+    "kvkeep.integrations.transformers_model": 1,  # _is_stateful
+    "kvkeep.integrations.transformers_prefill": 1,  # _supports_logits_to_keep
+    "kvkeep.integrations.vllm": 1,  # the registry of connectors
+    "kvkeep.serve.engine.attention.dense": 1,  # torch's attention that returns log-sum-exps
+    "kvkeep.serve.engine.linear": 2,  # oneDNN's packed layers
+    "kvkeep.serve.engine.loading": 1,  # _is_stateful
+    "kvkeep.serve.engine.probe": 1,  # _attn_implementation
+    "kvkeep.serve.engine.runner": 1,
+    "kvkeep.store.identity.modules": 12,  # torch's modules, read without their hooks
+    "kvkeep.store.identity.watch": 4,
+}
+
+# Class → its lines, where they are more than `MOST_LINES`. A number may only fall.
+MOST_LINES = 400
+LARGE: dict[str, int] = {
+    "kvkeep.core.cache.paged.PagedCache": 540,
+    "kvkeep.core.cache.sequence.Sequence": 461,
+    "kvkeep.core.prefix.tree.RunTree": 685,
+    "kvkeep.store.backends.disk.DiskBackend": 459,
+    "kvkeep.store.kv.store.KVStore": 619,
+    "kvkeep.store.tiers.catalogue.Catalogue": 645,
+    "kvkeep.store.tiers.tier.Tier": 796,
+    "kvkeep.store.tiers.tiered.TieredStore": 964,
+}
+
+# Class → arguments of its constructor, where they are more than `MOST_ARGUMENTS`.
+MOST_ARGUMENTS = 10
+WIDE: dict[str, int] = {"kvkeep.store.kv.store.KVStore": 11}
+
+
+class Privates(ast.NodeVisitor):
+    """Collects ``x._y``, unless x is ``self``, or the class around it has a ``_y`` of its own."""
+
+    def __init__(self) -> None:
+        self.own: list[set[str]] = []
+        self.found: list[str] = []
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.own.append(private_names(node))
+        self.generic_visit(node)
+        self.own.pop()
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.generic_visit(node)
+        private = node.attr.startswith("_") and not node.attr.startswith("__")
+        if not private or node.attr in DOCUMENTED or of_self(node.value):
+            return
+        if not any(node.attr in names for names in self.own):  # else another object of the class
+            self.found.append(f"{node.lineno}: {ast.unparse(node)}")
+
+
+def of_self(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        return isinstance(value.func, ast.Name) and value.func.id == "super"
+    return isinstance(value, ast.Name) and value.id in {"self", "cls"}
+
+
+def private_names(node: ast.ClassDef) -> set[str]:
+    """Names with an underscore that a class defines, or sets on ``self``."""
+    names: set[str] = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(inner.name)
+        elif isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+            names |= {inner.attr} if of_self(inner.value) else set()
+        elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+            names.add(inner.id)
+    for statement in node.body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__slots__":
+            names |= set(ast.literal_eval(statement.value))
+    return {name for name in names if name.startswith("_")}
+
+
+def reaches(sources: Sources) -> dict[str, list[str]]:
+    """Module → where it reaches into private attributes of other objects."""
+    found: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        reader = Privates()
+        reader.visit(ast.parse(source))
+        if reader.found:
+            found[module] = reader.found
+    return found
+
+
+def sizes(sources: Sources) -> tuple[dict[str, int], dict[str, int]]:
+    """Class → its lines; class → the arguments of its constructor, without ``self``."""
+    lines: dict[str, int] = {}
+    arguments: dict[str, int] = {}
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            name = f"{module}.{node.name}"
+            lines[name] = (node.end_lineno or node.lineno) - node.lineno + 1
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                    given = method.args
+                    count = len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs)
+                    arguments[name] = count - 1
+    return lines, arguments
+
+
+def grown(found: Mapping[str, int], allowed: Mapping[str, int], most: int) -> list[str]:
+    """What is above ``most`` and its allowance, and allowances that nothing needs."""
+    above = {name: count for name, count in found.items() if count > most}
+    wrong = [
+        f"{name}: {count}, at most {allowed.get(name, most)}"
+        for name, count in above.items()
+        if count > allowed.get(name, most)
+    ]
+    return wrong + [f"{name}: take it out of the table" for name in allowed.keys() - above.keys()]
+
+
+def test_nothing_reaches_into_another_object() -> None:
+    found = reaches(modules())
+    counts = {module: len(where) for module, where in found.items()}
+    assert grown(counts, REACHES, 0) == [], found
+
+
+def test_classes_and_constructors_stay_small() -> None:
+    lines, arguments = sizes(modules())
+    assert grown(lines, LARGE, MOST_LINES) == []
+    assert grown(arguments, WIDE, MOST_ARGUMENTS) == []
+
+
+def test_a_planted_reach_and_a_planted_giant_are_found() -> None:
+    reach = "class A:\n    def f(self, b):\n        return b._x + self._x + super()._x"
+    twin = "class A:\n    def __init__(self, a):\n        self._x = a._x"
+    assert reaches({"kvkeep.a": reach, "kvkeep.b": twin}) == {"kvkeep.a": ["3: b._x"]}
+    wide = "class A:\n    def __init__(self, a, *, b):\n        pass"
+    lines, arguments = sizes({"kvkeep.a": wide})
+    assert grown(lines, {}, 2) == ["kvkeep.a.A: 3, at most 2"]
+    assert grown(arguments, {"kvkeep.a.A": 2}, 1) == []
+    assert grown(arguments, {"kvkeep.a.A": 2}, 2) == ["kvkeep.a.A: take it out of the table"]

@@ -1,4 +1,4 @@
-"""Tiny random models of several families, and a bench to run them on pages against themselves."""
+"""Tiny random models of several families, and a bench to run them over pages and alone."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import Piece, Runner
 from kvkeep.serve.engine.attention.batch import PagedBatch
-from kvkeep.serve.engine.attention.paged import Scoring
+from kvkeep.serve.engine.attention.dense import Scoring
 
 if TYPE_CHECKING:
     from kvkeep.core.cache import Sequence
 
-WINDOW = 9  # smaller than the prompts, no multiple of a page
+WINDOW = 9  # smaller than the prompts, and no multiple of a page
 VOCABULARY = 160
 
 _SHAPE = {
@@ -56,7 +56,7 @@ FAMILIES = {
 
 
 def build(family: str, **changes):
-    """A random model of the family, in float32, the same at every call."""
+    """Return a random model of the family, in float32, the same at every call."""
     name, more = FAMILIES[family]
     config = getattr(transformers, name)(**{**_SHAPE, **more, **changes})
     with torch.random.fork_rng():
@@ -73,27 +73,27 @@ class Bench:
         paged = copy.deepcopy(self.plain)
         geometry = KVGeometry.from_config(paged.config, dtype="float32")
         self.runner = Runner(paged, geometry, num_pages=num_pages, page_size=page_size)
-        # Whatever is read without having been written shows.
+        # Reads of unwritten memory change the result.
         for layer in range(geometry.layers):
             self.runner.tensors.k(layer).fill_(1e3)
             self.runner.tensors.v(layer).fill_(1e3)
         self.cache = PagedCache(num_pages, page_size, **cache)
 
     def expected(self, tokens) -> torch.Tensor:
-        """Logits of all ``tokens`` by the model's own attention, with no cache at all."""
+        """Logits of all ``tokens`` by the model's own attention, without a cache."""
         ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
         with torch.inference_mode():
             return self.plain(input_ids=ids, use_cache=False).logits[0]
 
     def greedy(self, tokens, count: int) -> list[int]:
-        """The next ``count`` tokens, each from a forward pass over everything before it."""
+        """The next ``count`` tokens, each from a forward pass over all tokens before it."""
         tokens = list(tokens)
         for _ in range(count):
             tokens.append(int(self.expected(tokens)[-1].argmax()))
         return tokens[-count:]
 
     def piece(self, sequence: Sequence, start: int) -> Piece:
-        """The tokens of ``sequence`` from ``start`` on, all logits wanted, its copies made."""
+        """The tokens of ``sequence`` from ``start`` on, all with logits; makes its page copies."""
         self.runner.copy(sequence.copies())
         tokens = sequence.tokens[start:].copy()
         return Piece(tokens, start, sequence.pages.copy(), len(tokens))
@@ -114,17 +114,17 @@ class Bench:
             self.compute(sequence)
 
     def assert_right(self, sequence: Sequence, logits: torch.Tensor) -> None:
-        """The logits are those of the last tokens of ``sequence``, and the greedy choice too."""
+        """The logits and the greedy choices are those of the last tokens of ``sequence``."""
         expected = self.expected(sequence.tokens)[-len(logits) :]
         assert (logits - expected).abs().max() <= 1e-4
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
 class Story:
-    """Pieces of sequences with random K and V, of which the first tokens are in pages already.
+    """Pieces of sequences with random K and V, whose first tokens are in pages already.
 
     A span is (start, stop) of a piece, or (start, stop, shared): the sequence's first ``shared``
-    tokens are those of all others that share some, and lie in the same pages.
+    tokens are the same in all sequences that share, and lie in the same pages.
     """
 
     LAYER = 1
@@ -153,7 +153,7 @@ class Story:
         self.tensors = PagedTensors(
             geometry, sum(need) + common + 3, page_size, device=device, layout=layout
         )
-        self.tensors.k(self.LAYER).fill_(1e4)  # what nobody wrote must not show
+        self.tensors.k(self.LAYER).fill_(1e4)  # unwritten memory must not change the result
         self.tensors.v(self.LAYER).fill_(1e4)
         self._free = iter(self._rng.permutation(self.tensors.num_pages).astype(np.int32))
         self._shared = (self._take(common // page_size), *self._kv(common))
@@ -201,7 +201,7 @@ class Story:
         )
 
     def expected(self, *, window=None, scale=None, softcap=None) -> torch.Tensor:
-        """The plainest attention there is, in float64, query by query."""
+        """Plain attention in float64, query by query."""
         group = self.heads // self.kv_heads
         rows = []
         for piece, keys, values, queries in zip(
@@ -221,7 +221,7 @@ class Story:
         return torch.stack(rows)
 
     def assert_right(self, out: torch.Tensor, tolerance: float = 1e-5, **how) -> None:
-        """``out`` is what attention written out gives, to rounding."""
+        """``out`` equals the plain attention, to rounding."""
         assert out.shape == (sum(map(len, self.queries)), self.heads, self.dim)
         assert (out.double() - self.expected(**how)).abs().max() <= tolerance
 

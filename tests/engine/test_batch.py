@@ -1,4 +1,4 @@
-"""Attention over pages against the plainest attention there is, written out."""
+"""Attention over pages against plain attention, written out."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine.attention.batch import PagedBatch, Piece
-from kvkeep.serve.engine.attention.setting import CPU, GPU, Grain
+from kvkeep.serve.engine.attention.plan import CPU, GPU, Grain
 from kvkeep.serve.engine.attention.short import SHORT
 
 pytestmark = pytest.mark.model
 
-# Whatever is shared is a cascade; pieces of one length attend together.
+# Every shared prefix becomes a cascade; pieces of one length attend together.
 SHARING = Grain(query_rows=7, call_bytes=1, group_bytes=1 << 20)
-# The same for what saves a few pages, and pieces of about one length are padded to it.
+# Cascades only if they save a few pages; pieces of similar length are padded to attend together.
 PADDING = Grain(query_rows=16, call_bytes=2048, group_bytes=1 << 20)
-# Each piece by itself.
+# Each piece attends by itself.
 FINE = Grain(query_rows=1, call_bytes=1 << 40, group_bytes=0)
 GRAINS = {"cpu": CPU, "gpu": GPU, "sharing": SHARING, "padding": PADDING, "fine": FINE}
 
@@ -56,7 +56,7 @@ def test_each_token_sees_its_own_sequence_up_to_itself(make_story, spans, page_s
 
 @st.composite
 def spans(draw):
-    """A piece: how much it shares, how much more is there already, and how much comes."""
+    """A piece: how many tokens it shares, how many more are in pages, and how many are new."""
     shared = draw(st.sampled_from([0, 0, 16, 48]))
     start = shared + draw(st.integers(0, 40))
     return start, start + draw(st.sampled_from([1, 1, 1, 2, 5, SHORT, SHORT + 1, 40])), shared
@@ -126,7 +126,7 @@ def test_new_keys_and_values_are_in_their_pages_afterwards(make_story, grain):
 
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 def test_nan_of_others_stays_theirs(make_story, spans, grain):
-    """What fills up shorter sequences is weighed with 0, and 0 times NaN would be NaN."""
+    """Padding is weighted with 0, and 0 times NaN would be NaN."""
     story = make_story(spans, page_size=4)
     mine = torch.zeros(story.tensors.num_pages, dtype=torch.bool)
     for piece in story.pieces:

@@ -1,4 +1,4 @@
-"""Beam search: token for token what Transformers' ``generate(num_beams=…)`` does."""
+"""Beam search gives token for token what Transformers' ``generate(num_beams=…)`` gives."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvkeep.serve.engine.params import SamplingParams
 NOTHING = -torch.inf
 
 
-def search(params, end_tokens=(), *, prompt=3, longest=512, ends=None):
-    return BeamSearch(SamplingParams(**params), end_tokens, prompt, longest, ends=ends)
+def search(params, end_tokens=(), *, prompt=3, longest=512, has_stop=None):
+    return BeamSearch(SamplingParams(**params), end_tokens, prompt, longest, has_stop=has_stop)
 
 
 def play(beams, next_logits):
-    """Run a search; ``next_logits(answers)`` gives a row for each. Returns the answers in play."""
+    """Run a search; ``next_logits(answers)`` gives a row for each. Returns the live answers."""
     picks = beams.start(next_logits([[]])[0])
     answers = [[pick.token] for pick in picks]
     while not beams.done:
@@ -79,7 +79,7 @@ def assert_like_transformers(model, prompt, end_tokens, *, new=20, **params):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("end_count", [0, 1, 3])
 def test_every_token_is_that_of_transformers(make_model, prompt, family, end_count):
-    """With end tokens that answers run into, and all that decides between answers."""
+    """With end tokens that answers reach, and all options that rank answers."""
     model = make_model(family)
     ended = set()
     for seed, (beams, n), penalty in itertools.product(
@@ -152,7 +152,7 @@ def test_picks_name_parents_and_sums():
 
 @pytest.mark.parametrize(("chance", "kept"), [(0.15, False), (0.35, True)])
 def test_an_end_that_is_not_among_the_best_is_not_kept(chance, kept):
-    """As with Transformers: of the four looked at, the end token is third, or second."""
+    """As in Transformers: of four continuations considered, the end token is third, or second."""
     beams = search({"beams": 2, "n": 2, "length_penalty": -10}, end_tokens=[2])
     picks = beams.start(logs(0.5, 0.25, chance, 0.1))
     assert [pick.token for pick in picks] == [0, 1]
@@ -162,7 +162,7 @@ def test_an_end_that_is_not_among_the_best_is_not_kept(chance, kept):
 
 @pytest.mark.parametrize(("penalty", "wanted"), [(0.0, 1), (4.0, 6)])
 def test_a_length_penalty_prefers_long_answers(penalty, wanted):
-    """The end token is never the likeliest, but the likeliest end is at once."""
+    """The end token is never the likeliest, but an immediate end is the likeliest answer."""
     beams = search({"beams": 2, "max_tokens": 6, "length_penalty": penalty}, end_tokens=[0])
     play(beams, lambda answers: logs(0.3, 0.45, 0.25).expand(len(answers), -1))
     (best,) = beams.finish()
@@ -176,7 +176,7 @@ def test_stop_texts_end_an_answer():
         seen.append(tokens)
         return tokens[-2:] == [1, 1]
 
-    beams = search({"beams": 2, "n": 2, "max_tokens": 9, "length_penalty": 0.0}, [0], ends=ends)
+    beams = search({"beams": 2, "n": 2, "max_tokens": 9, "length_penalty": 0.0}, [0], has_stop=ends)
     live = play(beams, lambda answers: logs(0.0, 0.8, 0.2).expand(len(answers), -1))
     assert live == []
     best, second = beams.finish()
@@ -186,14 +186,14 @@ def test_stop_texts_end_an_answer():
 
 
 def test_when_everything_ends_the_search_is_done():
-    beams = search({"beams": 3, "n": 3}, ends=lambda tokens: True)
+    beams = search({"beams": 3, "n": 3}, has_stop=lambda tokens: True)
     assert beams.start(torch.zeros(10)) == []
     assert beams.done
     assert [one.tokens for one in beams.finish()] == [(0,), (1,), (2,)]
 
 
 def test_the_longest_sequence_ends_it():
-    """The prompt has 3 tokens and the pool takes 5."""
+    """The prompt has 3 tokens and the pool holds 5."""
     beams = search({"beams": 2, "max_tokens": 100}, longest=5)
     play(beams, lambda answers: torch.zeros(len(answers), 9))
     assert [(len(one.tokens), one.finish_reason) for one in beams.finish()] == [(2, "length")]

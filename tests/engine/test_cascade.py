@@ -1,4 +1,4 @@
-"""What sequences share is found, read once, and weighed as one softmax would."""
+"""Shared prefixes are found, read once, and merged as one softmax would."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.serve.engine.attention.cascade import shared_prefixes
-from kvkeep.serve.engine.attention.setting import Grain
+from kvkeep.serve.engine.attention.plan import Grain
 
 pytestmark = pytest.mark.model
 
@@ -65,7 +65,7 @@ def test_what_is_found_is_shared_and_worth_it(texts, least):
         assert all(len(texts[index]) >= pages for index in chosen)
         seen += chosen
     assert len(seen) == len(set(seen))
-    # Nothing worth it is left among those in no set.
+    # The tables in no set share too little.
     rest = [text for index, text in enumerate(texts) if index not in seen]
     for pages in range(1, 7):
         for begin in {text[:pages] for text in rest if len(text) >= pages}:
@@ -80,13 +80,13 @@ def test_the_same_numbers_as_each_by_itself(make_story, softcap):
     story = make_story(SPANS, page_size=16)
     shared = story.attend(story.batch(grain=SHARING), softcap=softcap)
     apart = story.attend(story.batch(grain=APART), softcap=softcap)
-    assert not torch.equal(shared, apart)  # two ways indeed
+    assert not torch.equal(shared, apart)  # the two ways differ, as they should here
     assert (shared - apart).abs().max() <= 1e-6
     story.assert_right(shared, softcap=softcap)
 
 
 def test_one_part_that_weighs_everything(make_story):
-    """Scores far apart, up to where the exponential of one side is zero."""
+    """Scores far apart, until the exponential of one side is zero."""
     story = make_story(SPANS, page_size=16)
     for scale in (30.0, 300.0):
         out = story.attend(story.batch(grain=SHARING), scale=scale)
@@ -95,7 +95,7 @@ def test_one_part_that_weighs_everything(make_story):
 
 
 def test_shared_pages_are_read_once(make_story):
-    """Reading them counts, by what each gather of a layer brings."""
+    """Counts the keys that each gather of a layer brings."""
     story = make_story(SPANS, page_size=16)
     plan = story.batch(grain=SHARING)._planned(None, group=3)
     [cascade] = plan.cascades
@@ -113,7 +113,7 @@ def test_no_cascade_under_a_window_that_hides_keys(make_story):
 
 
 def test_a_page_that_is_being_written_is_not_shared(make_story):
-    """Whole pages before the first new token only: the next one is another's."""
+    """Only whole pages before the first new token are shared: the next page differs."""
     story = make_story([(32, 33, 32), (33, 34, 32), (40, 41, 32)], page_size=16)
     [cascade] = story.batch(grain=SHARING)._planned(None, group=3).cascades
     assert len(cascade.gather.keys) == 32

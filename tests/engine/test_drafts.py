@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup: only what followed before, found as brute force finds it, and paced."""
+"""Prompt lookup: drafts equal those of a brute-force search, and adapt their length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lookup(tokens, max_draft=8):
 
 
 def brute_force(tokens, limit):
-    """What followed the most recent earlier match of the end, the longest first."""
+    """What followed the latest earlier match of the end, longest match first."""
     for length in LENGTHS:
         if length >= len(tokens):
             continue
@@ -39,14 +39,13 @@ few_tokens = st.lists(st.integers(0, 3), max_size=60)
 
 @given(few_tokens, st.lists(few_tokens, max_size=6), st.integers(0, 12))
 def test_it_finds_what_brute_force_finds(prompt, chunks, limit):
-    """However the sequence was cut, and while nothing is said about what became of it."""
+    """However the sequence was extended, and without reports of accepted drafts."""
     drafts = lookup(prompt, 12)
     tokens = list(prompt)
     assert drafts.propose(limit) == brute_force(tokens, limit)
     for chunk in chunks:
         drafts.extend(chunk)
         tokens += chunk
-        assert len(drafts) == len(tokens)
         assert drafts.propose(limit) == brute_force(tokens, limit)
 
 
@@ -76,7 +75,7 @@ def test_a_loop_goes_on_in_the_draft():
 
 
 def test_extreme_ids_are_told_apart():
-    """Keys are bytes: nothing of one token may pass for a piece of another."""
+    """Keys are bytes: parts of two tokens must not match as one."""
     big = 2**31 - 1
     assert lookup([256, 1, 5, 1, 65536, 9, 256, 1]).propose(1) == [5]
     assert lookup([big, 0, 3, 0, big, 4, big, 0]).propose(1) == [3]
@@ -122,7 +121,7 @@ def test_a_copy_is_drafted_in_full():
 
 
 def test_text_that_repeats_nothing_is_left_alone():
-    """Two letters are all that chance repeats, and mean nothing."""
+    """Matches of two random letters predict nothing."""
     rng = np.random.default_rng(1)
     prompt, answer = rng.integers(0, 12, (2, 2000)).tolist()
     lengths, _ = play(prompt, answer)
@@ -151,7 +150,7 @@ def test_drafts_grow_while_right_and_shrink_while_wrong():
     assert all(after <= before for before, after in pairwise(active))
     assert active[-1] < 16
     assert wrong.count(0) > 25
-    for _ in range(64):  # however long it rests, it comes back
+    for _ in range(64):  # drafting resumes after the longest rest
         if next_length(1):
             break
     else:
@@ -169,7 +168,7 @@ def test_an_empty_draft_teaches_nothing():
 
 
 def test_cost_does_not_grow_with_the_sequence():
-    """A step at 32k tokens; bounds ten times what it takes, since others use the machine too."""
+    """A step at 32k tokens; bounds are ten times its usual time, since the machine is shared."""
     tokens = np.random.default_rng(3).integers(0, 32_000, 32_768, dtype=np.int32)
     begun = perf_counter()
     drafts = PromptLookup(tokens, 8)

@@ -1,4 +1,4 @@
-"""Continuous batching: who computes what when, and that it never changes what comes out."""
+"""Continuous batching: what is scheduled when, and that scheduling never changes the tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = 4
 
 
 class Watched:
-    """Stands before a runner and notes what each pass computes; may fail on a given prompt."""
+    """Wraps a runner and records what each pass computes; can fail on a given prompt."""
 
     def __init__(self, runner, poison=None):
         self._runner = runner
@@ -60,7 +60,7 @@ def few(count, **more):
 
 
 def finish(engine):
-    """Steps until nothing is left; the completions by request id."""
+    """Step until no request is left; return the completions by request id."""
     done = {}
     while engine.has_work:
         for delta in engine.step():
@@ -88,7 +88,7 @@ def test_requests_join_and_leave_at_every_step(bench, prompt):
     done = finish(engine)
     assert list(done[first.id].tokens) == bench.greedy(prompt(10, 1), 8)
     assert list(done[second.id].tokens) == bench.greedy(prompt(7, 2), 3)
-    assert len(runner.passes) == 8  # the second one cost the first one no step
+    assert len(runner.passes) == 8  # the second request cost the first no step
 
 
 def test_long_prompts_are_computed_in_what_decoding_leaves_of_a_step(bench, prompt):
@@ -140,7 +140,7 @@ def test_an_aborted_request_gives_its_pages_back_at_once(bench, prompt):
     engine.step()
     engine.abort(prefilling)
     engine.abort(waiting)
-    engine.abort(waiting)  # once more changes nothing
+    engine.abort(waiting)  # a second abort changes nothing
     assert bench.cache.stats().sequences == engine.num_running == 1
     done = finish(engine)
     assert list(done) == [going.id]
@@ -171,9 +171,9 @@ def test_what_another_computes_right_now_is_waited_for(bench, prompt):
     engine, runner = make(bench, step_tokens=16, max_running=8)
     for one in prompts:
         engine.add(one, few(4))
-    engine.add(prompt(6, 9), few(4))  # shares nothing, waits for nobody
+    engine.add(prompt(6, 9), few(4))  # shares no prefix, so it is not deferred
     done = finish(engine)
-    # The 40 tokens of full pages once, all others each.
+    # The 40 tokens of full pages are computed once, all others by each.
     own = sum(len(one) - 40 for one in prompts)
     assert runner.computed == 40 + own + 6 + 5 * 3
     assert [done[number].cached_tokens for number in (1, 2, 3, 4, 5)] == [0, 40, 40, 40, 0]
@@ -191,7 +191,7 @@ def test_who_waited_for_a_prefix_goes_on_when_its_computer_is_gone(bench, prompt
     assert engine.num_waiting == 1
     engine.abort(leader)
     done = finish(engine)
-    assert done[follower.id].cached_tokens == 16  # what the leader had come to
+    assert done[follower.id].cached_tokens == 16  # what the aborted leader had computed
     assert list(done[follower.id].tokens) == bench.greedy(prompt(40, 1), 4)
 
 
@@ -251,7 +251,7 @@ def test_answers_fork_from_one_prefill(bench, prompt):
     assert [len(one) for one in runner.passes[1:]] == [4] * 5
     assert len({choice.tokens for choice in done.choices}) > 1
     assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
-    # Each as if it had been alone in the batch, with busy neighbours, or in a pool too small.
+    # The same tokens alone, with busy neighbours, or in a pool that is too small.
     again = engine.add(prompt(23, 1), few(6, n=4, temperature=1.0, seed=3))
     engine.add(prompt(9, 2), few(9, temperature=1.0))
     assert finish(engine)[again.id].choices == done.choices
@@ -279,7 +279,7 @@ def test_the_best_of_several_is_that_of_the_highest_mean(bench, prompt):
     }
     best = sorted(means, key=lambda tokens: -means[tokens])
     assert [choice.tokens for choice in done[request.id].choices] == best[:2]
-    # Until the end it is not known which to show.
+    # Which answers are best is known only at the end.
     shown = [delta for delta in deltas if delta.request is request]
     assert [delta.index for delta in shown] == [0, 1]
     assert [len(delta.tokens) for delta in shown] == [6, 6]
@@ -312,7 +312,7 @@ def test_more_answers_than_run_at_once_are_refused(bench, prompt):
 
 
 def test_what_survives_is_not_computed_again(make_bench, prompt):
-    """Two answers outgrow the pool; the one that yields comes back to most of its pages."""
+    """Two answers outgrow the pool; the preempted one finds most of its pages still cached."""
     bench = make_bench("llama", page_size=PAGE, num_pages=24)
     engine, runner = make(bench)
     prompts = [prompt(30, 1), prompt(30, 2)]
@@ -321,7 +321,7 @@ def test_what_survives_is_not_computed_again(make_bench, prompt):
     done = finish(engine)
     assert engine.stats().preempted > 0
     needed = 2 * (30 + 19)
-    assert runner.computed - needed < 30 + 20  # less than all of one
+    assert runner.computed - needed < 30 + 20  # recomputed: less than one whole answer
     for number, one in enumerate(prompts, 1):
         assert list(done[number].tokens) == bench.greedy(one, 20)
     assert_nothing_is_held(bench)
@@ -368,7 +368,7 @@ def test_drafts_change_the_speed_and_never_the_tokens(make_bench, prompt, num_pa
 
 
 def test_what_a_draft_wrote_is_never_published(bench, prompt):
-    """Rejected drafts were computed into pages: those must not be found as somebody's prefix."""
+    """Rejected drafts were computed into pages, which no other prompt may find."""
     engine, _ = make(bench)
     tokens = np.tile(prompt(5, 1), 6)
     (one,) = engine.generate([tokens], few(30, draft_tokens=8))
@@ -391,7 +391,7 @@ def test_seeds_reproduce_whatever_else_is_in_the_batch(bench, prompt):
     mixed = engine.generate([*prompts, prompt(11, 1)], [*noise, params])
     assert mixed[-1].tokens == alone
     other = engine.generate([prompt(11, 1)] * 2, few(12, temperature=1.0))
-    assert other[0].tokens != other[1].tokens  # no seed: each anew
+    assert other[0].tokens != other[1].tokens  # no seed: new draws each time
 
 
 def test_logprobs_are_those_of_the_model(bench, prompt):
@@ -428,7 +428,7 @@ def test_beams_find_what_hugging_face_finds(make_bench, prompt, num_pages):
     engine, _ = make(bench)
     for seed in range(3):
         request = engine.add(prompt(15, seed), few(10, beams=4, n=2))
-        engine.add(prompt(9, seed + 10), few(12))  # somebody else in the batch
+        engine.add(prompt(9, seed + 10), few(12))  # another request in the batch
         found = [list(choice.tokens) for choice in finish(engine)[request.id].choices]
         assert found == hugging_face(
             bench, prompt(15, seed), 10, num_beams=4, num_return_sequences=2
@@ -438,7 +438,7 @@ def test_beams_find_what_hugging_face_finds(make_bench, prompt, num_pages):
 
 @pytest.mark.parametrize("store", [True, False])
 def test_beams_that_had_to_yield_find_what_they_find_alone(make_bench, prompt, store):
-    """They come back to a pool in which their prompt is gone, and then there is room but once."""
+    """They are admitted again when their prompt is evicted and only one search fits."""
     wide = make_bench("qwen3", page_size=PAGE, num_pages=96)
     (alone,) = make(wide)[0].generate([prompt(40, 1)], few(12, beams=3, n=3))
     bench = make_bench("qwen3", page_size=PAGE, num_pages=19)

@@ -1,4 +1,4 @@
-"""Which model an engine's KV is of: caches, stores and files of other models are not used."""
+"""An engine's KV belongs to its model: caches, stores and files of other models are not used."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def answer(engine, tokens):
 
 
 def test_a_runner_is_the_model_it_was_given(make_model):
-    """As it was before its attention was replaced and its layers packed."""
+    """The identity is of the model before its attention was replaced and its layers packed."""
     identity = model_identity(make_model("llama"))
     one, two = runner_of(make_model("llama")), runner_of(make_model("llama"), num_pages=16)
     assert one.identity == two.identity == identity
@@ -55,7 +55,7 @@ def test_a_model_is_taken_over_once(make_model):
 
 
 def test_two_runners_on_one_cache_are_refused(make_model, prompt):
-    """The second read pages of the first out of tensors of its own."""
+    """The second would read pages of the first from tensors of its own."""
     cache = PagedCache(32, PAGE)
     one, two = runner_of(make_model("llama")), runner_of(make_model("llama"))
     first = Engine(one, cache)
@@ -67,7 +67,7 @@ def test_two_runners_on_one_cache_are_refused(make_model, prompt):
 
 
 def test_two_caches_on_one_runner_are_refused(make_model, prompt):
-    """Each would write its own pages over the other's, under the same ids."""
+    """Each would overwrite the other's pages under the same ids."""
     runner = runner_of(make_model("llama"))
     first = Engine(runner, PagedCache(32, PAGE))
     told = answer(first, prompt(30, 1))
@@ -135,7 +135,7 @@ def epsilon(model):
 
 @pytest.mark.parametrize("change", [in_place, through_data, epsilon])
 def test_a_model_that_changes_is_noticed_at_the_next_request(make_model, prompt, change):
-    """Its packed layers would go on with the old weights, for some batches."""
+    """Its packed layers would go on with the old weights, for some batch sizes."""
     runner = runner_of(make_model("llama"))
     engine = Engine(runner, PagedCache(32, PAGE))
     answer(engine, prompt(30, 1))
@@ -168,7 +168,7 @@ def folder(tmp_path):
 
 
 def serve(folder, tokens, *, store=True, meanwhile=None):
-    """One life of the server: load, open the store, answer, end. (tokens, cached tokens)."""
+    """Run a server once: load, open the store, answer, close; return tokens and cached tokens."""
     args = argparse.Namespace(
         model=folder, memory="16MiB", page_size=16, device="cpu", block_tokens=None,
         tiering="inclusive",
@@ -192,7 +192,7 @@ def edit(folder, **fields):
 
 
 def rescale(folder, factor):
-    """As an update writes new weights: to another name, then renamed."""
+    """Replace the weights as an update does: write to another name, then rename."""
     file = folder / "model.safetensors"
     scaled = {name: (value.float() * factor).to(value.dtype)
               for name, value in load_file(file).items()}  # fmt: skip
@@ -236,7 +236,7 @@ def test_an_edited_configuration_is_another_model(folder, tokens, fields):
 
 
 def test_weights_that_are_replaced_while_they_are_loaded(folder, tokens):
-    """What was computed with the old weights is not found by a server with the new ones."""
+    """KV computed with the old weights is not found by a server with the new ones."""
     serve(folder, tokens, meanwhile=lambda: rescale(folder, 1.2))
     expected, _ = serve(folder, tokens, store=False)
     assert serve(folder, tokens) == (expected, 0)
@@ -284,7 +284,7 @@ def make_adapter():
 
 
 def test_a_model_that_cannot_be_served_is_one_line(tmp_path, capsys):
-    """Doge hands its attention a mask of its own, which ended in an assertion."""
+    """Doge passes its attention a mask of its own, which once ended in an assertion."""
     import transformers
 
     config = transformers.DogeConfig(

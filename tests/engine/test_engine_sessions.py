@@ -1,4 +1,4 @@
-"""Requests of sessions in the engine: turns, answers side by side, and those that had to yield."""
+"""Requests of sessions in the engine: turns, parallel answers, and preempted ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bench(make_bench):
 
 
 def run(engine, tokens, *, n=1, max_tokens=9, **told):
-    """One request to its end; the tokens of its answers."""
+    """Run one request to its end; return the tokens of its answers."""
     params = SamplingParams(temperature=1.0, seed=5, n=n, max_tokens=max_tokens)
     request = engine.add(tokens, params, **told)
     while engine.has_work:
@@ -47,7 +47,7 @@ def test_turns_continue_or_replace(bench):
 
 
 def test_who_yields_and_comes_again_replaces_nobody(bench):
-    """Five answers in a pool for three: they take turns, and none of them is dead for that."""
+    """Five answers in a pool for three take turns, and none of their pages counts as dead."""
     cache = PagedCache(32, PAGE)
     engine = Engine(bench.runner, cache, limits=Limits(max_running=8, step_tokens=64))
     _, answers = run(engine, PROMPT, n=5, max_tokens=36, session="s")

@@ -1,7 +1,7 @@
-"""What flash kernels are given means what it should: their documented semantics, written out.
+"""The arguments of flash kernels mean what the kernels document, shown by plain functions.
 
-The kernels themselves run on GPUs only. Here stands a plain function for each of them that does
-with block tables what its documentation says, and through it the results are those of the CPU path.
+The kernels themselves run on GPUs only. Here a plain function for each does with block tables what
+the kernel's documentation says; through it the results equal those of the CPU path.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvkeep.serve.engine.attention import flash
-from kvkeep.serve.engine.attention.paged import Scoring
+from kvkeep.serve.engine.attention.dense import Scoring
 
 pytestmark = pytest.mark.model
 
@@ -69,7 +69,7 @@ def flash_attn_varlen_func(  # noqa: PLR0917 - as it is
     return_attn_probs=False,
     block_table=None,
 ):
-    """FlashAttention 2's arguments."""
+    """Takes FlashAttention 2's arguments."""
     lengths = cu_seqlens_k.diff()
     assert max_seqlen_q == cu_seqlens_q.diff().max()
     assert max_seqlen_k == lengths.max()
@@ -93,7 +93,7 @@ def flash_attn_with_kvcache(  # noqa: PLR0917 - as it is
     window_size=(-1, -1),
     softcap=0.0,
 ):
-    """Those of FlashAttention 3's arguments that matter here."""
+    """Takes those of FlashAttention 3's arguments that are used here."""
     assert max_seqlen_q == cu_seqlens_q.diff().max()
     assert len(cache_seqlens) == len(page_table) == len(cu_seqlens_q) - 1
     return by_the_documentation(
@@ -119,7 +119,7 @@ def test_a_kernel_over_page_tables(make_story, kernel, layout, window, how):
 
 
 def test_kernels_see_the_pages_themselves(make_story):
-    """No gather: what a kernel is given shares the memory of the pages."""
+    """Nothing is gathered: the kernel's K and V share the memory of the pages."""
     story = make_story(SPANS, page_size=4)
     seen = []
 
@@ -162,7 +162,7 @@ def test_gathering_on_a_gpu(make_story, dtype, window):
 
 
 def test_what_is_passed_on():
-    """Windows there count the keys before a query, ours the query too."""
+    """The kernels' windows count the keys before a query, ours the query too."""
     given = []
 
     def function(*args, **more):

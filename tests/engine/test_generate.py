@@ -1,4 +1,4 @@
-"""The engine: the same tokens as without a cache, whatever the pool does; and no page is lost."""
+"""The engine gives the same tokens as without a cache, whatever the pool does; no page leaks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def engine(bench):
 
 
 def assert_nothing_is_held(bench):
-    """Every page is free, or cached and free when the cache lets go."""
+    """Every page is free, or cached and free once the cache is cleared."""
     bench.cache.check()
     assert bench.cache.stats().sequences == 0
     bench.cache.clear()
@@ -39,7 +39,7 @@ def few(count, **more):
 
 
 class CountingRunner:
-    """Stands before a runner and counts what it computes; may fail at a given pass."""
+    """Wraps a runner and counts the tokens it computes; can fail at a given pass."""
 
     def __init__(self, runner, fail_at=None, error=RuntimeError):
         self._runner = runner
@@ -72,7 +72,7 @@ def test_greedy_tokens_are_those_without_a_cache(make_bench, prompt, family, pag
     ]
     for expected_cached in ([0, 32, 21, 39, 0], [39, 37, 23, 39, 4]):
         done = engine.generate(prompts, few(8))
-        # Tokens of a page that is not full are not shared: at most a page less.
+        # Tokens of a page that is not full are not shared, so up to a page is computed again.
         for one, most in zip(done, expected_cached, strict=True):
             assert most - page_size < one.cached_tokens <= most
         for tokens, one in zip(prompts, done, strict=True):
@@ -143,14 +143,14 @@ def test_the_youngest_gives_way_and_comes_back(make_bench, prompt, reuse):
     prompts = [prompt(20, seed) for seed in range(3)]
     engine = Engine(runner, bench.cache)
     done = engine.generate(prompts, few(30))
-    assert len(runner.computed[0]) == 3 or not reuse  # without a word of reserve they would not fit
+    assert len(runner.computed[0]) == 3 or not reuse  # all are admitted at once
     assert engine.stats().preempted > 0
     again = sum(map(sum, runner.computed)) - sum(map(len, prompts)) - 3 * 29
-    assert again > 0  # what had been evicted, or was never kept, was computed again
+    assert again > 0  # what was evicted or never stored was computed again
     assert again < engine.stats().preempted * 49
     for tokens, one in zip(prompts, done, strict=True):
         assert list(one.tokens) == bench.greedy(tokens, 30)
-        assert one.cached_tokens == 0  # of the prompt as it came
+        assert one.cached_tokens == 0  # at the first admission
     assert_nothing_is_held(bench)
 
 
@@ -181,13 +181,13 @@ def test_seeds_reproduce_through_preemption(make_bench, prompt):
 def test_a_sequence_ends_where_the_pool_ends(make_bench, prompt):
     bench = make_bench("llama", page_size=PAGE, num_pages=6)
     engine = Engine(bench.runner, bench.cache)
-    for _ in range(2):  # the second time with hits, in a pool that is full of them
+    for _ in range(2):  # the second time with hits, in a full pool
         (one,) = engine.generate([prompt(18, 1)], few(50))
         assert (len(one.tokens), one.finish_reason) == (6, "length")
         assert list(one.tokens) == bench.greedy(prompt(18, 1), 6)
     (full,) = engine.generate([prompt(24, 1)], few(50))
     assert len(full.tokens) == 1
-    # A hit that ends inside a page wants its source beside the copy, in a pool with no room left.
+    # A hit that ends inside a page needs source and copy at once, in a pool with no page left.
     turned = np.concatenate((prompt(24, 1)[:22], prompt(2, 2)))
     (last,) = engine.generate([turned], few(50))
     assert list(last.tokens) == bench.greedy(turned, 1)
@@ -261,7 +261,7 @@ def test_an_error_in_any_forward_pass_gives_everything_back(bench, prompt, fail_
         Engine(runner, bench.cache, limits=limits).generate(tokens, few(8))
     assert bench.cache.stats().sequences == 0
     bench.cache.check()
-    # What was kept is right: nothing was published before it was computed.
+    # Cached KV is right: nothing was published before it was computed.
     done = Engine(bench.runner, bench.cache).generate(tokens, few(8))
     assert [list(one.tokens) for one in done] == [bench.greedy(one, 8) for one in tokens]
 
@@ -295,7 +295,7 @@ def test_wrong_prompts_are_refused_before_any_work(bench, prompts, says):
     runner = CountingRunner(bench.runner)
     engine = Engine(runner, bench.cache)
     with pytest.raises(InvalidValue, match=says):
-        engine.stream(prompts)  # not even iterated
+        engine.stream(prompts)  # before any iteration
     assert runner.computed == []
     assert bench.cache.stats().opened == 0
 

@@ -1,4 +1,4 @@
-"""Whatever one request asks for: those beside it get their answers, and the engine goes on."""
+"""No parameters of one request harm those beside it, or the engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def bench(make_bench):
 
 
 def run(engine, request):
-    """All steps; what each of the requests got, or the error that it ended with."""
+    """Run all steps; return what each request got, or the error that ended it."""
     ended = {}
     for _ in range(200):
         if not engine.has_work:

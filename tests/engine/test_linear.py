@@ -1,4 +1,4 @@
-"""Packed linear layers give what plain ones give, whatever the number of rows."""
+"""Packed linear layers equal plain ones, for any number of rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_packed_is_plain_to_rounding(rows, bias):
 def test_few_rows_do_use_the_packed_weights():
     layer = PackedLinear.of(nn.Linear(8, 8, bias=False))
     with torch.inference_mode():
-        layer.weight.zero_()  # of the plain ones nothing is left
+        layer.weight.zero_()  # no plain layer is left
         assert not layer(torch.ones(2, 8)).any()
         assert layer(torch.ones(3, 8)).any()
         assert not layer(torch.ones(65, 8)).any()

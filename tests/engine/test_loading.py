@@ -1,4 +1,4 @@
-"""What can be served is loaded; what cannot is refused by name, before its weights are read."""
+"""Models that can be served load; others are refused by name, before their weights are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log probabilities: the model's own distribution, whatever is done with it afterwards."""
+"""Log probabilities are those of the model's own distribution, before temperature and penalties."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_more_than_the_vocabulary_is_all_of_it():
 
 
 def test_half_precision_is_summed_in_full():
-    """In bfloat16, 40,000 equal probabilities would not be told from 32,768."""
+    """In bfloat16, a sum of 40,000 equal probabilities would stop at 32,768."""
     logits = torch.zeros(1, 40_000, dtype=torch.bfloat16)
     (found,) = logprobs_of(logits, [7], [2])
     assert found.logprob == pytest.approx(-math.log(40_000), abs=1e-4)

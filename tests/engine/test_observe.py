@@ -1,4 +1,4 @@
-"""What an observer of an engine is told: each thing once, in order, and nothing that is not so."""
+"""An observer of an engine receives each event once, in order, and every event is true."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ BLOCK_BYTES = 3 * 2 * 2 * 16 * 4 * BLOCK  # layers, K and V, heads, dim, float32
 
 
 class Witness:
-    """An observer that checks the order of what it is told, and what must be so in each call."""
+    """An observer that checks the order of events, and what must hold in each."""
 
     def __init__(self, *, store: bool):
         self.store = store
-        self.aborts = False  # what had not come then is not asked for any more
+        self.aborts = False  # whether reports may cover a part, since requests are aborted
         self.pool, self.reports, self.outcomes = {}, {}, {}
         self.tokens, self.seconds = defaultdict(int), defaultdict(float)
         self.kept = 0
@@ -89,7 +89,7 @@ class Witness:
 
 
 def covers(report: LoadReport, pool: int) -> None:
-    """Sources and what is missing lie one behind the other and are all that was asked."""
+    """Sources and missing ranges are contiguous and together all that was wanted."""
     at = pool
     parts = [*report.sources, *((one.start, one.stop, one.tier) for one in report.missing)]
     for start, stop, _ in parts:
@@ -118,7 +118,7 @@ class House:
         return engine, witness
 
     def content(self):
-        """No witness has seen what must not be; what it raises hurts nobody."""
+        """No witness saw a violation; errors of observers harm no request."""
         assert [engine.stats().observer_errors for engine in self.engines] == [0] * len(
             self.engines
         )
@@ -128,13 +128,13 @@ class House:
         return KVStore(shape, model="tiny@1", tiers=tiers, block_tokens=BLOCK, **more)
 
     def keep(self, store, *prompts):
-        """Compute ``prompts`` and leave them in the store, in all its tiers."""
+        """Compute ``prompts`` and leave them in all tiers of the store."""
         engine, _ = self.engine(store)
         engine.generate(prompts, SamplingParams(max_tokens=1))
         assert engine.close()
 
     def ask(self, store, prompt, then=None, **more):
-        """What a new engine is told of one request; its answer is the model's."""
+        """Return what a new engine reports of one request; its answer is the model's."""
         engine, witness = self.engine(store, **more)
         (answer,) = engine.generate([prompt], SamplingParams(max_tokens=2))
         assert [*answer.tokens] == self.bench.greedy(prompt, 2)
@@ -158,7 +158,7 @@ def house(make_bench):
 
 
 def forget(store):
-    """Memory loses what a tier below has."""
+    """Drop from memory what a tier below has."""
     front = store._tiered.front
     front.remove(list(front.catalogue.blocks()))
 
@@ -258,7 +258,7 @@ def test_what_is_handed_to_the_store_is_told(house, prompt):
 
 
 class Raises:
-    """An observer with faults."""
+    """An observer that raises."""
 
     def __getattr__(self, name):
         def method(*_args):
@@ -404,7 +404,7 @@ def test_what_came_up_since_it_was_sought_came_from_below(house, prompt, tmp_pat
 
 
 def test_a_read_that_takes_too_long(house, prompt, tmp_path):
-    """Memory holds a part, the rest is read as it comes; that is slow."""
+    """Memory holds a part; the rest is read from a slow tier."""
     text = prompt(200, 1)
     with house.store("memory://16MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
         house.keep(store, text)
@@ -567,7 +567,7 @@ def test_it_hangs_behind_the_first_blocks(house, prompt):
 
 
 def test_who_is_aborted_while_it_is_loaded(house, prompt):
-    """What was found is gone from memory when it is to be read, and the tier below hangs."""
+    """What was found is evicted from memory before it is read, and the tier below hangs."""
     text = prompt(100, 1)
     place = FaultyBackend(MemoryBackend(1 << 24))
     with house.store("memory://4MiB", place) as store:
@@ -599,7 +599,7 @@ def test_who_is_aborted_while_it_is_loaded(house, prompt):
 )
 @given(data=st.data())
 def test_whatever_happens_all_that_was_asked_is_told(house, prompt, tmp_path_factory, data):
-    """Prompts that begin alike, over tiny tiers that fail, lie and hang, and are cleared."""
+    """Prompts with common prefixes, over tiny tiers that fail, lie, hang and are cleared."""
     place = FaultyBackend(DiskBackend(tmp_path_factory.mktemp("t"), 12 * 16384, sync="never"))
     place.timeout = 0.1
     memory = f"memory://{5 * (BLOCK_BYTES + 4096)}"

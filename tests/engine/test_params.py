@@ -1,4 +1,4 @@
-"""Sampling parameters: what is wrong is named when they are made, not when they are used."""
+"""Sampling parameters are checked, with a message that names the fault, when they are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof at loading: families that need more than causal attention are found out."""
+"""The proof at load time refuses models that need more than causal attention."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_families_beyond_the_five_prove_themselves(name, more):
 
 
 def test_a_mask_of_its_own_is_found_out():
-    """Doge masks by its values; that ended in an assertion."""
+    """Doge masks by its values, which once ended in an assertion."""
     with pytest.raises(UnsupportedModel, match="DogeAttention hands its attention a mask"):
         over_pages(small("DogeConfig", head_dim=16, keep_window_size=8, **GROUPED))
 
@@ -142,7 +142,7 @@ def test_half_precision_is_proved_too(make_model):
 
 @pytest.mark.parametrize("way", ["short", "long"])
 def test_each_way_to_attend_is_proved(make_model, monkeypatch, way):
-    """A fault in either shows in the proof, cold or continued."""
+    """A fault in any way to attend fails the proof, cold or continued."""
     module = importlib.import_module(f"kvkeep.serve.engine.attention.{way}")
     right = module.attend
 

@@ -1,4 +1,4 @@
-"""Logits over pages equal those of the model by itself, however the pages came about."""
+"""Logits over pages equal those of the model by itself, however the pages were filled."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_full_prompt_hit(bench, prompt):
 
 def test_after_eviction(bench, prompt):
     bench.keep(prompt(96, 1))
-    bench.keep(prompt(128, 2))  # 224 tokens in a pool of 192: the tail of the first has to go
+    bench.keep(prompt(128, 2))  # 224 tokens in a pool of 192: the tail of the first is evicted
     sequence = bench.cache.open(prompt(96, 1))
     assert 0 < sequence.num_cached < 80
     bench.assert_right(sequence, bench.compute(sequence))
@@ -80,7 +80,7 @@ def test_after_fork(bench, prompt):
 
 @pytest.mark.parametrize("kept", [46, 32, 21])
 def test_after_truncate(bench, prompt, kept):
-    """Drafts are rejected; 21 goes back into a page that is published and shared."""
+    """Rejected drafts truncate the sequence back into a page that is published and shared."""
     bench.keep(prompt(30, 1))
     sequence = bench.cache.open(prompt(40, 1))
     bench.compute(sequence)
@@ -89,7 +89,7 @@ def test_after_truncate(bench, prompt, kept):
     sequence.truncate(kept)
     sequence.append(prompt(11, 3))
     bench.assert_right(sequence, bench.compute(sequence, kept))
-    # What others find is still theirs.
+    # Another request still finds the published pages, unchanged.
     again = bench.cache.open(prompt(40, 1))
     assert again.num_cached >= 32
     bench.assert_right(again, bench.compute(again))
@@ -148,7 +148,7 @@ def test_logits_of_the_tokens_that_are_asked_for(bench, prompt):
 
 
 def test_no_logits_at_all(bench, prompt):
-    """The middle of a prompt: the head is not run, and what was computed is in the pages."""
+    """The middle of a prompt: the head does not run, and the KV is in the pages."""
     tokens = prompt(24, 1)
     sequence = bench.cache.open(tokens)
     seen = []
@@ -164,7 +164,7 @@ def test_no_logits_at_all(bench, prompt):
 
 @pytest.mark.parametrize("part", ["k", "v"])
 def test_a_wrong_byte_in_a_page_shows(bench, prompt, part):
-    """What makes the tests above tests: they fail when one page holds something else."""
+    """Checks the tests above: they fail when a page holds something else."""
     bench.keep(prompt(48, 1))
     sequence = bench.cache.open(prompt(48, 1))
     piece = bench.piece(sequence, 47)

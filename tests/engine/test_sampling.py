@@ -1,4 +1,4 @@
-"""Choosing tokens: what the parameters promise, and that a row knows nothing of other rows."""
+"""Choosing tokens: the parameters do what they say, and no row affects another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def row(chance=None, generated=(), **params):
 
 
 def draws(logits=LOGITS, chances=MANY, generated=(), **params):
-    """A token for each of many chances: shares are probabilities, as near as `near` says."""
+    """A token for each of many random bits; `near` compares their shares with probabilities."""
     rows = [row(chance, generated, **params) for chance in chances]
     return choose(logits.expand(len(rows), -1), rows)
 
@@ -56,7 +56,7 @@ def raced(weights, chance):
 
 
 def reference(logits, params):
-    """The probabilities that the parameters ask for, in float64 and the plainest way."""
+    """The probabilities that the parameters ask for, computed plainly in float64."""
     scores = np.asarray(logits, np.float64)
     order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
     weights = np.exp((scores - scores.max()) / params.temperature)
@@ -75,7 +75,7 @@ def reference(logits, params):
 
 
 def test_chance_is_the_same_everywhere_and_for_ever():
-    """What is behind a seed is a promise to those who wrote their seed down."""
+    """A seed gives the same tokens in every release: users have written their seeds down."""
     assert chance_of(0, 0, 0) == 2891389769238885931
     assert chance_of(2**63 - 1, 3, 1000) == 5882800783909281698
     assert draws(torch.zeros(4096), [chance_of(7, 0, i) for i in range(6)]) == [
@@ -236,7 +236,7 @@ def test_top_k_of_equals_takes_the_lowest_ids():
 
 
 def test_a_nucleus_of_most_of_the_vocabulary():
-    """Wider than what is ranked at first."""
+    """Wider than the tokens ranked first."""
     logits = torch.zeros(5000)
     found = set(draws(logits, MANY[:3000], top_p=0.5))
     assert max(found) < 2500

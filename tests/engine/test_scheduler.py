@@ -1,4 +1,4 @@
-"""The engine against the naive one, driven at random: any mix, any pool, any moment of abort."""
+"""The engine against a naive one, driven at random: any mix, any pool, aborts at any time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bench(make_bench):
 
 @pytest.fixture(scope="module")
 def answers(bench):
-    """What each request gives alone, from an engine that reuses nothing; computed once."""
+    """What each request gives alone, from an engine without reuse; computed once."""
     known = {}
 
     def alone(tokens, params):
@@ -39,7 +39,7 @@ def answers(bench):
 
 @st.composite
 def requests(draw):
-    """A prompt out of a few families, and how to go on from it."""
+    """A prompt from a few families with common prefixes, and parameters."""
     trunk = np.random.default_rng(draw(st.integers(0, 1))).integers(0, 160, 40)
     at = draw(st.sampled_from(FAMILIES))
     own = np.random.default_rng(draw(st.integers(0, 5))).integers(0, 160, draw(st.integers(0, 6)))
@@ -71,7 +71,7 @@ def test_every_answer_is_what_it_would_be_alone(
     *, bench, answers, asked, joins, aborts, max_running, step_tokens, held
 ):
     cache = PagedCache(64, PAGE)
-    # Somebody else has pages too: the pool is as small as that.
+    # Another user of the cache holds pages, which makes the pool smaller.
     other = cache.open(np.zeros(held * PAGE, np.int32), "held") if held else None
     limits = Limits(max_running=max_running, step_tokens=step_tokens)
     engine = Engine(bench.runner, cache, limits=limits)

@@ -1,4 +1,4 @@
-"""Which short pieces attend together, and what that costs in padding."""
+"""Which short pieces attend together, and how much padding that costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine.attention.batch import Piece
-from kvkeep.serve.engine.attention.setting import Grain, Placed, Setting
+from kvkeep.serve.engine.attention.plan import Grain, PlacedPiece, PlanContext
 from kvkeep.serve.engine.attention.short import SHORT, groups
 
 pytestmark = pytest.mark.model
@@ -30,14 +30,14 @@ def planned(tensors, lengths, *, tokens=1, pad=0, most=1000, window=None):
         for stop, n in zip(lengths, tokens, strict=True)
     ]
     begins = np.cumsum([0, *tokens[:-1]]).tolist()
-    placed = [Placed(piece, begin) for piece, begin in zip(pieces, begins, strict=True)]
+    placed = [PlacedPiece(piece, begin) for piece, begin in zip(pieces, begins, strict=True)]
     page = tensors.page_bytes // 2
     grain = Grain(query_rows=8, call_bytes=pad * page, group_bytes=most * page)
-    return groups(placed, Setting(tensors, tensors.scratch(), grain, window, group=1))
+    return groups(placed, PlanContext(tensors, tensors.scratch(), grain, window, group=1))
 
 
 def rows(group):
-    """The rows of the batch that a group is about."""
+    """The rows of the batch that a group writes."""
     return torch.arange(1000)[group.rows].tolist()
 
 
@@ -56,7 +56,7 @@ def test_one_piece_is_never_masked(tensors):
 
 @pytest.mark.parametrize(("pad", "count"), [(0, 4), (1, 2), (3, 2), (4, 1)])
 def test_padding_up_to_what_a_call_costs(tensors, pad, count):
-    """Of 1, 2, 4 and 5 pages: what joins a group pads all that is in it already."""
+    """Of 1, 2, 4 and 5 pages: a piece that joins a group pads all pieces in it."""
     made = planned(tensors, [4, 8, 16, 20], pad=pad)
     assert len(made) == count
     assert sorted(row for group in made for row in rows(group)) == [0, 1, 2, 3]

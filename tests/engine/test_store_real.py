@@ -31,7 +31,7 @@ class House:
         )
 
     def ask(self, *prompts, count=6, load_timeout=5.0, **more):
-        """What a new engine over a new store answers; all threads have ended behind it."""
+        """Return what a new engine over a new store answers; all threads end afterwards."""
         runner = self.bench.runner
         for layer in range(runner.geometry.layers):
             runner.tensors.k(layer).fill_(1e3)
@@ -98,7 +98,7 @@ def test_memory_that_holds_less_than_a_prompt(make_house, prompt, tmp_path):
     texts = [prompt(100, at) for at in range(3)]
     house.ask(*texts)
     for text in texts:
-        # What found no room, where the disk was slow, is kept when it is computed again.
+        # Blocks dropped because the disk was slow are stored when they are computed again.
         loaded = [house.ask(text)[0].loaded_tokens for _ in range(4)]
         assert max(loaded) == 99, loaded
 
@@ -120,7 +120,7 @@ def test_damaged_files_are_computed(make_house, prompt, tmp_path):
         file.write_bytes(raw)
     (answer,) = house.ask(text)  # which compares with the model's own answer
     assert answer.loaded_tokens < 99
-    # Blocks behind the first bad one are not read, and so not known to be bad until the next time.
+    # Blocks behind the first damaged one are not read: they are found damaged the next time.
     for _ in files:
         (healed,) = house.ask(text)
     assert healed.loaded_tokens == 99
@@ -143,7 +143,7 @@ def test_files_that_vanish_while_it_runs(make_house, prompt, tmp_path):
 
 def test_a_server_that_is_not_there(make_house, prompt):
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
+        taken.bind(("127.0.0.1", 0))  # and does not accept connections
         port = taken.getsockname()[1]
         house = make_house("memory://4MiB", f"valkey://127.0.0.1:{port}?timeout=0.2s")
         text = prompt(60, 1)
@@ -152,7 +152,7 @@ def test_a_server_that_is_not_there(make_house, prompt):
 
 
 def test_a_server_that_never_answers(make_house, prompt):
-    """It is slow to give up, at most so long as its timeout; the tokens are right."""
+    """The load takes up to its timeout; the tokens are right."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         house = make_house("memory://4MiB", f"valkey://127.0.0.1:{port}?timeout=0.3s")
@@ -161,7 +161,7 @@ def test_a_server_that_never_answers(make_house, prompt):
 
 
 def test_the_pool_lets_go_and_memory_has_it(make_house, prompt):
-    """One engine whose pool is too small for all; the store in memory is not."""
+    """One engine whose pool is too small for all prompts, with a store in memory that is not."""
     house = make_house("memory://16MiB")
     runner = house.bench.runner
     texts = [prompt(200, at) for at in range(3)]

@@ -20,7 +20,7 @@ TEXTS = ["plain", "naïve café", "日本語のテキスト", "🙂👩‍👩�
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token a byte, so that every character of several bytes arrives in halves."""
+    """One token a byte, so that a character of several bytes arrives in parts."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=BYTES, merges=[]))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -29,7 +29,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def words():
-    """Tokens are words with their space in front, written without it at a text's beginning."""
+    """Tokens are words with a leading space, which is dropped at the beginning of a text."""
     vocabulary = {"▁the": 0, "▁cat": 1, "▁sat": 2, "ting": 3}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="▁the"))
     made.decoder = tokenizers.decoders.Metaspace()
@@ -83,7 +83,7 @@ def test_half_a_character_at_the_end_is_shown_as_such(tokenizer):
 def test_text_ends_before_the_first_stop_text(tokenizer, stop, kept):
     whole, shown = grown(tokenizer, tokenizer.encode("one END two END"), stop)
     assert whole == kept
-    assert "".join(shown) == kept  # not a letter of a stop text was shown and taken back
+    assert "".join(shown) == kept  # no letter of a stop text was shown
 
 
 def test_what_may_begin_a_stop_text_is_held_back(tokenizer):
@@ -108,7 +108,7 @@ def bundled():
 
 @pytest.fixture(scope="module")
 def pieces():
-    """Tokens are pieces of text, and bytes by name where there is no piece: as Llama 2 has them."""
+    """Tokens are pieces of text, and bytes by name if there is no piece, as in Llama 2."""
     vocabulary = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256))]
     vocabulary += [("▁", -1.0), ("▁the", -1.0), ("cat", -1.0), ("é", -1.0), ("a", -2.0)]
     made = tokenizers.Tokenizer(tokenizers.models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
@@ -120,7 +120,7 @@ def pieces():
 
 
 def hard_tokens(tokenizer: Tokenizer, size: int) -> st.SearchStrategy[list[int]]:
-    """Any tokens, those that are bytes or halves of characters as often as all others."""
+    """Any tokens, with bytes and parts of characters as likely as all others together."""
     known = range(size)
     bytes_ = [one for one in known if any(sign >= 0x80 for sign in tokenizer.token_bytes(one))]
     return st.lists(st.sampled_from(bytes_) | st.sampled_from([*known, size + 5]), max_size=40)
@@ -149,7 +149,7 @@ def test_each_token_of_the_vocabulary_is_its_text(bundled):
 
 @given(tokens=st.lists(st.integers(0, 262), max_size=30))
 def test_pieces_and_bytes_lose_nothing(pieces, tokens):
-    """Where bytes are no character, each is one sign, however many of them come together."""
+    """Each invalid byte becomes one replacement character, however many come together."""
     text = grown(pieces, tokens)[0]
     whole = pieces.decode(tokens)
     if "\N{REPLACEMENT CHARACTER}" not in whole:
@@ -177,7 +177,7 @@ def steps_of(tokenizer, tokens, monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("which", ["bundled", "tokenizer", "pieces"])
 def test_a_token_costs_a_few_tokens_whatever_came_before(which, request, monkeypatch):
-    """Bytes that never become a character, emoji that end in the next token, plain text."""
+    """Bytes that never become a character, emoji completed by the next token, plain text."""
     made = request.getfixturevalue(which)
     alone = [one for one in range(300) if made.token_bytes(one) == b"\x80"][:1] * 2000
     halves = [one for one in range(300) if made.token_bytes(one) in (b"\xf0", b"\x9f")] * 1000

@@ -33,7 +33,7 @@ from kvkeep.observe.explain.inbox import Inbox
 from kvkeep.observe.explain.nearest import SeenPrompt
 from kvkeep.observe.explain.reasons import Reasons
 from kvkeep.observe.telemetry.evictions import PageTimes
-from kvkeep.serve.engine.offload.keeper import Keeper
+from kvkeep.serve.engine.offload.offload import Offload
 from kvkeep.serve.engine.offload.writes import Known
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.watching import Watching
@@ -266,10 +266,10 @@ def _keys() -> Remembers:
 
 
 def _salts() -> Remembers:
-    keeper = SimpleNamespace(_tenants=OrderedDict(), tenant_of=lambda space: space.tenant)
+    offload = SimpleNamespace(_tenants=OrderedDict(), tenant_of=lambda space: space.tenant)
     return Remembers(
-        lambda number: Keeper._tenant(keeper, Namespace(tenant=f"{number:032}")),
-        keeper._tenants, 65_536, 20,
+        lambda number: Offload._tenant(offload, Namespace(tenant=f"{number:032}")),
+        offload._tenants, 65_536, 20,
     )  # fmt: skip
 
 

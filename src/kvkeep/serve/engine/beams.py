@@ -1,4 +1,4 @@
-"""Beam search: which continuations of which beams live on, and which answers are the best."""
+"""Beam search: which beams are continued by which tokens, and which answers are the best."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["BeamSearch", "Hypothesis", "Pick"]
 
 
 class Pick(NamedTuple):
-    """A live beam: row ``parent`` of the logits given, continued by ``token``.
+    """A beam that goes on: row ``parent`` of the logits given, continued by ``token``.
 
     ``score`` is the summed log probability of all its generated tokens.
     """
@@ -32,7 +32,7 @@ class Pick(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished answer: its generated tokens, an end token included, and how good it is.
+    """A finished answer: its generated tokens, including an end token, and its score.
 
     ``score`` is the summed log probability divided by length to the ``length_penalty``.
     """
@@ -43,23 +43,22 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """The likeliest whole answers to one prompt, with ``params.beams`` beams.
+    """A search for the likeliest whole answers to one prompt, with ``params.beams`` beams.
 
-    Pure logic: it sees logits and says which sequence to fork where; it holds neither cache nor
-    model. Call `start` with the logits behind the prompt, then compute each pick and call
-    `advance` with their logits in the same order, until `done`, or until there is no room for it;
-    `finish` has the answers.
+    Pure logic: it reads logits and says which sequence to fork where; it holds neither cache nor
+    model. Call `start` with the logits behind the prompt, then compute each pick and call `advance`
+    with their logits in the same order, until `done` or until there is no room; `finish` returns
+    the answers.
 
-    The rules are those of Transformers' ``generate(num_beams=…, early_stopping=False)``: from all
-    continuations the best twice as many as there are beams are looked at (one time more for each
-    further end token); of the best ``beams`` among them, those that end become hypotheses; of all,
-    the best that do not end live on. The search is done when no live beam, were it to end now,
+    The rules are those of Transformers' ``generate(num_beams=…, early_stopping=False)``. A step
+    ranks all continuations and considers the best ``2 * beams`` of them (``beams`` more for each
+    further end token). Those that end and are among the best ``beams`` become hypotheses; the best
+    ``beams`` that do not end live on. The search is done when no live beam, were it to end now,
     would beat the worst of ``beams`` hypotheses, or at ``max_length``.
 
-    ``end_tokens`` end an answer unless ``params.ignore_eos``; so does ``ends``, which is given an
-    answer's tokens and says whether a stop text is in them. It is asked for each continuation that
-    is looked at and whose token does not end it anyway. ``max_length`` is the longest sequence the
-    model and the pool take, the ``prompt_tokens`` included.
+    ``end_tokens`` end an answer unless ``params.ignore_eos``. ``has_stop`` says whether an answer's
+    tokens contain a stop text; it is called for each considered continuation that no end token
+    ends. ``max_length`` is the longest sequence of model and pool, including the ``prompt_tokens``.
 
     Thread safety: none. Cost: one log-softmax and one ranking of beams × vocabulary a step.
     """
@@ -71,7 +70,7 @@ class BeamSearch:
         prompt_tokens: int,
         max_length: int,
         *,
-        ends: Callable[[list[int]], bool] | None = None,
+        has_stop: Callable[[list[int]], bool] | None = None,
     ) -> None:
         if not params.beams:
             raise InvalidValue("a beam search needs beams of 1 or more, got 0")
@@ -82,32 +81,32 @@ class BeamSearch:
             )
         self._params = params
         self._end_tokens = frozenset() if params.ignore_eos else frozenset(end_tokens)
-        self._ends = ends
+        self._has_stop = has_stop
         self._longest = min(params.max_tokens, max_length - prompt_tokens)
         self._looked_at = max(2, 1 + len(self._end_tokens)) * params.beams
         self.restart()
 
     def restart(self) -> None:
-        """Forget all that was found; `start` is next."""
+        """Forget all beams and hypotheses; `start` is next."""
         self._live: list[tuple[list[int], float]] = [([], 0.0)]  # generated tokens, score
         self._finished: list[Hypothesis] = []  # at most `beams`, the best first
         self._done = False
 
     @property
     def done(self) -> bool:
-        """Whether the search has ended; then nothing lives any more."""
+        """Whether the search has ended: no beam lives."""
         return self._done
 
     def start(self, logits: torch.Tensor) -> list[Pick]:
-        """The first beams, from the ``logits`` [vocabulary] behind the prompt."""
+        """Return the first beams, from the ``logits`` [vocabulary] behind the prompt."""
         assert self._live == [([], 0.0)], "a search starts once"
         return self.advance(logits[None])
 
     def advance(self, logits: torch.Tensor) -> list[Pick]:
-        """The next beams, from the ``logits`` [beams, vocabulary] of those that live.
+        """Return the next beams, best first, from the ``logits`` [beams, vocabulary] of live beams.
 
-        They come best first; parents are rows of ``logits``. Fewer than ``beams`` come only where
-        there are not so many continuations that do not end, and none when the search is done.
+        Parents are rows of ``logits``. Returns fewer than ``beams`` only if there are not so many
+        continuations that do not end, and none when the search is done.
         """
         assert not self._done, "the search is done"
         assert len(logits) == len(self._live), f"{len(self._live)} beams, {len(logits)} rows"
@@ -127,9 +126,9 @@ class BeamSearch:
         return [] if self._done else picks
 
     def finish(self) -> list[Hypothesis]:
-        """The best ``n`` answers, the best first; fewer if the vocabulary offers no more.
+        """Return the best ``n`` answers, best first; fewer if the vocabulary offers no more.
 
-        Asked for before the search is done, what lives ends as it is: it cannot go on.
+        If the search is not done, live beams end with the tokens they have.
         """
         if not self._done:
             for tokens, score in self._live:
@@ -139,7 +138,7 @@ class BeamSearch:
         return self._finished[: self._params.n]
 
     def _continuations(self, logits: torch.Tensor) -> list[Pick]:
-        """The best continuations of all live beams, best first."""
+        """Return the best continuations of all live beams, best first."""
         scores = logits.to(torch.float32, copy=True)
         adjust(scores, [LogitsRow(self._params, None, ())] * len(scores))
         scores = scores.log_softmax(-1)
@@ -155,19 +154,21 @@ class BeamSearch:
         ]
 
     def _finish_reason(self, tokens: list[int]) -> Literal["stop", "length"] | None:
-        if tokens[-1] in self._end_tokens or (self._ends is not None and self._ends(tokens)):
+        if tokens[-1] in self._end_tokens or (
+            self._has_stop is not None and self._has_stop(tokens)
+        ):
             return "stop"
         return "length" if len(tokens) >= self._longest else None
 
     def _keep(self, tokens: list[int], score: float, reason: Literal["stop", "length"]) -> None:
-        """A hypothesis more; the worst goes if there are too many."""
+        """Add a hypothesis; drop the worst if there are more than ``beams``."""
         normed = self._normed(score, len(tokens))
         self._finished.append(Hypothesis(tuple(tokens), normed, reason))
         self._finished.sort(key=lambda one: -one.score)  # stable: the earlier of equals first
         del self._finished[self._params.beams :]
 
     def _can_improve(self) -> bool:
-        """Whether a live beam might still become one of the best."""
+        """Whether a live beam may still become one of the best."""
         if len(self._finished) < self._params.beams:
             return True
         tokens, score = self._live[0]

@@ -1,8 +1,7 @@
-"""Guesses of what comes next, from what the sequence said before: prompt lookup.
+"""Draft tokens by prompt lookup: what followed the same tokens earlier in the sequence.
 
-The last tokens of a sequence are looked for earlier in it, and what followed there is proposed.
-Answers that quote, edit or continue their prompt are often guessed many tokens at a time.
-Source: Saxena, "Prompt Lookup Decoding", 2023.
+Answers that quote, edit or continue their prompt are often predicted many tokens at a time. Source:
+Saxena, "Prompt Lookup Decoding", 2023.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ if TYPE_CHECKING:
 
 __all__ = ["PromptLookup"]
 
-# Lengths of what is looked for, tried in this order. The longer a match, the likelier it is the
-# place that is being copied: in text edited every 30 tokens, 8-4-2 makes 4.1 tokens a step where
-# 4-3-2 makes 3.5 and 2 alone 1.5; others that begin with 6 to 12 are within 5 % of it.
+# Lengths of matches, tried in this order: a longer match is likelier to be the place that is being
+# copied. In text edited every 30 tokens, 8-4-2 makes 4.1 tokens a step, 4-3-2 makes 3.5 and 2 alone
+# 1.5; others that begin with 6 to 12 are within 5 % of 8-4-2.
 _LENGTHS = (8, 4, 2)
-_LONGEST_REST = 64  # steps
+_LONGEST_REST = 64  # proposals
 
 
 class PromptLookup:
-    """Drafts for one growing sequence, by the most recent earlier place that reads like its end.
+    """Drafts for one growing sequence, from the latest earlier place that matches its end.
 
-    ``tokens`` are the prompt; at most ``max_draft`` tokens are proposed at a time. How many is
-    tuned by what became of them, see `accepted`, and for each length of match by itself: two equal
-    tokens mean less than four.
+    ``tokens`` are the prompt; at most ``max_draft`` tokens are proposed at a time. The length of
+    drafts adapts to how many were accepted (see `accepted`), separately for each length of match:
+    two equal tokens predict less than four.
 
     Thread safety: none. Cost, whatever the length of the sequence: 0.3 µs a prompt token, 1 µs for
     each further one, 1 µs a proposal. Memory: about 400 bytes a token.
@@ -43,17 +42,14 @@ class PromptLookup:
         if max_draft < 1:
             raise InvalidValue(f"max_draft is 1 or more, got {max_draft}")
         self._tokens = array("i", np.asarray(tokens, np.int32).tobytes())
-        # For each length: the bytes of as many tokens → where the token after them stands. What
-        # stands at the very end is not in it, since nothing followed yet.
+        # For each length: that many tokens as bytes → position of the token after them. The tokens
+        # at the very end are missing, since nothing follows them yet.
         self._after = {length: _index(self._tokens, length) for length in _LENGTHS}
         self._pace = {length: _Pace(max_draft) for length in _LENGTHS}
         self._matched = _LENGTHS[0]
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take what the sequence got: tokens that were chosen, never those only proposed."""
+        """Append tokens that were chosen; drafts that were only proposed do not belong here."""
         ours = self._tokens
         for token in tokens:
             end = len(ours)
@@ -63,10 +59,10 @@ class PromptLookup:
             ours.append(token)
 
     def propose(self, limit: int) -> list[int]:
-        """At most ``limit`` tokens that may come next; none if nothing is known, or trusted.
+        """Return at most ``limit`` draft tokens; none without a match, or while drafting rests.
 
-        They are what followed an earlier match, the longest that there is. A match so close that
-        fewer tokens followed is taken to repeat itself.
+        They are what followed the longest earlier match. If fewer tokens follow the match than
+        wanted, they are repeated: the sequence is taken to be periodic.
         """
         ours = self._tokens
         for length, after in self._after.items():
@@ -82,11 +78,12 @@ class PromptLookup:
         return []
 
     def accepted(self, count: int, of: int) -> None:
-        """Say how many tokens of the last proposal were right: ``count`` ``of`` those verified.
+        """Adapt to the last proposal: ``count`` ``of`` its verified tokens were right.
 
-        If all were, twice as many are proposed next time, up to ``max_draft``; else two less, but
-        more than were right. If none were time and again, it rests: for twice as many proposals
-        each time, up to 64, so that text which repeats nothing is hardly slowed down.
+        If all were right, the next draft is twice as long, up to ``max_draft``; else it is two
+        shorter, but longer than ``count``. After two failures in a row drafting rests, for twice as
+        many proposals with each further failure, up to 64, so that text without repetition is
+        hardly slowed down.
         """
         assert 0 <= count <= of, (count, of)
         if of:
@@ -94,7 +91,7 @@ class PromptLookup:
 
 
 class _Pace:
-    """How many tokens to propose, and when not to."""
+    """The length of the next draft, and how many proposals to skip."""
 
     __slots__ = ("_count", "_failures", "_max", "_rest")
 
@@ -102,7 +99,7 @@ class _Pace:
         self._max = max_draft
         self._count = max_draft
         self._failures = 0  # in a row
-        self._rest = 0  # proposals still to be left out
+        self._rest = 0  # proposals still to skip
 
     def next(self) -> int:
         if self._rest:
@@ -121,7 +118,7 @@ class _Pace:
 
 
 def _index(tokens: array[int], length: int) -> dict[bytes, int]:
-    """Each ``length`` tokens, as bytes → where the token after their last occurrence stands."""
+    """Map each ``length`` tokens, as bytes, to the position after their last occurrence."""
     if len(tokens) <= length:
         return {}
     row = np.frombuffer(tokens, np.int32)

@@ -1,9 +1,4 @@
-"""`Engine`: prompts in, completions out, over a runner and a paged cache, many at a time.
-
-Requests join and leave at every step. A step is one forward pass over what the `Scheduler` chose:
-the newest tokens of all answers that decode, and chunks of prompts. `Engine.step` is the whole
-story; a server calls it in a loop, `generate` and `stream` are such loops.
-"""
+"""`Engine`: prompts in, completions out, many at a time, over a runner and a paged cache."""
 
 from __future__ import annotations
 
@@ -15,24 +10,25 @@ from kvkeep.core.cache.sessions import check_session
 from kvkeep.core.errors import IllegalStep, InvalidValue, QueueFull
 from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.tokens import as_tokens
-from kvkeep.serve.engine.beams import BeamSearch
+from kvkeep.serve.engine.checks import RequestChecks
+from kvkeep.serve.engine.limits import Limits
 from kvkeep.serve.engine.observe import EngineWatch
-from kvkeep.serve.engine.offload.keeper import Keeper
+from kvkeep.serve.engine.offload.offload import Offload
 from kvkeep.serve.engine.params import SamplingParams
-from kvkeep.serve.engine.request import Request
-from kvkeep.serve.engine.scheduler import Limits, Scheduler
+from kvkeep.serve.engine.request import CacheUse, Request
+from kvkeep.serve.engine.scheduler import Scheduler
 from kvkeep.serve.engine.stats import EngineStats
 from kvkeep.serve.engine.step import EngineStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from collections.abc import Sequence as Row
 
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.core.tokens import TokenArray, TokensLike
     from kvkeep.serve.engine.observe import Observer
-    from kvkeep.serve.engine.request import Completion, Delta
+    from kvkeep.serve.engine.results import Completion, Delta
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.text import Tokenizer
     from kvkeep.store import KVStore, Removed
@@ -41,29 +37,33 @@ __all__ = ["Engine"]
 
 _GREEDY = SamplingParams()
 _LIMITS = Limits()
-_CHECK_S = 1.0  # between two looks at whether the model changed, while there is work
+_CHECK_S = 1.0  # least time between two checks of the model in a busy engine
 
 
 class Engine:
-    """Generates with a `Runner` from the pages of a `PagedCache` of the same measures.
+    """Generates with a `Runner` from the pages of a `PagedCache` of the same size.
 
-    ``tokenizer`` turns text prompts into tokens and tokens into text; without one, prompts are
-    token ids and completions have no text. ``limits`` bound what is taken on at once.
-    Over a cache with ``reuse=False`` every prompt is computed in full. What a ``store`` has of a
-    prompt, beyond what the cache has, is loaded while the request waits, for ``load_timeout``
-    seconds at most; what is computed is written to it behind the steps. Whoever made the store
-    closes it, after this engine's `close`. An ``observer`` is told what happens to each request.
+    Requests join and leave the batch at every `step`, which is one forward pass over the newest
+    tokens of decoding answers and chunks of prompts. A server calls `step` in a loop; `generate`
+    and `stream` are such loops.
+
+    ``tokenizer`` encodes text prompts and decodes tokens; without one, prompts are token ids and
+    completions have no text. ``limits`` bound the batch and the queue. With a cache of
+    ``reuse=False`` every prompt is computed in full. A ``store`` extends the cache: a waiting
+    request loads the prompt tokens that the store has and the pool has not, for ``load_timeout``
+    seconds at most, and computed KV is written to the store in the background. The store's creator
+    closes it, after this engine's `close`. ``observer`` receives what happens to each request.
 
     Cache and runner belong together (`PagedCache.bind`): another engine may use both after this
-    one, and no cache is used with two runners. An engine whose runner was given to another cache
-    later raises `IllegalStep`, since its pages are written over. A store is bound to the runner's
-    model (`KVStore.bind`). A model that is changed while it is served is noticed when the next
-    request is added (`Runner.check_model`); in a busy engine the model is looked at once a second.
+    one, but no cache is used with two runners. An engine whose runner was later given to another
+    cache raises `IllegalStep`, since its pages are overwritten. A store is bound to the runner's
+    model (`KVStore.bind`). `add` checks that the model was not changed (`Runner.check_model`); in
+    a busy engine at most once a second.
 
     Thread safety: none; one thread calls it.
 
     Raises:
-        InvalidValue: the cache has other measures or is another runner's; the store is of another
+        InvalidValue: the cache has another size or is another runner's; the store is of another
             model or geometry.
     """
 
@@ -90,20 +90,21 @@ class Engine:
         self.store = store
         self.tokenizer = tokenizer
         self.limits = limits
-        self._checked_at = -_CHECK_S
-        self._did = EngineStats()
-        self._watch = EngineWatch(self._did, observer)
-        self._keeper: Keeper | None = None
+        self._checks = RequestChecks(runner, tokenizer, limits)
+        self._model_checked = -_CHECK_S
+        self._stats = EngineStats()
+        self._watch = EngineWatch(self._stats, observer)
+        self._offload: Offload | None = None
         if store is not None:
             if not cache.reuse:
                 raise InvalidValue(
-                    "a store is there to reuse; leave out store, or reuse=False of the cache"
+                    "a store needs a cache that reuses: leave out store, or the cache's reuse=False"
                 )
-            self._keeper = Keeper(
-                store, runner, cache, self._did, timeout=load_timeout, watch=self._watch
+            self._offload = Offload(
+                store, runner, cache, self._stats, timeout=load_timeout, watch=self._watch
             )
-        self._scheduler = Scheduler(cache, limits, self._did, self._keeper, self._watch)
-        self._step = EngineStep(runner, self._scheduler, self._did, self._keeper, self._watch)
+        self._scheduler = Scheduler(cache, limits, self._stats, self._offload, self._watch)
+        self._step = EngineStep(runner, self._scheduler, self._stats, self._offload, self._watch)
         runner.serve(cache)
 
     # --- requests ----------------------------------------------------------------------------
@@ -119,127 +120,125 @@ class Engine:
         session: str | None = None,
         turn: int | None = None,
     ) -> Request:
-        """Take on a request: it is computed by the steps to come.
+        """Queue a request; later steps compute it.
 
-        ``session`` and ``turn`` say what conversation it is part of (`PagedCache.session`).
-        ``store=False`` reuses what there is of the prompt and leaves nothing behind;
-        ``answers=False`` writes the KV of the prompt to the engine's store, and not that of
-        generated tokens: they are in the pool alone, until they are evicted. Raises
-        `QueueFull`, and `InvalidValue` for what can never be done: a prompt that is empty, has
-        tokens the model does not know, or is longer than the pool or the model allows; more
-        answers than run at once; stop texts without a tokenizer. Raises `IllegalStep` when the
-        model was changed since the runner took it over, or the runner was given to another cache.
+        ``session`` and ``turn`` name the conversation it belongs to (`PagedCache.session`).
+        ``store=False`` reuses cached tokens and publishes none. ``answers=False`` writes the KV of
+        the prompt to the engine's store and keeps that of generated tokens in the pool alone.
+
+        Raises:
+            QueueFull: ``max_waiting`` requests wait already.
+            InvalidValue: the request can never run: an empty prompt, a token outside the
+                vocabulary, a prompt longer than pool or model allow, more answers than run at
+                once, or stop texts without a tokenizer.
+            IllegalStep: the model was changed since the runner took it over, or the runner was
+                given to another cache.
         """
         self._check_cache()
         self._check_model()
         space = as_namespace(namespace)
-        tokens = self._checked(prompt)
-        self._check(params)
+        tokens = self._checks.tokens(prompt)
+        self._checks.params(params)
         session, turn = check_session(session, turn)
-        waiting = self._scheduler.waiting
-        if self.limits.max_waiting is not None and len(waiting) >= self.limits.max_waiting:
-            raise QueueFull(f"{len(waiting)} requests wait already, which is as many as may")
-        search = self._search(params, len(tokens)) if params.beams else None
-        self._did.requests += 1
+        waiting = self.num_waiting
+        if self.limits.max_waiting is not None and waiting >= self.limits.max_waiting:
+            raise QueueFull(f"{waiting} requests wait already; max_waiting allows no more")
+        search = self._checks.search(params, len(tokens))
+        self._stats.requests += 1
         request = Request(
-            self._did.requests,
+            self._stats.requests,
             tokens,
             params,
-            namespace=space,
-            store=store,
-            answers=answers,
+            CacheUse(namespace=space, store=store, answers=answers, session=session, turn=turn),
             tokenizer=self.tokenizer,
             search=search,
-            session=session,
-            turn=turn,
         )
         self._scheduler.enter(request)
         return request
 
     def abort(self, request: Request) -> None:
-        """Drop a request: its pages go back now, what it published stays cached.
+        """Drop a request and free its pages; what it published stays cached.
 
-        Nothing more comes of it. One that has ended already is left as it is.
+        It gets no more deltas. A request that has ended is left as it is.
         """
         if request.id in self._scheduler.requests:
-            self._did.aborted += 1
+            self._stats.aborted += 1
             self._scheduler.leave(request)
             self._watch.ended(request, "aborted")
 
     def step(self) -> list[Delta]:
-        """One forward pass; returns what came of it, nothing when there was nothing to do.
+        """Run one forward pass; return what it produced, nothing if there was nothing to compute.
 
-        What goes wrong in the pass ends the requests that were part of it, with the error in their
-        last delta; all others go on. Raises `IllegalStep` when the runner was given to another
-        cache.
+        An error in the pass ends the requests that took part in it, and is in their last delta;
+        others go on. Raises `IllegalStep` when the runner was given to another cache.
         """
         self._check_cache()
         return self._step.run()
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Wait until the store has and keeps what was computed, ``timeout`` seconds at most.
+        """Abort all requests, and wait ``timeout`` seconds for the store to keep what was computed.
 
-        Drops the requests that are left. Returns whether the store has it all; without a store
-        there is nothing to wait for. Closing twice is fine; `add` and `step` are over.
+        Returns whether the store keeps all of it; True without a store. May be called twice; `add`
+        and `step` may not be called afterwards.
         """
         try:
             for request in list(self._scheduler.requests.values()):
                 self.abort(request)
         finally:
-            keeper, self._keeper = self._keeper, None
-            flushed = keeper is None or keeper.close(timeout)
+            offload, self._offload = self._offload, None
+            flushed = offload is None or offload.close(timeout)
         return flushed
 
     def clear_store(self, namespace: NamespaceLike | None = None) -> Removed | None:
-        """Delete what the store has of one namespace, or of all seen here; None without a store.
+        """Delete what the store has of one namespace; None: of all namespaces seen here.
 
-        Safe from any thread.
+        Returns None without a store. Safe from any thread.
         """
         space = None if namespace is None else as_namespace(namespace)
-        keeper = self._keeper
-        return None if keeper is None else keeper.clear(space)
+        offload = self._offload
+        return None if offload is None else offload.clear(space)
 
     def remove_stored(self, tokens: TokensLike, namespace: NamespaceLike = "") -> Removed | None:
         """Delete what the store has of a prompt, as `KVStore.remove` does; None without a store.
 
-        Safe from any thread. What running requests go on to compute of it is stored again.
+        Safe from any thread. Running requests store what they compute afterwards.
         """
-        keeper = self._keeper
-        return None if keeper is None else keeper.remove(as_tokens(tokens), as_namespace(namespace))
+        offload, space = self._offload, as_namespace(namespace)
+        return None if offload is None else offload.remove(as_tokens(tokens), space)
 
     def store_tenant(self, namespace: NamespaceLike) -> str | None:
-        """As which tenant the store keeps what is of ``namespace``; None without a store.
+        """Return the store's tenant for ``namespace``; None without a store.
 
         Safe from any thread.
         """
-        keeper = self._keeper
-        return None if keeper is None else keeper.tenant_of(as_namespace(namespace))
+        offload = self._offload
+        return None if offload is None else offload.tenant_of(as_namespace(namespace))
 
     def observe(self, observer: Observer | None) -> None:
-        """Tell ``observer`` from now on, in place of the one before; None: nobody.
+        """Replace the observer; None: no observer.
 
-        It may hear of requests that it never heard of before: those that were on their way.
+        The new observer may receive events of requests that were added before it.
         """
         self._watch.observer = observer
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether any request has not ended."""
         return bool(self._scheduler.requests)
 
     @property
     def num_running(self) -> int:
-        """Answers that have their place in the batch and their pages."""
+        """Answers in the batch, which hold pages."""
         return len(self._scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        """Answers that wait for it."""
+        """Answers that wait for admission to the batch."""
         return len(self._scheduler.waiting)
 
     def stats(self) -> EngineStats:
-        """What was done so far."""
-        return replace(self._did, running=self.num_running, waiting=self.num_waiting)
+        """Return a copy of the counters."""
+        return replace(self._stats, running=self.num_running, waiting=self.num_waiting)
 
     # --- loops -------------------------------------------------------------------------------
 
@@ -250,9 +249,9 @@ class Engine:
         *,
         namespace: NamespaceLike = "",
     ) -> list[Completion]:
-        """Generate for all ``prompts``; the completions come in their order.
+        """Return the completions of all ``prompts``, in their order.
 
-        ``params`` are for all, or one for each. Raises what `stream` raises.
+        ``params`` are one for all, or one for each. Raises what `stream` raises.
         """
         done = {
             delta.request.id: delta.completion
@@ -268,12 +267,12 @@ class Engine:
         *,
         namespace: NamespaceLike = "",
     ) -> Iterator[Delta]:
-        """Generate for all ``prompts``, and give the tokens as they come.
+        """Generate for all ``prompts``, and yield tokens as they come.
 
-        The ids of their requests are in the order of the prompts. Everything is checked before
-        anything starts (see `add`), and what goes wrong later is raised: `OutOfPages` when
-        sequences of others leave no room for one request. Closing the iterator early, or an error
-        in between, gives all pages back. Requests that were added before are computed as well.
+        Request ids are in the order of the prompts. Everything is checked before the first step
+        (see `add`). Later errors are raised: `OutOfPages` when sequences outside this engine leave
+        no room for a request. Closing the iterator early, or an error, frees all pages. Requests
+        added before are computed as well.
         """
         if isinstance(prompts, str):
             raise InvalidValue("prompts is a list of prompts; for one, write [prompt]")
@@ -284,8 +283,8 @@ class Engine:
         arrays: list[TokenArray] = []
         for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
             try:
-                arrays.append(self._checked(prompt))
-                self._check(one)
+                arrays.append(self._checks.tokens(prompt))
+                self._checks.params(one)
             except InvalidValue as error:
                 raise InvalidValue(f"prompt {number}: {error}") from error
         return self._run(arrays, each, space)
@@ -311,53 +310,6 @@ class Engine:
 
     # --- checks ------------------------------------------------------------------------------
 
-    def _checked(self, prompt: str | TokensLike) -> TokenArray:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidValue("text prompts need a tokenizer; give the engine one, or tokens")
-            prompt = self.tokenizer.encode(prompt)
-        tokens = as_tokens(prompt)
-        runner = self.runner
-        if not len(tokens):
-            raise InvalidValue("it has no tokens; a prompt has at least one")
-        pool = runner.num_pages * runner.page_size
-        if len(tokens) > pool:
-            raise InvalidValue(
-                f"it has {len(tokens)} tokens and the pool holds {pool} "
-                f"({runner.num_pages} pages of {runner.page_size}); give it more memory"
-            )
-        if len(tokens) > runner.max_tokens:
-            raise InvalidValue(
-                f"it has {len(tokens)} tokens, and the model is made for at most "
-                f"{runner.max_tokens}"
-            )
-        if tokens.max() >= runner.vocabulary:
-            raise InvalidValue(
-                f"it has token {tokens.max()}; the model knows 0 … {runner.vocabulary - 1}"
-            )
-        return tokens
-
-    def _search(self, params: SamplingParams, prompt_tokens: int) -> BeamSearch:
-        return BeamSearch(
-            params,
-            self.runner.end_tokens,
-            prompt_tokens=prompt_tokens,
-            max_length=self.runner.max_tokens,
-            ends=self._ends(params.stop),
-        )
-
-    def _ends(self, stop: tuple[str, ...]) -> Callable[[list[int]], bool] | None:
-        """Whether a beam's tokens have a stop text in them."""
-        tokenizer = self.tokenizer
-        if not stop or tokenizer is None:
-            return None
-
-        def ends(tokens: list[int]) -> bool:
-            text = tokenizer.decode(tokens)
-            return any(one in text for one in stop)
-
-        return ends
-
     def _check_cache(self) -> None:
         if not self.runner.serves(self.cache):
             raise IllegalStep(
@@ -366,23 +318,7 @@ class Engine:
             )
 
     def _check_model(self) -> None:
-        """Refuse to go on with a model that was changed; a busy engine looks once a second."""
         now = time.monotonic()
-        if not self.has_work or now - self._checked_at >= _CHECK_S:
+        if not self.has_work or now - self._model_checked >= _CHECK_S:
             self.runner.check_model()
-            self._checked_at = now
-
-    def _check(self, params: SamplingParams) -> None:
-        if self.tokenizer is None and params.stop:
-            raise InvalidValue("stop texts need a tokenizer; give the engine one")
-        if params.width > self.limits.max_running:
-            raise InvalidValue(
-                f"{params.width} answers are more than run at once ({self.limits.max_running}); "
-                "ask for fewer, or raise max_running"
-            )
-        for token, _ in params.logit_bias:
-            if token >= self.runner.vocabulary:
-                raise InvalidValue(
-                    f"logit_bias has token {token}; the model knows 0 … "
-                    f"{self.runner.vocabulary - 1}"
-                )
+            self._model_checked = now

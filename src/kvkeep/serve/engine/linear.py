@@ -1,16 +1,16 @@
-"""Linear layers that are quick for a handful of rows on a CPU.
+"""Linear layers that are fast for 3 to 64 rows on a CPU.
 
-Decoding many sequences, or verifying drafts, multiplies weights with 3 to some 60 rows: more than
-one, for which reading the weights is all there is to do, and too few for a plain matrix product to
-be at its best. oneDNN has kernels for that which read weights in an order of their own. Measured
-on one core, float32, 2048 × 768, ms a call, plain and packed:
+Decoding many sequences, or verifying drafts, multiplies weights with 3 to 64 rows: more than one,
+which costs no more than reading the weights, and too few for a plain matrix product to be
+efficient. oneDNN has kernels for this range that need the weights in their own order. Measured on
+one core, float32, 2048 × 768, ms a call, plain and packed:
 
     rows        1     2     4     9    16    32   128   512
     plain    0.22  0.23  0.44  0.66  0.59  0.80  2.40  21.8
     packed   0.26  0.27  0.27  0.34  0.44  0.70  2.53  25.5
 
-So a layer keeps its weights twice and takes the better one. The operators are those that
-torch.compile puts in the place of linear layers on a CPU.
+So a layer keeps its weights twice and picks by the number of rows. The operators are those that
+torch.compile substitutes for linear layers on a CPU.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 __all__ = ["MOST_BYTES", "PackedLinear", "pack"]
 
 MOST_BYTES: Final = 1 << 30
-"""What packed weights of a model may take; the layers of larger models stay as they are."""
+"""Bytes that a model's packed weights may take; larger models are not packed."""
 
 _FEWEST, _MOST = 3, 64  # rows
 
 
 class PackedLinear(nn.Linear):
-    """`torch.nn.Linear` with its weights a second time, in oneDNN's order; for inference."""
+    """`torch.nn.Linear` with a second copy of its weights in oneDNN's order; for inference only."""
 
     packed: torch.Tensor
 
     @classmethod
     def of(cls, linear: nn.Linear) -> Self:
-        """``linear`` itself, made into one: whoever refers to it goes on to do so."""
+        """Turn ``linear`` itself into a `PackedLinear`, so that references to it stay valid."""
         assert type(linear) is nn.Linear, "a subclass has a forward of its own"
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
         linear.__class__ = cls
@@ -57,10 +57,10 @@ class PackedLinear(nn.Linear):
 
 
 def pack(model: nn.Module) -> int:
-    """Pack the linear layers of ``model`` where that pays; returns the bytes this took.
+    """Pack the linear layers of ``model`` where that pays; return the bytes this took.
 
-    That is on a CPU, in float32, and within `MOST_BYTES` in all. Layers that share their weights
-    with others (tied embeddings) are packed too: the others keep what they have.
+    It pays on a CPU in float32; models that would take more than `MOST_BYTES` are left as they are.
+    Layers that share their weights (tied embeddings) are packed too; the weights stay shared.
     """
     layers = list(_packable(model))
     taken = sum(layer.weight.nbytes for layer in layers)

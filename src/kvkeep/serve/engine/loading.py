@@ -1,4 +1,4 @@
-"""Load a local Hugging Face causal language model, or say in one line why not.
+"""Load a local Hugging Face causal language model, or say in one line why it cannot be loaded.
 
 Nothing is fetched from a network, and no code that comes with a model is run.
 """
@@ -32,18 +32,18 @@ _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-# Layers whose whole state is K and V of the tokens they see.
+# Layers with no other state than K and V of the tokens they attend to.
 _KV_LAYERS = {"full_attention", "sliding_attention"}
-# Rotary embeddings that change for all positions once a sequence outgrows a length: keys cached
-# on one side of it are wrong on the other, so sequences stay on the near side.
+# Rotary embeddings that change at all positions once a sequence outgrows a length: keys cached
+# below that length are wrong above it, so sequences stay below.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 def load_config(path: str | os.PathLike[str]) -> PretrainedConfig:
-    """Read the configuration of the model directory ``path``; check that we can serve it.
+    """Read and check the configuration of the model directory ``path``.
 
     Raises `InvalidValue` for a path that is no model directory and `UnsupportedModel` for a model
-    whose cache is not K and V of causal attention. Weights are not looked at.
+    whose cache is not K and V of causal attention. Weights are not read.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -66,7 +66,7 @@ def load_config(path: str | os.PathLike[str]) -> PretrainedConfig:
 def load_model(
     path: str | os.PathLike[str], config: PretrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Load the weights in ``path`` for `load_config`'s ``config``, ready for inference."""
+    """Load the weights in ``path``, for a ``config`` from `load_config`, ready for inference."""
     transformers = require("transformers", "transformers")
     safetensors = require("safetensors", "transformers")
     try:
@@ -87,7 +87,7 @@ def load_model(
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """The torch device of that name; "auto" is the GPU where there is one."""
+    """Return the torch device named ``device``; "auto" is the GPU if there is one."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -99,9 +99,9 @@ def pick_device(device: str | torch.device) -> torch.device:
 def pick_dtype(
     dtype: str | torch.dtype | None, config: PretrainedConfig, device: torch.device
 ) -> torch.dtype:
-    """The dtype to compute and keep KV in.
+    """Return the dtype to compute and store KV in.
 
-    None is the one the weights were saved in, but float32 on a CPU: half precision is slow there.
+    None is the dtype of the saved weights, but float32 on a CPU: half precision is slow there.
     """
     if dtype is None:
         saved = config.get_text_config().dtype
@@ -115,7 +115,7 @@ def pick_dtype(
 
 
 def context_tokens(config: PretrainedConfig) -> int | None:
-    """The longest sequence in tokens that ``config`` can be run on, or None for any length."""
+    """Return the longest sequence that ``config`` can be run on, in tokens; None for any length."""
     text = config.get_text_config()
     longest: int | None = getattr(text, "max_position_embeddings", None)
     for rope in _rope_parameters(text):
@@ -128,14 +128,14 @@ def context_tokens(config: PretrainedConfig) -> int | None:
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """How many token ids ``model`` knows: 0 … vocabulary-1."""
+    """Return how many token ids ``model`` knows: 0 … vocabulary - 1."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor)
     return weight.shape[0]
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end a text, as the model's generation settings name them."""
+    """Return the tokens that end a text, as the model's generation settings name them."""
     ids: int | list[int] | None = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
         ids = model.config.get_text_config().eos_token_id
@@ -143,7 +143,7 @@ def end_tokens(model: PreTrainedModel) -> frozenset[int]:
 
 
 def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """The rotary parameters: one set, or one per kind of layer."""
+    """Return the rotary parameters: one set, or one per kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]

@@ -1,4 +1,4 @@
-"""Log probabilities of chosen tokens and of the likeliest in their place."""
+"""Log probabilities of chosen tokens, and of the likeliest tokens in their place."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["TokenLogprob", "logprobs_of"]
 class TokenLogprob:
     """A token's natural log probability, and ``top``: the likeliest (token, log probability).
 
-    ``top`` comes likeliest first, equals by id; the token itself is in it only if it is one of
-    them.
+    ``top`` is sorted by probability, equals by id; the token itself is in it only if it is among
+    the likeliest.
     """
 
     token: int
@@ -31,11 +31,11 @@ class TokenLogprob:
 def logprobs_of(
     logits: torch.Tensor, tokens: Sequence[int], tops: Sequence[int | None]
 ) -> list[TokenLogprob | None]:
-    """What each row of ``logits`` [rows, vocabulary] makes of its token in ``tokens``.
+    """Return the log probability of each row's token, from ``logits`` [rows, vocabulary].
 
-    ``tops`` are how many of the likeliest each row asks for, at most the vocabulary; a row with
-    None costs nothing and gives None. The distribution is the model's own, in float32: what
-    temperature, penalties and biases make of it does not count, as with OpenAI and vLLM.
+    ``tops`` are how many of the likeliest tokens each row reports, at most the vocabulary; a row
+    with None costs nothing and gives None. The distribution is the model's own, in float32, before
+    temperature, penalties and biases, as in OpenAI's API and vLLM.
     """
     found: list[TokenLogprob | None] = [None] * len(tops)
     wanted = [row for row, top in enumerate(tops) if top is not None]

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how one request's tokens are chosen, how many answers it has, when it ends."""
+"""`SamplingParams`: how a request's tokens are chosen, its number of answers, when it ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvkeep.core.errors import InvalidValue, told
 __all__ = ["SamplingParams"]
 
 _MAX_LOGPROBS = 100
-# What the tensors of a step can hold: a request must not fail those beside it.
+# Larger values overflow the tensors of a step, and would fail the other requests in it.
 _INT32 = 2**31 - 1
 _FINITE = sys.float_info.max
 
@@ -20,22 +20,24 @@ class SamplingParams:
     """How one request's tokens are chosen, how many answers it has, and when it ends.
 
     ``temperature`` 0 takes the likeliest token. Above 0 a token is drawn: from the ``top_k``
-    likeliest (0 is all), of these from the fewest whose probabilities add up to ``top_p``, of
-    these from those at least ``min_p`` times as likely as the likeliest. The same ``seed`` draws
-    the same tokens from the same logits, whatever else is in the batch; None draws anew each time.
+    likeliest (0: all), of these from the fewest whose probabilities add up to ``top_p``, of these
+    from those at least ``min_p`` times as likely as the likeliest. The same ``seed`` draws the same
+    tokens from the same logits, whatever else is in the batch; None draws a new seed for each
+    request.
 
-    Before that, ``logit_bias`` (token, bias) is added to the logits, and of each token that the
-    answer has already, ``presence_penalty`` once and ``frequency_penalty`` for each time is taken
-    away.
+    Before that, ``logit_bias`` (token, bias) is added to the logits. From each token that the
+    answer already contains, ``presence_penalty`` is subtracted once and ``frequency_penalty`` once
+    per occurrence.
 
-    ``n`` answers are given: the best of ``best_of`` by mean log probability (None: just ``n``).
-    ``beams`` above 0 searches for the likeliest whole answers with that many beams instead, and
-    compares them by their summed log probability divided by length to the ``length_penalty``.
+    ``n`` answers are returned: the best of ``best_of`` by mean log probability (None: just ``n``).
+    ``beams`` above 0 runs a beam search of that width instead, and ranks answers by their summed
+    log probability divided by length to the ``length_penalty``.
 
-    An answer ends after ``max_tokens`` tokens, with the model's end token, or before the first of
-    the ``stop`` texts that it writes. ``logprobs`` (0 …) asks for the log probability of each
-    token and of so many of the likeliest in its place. ``draft_tokens`` above 0 guesses up to so
-    many tokens a step from what the prompt repeats; it changes the speed, never the tokens.
+    An answer ends after ``max_tokens`` tokens, with the model's end token (not with
+    ``ignore_eos``), or before the first of the ``stop`` texts that it generates. ``logprobs`` (0 …)
+    returns the log probability of each token and of that many of the likeliest in its place.
+    ``draft_tokens`` above 0 drafts up to that many tokens a step by prompt lookup, which changes
+    the speed and never the tokens.
     """
 
     temperature: float = 0.0
@@ -83,12 +85,12 @@ class SamplingParams:
 
     @property
     def width(self) -> int:
-        """How many sequences the request runs side by side once its prompt is computed."""
+        """Sequences that the request runs side by side once its prompt is computed."""
         return self.beams or self.best_of or self.n
 
     @property
     def greedy(self) -> bool:
-        """Whether chance has no part in it."""
+        """Whether the likeliest token is taken, without drawing."""
         return self.temperature == 0
 
     def _check_bias(self) -> None:

@@ -1,11 +1,11 @@
-"""Prove at loading that a model computes the same through pages as it does by itself.
+"""A proof at load time that a model computes the same over pages as by itself.
 
-Two sequences run through pages, the beginning of both side by side, then the rest with what the
-pages hold, and their logits are compared with the model's own. One begins with a long piece and
-ends with a short one, the other the other way round, so that each way to attend is taken, cold and
-continued. That takes between a few milliseconds and a second, and finds what no list of
-architectures could: a family that takes positions from elsewhere, adds a term to its attention,
-shares KV between layers, or mixes neighbouring tokens.
+Two sequences run over pages, first the beginnings of both, then the rest with the KV in the pages;
+their logits are compared with the model's own. One begins with a long piece and ends with a short
+one, the other the other way round, so that every way to attend runs, cold and continued. It takes
+between a few milliseconds and a second, and finds what no list of architectures could: a model that
+takes positions from elsewhere, adds a term to its attention, shares KV between layers, or mixes
+neighbouring tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvkeep.core.errors import IllegalStep, KVKeepError, UnsupportedModel
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import loading
 from kvkeep.serve.engine.attention.batch import PagedBatch, Piece
-from kvkeep.serve.engine.attention.paged import ATTENTION, register
+from kvkeep.serve.engine.attention.hook import ATTENTION, register
 from kvkeep.serve.engine.attention.short import SHORT
 
 if TYPE_CHECKING:
@@ -30,42 +30,43 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvkeep.core.geometry import KVGeometry
-    from kvkeep.serve.engine.attention.paged import Scoring
+    from kvkeep.serve.engine.attention.dense import Scoring
 
 __all__ = ["prove"]
 
-# Relative to the largest logit. Half precision rounds differently in every order of summing; what
-# a wrong mask or position does is far larger than either.
+# Relative to the largest logit. Half precision rounds differently in every order of summation; the
+# error of a wrong mask or position is far larger.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 _FIRST = SHORT + 1  # tokens of the first sequence in the first pass
-_REST = 2  # and in the second; the other sequence has them the other way round
+_REST = 2  # and in the second pass; the other sequence has them the other way round
 _TOKENS = _FIRST + _REST
 _PAGE_SIZE = 4
 
 
 def prove(model: PreTrainedModel, geometry: KVGeometry) -> None:
-    """Switch ``model`` to attention over pages; `UnsupportedModel` if that changes its results.
+    """Switch ``model`` to attention over pages; raise `UnsupportedModel` if its results change.
 
-    Refused as well: K and V of other shapes, and windows of other sizes, than ``geometry`` says.
+    Also raised if its K and V have other shapes, or its windows other sizes, than ``geometry``
+    says.
     """
     name = type(model).__name__
     tokens = np.arange(1, 2 * _TOKENS + 1, dtype=np.int32) * 7919 % loading.vocabulary(model)
     sequences = tokens.reshape(2, _TOKENS)
-    with _of_the_model(f"{name} cannot be run"):
+    with _translated(f"{name} cannot be run"):
         expected = _by_itself(model, sequences)
     register()
-    with _of_the_model(f"{name} does not let its attention be replaced"):
+    with _translated(f"{name} does not let its attention be replaced"):
         model.set_attn_implementation(ATTENTION)
     if model.config.get_text_config()._attn_implementation != ATTENTION:
         raise UnsupportedModel(f"{name} does not let its attention be replaced")
     try:
-        with _of_the_model(f"{name} cannot be run over pages"):
+        with _translated(f"{name} cannot be run over pages"):
             logits = _over_pages(model, sequences, geometry)
     except IllegalStep as error:
         raise UnsupportedModel(f"{name} does not hand keywords on to its attention") from error
     apart = (expected - logits).abs().amax(-1) / expected.abs().amax(-1)
     close = (apart <= _TOLERANCE[model.dtype]).sum().item()
-    # A token or two may fall to the other side of a router between two experts.
+    # A rounding error may send a token or two to another expert.
     if close < len(apart) - 2:
         raise UnsupportedModel(
             f"{name} gives other logits over pages than by itself (apart by {apart.max():.1%}): "
@@ -74,10 +75,10 @@ def prove(model: PreTrainedModel, geometry: KVGeometry) -> None:
 
 
 @contextmanager
-def _of_the_model(what: str) -> Iterator[None]:
-    """Translate what the model's own code raises; kvkeep's errors and assertions stay as they are.
+def _translated(what: str) -> Iterator[None]:
+    """Raise errors of the model's own code as `UnsupportedModel`; kvkeep's errors pass through.
 
-    Code of any model is run here, which raises whatever it likes for a call that it does not know.
+    Any model's code runs here, and may raise anything for arguments that it does not know.
     """
     try:
         yield
@@ -105,7 +106,7 @@ def _over_pages(
     first, rest = _FIRST, _REST
     num_pages = -(-_TOKENS // _PAGE_SIZE)
     tensors = PagedTensors(geometry, 2 * num_pages, _PAGE_SIZE, device=model.device)
-    # Neither in order nor side by side.
+    # Page tables that are neither in order nor contiguous.
     table, other = np.arange(2 * num_pages, dtype=np.int32)[::-1].reshape(-1, 2).T
     begun = _Recorder(
         [Piece(one[:first], 0, table, first), Piece(two[:rest], 0, other, rest)], tensors
@@ -124,7 +125,7 @@ def _over_pages(
 
 
 class _Recorder(PagedBatch):
-    """A batch that checks what each layer brings, and notes its window."""
+    """A batch that checks the shapes of each layer's K and V, and records its window."""
 
     def __init__(self, pieces: list[Piece], tensors: PagedTensors) -> None:
         super().__init__(pieces, tensors)

@@ -1,4 +1,4 @@
-"""`Runner`: a model and the memory of its pages; it computes, and decides nothing."""
+"""`Runner`: a model and the memory of its pages; runs forward passes and schedules nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import linear, loading, probe
 from kvkeep.serve.engine.attention import flash
 from kvkeep.serve.engine.attention.batch import PagedBatch
-from kvkeep.serve.engine.attention.paged import ATTENTION
+from kvkeep.serve.engine.attention.hook import ATTENTION
 from kvkeep.store.identity import ModelWatch, model_identity
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ class Runner:
     """Runs a Transformers causal model over pages.
 
     ``identity`` names the model as it was given (`kvkeep.store.model_identity`), ``geometry`` is
-    its KV, ``tensors`` the memory, ``num_pages`` and ``page_size`` its
-    measures (give a `PagedCache` the same), ``vocabulary`` the number of token ids it knows,
-    ``end_tokens`` those that end a text, ``context_tokens`` the longest sequence the model is made
-    for (None: any). Which pages belong to whom is not its business.
+    the shape of its KV, ``tensors`` the memory of its pages. ``num_pages`` and ``page_size`` are
+    the size of that memory; a `PagedCache` for it has the same. ``vocabulary`` is the number of
+    token ids, ``end_tokens`` are those that end a text, ``context_tokens`` is the longest sequence
+    that the model is made for (None: any). The cache decides which sequence owns which page.
 
     Thread safety: none; one thread computes at a time.
     """
@@ -50,11 +50,11 @@ class Runner:
         page_size: int,
         layout: Layout = "NHD",
     ) -> None:
-        """Take over ``model``: its attention is replaced, and proved equal to its own first.
+        """Take over ``model``: replace its attention, if that leaves its results the same.
 
         Its identity is taken before anything else: about 0.1 s a GiB on a CPU. There, in float32,
-        its linear layers keep their weights twice, up to 1 GiB more in all:
-        `kvkeep.serve.engine.linear` says what for.
+        linear layers keep their weights twice, up to 1 GiB more in all (see
+        `kvkeep.serve.engine.linear`).
         """
         if model.config.get_text_config()._attn_implementation == ATTENTION:
             raise IllegalStep("this model was taken over by a Runner before; load it once more")
@@ -69,7 +69,7 @@ class Runner:
         self.context_tokens = loading.context_tokens(model.config)
         probe.prove(model, geometry)
         linear.pack(model)
-        # Page ids come from the cache: looking at them again on a GPU would wait for it each time.
+        # Page ids come from the cache and are valid; a check on a GPU would wait for it each time.
         self.tensors = PagedTensors(
             geometry,
             num_pages,
@@ -96,9 +96,10 @@ class Runner:
     ) -> Runner:
         """Load a local Hugging Face model directory, with pages for ``memory`` bytes ("4GiB").
 
-        ``num_pages`` sets the number of pages instead; one of the two is given. ``device`` "auto"
-        is the GPU where there is one. ``dtype`` None is the one the weights were saved in, and
-        float32 on a CPU.
+        ``num_pages`` sets the number of pages instead; give one of the two. ``device`` "auto" is
+        the GPU if there is one. ``dtype`` None is the dtype of the saved weights, and float32 on a
+        CPU.
+
         Raises `InvalidValue` (no model there, no page fits) and `UnsupportedModel` (not a causal
         model, a cache that is not K and V, weights that do not load).
         """
@@ -118,15 +119,15 @@ class Runner:
 
     @property
     def max_tokens(self) -> int:
-        """The longest sequence that can be run, in tokens: what the pages and the model allow."""
+        """The longest sequence that pool and model allow, in tokens."""
         pool = self.num_pages * self.page_size
         return pool if self.context_tokens is None else min(pool, self.context_tokens)
 
     def check_model(self) -> None:
         """Raise `IllegalStep` if the model was changed since it was taken over.
 
-        What it computes then is not what its cached KV says. `ModelWatch` says what is noticed.
-        Cost: about 0.1 ms for a model of 4 layers, 1 ms for 32; on a GPU it waits for what runs.
+        Its KV would no longer match the cached KV. `ModelWatch` says what is noticed. Cost: about
+        0.1 ms for a model of 4 layers, 1 ms for 32; on a GPU it waits for running kernels.
         """
         if (what := self._watch.changed()) is not None:
             raise IllegalStep(
@@ -135,23 +136,23 @@ class Runner:
             )
 
     def serve(self, cache: PagedCache) -> None:
-        """Let ``cache`` decide what lies in these pages from now on; what lay there is not kept."""
+        """Let ``cache`` own these pages from now on; the KV in them is not kept."""
         self._cache = weakref.ref(cache)
 
     def serves(self, cache: PagedCache) -> bool:
-        """Whether ``cache`` is the one that decides."""
+        """Whether ``cache`` is the one that owns the pages."""
         return self._cache is not None and self._cache() is cache
 
     def copy(self, copies: Iterable[PageCopy]) -> None:
-        """Make page copies, in order."""
+        """Perform page copies, in order."""
         self.tensors.copy(list(copies))
 
     def forward(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Compute ``pieces``: their KV goes to their pages, their logits are returned.
+        """Compute ``pieces``: write their KV to their pages and return logits.
 
         Returns [sum of ``outputs``, vocabulary]: the logits of the last ``outputs`` tokens of each
-        piece, piece after piece. Pieces of one call must not depend on each other. Cost: one
-        forward pass of the model over all tokens of the pieces, and its head over the outputs.
+        piece, in order. Pieces of one call must not depend on each other. Cost: one forward pass of
+        the model over all tokens of the pieces, and its head over the outputs.
         """
         batch = PagedBatch(pieces, self.tensors, scratch=self._scratch, kernel=self._kernel)
         return batch.run(self.model)

@@ -1,15 +1,16 @@
 """Choosing tokens from logits, so that a token depends on its own row and nothing else.
 
-Chance is stateless: `chance_of` hashes a request's seed, the number of the answer and the token's
-place in it. Who else is in the batch, a preemption or a rejected draft cannot change it. From it
-each token of the vocabulary has a waiting time of its own, exponential with its probability as the
-rate, and the first to come is drawn: which is each with its probability (the Gumbel-max trick).
+Randomness is stateless: `chance_of` hashes a request's seed, the index of the answer and the
+token's position in it, so that other requests in the batch, a preemption or a rejected draft cannot
+change it. From these bits each token of the vocabulary gets a waiting time, exponentially
+distributed with its probability as the rate; the token with the shortest time is drawn, which is
+each token with its probability (the Gumbel-max trick).
 
-A race, and not a mark on the summed probabilities, because logits differ in their last bits with
-the shape of the batch they were computed in. Every token's bits move such a mark against the edges
-of all tokens before it; a race is only changed when its two first come within those bits of each
-other. Measured with the tiny model's 4,096 tokens alone and in batches: 7 of 38,400 draws differed
-with marks, none with races.
+Inverse-CDF sampling, a mark on the summed probabilities, would be less stable: logits differ in
+their last bits with the shape of the batch, and the bits of every token move all later edges of the
+sum. The race changes only if the two shortest times come within those bits of each other. Measured
+with the tiny model's 4,096 tokens, alone and in batches: 7 of 38,400 draws differed with inverse
+CDF, none with the race.
 """
 
 from __future__ import annotations
@@ -34,14 +35,13 @@ if TYPE_CHECKING:
 
 __all__ = ["LogitsRow", "adjust", "chance_of", "choose", "fresh_seed", "likeliest"]
 
-# What float32 can divide by, and an infinity divided by it is still one.
+# Bounds of a temperature that float32 can divide by; an infinity divided by it stays infinite.
 _COLDEST, _HOTTEST = 1e-30, 1e30
-# Where a nucleus is looked for first. Nearly all end within; ranking more costs the same up to
-# here on a CPU.
+# Tokens ranked first for ``top_p``: nearly always enough, and on a CPU fewer would cost the same.
 _FIRST = 1024
-# Scores that are worked on together: what a core's cache holds; what a GPU has memory to spare for.
+# Scores handled in one go: as many as fit into a core's cache, or into a GPU's spare memory.
 _AT_ONCE, _AT_ONCE_CUDA = 2**17, 2**24
-_BELOW_ONE = 1 - 2**-24  # the highest float32 that is
+_BELOW_ONE = 1 - 2**-24  # the largest float32 below 1
 _LOW = 2**32 - 1  # the lower half of an int64
 # SplitMix64: the step between its states, and its two multipliers, as int64 (Steele, Lea and Flood,
 # "Fast splittable pseudorandom number generators", 2014).
@@ -52,15 +52,15 @@ _STEP, _FIRST_MIX, _SECOND_MIX = (
 
 
 def fresh_seed() -> int:
-    """A seed for a request that has none, 0 … 2⁶³-1, from the system's randomness."""
+    """Return a seed for a request without one, 0 … 2⁶³-1, from the system's randomness."""
     return secrets.randbits(63)
 
 
 def chance_of(seed: int, choice: int, position: int) -> int:
-    """The 64 bits behind one token, as an int64.
+    """Return the 64 random bits for one token, as an int64.
 
-    ``choice`` is the number of the answer among those of its request, ``position`` the token's
-    place in the answer. Cost: about 1 µs.
+    ``choice`` is the index of the answer in its request, ``position`` the token's position in the
+    answer. Cost: about 1 µs.
     """
     digest = blake2b(struct.pack("<3Q", seed, choice, position), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
@@ -68,10 +68,10 @@ def chance_of(seed: int, choice: int, position: int) -> int:
 
 @dataclass(slots=True)
 class LogitsRow:
-    """What is asked of one row of logits.
+    """How to choose a token from one row of logits.
 
-    ``chance`` draws the token; None takes the likeliest, whatever ``params`` say. ``generated``
-    are the tokens of the answer before this one; only penalties read them.
+    ``chance`` are the random bits to draw with; None takes the likeliest, whatever ``params`` say.
+    ``generated`` are the answer's tokens so far, which only penalties read.
     """
 
     params: SamplingParams
@@ -80,24 +80,24 @@ class LogitsRow:
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether the logits are changed before anything is chosen."""
+        """Whether biases or penalties change the logits before a token is chosen."""
         params = self.params
         penalised = params.presence_penalty != 0 or params.frequency_penalty != 0
         return bool(params.logit_bias) or (penalised and len(self.generated) > 0)
 
 
 def choose(logits: torch.Tensor, rows: Sequence[LogitsRow]) -> list[int]:
-    """The next token of each row of ``logits`` [rows, vocabulary], which stay as they are.
+    """Return the next token for each row of ``logits`` [rows, vocabulary]; logits do not change.
 
-    See `SamplingParams` for the rules; among equals the lower id comes first. A row with NaN or
-    +inf, or with nothing but -inf, gives its first such token: it can be neither drawn from nor
-    compared. Raises `InvalidValue` if a bias names a token outside the vocabulary.
+    `SamplingParams` has the rules; among equals the lower id comes first. A row with NaN or +inf,
+    or with nothing but -inf, gives its first such token: it can be neither drawn from nor compared.
+    Raises `InvalidValue` if a bias names a token outside the vocabulary.
 
     Thread safety: all. Cost of a row of 32,000 on one core: 14 µs greedy, 0.4 ms drawn, 0.3 ms with
-    ``top_p`` or ``top_k``, 1 ms where ``top_p`` takes more than 1,024 tokens. On CUDA there is one
-    wait at the end, and one more for ``top_p`` without ``top_k``.
+    ``top_p`` or ``top_k``, 1 ms if ``top_p`` takes more than 1,024 tokens. CUDA synchronises once
+    at the end, and once more for ``top_p`` without ``top_k``.
     """
-    tokens = logits.max(-1).indices  # a few times faster than argmax; the first of equals too
+    tokens = logits.max(-1).indices  # as argmax, the first of equals; a few times faster
     special = [i for i, row in enumerate(rows) if row.chance is not None or row.is_adjusted]
     step = max(1, (_AT_ONCE_CUDA if logits.is_cuda else _AT_ONCE) // logits.shape[-1])
     for start in range(0, len(special), step):
@@ -109,10 +109,10 @@ def choose(logits: torch.Tensor, rows: Sequence[LogitsRow]) -> list[int]:
 
 
 def adjust(scores: torch.Tensor, rows: Sequence[LogitsRow]) -> None:
-    """Add the biases of ``rows`` to their ``scores`` and take penalties away, in place.
+    """Add the biases of ``rows`` to their ``scores`` and subtract penalties, in place.
 
-    ``scores`` are float32 [rows, vocabulary]. Raises `InvalidValue` if a bias names a token
-    outside the vocabulary.
+    ``scores`` are float32 [rows, vocabulary]. Raises `InvalidValue` if a bias names a token outside
+    the vocabulary.
     """
     vocabulary = scores.shape[-1]
     for row, its_scores in zip(rows, scores, strict=True):
@@ -130,15 +130,14 @@ def adjust(scores: torch.Tensor, rows: Sequence[LogitsRow]) -> None:
 
 
 def likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Ids of the ``count`` highest of each row of float32 ``scores`` [rows, n], highest first.
+    """Return the ids of the ``count`` highest of each row of float32 ``scores`` [rows, n], sorted.
 
-    Equal scores come by id, so the order is the same on every device, and the same for every
-    ``count``. Cost for 32,000 scores on one core: about 0.1 ms up to a count of 1,024, 0.3 ms for
-    all.
+    Equal scores come by id, so the order is the same on every device and for every ``count``. Cost
+    for 32,000 scores on one core: about 0.1 ms up to a count of 1,024, 0.3 ms for all.
     """
     length = scores.shape[-1]
-    # One integer per score that sorts as (score, lower id first) does: a float's bits sort like
-    # the float once those of negative numbers are turned round. Adding 0 makes -0 a 0.
+    # One integer per score that sorts as (score, lower id first): a float's bits sort like the
+    # float once those of negative numbers are inverted. Adding 0 turns -0 into 0.
     bits = (scores + 0.0).view(torch.int32)
     bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
     keys = bits.long()
@@ -160,15 +159,15 @@ def likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:
 def _choose_special(
     scores: torch.Tensor, rows: list[LogitsRow], plain: torch.Tensor
 ) -> torch.Tensor:
-    """Tokens of ``rows``, whose ``scores`` [rows, vocabulary] are float32 and change.
+    """Return tokens for ``rows``, whose float32 ``scores`` [rows, vocabulary] are overwritten.
 
-    ``plain`` are the likeliest without adjustments: what is taken where the scores are no numbers.
+    ``plain`` are the likeliest tokens without adjustments, for rows whose scores are not finite.
     """
     adjust(scores, rows)
     drawn = [i for i, row in enumerate(rows) if row.chance is not None]
     tokens = plain if len(drawn) == len(rows) else scores.max(-1).indices
     if drawn:
-        # From the top downwards, so that a low temperature ends in -inf and never in NaN.
+        # The highest score becomes 0, so that a low temperature gives -inf and never NaN.
         scores = _pick(scores, drawn)
         highest = scores.amax(-1, keepdim=True)
         scores -= highest
@@ -209,7 +208,7 @@ class _Knobs:
 
 
 def _draw(scores: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
-    """A token of each row of ``scores`` [rows, vocabulary], which are at most 0 and change."""
+    """Draw a token of each row of ``scores`` [rows, vocabulary], at most 0; overwrites them."""
     vocabulary = scores.shape[-1]
     tokens = torch.empty(len(rows), dtype=torch.long, device=scores.device)
     uncut, few, nucleus = [], [], []
@@ -229,12 +228,12 @@ def _draw(scores: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
 
 
 def _pick(scores: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Some of the rows, in order; a copy only if there are others."""
+    """Return some of the rows, in order; a copy unless these are all."""
     return scores if len(rows) == len(scores) else scores[rows]
 
 
 def _draw_uncut(scores: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
-    """From all tokens, or those that ``min_p`` leaves: nothing needs to be ranked."""
+    """Draw from all tokens, or those that ``min_p`` leaves; needs no ranking."""
     weights = scores.exp()
     if any(row.params.min_p > 0 for row in rows):
         weights = weights.where(weights >= _Knobs.of(rows, scores.device).min_p, 0)
@@ -242,13 +241,13 @@ def _draw_uncut(scores: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
 
 
 def _draw_few(scores: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
-    """From the ``top_k`` likeliest, cut by ``top_p`` and ``min_p`` then."""
+    """Draw from the ``top_k`` likeliest, cut further by ``top_p`` and ``min_p``."""
     tokens, _ = _draw_ranked(scores, rows, max(row.params.top_k for row in rows), total=None)
     return tokens
 
 
 def _draw_nucleus(scores: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
-    """From the fewest that add up to ``top_p``; all are ranked only where it takes that many."""
+    """Draw from the fewest tokens that add up to ``top_p``; rank all only if it takes that many."""
     total = scores.exp().sum(-1, keepdim=True, dtype=torch.float64)
     vocabulary = scores.shape[-1]
     tokens, complete = _draw_ranked(scores, rows, min(_FIRST, vocabulary), total)
@@ -263,7 +262,7 @@ def _draw_nucleus(scores: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
 def _draw_ranked(
     scores: torch.Tensor, rows: list[LogitsRow], width: int, total: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens drawn from the ``width`` likeliest, and whether ``top_p`` was reached among them.
+    """Draw from the ``width`` likeliest; also return whether ``top_p`` was reached among them.
 
     ``total`` [rows, 1] is the weight of which ``top_p`` is a share; None: that of the ``top_k``.
     """
@@ -279,21 +278,21 @@ def _draw_ranked(
 
 
 def _race(weights: torch.Tensor, ids: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
-    """The place [rows] of the token that comes first, each at a time of its own over its weight.
+    """Return the index [rows] of the token with the shortest waiting time.
 
-    ``weights`` are [rows, n], at most 1; ``ids`` the tokens that they are of, [n] or [rows, n].
+    ``weights`` [rows, n] are at most 1; ``ids``, [n] or [rows, n], are their tokens.
     """
     chances = torch.tensor([row.chance for row in rows], device=weights.device)[:, None]
     bits = _mixed(chances + ids * _STEP)
-    # 52 bits, in their middle and not rounded up to 1: times are neither 0 nor endless.
+    # 52 bits, offset by half a step and kept below 1: times are neither 0 nor infinite.
     numbers = ((_shifted(bits, 12).double() + 0.5) * 2.0**-52).float().clamp_(max=_BELOW_ONE)
-    # What weighs nothing never comes, and the likeliest weighs 1: never is its speed 0.
+    # A weight of 0 is never drawn, because the likeliest token weighs 1: some speed is above 0.
     speeds = weights / numbers.neg_().log1p_().neg_()
     return speeds.max(-1).indices
 
 
 def _mixed(state: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's number for each ``state`` (int64, changed): bits that look like chance."""
+    """Return SplitMix64's output for each int64 ``state``, overwriting it."""
     state ^= _shifted(state, 30)
     state *= _FIRST_MIX
     state ^= _shifted(state, 27)
@@ -303,5 +302,5 @@ def _mixed(state: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(values: torch.Tensor, by: int) -> torch.Tensor:
-    """int64 ``values`` shifted right with zeros coming in, as unsigned integers are."""
+    """Shift int64 ``values`` right as unsigned integers: zeros come in."""
     return (values >> by).bitwise_and_((1 << (64 - by)) - 1)

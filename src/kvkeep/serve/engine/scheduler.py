@@ -1,79 +1,47 @@
-"""Who computes what in the next step: admission, growth, preemption, and the token budget.
+"""`Scheduler`: which answers the next step computes, and how many tokens of each.
 
     waiting ──admit──▶ running ──grow──▶ chunks ──(a forward pass)──▶ …
        ▲                  │
        └────preempt───────┘   the youngest, when pages run out
 
-The scheduler holds no tensors and computes nothing. Every answer that runs has a sequence of the
-cache; that it was opened is what admission is. All orders are orders of arrival, so that whoever
-came first can always go on, and everybody comes to an end.
+The scheduler holds no tensors and computes nothing. An answer is admitted by opening a sequence of
+the cache for it; every running answer has one. Older requests always come first in growth and
+last in preemption, so the oldest can always go on, and every request ends.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
 from math import ceil
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.core.errors import InvalidValue, OutOfPages, whole
+from kvkeep.core.errors import OutOfPages
 from kvkeep.core.tokens import common_length
-from kvkeep.serve.engine.observe import EngineWatch
-from kvkeep.serve.engine.request import BY_ARRIVAL, Answer
+from kvkeep.serve.engine.answer import BY_ARRIVAL, Answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvkeep.core.cache import PagedCache
-    from kvkeep.serve.engine.offload.keeper import Keeper
+    from kvkeep.serve.engine.limits import Limits
+    from kvkeep.serve.engine.observe import EngineWatch
+    from kvkeep.serve.engine.offload.offload import Offload
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.stats import EngineStats
 
-__all__ = ["Chunk", "Limits", "Refused", "Scheduler"]
+__all__ = ["Chunk", "Refused", "Scheduler"]
 
-# Of a long queue, so many are looked at for the one with the longest cached prefix.
+# Waiting answers, from the front of the queue, that are ranked by their cached prefix.
 _LOOK_AHEAD = 64
-# What others do to the cache can make room too: look again after so many steps.
+# Steps until admission is tried again after it failed: other users of the cache may free pages.
 _PATIENCE = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How much an engine takes on at once.
-
-    ``max_running`` answers are computed together, ``step_tokens`` tokens in one forward pass: long
-    prompts are computed in chunks of what the running answers leave of it. ``max_waiting``
-    requests may wait (None: any number). A request with more of its prompt cached may overtake
-    others; nobody is overtaken more than ``max_overtaken`` times. ``watermark`` is the share of
-    the pool that admission leaves to running answers to grow into.
-    """
-
-    max_running: int = 32
-    step_tokens: int = 1024
-    max_waiting: int | None = None
-    max_overtaken: int = 32
-    watermark: float = 0.01
-
-    def __post_init__(self) -> None:
-        whole("max_running", self.max_running, 1)
-        whole("step_tokens", self.step_tokens, 1)
-        whole("max_overtaken", self.max_overtaken, 0)
-        if self.max_waiting is not None:
-            whole("max_waiting", self.max_waiting, 0)
-        if self.step_tokens < self.max_running:
-            raise InvalidValue(
-                f"step_tokens has to allow a token for each of {self.max_running} running answers, "
-                f"got {self.step_tokens}"
-            )
-        if not 0 <= self.watermark < 1:
-            raise InvalidValue(f"watermark is a share of the pool, got {self.watermark!r}")
 
 
 class Chunk(NamedTuple):
     """Tokens ``start`` … ``stop - 1`` of an answer's sequence, to be computed in this step.
 
-    Of the last ``outputs`` of them logits are wanted: none while a prompt goes on.
+    The last ``outputs`` of them need logits: none in the middle of a prompt.
     """
 
     answer: Answer
@@ -83,49 +51,49 @@ class Chunk(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """An answer that cannot have its pages though nobody else runs."""
+    """An answer that cannot have its pages although no other runs."""
 
     answer: Answer
     error: OutOfPages
 
 
 class Scheduler:
-    """The answers that wait and those that run, in order of arrival.
+    """The waiting and the running answers of an engine, each in order of arrival.
 
-    Thread safety: none. Cost of a step: O(running), and for admission one lookup in the cache for
-    each of the first requests that wait, when there is room for one.
+    Thread safety: none. Cost of a step: O(running); admission adds one cache lookup for each of
+    the first 64 waiting answers, when the batch has room.
     """
 
     def __init__(
         self,
         cache: PagedCache,
         limits: Limits,
-        did: EngineStats,
-        keeper: Keeper | None = None,
-        watch: EngineWatch | None = None,
+        stats: EngineStats,
+        offload: Offload | None,
+        watch: EngineWatch,
     ) -> None:
         self.requests: dict[int, Request] = {}
-        """Those that have not ended, by id."""
+        """Requests that have not ended, by id."""
         self.waiting: list[Answer] = []
         self.running: list[Answer] = []
         self._cache = cache
         self._limits = limits
-        self._did = did
-        self._keeper = keeper
-        self._watch = watch or EngineWatch(did)
+        self._stats = stats
+        self._offload = offload
+        self._watch = watch
         self._watermark = ceil(limits.watermark * cache.num_pages)
-        self._blocked = 0  # steps for which nothing is admitted, unless somebody makes room
+        self._blocked = 0  # steps without admission, unless an answer frees pages
 
     # --- coming and going --------------------------------------------------------------------
 
     def enter(self, request: Request) -> None:
-        """Let a new request wait for its turn."""
+        """Queue a new request."""
         self.requests[request.id] = request
         for answer in request.live:
             self._wait(answer)
 
     def leave(self, request: Request) -> None:
-        """Take a request out, with all that it has here."""
+        """Remove a request and all its answers."""
         del self.requests[request.id]
         for answer in request.live:
             self.remove(answer)
@@ -135,14 +103,14 @@ class Scheduler:
         insort(self.waiting, answer, key=BY_ARRIVAL)
 
     def run(self, answer: Answer) -> None:
-        """Let ``answer``, which has a sequence already, run from now on."""
+        """Add ``answer``, which has a sequence, to the running answers."""
         assert answer.sequence is not None
         insort(self.running, answer, key=BY_ARRIVAL)
 
     def remove(self, answer: Answer) -> None:
-        """Take ``answer`` out; its pages go back, what it published stays cached."""
-        if self._keeper is not None:
-            self._keeper.forget(answer)
+        """Remove ``answer`` and free its pages; what it published stays cached."""
+        if self._offload is not None:
+            self._offload.cancel(answer)
         if answer.sequence is None:
             self.waiting.remove(answer)
             return
@@ -152,37 +120,37 @@ class Scheduler:
         self._blocked = 0
 
     def _preempt(self, answer: Answer) -> None:
-        """Back to those who wait. What survives in the cache until its turn is not computed again.
+        """Move ``answer`` back to the queue; what stays cached until its turn is not recomputed.
 
-        A beam search begins anew behind its prompt. Its beams can only go on together, and they
-        might not come in together again: what they shared as forks, each would need for itself.
+        A beam search restarts behind its prompt: beams go on only together, and without the pages
+        they shared as forks they might not be admitted together again.
         """
         request = answer.request
         if request.search is None:
             self.remove(answer)
             answer.computed, answer.drafts = 0, []
             self._wait(answer)
-            self._did.preempted += 1
+            self._stats.preempted += 1
             return
         for beam in request.live:
             self.remove(beam)
-        self._did.preempted += len(request.live)
+        self._stats.preempted += len(request.live)
         request.search.restart()
         first = Answer(request, 0)
-        first.overtaken = self._limits.max_overtaken  # whoever has run before is next
+        first.overtaken = self._limits.max_overtaken  # it has run before, so it is next
         request.live = [first]
         self._wait(first)
 
     # --- admission ---------------------------------------------------------------------------
 
     def admit(self) -> Refused | None:
-        """Open sequences for those who wait, as far as batch and pages allow.
+        """Open sequences for waiting answers, as far as batch and pages allow.
 
-        Returns who is refused for good: when nobody runs and an answer still cannot have its
-        pages, then somebody outside has them.
+        Returns an answer that can never run: no answer runs, and sequences outside this engine
+        hold the pages it needs.
         """
-        if self._keeper is not None:
-            self._keeper.look_ahead(self.waiting)
+        if self._offload is not None:
+            self._offload.prefetch(self.waiting)
         if self._blocked and self.running:
             self._blocked -= 1
             return None
@@ -194,7 +162,7 @@ class Scheduler:
                 continue
             if answer.slots > slots:
                 break
-            if self._keeper is not None and self._keeper.holds_back(answer):
+            if self._offload is not None and self._offload.should_wait(answer):
                 continue
             try:
                 self._open(answer)
@@ -206,7 +174,7 @@ class Scheduler:
         return None
 
     def _ranked(self) -> list[Answer]:
-        """Who should come next: whoever must wait no longer, then by what is cached of them."""
+        """Return the front of the queue: urgent answers, then by longest cached prefix."""
         if len(self.waiting) == 1:
             return self.waiting.copy()
         front = self.waiting[:_LOOK_AHEAD]
@@ -214,7 +182,7 @@ class Scheduler:
         others = [answer for answer in front if not self._is_urgent(answer)]
         if len(others) > 1:
             cached = {id(answer): self._cached(answer) for answer in others}
-            others.sort(key=lambda answer: -cached[id(answer)])  # stable: then by arrival
+            others.sort(key=lambda answer: -cached[id(answer)])  # stable: equals by arrival
         return urgent + others
 
     def _is_urgent(self, answer: Answer) -> bool:
@@ -224,19 +192,19 @@ class Scheduler:
         return self._cache.match(answer.tokens(), answer.request.namespace).num_tokens
 
     def _computed_by_another(self, answer: Answer) -> bool:
-        """Whether one that runs is about to publish more of this prompt than is cached of it.
+        """Whether a running answer will publish more of this prompt than is cached.
 
-        To wait for it costs nothing: those tokens would be computed no sooner by this one.
+        Waiting for it costs no time: this answer would compute those tokens no sooner.
         """
         if not self._cache.reuse:
             return False
         mine = answer.tokens()
         namespace, size = answer.request.namespace, self._cache.page_size
         shared = 0
-        for other in self._prefilling():
-            if other.request.store and other.request.namespace == namespace:
-                theirs = other.request.prompt
-                common = common_length(mine, theirs) // size * size
+        for other in self.running:
+            request = other.request
+            if not other.decoding and request.store and request.namespace == namespace:
+                common = common_length(mine, request.prompt) // size * size
                 if common > other.computed:
                     shared = max(shared, common)
         if not shared or self._is_urgent(answer):
@@ -245,17 +213,14 @@ class Scheduler:
             return False
         if not answer.deferred:
             answer.deferred = True
-            self._did.deferred += 1
+            self._stats.deferred += 1
         return True
-
-    def _prefilling(self) -> Iterator[Answer]:
-        return (answer for answer in self.running if not answer.decoding)
 
     def _open(self, answer: Answer) -> None:
         request = answer.request
         reserve = 0
         if self.running:
-            # Soon each that runs needs a page more, and each answer of this one a page of its own.
+            # Each running answer soon needs a page more, and each answer of this one its own.
             reserve = self._watermark + len(self.running) + answer.slots - 1
         observed = self._watch.observer is not None
         began = perf_counter() if observed else 0.0
@@ -266,14 +231,14 @@ class Scheduler:
             session=request.session,
             turn=request.turn,
         )
-        request.turn = answer.sequence.turn  # who is opened again, or beside others, is no new one
+        request.turn = answer.sequence.turn  # opened again, it is still the same turn
         answer.computed = answer.sequence.num_cached
         if request.cached_tokens is None:
             request.cached_tokens = answer.sequence.num_cached
-            self._did.prompt_tokens += len(request.prompt)
-            self._did.cached_tokens += request.cached_tokens
+            self._stats.prompt_tokens += len(request.prompt)
+            self._stats.cached_tokens += request.cached_tokens
             if answer.load is not None:
-                answer.load.counts = True
+                answer.load.is_first = True
             if observed:
                 self._watch.admitted(request, answer.sequence, perf_counter() - began)
 
@@ -283,16 +248,16 @@ class Scheduler:
             other.overtaken += 1
         del self.waiting[at]
         self.run(answer)
-        if self._keeper is not None:
-            self._keeper.admitted(answer)
+        if self._offload is not None:
+            self._offload.admitted(answer)
 
     # --- a step ------------------------------------------------------------------------------
 
     def grow(self) -> list[Answer]:
-        """Give each decoding answer room for its newest token, and for drafts, the oldest first.
+        """Append the newest token and drafts to each decoding answer's sequence, oldest first.
 
-        Whoever came last goes back to those who wait when pages run out. Returns answers that
-        cannot grow though nobody is left to yield: they are as long as they can be.
+        Preempts the youngest when pages run out. Returns answers that cannot grow although no
+        other is left to preempt: they have reached their greatest length.
         """
         spare = self._limits.step_tokens - sum(answer.decoding for answer in self.running)
         stuck: list[Answer] = []
@@ -314,22 +279,21 @@ class Scheduler:
         return stuck
 
     def _alone(self, answer: Answer) -> bool:
-        """Whether nobody could yield for ``answer``: beams of one search cannot for each other."""
+        """Whether no other can be preempted; beams of one search cannot for each other."""
         if answer.request.search is not None:
             return self.running[0].request is answer.request
         return len(self.running) == 1
 
     def _append(self, answer: Answer, spare: int) -> int | None:
-        """Append its newest token and drafts; the number of drafts, or None without pages."""
-        sequence = answer.sequence
-        assert sequence is not None
+        """Append the newest token and drafts; return the number of drafts, None without pages."""
+        sequence = answer.running_sequence
         newest = answer.generated[-1]
         drafts = answer.propose(spare)
         if drafts:
             try:
                 sequence.append([newest, *drafts])
             except OutOfPages:
-                pass  # guesses are not worth anybody's pages: try without them
+                pass  # preempt no answer for drafts: try without them
             else:
                 answer.drafts = drafts
                 return len(drafts)
@@ -340,16 +304,15 @@ class Scheduler:
         return 0
 
     def chunks(self) -> list[Chunk]:
-        """What to compute now: the newest tokens of all that decode, then prompts, in order.
+        """Return what to compute now: the newest tokens of decoding answers, then prompts in order.
 
-        Nothing of those whose prompts are being loaded.
+        Answers whose prompts are being loaded are left out.
         """
         chunks: list[Chunk] = []
         prompts: list[Answer] = []
         budget = self._limits.step_tokens
         for answer in self.running:
-            sequence = answer.sequence
-            assert sequence is not None
+            sequence = answer.running_sequence
             if answer.loading:
                 continue
             if not answer.decoding:
@@ -367,9 +330,9 @@ class Scheduler:
             budget -= stop - answer.computed
         return chunks
 
-    def beams_in_step(self) -> Iterator[Request]:
-        """Beam searches of which every beam has its logits."""
-        searches = {answer.request.id: answer.request for answer in self.running if answer.waits}
+    def searches_to_advance(self) -> Iterator[Request]:
+        """Yield beam searches of which every beam has its logits."""
+        searches = {one.request.id: one.request for one in self.running if one.has_logits}
         for request in searches.values():
-            if all(answer.waits for answer in request.live):
+            if all(answer.has_logits for answer in request.live):
                 yield request

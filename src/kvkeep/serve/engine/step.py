@@ -1,8 +1,8 @@
-"""`EngineStep`: one forward pass over what the `Scheduler` chose, and what comes of it.
+"""`EngineStep`: one forward pass over what the `Scheduler` chose, and what it produces.
 
-admit, grow, chunks ──▶ copies ──▶ forward ──▶ publish ──▶ choose ──▶ hand out
-                                                             │
-                      drafts that were right stay, others are truncated; answers fork
+admit, receive, grow, chunks ──▶ copies ──▶ forward ──▶ publish ──▶ choose ──▶ emit
+                                                                      │
+                       drafts are verified, rejected ones truncated; answers fork
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvkeep.serve.engine.answer import BY_ARRIVAL, Answer
 from kvkeep.serve.engine.attention.batch import Piece
 from kvkeep.serve.engine.logprobs import logprobs_of
-from kvkeep.serve.engine.observe import EngineWatch
-from kvkeep.serve.engine.request import BY_ARRIVAL, Answer, Delta
+from kvkeep.serve.engine.results import Delta
 from kvkeep.serve.engine.sampling import choose
 
 if TYPE_CHECKING:
-    from kvkeep.core.cache import Sequence
     from kvkeep.serve.engine.logprobs import TokenLogprob
-    from kvkeep.serve.engine.observe import Outcome
-    from kvkeep.serve.engine.offload.keeper import Keeper
+    from kvkeep.serve.engine.observe import EngineWatch, Outcome
+    from kvkeep.serve.engine.offload.offload import Offload
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.scheduler import Chunk, Scheduler
@@ -36,49 +35,49 @@ _log = logging.getLogger(__name__)
 
 
 class EngineStep:
-    """What an `Engine` does again and again. Thread safety: none."""
+    """The step of an `Engine`. Thread safety: none."""
 
     def __init__(
         self,
         runner: Runner,
         scheduler: Scheduler,
-        did: EngineStats,
-        keeper: Keeper | None = None,
-        watch: EngineWatch | None = None,
+        stats: EngineStats,
+        offload: Offload | None,
+        watch: EngineWatch,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
-        self._did = did
-        self._keeper = keeper
-        self._watch = watch or EngineWatch(did)
-        # Who ended in this step: the observer is told behind what was computed of them.
+        self._stats = stats
+        self._offload = offload
+        self._watch = watch
+        # Requests that ended in this step: reported at its end, behind what it computed of them.
         self._over: list[tuple[Request, Outcome]] = []
 
     def run(self) -> list[Delta]:
-        """Do one; see `Engine.step`."""
+        """Run one step; see `Engine.step`."""
         deltas: list[Delta] = []
         try:
-            self._do(deltas)
+            self._run(deltas)
         finally:
             over, self._over = self._over, []
             for request, outcome in over:
                 self._watch.ended(request, outcome)
         return deltas
 
-    def _do(self, deltas: list[Delta]) -> None:
+    def _run(self, deltas: list[Delta]) -> None:
         scheduler = self._scheduler
         refused = scheduler.admit()
         if refused is not None:
             deltas.append(self._fail(refused.answer.request, refused.error))
-        if self._keeper is not None:
-            self._keeper.feed(scheduler.running)
+        if self._offload is not None:
+            self._offload.receive(scheduler.running)
         for answer in scheduler.grow():
-            self._as_long_as_can_be(answer, deltas)
+            self._end_stuck(answer, deltas)
         chunks = scheduler.chunks()
         if chunks:
             try:
                 self._compute(chunks, deltas)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            except Exception as error:  # noqa: BLE001 - the requests of the pass fail, the engine goes on
                 _log.exception("a step over %d sequences failed", len(chunks))
                 requests = {chunk.answer.request.id: chunk.answer.request for chunk in chunks}
                 deltas.extend(
@@ -87,14 +86,14 @@ class EngineStep:
                     if request.id in scheduler.requests
                 )
         else:
-            assert all(answer.loading for answer in scheduler.running), "who runs can be computed"
-            if self._keeper is not None and scheduler.requests:
-                self._keeper.pause()
+            assert all(answer.loading for answer in scheduler.running), "a runnable answer was idle"
+            if self._offload is not None and scheduler.requests:
+                self._offload.pause()
 
     def _compute(self, chunks: list[Chunk], deltas: list[Delta]) -> None:
         runner, observed = self._runner, self._watch.observer is not None
         began = perf_counter() if observed else 0.0
-        sequences = [_running(chunk.answer) for chunk in chunks]
+        sequences = [chunk.answer.running_sequence for chunk in chunks]
         runner.copy([copy for sequence in sequences for copy in sequence.copies()])
         logits = runner.forward(
             [
@@ -102,20 +101,20 @@ class EngineStep:
                 for sequence, (_, start, stop, outputs) in zip(sequences, chunks, strict=True)
             ]
         )
-        self._did.steps += 1
-        self._did.computed_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
+        self._stats.steps += 1
+        self._stats.computed_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
         for chunk in chunks:
             chunk.answer.computed = chunk.stop
-            if not chunk.answer.drafts:  # of those it is not known yet whether they stay
+            if not chunk.answer.drafts:  # drafts are published once they are verified
                 self._publish(chunk.answer)
         self._choose(chunks, logits, deltas)
         if observed:
-            self._tell(chunks, perf_counter() - began)
-        for request in list(self._scheduler.beams_in_step()):
+            self._report_computed(chunks, perf_counter() - began)
+        for request in list(self._scheduler.searches_to_advance()):
             self._advance_beams(request, deltas)
 
-    def _tell(self, chunks: list[Chunk], seconds: float) -> None:
-        """Say what was computed of each request's prompt, with its share of the step."""
+    def _report_computed(self, chunks: list[Chunk], seconds: float) -> None:
+        """Report the prompt tokens computed of each request, with their share of the step."""
         share = seconds / sum(chunk.stop - chunk.start for chunk in chunks)
         computed: dict[int, tuple[Request, int]] = {}
         for answer, start, stop, _ in chunks:
@@ -128,20 +127,20 @@ class EngineStep:
             self._watch.computed(request, tokens, share * tokens)
 
     def _publish(self, answer: Answer) -> None:
-        """Let others reuse the full pages that are computed, now and from the store."""
-        sequence = _running(answer)
+        """Publish computed full pages to the cache, and hand full blocks to the store."""
+        sequence = answer.running_sequence
         if (
             answer.request.store
             and answer.computed - sequence.num_published >= self._runner.page_size
         ):
             sequence.publish(answer.computed)
-        if self._keeper is not None:
-            self._keeper.keep(answer)
+        if self._offload is not None:
+            self._offload.save(answer)
 
     # --- choosing ----------------------------------------------------------------------------
 
     def _choose(self, chunks: list[Chunk], logits: torch.Tensor, deltas: list[Delta]) -> None:
-        """The next token of each chunk that has logits, all in one go; or of its drafts."""
+        """Choose a token for each row of logits, in one call; beams keep their logits."""
         answers: list[Answer] = []
         rows: list[int] = []
         row = 0
@@ -170,7 +169,7 @@ class EngineStep:
             at += count
 
     def _forks(self, answer: Answer) -> list[Answer]:
-        """The answers that go on from here: at the end of its prompt, all of the request."""
+        """Return the answers that use this logits row: all of the request at the prompt's end."""
         request = answer.request
         if request.forked or request.params.width == 1:
             return [answer]
@@ -187,7 +186,7 @@ class EngineStep:
         logprobs: list[TokenLogprob | None],
         deltas: list[Delta],
     ) -> None:
-        """Take the chosen tokens: one, and one more for each draft that was right."""
+        """Accept the chosen tokens: one, and one more for each draft that was right."""
         runner, drafts = self._runner, answer.drafts
         taken = 0
         for token, logprob in zip(tokens, logprobs, strict=True):
@@ -195,67 +194,67 @@ class EngineStep:
             taken += 1
             if answer.finish_reason or (taken <= len(drafts) and drafts[taken - 1] != token):
                 break
-        self._did.generated_tokens += taken
+        self._stats.generated_tokens += taken
         if drafts:
-            self._did.drafted_tokens += len(drafts)
-            self._did.accepted_drafts += taken - 1
-            sequence = _running(answer)
+            self._stats.drafted_tokens += len(drafts)
+            self._stats.accepted_drafts += taken - 1
+            sequence = answer.running_sequence
             sequence.truncate(sequence.num_tokens - len(drafts) + taken - 1)
             answer.computed = sequence.num_tokens
-            answer.checked_drafts(taken - 1)
+            answer.verified_drafts(taken - 1)
             self._publish(answer)
-        self._hand_out(answer, deltas)
+        self._emit(answer, deltas)
 
-    # --- handing out -------------------------------------------------------------------------
+    # --- results -----------------------------------------------------------------------------
 
-    def _hand_out(self, answer: Answer, deltas: list[Delta]) -> None:
-        """Tell what has come of ``answer``; when it has ended, close it, and maybe its request."""
+    def _emit(self, answer: Answer, deltas: list[Delta]) -> None:
+        """Add the answer's delta; end the answer if finished, and its request if it was last."""
         request = answer.request
-        if not request.compares:
+        if not request.is_ranked:
             deltas.append(answer.delta())
         if answer.finish_reason is None:
             return
-        if self._keeper is not None and request.search is None:
-            self._keeper.keep(answer, last=True)
+        if self._offload is not None and request.search is None:
+            self._offload.save(answer, last=True)
         self._scheduler.remove(answer)
         request.live.remove(answer)
         request.ended.append(answer)
         if request.live:
             return
-        if request.compares:
+        if request.is_ranked:
             best = sorted(request.ended, key=lambda one: -one.mean_logprob)[: request.params.n]
-            self._show_best(request, best, deltas)
+            self._end_ranked(request, best, deltas)
         else:
             self._end(request, sorted(request.ended, key=BY_ARRIVAL), deltas)
 
-    def _show_best(self, request: Request, best: list[Answer], deltas: list[Delta]) -> None:
-        """End a request whose answers were compared: now they can be shown, the best first."""
+    def _end_ranked(self, request: Request, best: list[Answer], deltas: list[Delta]) -> None:
+        """End a ranked request, and emit its answers: none was shown before."""
         for index, answer in enumerate(best):
             answer.index = index
             deltas.append(answer.delta())
         self._end(request, best, deltas)
 
     def _end(self, request: Request, answers: list[Answer], deltas: list[Delta]) -> None:
-        """End a request with these answers; the last delta is its last."""
-        self._did.finished += 1
+        """End a request with these answers; ``deltas[-1]`` is its last."""
+        self._stats.finished += 1
         self._scheduler.leave(request)
         self._over.append((request, "done"))
         choices = tuple(answer.choice() for answer in answers)
         deltas[-1] = replace(deltas[-1], completion=request.completion(choices))
 
-    def _as_long_as_can_be(self, answer: Answer, deltas: list[Delta]) -> None:
-        """The pool has no page for its next token, and nobody to take one from."""
+    def _end_stuck(self, answer: Answer, deltas: list[Delta]) -> None:
+        """End an answer for which the pool has no page left, at the length it has."""
         request = answer.request
         if request.id not in self._scheduler.requests:
-            return  # a beam: with the first one that was stuck, its whole search has ended
+            return  # a beam whose search ended with the first beam that was stuck
         if request.search is not None:
             self._end_search(request, deltas)
         else:
             answer.finish("length")
-            self._hand_out(answer, deltas)
+            self._emit(answer, deltas)
 
     def _fail(self, request: Request, error: Exception) -> Delta:
-        self._did.failed += 1
+        self._stats.failed += 1
         self._scheduler.leave(request)
         self._over.append((request, "failed"))
         return Delta(request, 0, error=error)
@@ -263,13 +262,13 @@ class EngineStep:
     # --- beams -------------------------------------------------------------------------------
 
     def _advance_beams(self, request: Request, deltas: list[Delta]) -> None:
-        """All beams have their logits: the next ones fork from those that are kept."""
+        """Replace the beams of a request by the forks that its search picks."""
         search, parents = request.search, request.live
         assert search is not None
         logits = torch.stack([_logits(parent) for parent in parents])
         picks = search.advance(logits) if request.forked else search.start(logits[0])
         request.first_token_now()
-        self._did.generated_tokens += len(picks)
+        self._stats.generated_tokens += len(picks)
         request.live = [
             parents[pick.parent].fork(index, pick.token) for index, pick in enumerate(picks)
         ]
@@ -281,7 +280,7 @@ class EngineStep:
             self._end_search(request, deltas)
 
     def _end_search(self, request: Request, deltas: list[Delta]) -> None:
-        """The best that was found is the answer."""
+        """End a beam search with the best hypotheses it has found."""
         search, runner = request.search, self._runner
         assert search is not None
         best: list[Answer] = []
@@ -292,13 +291,7 @@ class EngineStep:
             if answer.finish_reason is None:
                 answer.finish("length")
             best.append(answer)
-        self._show_best(request, best, deltas)
-
-
-def _running(answer: Answer) -> Sequence:
-    """Its sequence; only answers that run have one."""
-    assert answer.sequence is not None
-    return answer.sequence
+        self._end_ranked(request, best, deltas)
 
 
 def _logits(beam: Answer) -> torch.Tensor:

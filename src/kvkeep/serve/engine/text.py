@@ -1,4 +1,4 @@
-"""Text in, text out: a model's tokenizer, and text that grows token by token."""
+"""A model's tokenizer, and text that grows token by token."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 __all__ = ["GrowingText", "Tokenizer"]
 
-# What a tokenizer writes for bytes that are no character yet.
+# What a tokenizer decodes incomplete or invalid bytes to.
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-# How vocabularies write a single byte, where tokens are text and a byte is the exception.
+# The name of a single byte in vocabularies whose tokens are text.
 _BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
-# More tokens than a character has bytes: one of those before it can be let go of.
+# Bytes of the longest character: behind more unfinished tokens than these, some byte is invalid.
 _MOST_UNFINISHED = 4
 _CONTEXT = 8
-_SPACE_NAME = "\N{LOWER ONE EIGHTH BLOCK}"  # and a space
+_SPACE_NAME = "\N{LOWER ONE EIGHTH BLOCK}"  # a space in names of SentencePiece tokens
 
 
 class Tokenizer:
     """A model's own tokenizer: text to token ids (int32) and back, and its chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer: Any = tokenizer  # its type says less than its documentation
+        self._tokenizer: Any = tokenizer  # its type hints are less exact than its documentation
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Read the tokenizer in the model directory ``path``."""
+        """Read the tokenizer in directory ``path``; raises `UnsupportedModel`."""
         transformers = require("transformers", "transformers")
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -53,15 +53,15 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` works."""
+        """Whether the model has a chat template, which `chat` needs."""
         return bool(self._tokenizer.chat_template)
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """The token ids of ``text`` as it stands, with the model's start token if it has one."""
+        """Return the token ids of ``text``, with the model's start token if it has one."""
         return self._encoded(text, special_tokens=True)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> npt.NDArray[np.int32]:
-        """The token ids of a conversation, ready for the model's answer.
+        """Return the token ids of a conversation, ready for the model's answer.
 
         Each message has a ``role`` (system, user, assistant) and a ``content``. Raises
         `InvalidValue` for a conversation that the model's template refuses.
@@ -86,20 +86,20 @@ class Tokenizer:
         return np.array(ids, np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of ``tokens``, without special tokens."""
+        """Return the text of ``tokens``, without special tokens."""
         text: str = self._tokenizer.decode(
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
 
     def decoding(self) -> Decoding:
-        """A new text, token by token."""
+        """Return a new incremental decoder."""
         return _ByBytes(self) if self._decodes_bytes else _ByWindow(self)
 
     def decoded_bytes(self, token: int) -> bytes:
-        """What `decode` makes its text of, of a byte-level tokenizer's token: nothing, if special.
+        """Return the bytes that a byte-level tokenizer decodes ``token`` to; none if it is special.
 
-        A name that is not all of signs for bytes stands for itself.
+        A token whose name is not made of byte signs alone decodes to its name.
         """
         if self.is_silent(token):
             return b""
@@ -109,14 +109,13 @@ class Tokenizer:
         return bytes(known) if len(known) == len(signs) else name.encode()
 
     def is_silent(self, token: int) -> bool:
-        """Whether `decode` leaves the token out: special ones, and ids without a token."""
+        """Whether `decode` leaves ``token`` out: special tokens, and ids without a token."""
         return token in self._special or self._tokenizer.convert_ids_to_tokens(token) is None
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for within a text, in UTF-8: it may be part of a character.
+        """Return what one token stands for within a text, in UTF-8; may be part of a character.
 
-        Special tokens stand for their names, and ids that the tokenizer has no token for, for
-        nothing.
+        Special tokens stand for their names, ids without a token for nothing.
         """
         name: str | None = self._tokenizer.convert_ids_to_tokens(token)
         if name is None:
@@ -131,14 +130,14 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """How many bytes of text one token stands for at most. Cost: a pass over the vocabulary.
+        """The most bytes of text that one token stands for. Cost: one pass over the vocabulary.
 
-        So a text has at least its bytes by this many tokens, unless the tokenizer itself shortens
-        it before (strips it, folds its blanks) or takes many unknown characters for one token.
+        So a text has at least its bytes divided by this many tokens, unless the tokenizer shortens
+        it first (strips it, folds blanks) or takes many unknown characters for one token.
         """
         added = [name.encode() for name in self._tokenizer.get_added_vocab()]
         names: list[str] = list(self._tokenizer.get_vocab())
-        if self._is_byte_level:  # a sign is a byte
+        if self._is_byte_level:  # one character of a name is one byte
             sizes = [len(name) for name in names]
         else:
             sizes = [len(name.replace(_SPACE_NAME, " ").encode()) for name in names]
@@ -146,7 +145,7 @@ class Tokenizer:
 
     @cached_property
     def _added(self) -> frozenset[int]:
-        """Tokens that were added by name: they are written as they are."""
+        """Tokens that were added by name, which stand for their names."""
         return frozenset(self._tokenizer.get_added_vocab().values())
 
     @cached_property
@@ -158,7 +157,7 @@ class Tokenizer:
 
     @cached_property
     def _decodes_bytes(self) -> bool:
-        """Whether `decode` does nothing but to join bytes and read them as UTF-8."""
+        """Whether `decode` only joins bytes and reads them as UTF-8."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None or backend.decoder is None:
             return False
@@ -167,13 +166,13 @@ class Tokenizer:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        """Whether each sign of a token's name stands for a byte."""
+        """Whether each character of a token's name stands for a byte."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return backend is not None and b'"ByteLevel"' in backend.decoder.__getstate__()
 
 
 def _byte_signs() -> dict[str, int]:
-    """The signs for bytes of byte-level vocabularies, as GPT-2 has introduced them.
+    """Return the characters that stand for bytes in byte-level vocabularies, as in GPT-2.
 
     Printable Latin-1 stands for itself; all other bytes follow, in their order, from U+0100 on.
     """
@@ -187,20 +186,20 @@ _BYTES = _byte_signs()
 
 
 class Decoding(Protocol):
-    """The text of tokens that come one by one: what is final is told, once."""
+    """An incremental decoder: returns each piece of text once, when it is final."""
 
     def add(self, token: int) -> str:
-        """One token more; returns the characters that are whole now."""
+        """Add one token; return the characters that are complete now."""
 
     def end(self) -> str:
-        """No more tokens come; returns what was held back, half a character."""
+        """End the text; return what was held back: an incomplete character."""
 
 
 class _ByBytes:
-    """Tokens are bytes: UTF-8 is decoded as it comes, and nothing is decoded twice.
+    """Decodes tokens that are bytes: incremental UTF-8, so that nothing is decoded twice.
 
-    The same text as that of all tokens at once: both follow Unicode's practice for bytes that are
-    no character (one sign for each longest beginning of one).
+    Gives the same text as decoding all tokens at once: both follow Unicode's practice for invalid
+    bytes (one replacement character for each maximal subpart).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -212,16 +211,17 @@ class _ByBytes:
         return self._decoder.decode(self._tokenizer.decoded_bytes(token))
 
     def end(self) -> str:
-        """At most one sign for what is no character."""
+        """Return at most one replacement character."""
         return self._decoder.decode(b"", final=True)
 
 
 class _ByWindow:
-    """Tokens are text, or single bytes where there is no token for it: the last few are decoded.
+    """Decodes tokens that are text, or single bytes: decodes the last few tokens again each time.
 
-    Some tokenizers write a token differently at a text's beginning, so the last whole piece is
-    decoded again in front of what is new. Bytes that never become a character are let go of where
-    the text of both sides is that of the whole, so that the window stays a few tokens long.
+    Some tokenizers write a token differently at the beginning of a text, so the last tokens that
+    are final stay in front of the new ones as context. If bytes never become a character, the
+    window is cut where both sides decode to the same text as the whole, so that it stays a few
+    tokens long.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -245,11 +245,14 @@ class _ByWindow:
         return ""
 
     def end(self) -> str:
-        """What the tokens that are left stand for."""
+        """Return the text of the tokens that are left."""
         return self._settle(len(self._new), self._decode(self._context + self._new))
 
     def _settle(self, count: int, grown: str) -> str:
-        """The first ``count`` new tokens are text, ``grown`` with what is before them."""
+        """Make the first ``count`` new tokens final, and return their text.
+
+        ``grown`` is the text of the context and these tokens.
+        """
         more = grown[len(self._decode(self._context)) :]
         if count:
             self._context, self._new = self._new[:count][-_CONTEXT:], self._new[count:]
@@ -260,40 +263,39 @@ class _ByWindow:
 
 
 class GrowingText:
-    """The text of a request while its tokens come, cut before the first of its stop texts.
+    """The text of an answer while its tokens come, cut before the first of its stop texts.
 
-    `add` and `finish` return what can be shown now: what is held back is half a character, or
-    what may be the beginning of a stop text. Cost: the same for each token, whatever the length of
-    the text and whatever the tokens are; with stop texts, that of looking for them in what is held
-    back.
+    `add` and `finish` return the text that is final: an incomplete character, or what may be the
+    beginning of a stop text, is held back. Cost: constant for each token; with stop texts, a search
+    in what is held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._decoding = tokenizer.decoding()
         self._stop = stop
         self._shown: list[str] = []
-        self._held = ""  # it may be the beginning of a stop text
+        self._held = ""  # may begin a stop text
         self.stopped = False
 
     @property
     def text(self) -> str:
-        """All of it so far, shown or held back. Cost: a copy of it."""
+        """The whole text so far, held back or not. Cost: a copy of it."""
         return "".join(self._shown) + self._held
 
     def add(self, token: int) -> str:
-        """Add one token; returns the text that has become final."""
+        """Add one token; return the text that became final."""
         assert not self.stopped, "the text has ended"
         return self._take(self._decoding.add(token))
 
     def finish(self) -> str:
-        """No more tokens come; returns the text that was held back."""
+        """End the text; return what was held back."""
         shown = "" if self.stopped else self._take(self._decoding.end())
         return shown + self._show(len(self._held))
 
     def _take(self, more: str) -> str:
         if not more:
             return ""
-        self._held += more  # no stop text begins before what is held
+        self._held += more  # no stop text begins before the held text
         ends = [end for stop in self._stop if (end := self._held.find(stop)) >= 0]
         if ends:
             self._held = self._held[: min(ends)]
@@ -302,7 +304,7 @@ class GrowingText:
         return self._show(len(self._held) - max(map(self._beginning, self._stop), default=0))
 
     def _beginning(self, stop: str) -> int:
-        """How many characters at the end may be the beginning of ``stop``."""
+        """Return how many characters at the end of the held text may begin ``stop``."""
         held = self._held
         at = held.find(stop[0], max(0, len(held) - len(stop) + 1))
         while at >= 0 and not stop.startswith(held[at:]):

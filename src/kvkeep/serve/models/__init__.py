@@ -1,6 +1,6 @@
 """The tiny model that ships with kvkeep: a Hugging Face directory, loaded without a network.
 
-What it learned, under which licence, and what it is not good for: ``tiny/NOTICE``.
+Its training data, licence and limits are in ``tiny/NOTICE``.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ __all__ = ["bundled_model"]
 
 
 def bundled_model() -> Path:
-    """The directory of the tiny model: weights, tokenizer, chat template, NOTICE.
+    """Return the directory of the tiny model: weights, tokenizer, chat template, NOTICE.
 
-    Hand it to ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained``.
-    kvkeep is installed as files (a model in a zipped package could not be mapped into memory).
+    Pass it to ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained``.
+    kvkeep is installed as files: a model in a zipped package could not be mapped into memory.
     """
     folder = files(__name__) / "tiny"
     assert isinstance(folder, Path), "kvkeep must be installed as files, not imported from a zip"

@@ -1,10 +1,11 @@
-"""Attention over pages, the same code on CPU and GPU.
+"""Attention over page tables, the same code on CPU and GPU.
 
-paged.py    under the name by which Transformers models find it
-batch.py    the batch of one forward pass: which sequences, which pages, which rows
-short.py    pieces that fit a core's cache, in groups
-long.py     pieces that do not
+hook.py     the attention function that Transformers models call
+batch.py    the batch of one forward pass: pieces of sequences in one row of tokens
+plan.py     the terms of a plan: how large calls are, which piece lies where
+long.py     pieces of many tokens, one by one
+short.py    decoded tokens and drafts, many pieces in one call
 cascade.py  a prefix that several sequences share, attended to once
-flash.py    FlashAttention's kernels over page tables, where they are installed
-setting.py  what all of these are planned with
+dense.py    attention to gathered keys, whole or in part
+flash.py    FlashAttention kernels over page tables, if installed: nothing is gathered
 """

@@ -1,8 +1,8 @@
-"""What one forward pass computes: pieces of sequences in one row, and how each attends.
+"""`PagedBatch`: what one forward pass computes, as one row of tokens, and how each piece attends.
 
-A batch is one row of tokens, whatever it is made of: a cold prompt, the rest of a prompt whose
-beginning is cached, one decoded token, several speculated ones. Every piece attends to the pages
-of its own sequence, from position 0 to each token's own:
+A batch may mix cold prompts, the rest of prompts whose beginning is cached, decoded tokens, and
+drafts. Each token of a piece attends to the pages of its own sequence, from position 0 to its own
+position:
 
     tokens   [ a b c d e | x | p q ]       three pieces
     start      0           57  16          where each begins in its sequence
@@ -20,7 +20,7 @@ import torch
 from kvkeep.serve.engine.attention.cascade import Cascade, cascades
 from kvkeep.serve.engine.attention.flash import Tables
 from kvkeep.serve.engine.attention.long import LongPiece, long_pieces
-from kvkeep.serve.engine.attention.setting import CPU, GPU, Placed, Setting
+from kvkeep.serve.engine.attention.plan import CPU, GPU, PlacedPiece, PlanContext
 from kvkeep.serve.engine.attention.short import SHORT, ShortGroup, groups
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from kvkeep.core.pages.prepared import Scratch
     from kvkeep.core.pages.tensors import PagedTensors
+    from kvkeep.serve.engine.attention.dense import Scoring
     from kvkeep.serve.engine.attention.flash import Kernel
-    from kvkeep.serve.engine.attention.paged import Scoring
-    from kvkeep.serve.engine.attention.setting import Grain
+    from kvkeep.serve.engine.attention.plan import Grain
 
     IntArray = npt.NDArray[np.int32]
 
@@ -44,10 +44,10 @@ __all__ = ["PagedBatch", "Piece"]
 class Piece:
     """Consecutive tokens of one sequence that a forward pass computes.
 
-    ``tokens`` are the new ids, ``start`` the position of the first in its sequence, ``pages`` the
-    sequence's page table: it covers ``start + len(tokens)`` tokens, and the first ``start`` of
-    them are computed already. ``outputs`` is of how many of its last tokens logits are wanted:
-    none in the middle of a prompt, one to decode, each token's to verify drafts.
+    ``tokens`` are the new ids, ``start`` the position of the first in its sequence. ``pages`` is
+    the sequence's page table: it covers ``start + len(tokens)`` tokens, of which the first
+    ``start`` are computed. ``outputs`` is how many of its last tokens need logits: 0 in the middle
+    of a prompt, 1 to decode, all to verify drafts.
     """
 
     tokens: IntArray
@@ -62,7 +62,7 @@ class Piece:
 
     @property
     def stop(self) -> int:
-        """The position after the last token: the keys its last token attends to."""
+        """The position after the last token; its last token attends to this many keys."""
         return self.start + len(self.tokens)
 
 
@@ -79,10 +79,10 @@ class PagedBatch:
     """The pieces of one forward pass, laid out as one row of T tokens.
 
     ``input_ids`` and ``positions`` are int64 [1, T], ``slots`` int64 [T] (where each token's K and
-    V go), ``outputs`` int64 [n] (the rows whose logits are wanted, piece after piece). Made for one
-    forward pass, and thrown away after it; ``scratch`` is what outlives it: memory to gather into.
-    With a ``kernel`` the pages are attended to where they lie; without, they are gathered, in calls
-    of the size of ``grain`` (None: the device's). Thread safety: none.
+    V are stored), ``outputs`` int64 [n] (the rows that need logits, piece after piece). A batch is
+    made for one forward pass; ``scratch`` is memory to gather into that outlives it. With a
+    ``kernel``, attention reads pages in place; without, pages are gathered, in calls sized by
+    ``grain`` (None: the device's). Thread safety: none.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PagedBatch:
         ends = np.cumsum([len(piece.tokens) for piece in self.pieces])
         begins = [0, *ends[:-1].tolist()]
         self._placed = [
-            Placed(piece, begin) for piece, begin in zip(self.pieces, begins, strict=True)
+            PlacedPiece(piece, begin) for piece, begin in zip(self.pieces, begins, strict=True)
         ]
         self._longest = max(piece.stop for piece in self.pieces)
         self.input_ids = self._row(np.concatenate([piece.tokens for piece in self.pieces]))
@@ -130,7 +130,7 @@ class PagedBatch:
         return torch.from_numpy(values.astype(np.int64))[None].to(self.device)
 
     def run(self, model: PreTrainedModel) -> torch.Tensor:
-        """The forward pass; returns the logits of ``outputs``: [n, vocabulary], n may be 0."""
+        """Run the forward pass; return the logits of ``outputs``: [n, vocabulary], n may be 0."""
         with torch.inference_mode():
             logits: torch.Tensor = model(
                 input_ids=self.input_ids,
@@ -151,14 +151,14 @@ class PagedBatch:
         window: int | None,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Store K and V of the new tokens, then attend from each to all that it may see.
+        """Store K and V of the new tokens, then attend from each to all keys that it may see.
 
-        ``query`` [T, heads, dim], ``key`` and ``value`` [T, kv_heads, dim]; returns
-        [T, heads, dim]. ``window`` counts the keys a token sees, itself included.
+        ``query`` is [T, heads, dim], ``key`` and ``value`` are [T, kv_heads, dim]; returns [T,
+        heads, dim]. ``window`` counts the keys a token sees, itself included; None: all.
         """
         self.tensors.store(layer, self._places, key, value)
         if window is not None and window >= self._longest:
-            window = None  # nobody has so much behind it
+            window = None  # no sequence is longer than the window
         if self._kernel is not None:
             assert self._tables is not None
             k, v = self._views(layer)
@@ -176,23 +176,23 @@ class PagedBatch:
         return out
 
     def _views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of ``layer``, [pages, page_size, heads, dim] with either layout."""
+        """Return K and V of ``layer`` as [pages, page_size, heads, dim], whatever the layout."""
         k, v = self.tensors.k(layer), self.tensors.v(layer)
         return (k, v) if self.tensors.layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
 
     def _planned(self, window: int | None, group: int) -> _Plan:
-        setting = Setting(self.tensors, self._scratch, self._grain, window, group)
-        long: list[Placed] = []
-        short: list[Placed] = []
+        context = PlanContext(self.tensors, self._scratch, self._grain, window, group)
+        long: list[PlacedPiece] = []
+        short: list[PlacedPiece] = []
         for one in self._placed:
             kind = short if len(one.piece.tokens) <= SHORT else long
             kind.append(self._within(one, window))
-        shared, apart = cascades(short, setting)
-        return _Plan(long_pieces(long, setting), groups(apart, setting), shared)
+        shared, apart = cascades(short, context)
+        return _Plan(long_pieces(long, context), groups(apart, context), shared)
 
-    def _within(self, one: Placed, window: int | None) -> Placed:
-        """Keys before the window of the first query are not gathered at all."""
+    def _within(self, one: PlacedPiece, window: int | None) -> PlacedPiece:
+        """Skip pages before the window of the first query."""
         if window is None:
             return one
         first = max(0, one.piece.start + 1 - window) // self.tensors.page_size
-        return Placed(one.piece, one.begin, first)
+        return PlacedPiece(one.piece, one.begin, first)

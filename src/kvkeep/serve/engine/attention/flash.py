@@ -1,16 +1,16 @@
-"""Attention by a kernel that follows page tables: nothing is gathered.
+"""FlashAttention kernels that follow page tables, so that nothing is gathered.
 
-Used where tensors lie on CUDA in half precision and such a kernel is installed:
+Used if tensors lie on CUDA in half precision and such a kernel is installed:
 
 - FlashAttention 3 (Hopper GPUs; module ``flash_attn_interface``) takes pages of any size.
 - FlashAttention 2 (Ampere and later; package ``flash_attn``) takes pages of a multiple of 256
   tokens.
 
-Both read K and V through strides, so that one layer of our pages, which lie a whole page apart, is
-a view to them. FlexAttention is not used: it takes slots as one dimension with one stride, and
-between our pages of one layer lie all the others. Its slots would be those of all layers, with a
+Both read K and V through strides, so a view of one layer of our pages, which lie a whole page
+apart, is enough. FlexAttention is not used: it takes slots as one dimension with one stride, but
+all other layers lie between two pages of one layer. Its slots would be those of all layers, with a
 block mask for each layer and step, compiled anew for new shapes. Without a kernel, pages are
-gathered and attended to with torch's own, as on a CPU.
+gathered and attended to with torch's own attention, as on a CPU.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvkeep.core.pages.tensors import PagedTensors
-    from kvkeep.serve.engine.attention.paged import Scoring
-    from kvkeep.serve.engine.attention.setting import Placed
+    from kvkeep.serve.engine.attention.dense import Scoring
+    from kvkeep.serve.engine.attention.plan import PlacedPiece
 
 __all__ = ["Kernel", "Tables", "find", "flash2", "flash3"]
 
 _HALF = (torch.float16, torch.bfloat16)
-_MOST_DIM = 256  # of a head, for both
+_MOST_DIM = 256  # the largest head dimension that both take
 
 
 class Kernel(Protocol):
-    """A function over pages that attends from ``query`` [T, heads, dim], and returns as much."""
+    """A function that attends over pages, from and to [T, heads, dim]."""
 
     def __call__(
         self,
@@ -58,18 +58,18 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """The pieces of a batch as kernels want them; tensors are int32, on the device."""
+    """The pieces of a batch in the form that kernels take; tensors are int32, on the device."""
 
-    pages: torch.Tensor  # [n, most pages]; the padding is page 0, and not looked at
-    lengths: torch.Tensor  # [n]: keys
-    key_bounds: torch.Tensor  # [n + 1]: where each piece's keys would begin in one row
-    query_bounds: torch.Tensor  # [n + 1]: where its queries do
+    pages: torch.Tensor  # [n, most pages]; padded with page 0, which is not read
+    lengths: torch.Tensor  # [n]: number of keys
+    key_bounds: torch.Tensor  # [n + 1]: sums of the lengths before each piece
+    query_bounds: torch.Tensor  # [n + 1]: where each piece's queries begin in the batch
     most_keys: int
     most_queries: int
 
     @classmethod
-    def of(cls, pieces: Sequence[Placed], device: torch.device) -> Tables:
-        """Those of ``pieces``, which are in the order of their rows."""
+    def of(cls, pieces: Sequence[PlacedPiece], device: torch.device) -> Tables:
+        """Make the tables of ``pieces``, which are in the order of their rows."""
 
         def tensor(values: npt.ArrayLike) -> torch.Tensor:
             return torch.from_numpy(np.asarray(values, np.int32)).to(device)
@@ -87,7 +87,7 @@ class Tables:
 
 
 def find(tensors: PagedTensors) -> Kernel | None:
-    """The kernel to attend over ``tensors`` with, None where there is none for them."""
+    """Return the kernel to attend over ``tensors`` with; None if there is none for them."""
     geometry, device = tensors.geometry, tensors.device
     fits = geometry.head_dim == geometry.value_dim <= _MOST_DIM and geometry.head_dim % 8 == 0
     if device.type != "cuda" or tensors.dtype not in _HALF or not fits:
@@ -101,36 +101,26 @@ def find(tensors: PagedTensors) -> Kernel | None:
 
 
 def flash2(function: Callable[..., Any]) -> Kernel:
-    """FlashAttention 2's ``flash_attn_varlen_func``."""
-
-    def kernel(
-        query: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tables: Tables,
-        *,
-        window: int | None,
-        scoring: Scoring,
-    ) -> torch.Tensor:
-        out: torch.Tensor = function(
-            query,
-            k,
-            v,
-            cu_seqlens_q=tables.query_bounds,
-            cu_seqlens_k=tables.key_bounds,
-            max_seqlen_q=tables.most_queries,
-            max_seqlen_k=tables.most_keys,
-            block_table=tables.pages,
-            **_how(window, scoring),
-        )
-        return out
-
-    return kernel
+    """Wrap FlashAttention 2's ``flash_attn_varlen_func``."""
+    return _kernel(
+        function,
+        lambda tables: {
+            "cu_seqlens_k": tables.key_bounds,
+            "max_seqlen_k": tables.most_keys,
+            "block_table": tables.pages,
+        },
+    )
 
 
 def flash3(function: Callable[..., Any]) -> Kernel:
-    """FlashAttention 3's ``flash_attn_with_kvcache``, with queries of several lengths."""
+    """Wrap FlashAttention 3's ``flash_attn_with_kvcache``, with queries of several lengths."""
+    return _kernel(
+        function,
+        lambda tables: {"cache_seqlens": tables.lengths, "page_table": tables.pages},
+    )
 
+
+def _kernel(function: Callable[..., Any], key_tables: Callable[[Tables], dict[str, Any]]) -> Kernel:
     def kernel(
         query: torch.Tensor,
         k: torch.Tensor,
@@ -144,22 +134,15 @@ def flash3(function: Callable[..., Any]) -> Kernel:
             query,
             k,
             v,
-            cache_seqlens=tables.lengths,
-            page_table=tables.pages,
             cu_seqlens_q=tables.query_bounds,
             max_seqlen_q=tables.most_queries,
-            **_how(window, scoring),
+            softmax_scale=scoring.scale,
+            causal=True,
+            # Their windows count the keys before a query, ours the query too.
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+            softcap=0.0 if scoring.softcap is None else scoring.softcap,
+            **key_tables(tables),
         )
         return out
 
     return kernel
-
-
-def _how(window: int | None, scoring: Scoring) -> dict[str, Any]:
-    """What both call the same; windows there count the keys before a query, without itself."""
-    return {
-        "softmax_scale": scoring.scale,
-        "causal": True,
-        "window_size": (-1, -1) if window is None else (window - 1, 0),
-        "softcap": 0.0 if scoring.softcap is None else scoring.softcap,
-    }

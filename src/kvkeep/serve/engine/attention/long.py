@@ -1,7 +1,7 @@
-"""A piece of many tokens, a prompt or a part of one, attends by itself.
+"""Attention of a piece of many tokens: a prompt, or a chunk of one.
 
-It is bound by computing: its queries attend in rows of `Grain.query_rows`, so that few keys beyond
-the causal edge are multiplied, and all rows share one mask.
+It is bound by computing. Its queries attend in steps of `Grain.query_rows`, so that few keys beyond
+the causal edge are multiplied, and all steps share one mask.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvkeep.serve.engine.attention.paged import attend
+from kvkeep.serve.engine.attention.dense import attend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.core.pages.prepared import Gather
-    from kvkeep.serve.engine.attention.paged import Scoring
-    from kvkeep.serve.engine.attention.setting import Placed, Setting
+    from kvkeep.serve.engine.attention.dense import Scoring
+    from kvkeep.serve.engine.attention.plan import PlacedPiece, PlanContext
 
 __all__ = ["LongPiece", "long_pieces"]
 
 
 class _Step(NamedTuple):
-    """Consecutive queries of one piece, and the keys from the first to the last that is seen."""
+    """Consecutive queries of one piece, and the range of keys that any of them sees."""
 
     rows: slice
     keys: slice
@@ -35,9 +35,9 @@ class _Step(NamedTuple):
 class LongPiece:
     """A piece with the keys it sees under one window."""
 
-    rows: slice  # of the batch
-    gather: Gather | None  # None: every key it sees is in the batch itself
-    causal: bool  # and it sees all of them, up to each query
+    rows: slice  # rows of the batch
+    gather: Gather | None  # None: all keys it sees are in the batch itself
+    causal: bool  # whether the plain causal mask holds, from the first key on
     steps: Sequence[_Step]
 
     def attend(
@@ -50,7 +50,7 @@ class LongPiece:
         scoring: Scoring,
         out: torch.Tensor,
     ) -> None:
-        """All are [T, heads, dim] of the whole batch; writes the piece's rows of ``out``."""
+        """Write the piece's rows of ``out``; all tensors are [T, heads, dim] of the whole batch."""
         if self.gather is None:
             keys, values = key[self.rows], value[self.rows]
         else:
@@ -78,38 +78,38 @@ class LongPiece:
             )
 
 
-def long_pieces(pieces: Sequence[Placed], setting: Setting) -> list[LongPiece]:
-    """Plan ``pieces`` one by one."""
+def long_pieces(pieces: Sequence[PlacedPiece], context: PlanContext) -> list[LongPiece]:
+    """Plan each of ``pieces``."""
     if not pieces:
         return []
-    spans = [one.piece.stop - one.first_page * setting.page_size for one in pieces]
-    band = _band(max(spans), setting)
-    return [_long_piece(one, band, setting) for one in pieces]
+    spans = [one.piece.stop - one.first_page * context.page_size for one in pieces]
+    band = _band(max(spans), context)
+    return [_long_piece(one, band, context) for one in pieces]
 
 
-def _band(longest: int, setting: Setting) -> torch.Tensor:
-    """The mask of ``query_rows`` queries, of which the last is at the last of ``longest`` keys.
+def _band(longest: int, context: PlanContext) -> torch.Tensor:
+    """Return the mask of ``query_rows`` queries that end at the last of ``longest`` keys.
 
-    Who sees whom depends on the distance alone: seen from its lower right corner, this is the mask
-    of every step.
+    A mask depends only on the distance of query and key, so the mask of every step is the lower
+    right corner of this one.
     """
-    rows = min(setting.grain.query_rows, longest)
+    rows = min(context.grain.query_rows, longest)
     distance = torch.arange(longest - rows, longest)[:, None] - torch.arange(longest)
     seen = distance >= 0
-    if setting.window is not None:
-        seen &= distance < setting.window
-    return setting.mask(seen)
+    if context.window is not None:
+        seen &= distance < context.window
+    return context.mask(seen)
 
 
-def _long_piece(one: Placed, band: torch.Tensor, setting: Setting) -> LongPiece:
-    piece, size = one.piece, setting.page_size
+def _long_piece(one: PlacedPiece, band: torch.Tensor, context: PlanContext) -> LongPiece:
+    piece, size = one.piece, context.page_size
     base = one.first_page * size
     rows, longest = band.shape
     at = one.begin - piece.start
     steps = []
     for start in range(piece.start, piece.stop, rows):
         stop = min(start + rows, piece.stop)
-        low = base if setting.window is None else max(base, start + 1 - setting.window)
+        low = base if context.window is None else max(base, start + 1 - context.window)
         mask = band[rows - (stop - start) :, longest - (stop - low) :]
         steps.append(_Step(slice(at + start, at + stop), slice(low - base, stop - base), mask))
     cold = piece.start == 0
@@ -117,7 +117,7 @@ def _long_piece(one: Placed, band: torch.Tensor, setting: Setting) -> LongPiece:
     pages = None if cold else piece.pages[one.first_page : last]
     return LongPiece(
         rows=slice(one.begin, one.begin + len(piece.tokens)),
-        gather=None if pages is None else setting.tensors.prepare_gather(pages, setting.scratch),
-        causal=cold and setting.window is None,
+        gather=None if pages is None else context.tensors.prepare_gather(pages, context.scratch),
+        causal=cold and context.window is None,
         steps=steps,
     )

@@ -1,8 +1,9 @@
-"""Offloading: KV on its way between the pages of the engine and a store.
+"""Offloading: moves KV between the pages of the engine and a store.
 
-keeper.py    what the engine tells of its requests, and when KV moves
-loads.py     from the store into pages, while others compute
-writes.py    from pages to the store, behind computing
-forms.py     KV in the order of pages and in the order of tokens, and the memory between
-evidence.py  what is noted of a load, and the report that comes of it
+offload.py   the engine's interface: when to load, when to write
+load.py      the state of one load · loads.py: from the store into pages, in the background
+writes.py    from pages to the store, in the background
+forms.py     KV in page order and in the store's token order; reusable host memory
+evidence.py  notes on one load, and the report for an observer made of them
+threads.py   daemon threads for calls into a store
 """

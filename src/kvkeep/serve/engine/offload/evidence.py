@@ -1,8 +1,8 @@
-"""`Evidence`: what is noted of one load while it goes on, and the report that comes of it.
+"""`Evidence`: notes on one load while it goes on, and the report made of them.
 
     pool            came          stop         found            end
 ─────┼───────────────┼─────────────┼─────────────┼───────────────┼──▶ tokens
-     │    sources    │ did not come│ not in time │ not there     │ the last token
+     │    sources    │ read failed │ not in time │ not stored    │ the last token
 """
 
 from __future__ import annotations
@@ -32,108 +32,117 @@ class _Range(NamedTuple):
 
 
 class Evidence:
-    """What is noted of one load. ``end`` tokens are wanted at most, those before the last one.
+    """Notes on one load: what was found, fetched and read, from which tier, and what failed.
 
-    ``tiers`` are the store's, fastest first.
+    ``end`` is the number of tokens worth loading, all but the last; ``tiers`` are the store's,
+    fastest first.
 
-    Thread safety: one thread at a time writes what it writes: who seeks, then who reads, then the
-    engine's, which makes the report when the others are through, or are not waited for.
+    Thread safety: one thread writes at a time: the lookup's, then the reader's, then the engine's,
+    which makes the report when the others are done or no longer waited for.
     """
 
     def __init__(self, end: int, page_size: int, tiers: Sequence[str]) -> None:
         self.since = time.time()
-        """When it was sought, in Unix seconds."""
+        """When the load was made, in Unix seconds."""
         self.stop = 0
-        """So many tokens were to be read."""
+        """Tokens to read, once the answer is admitted."""
         self.pool = 0
-        """Tokens that the pool had when it was admitted."""
+        """Tokens that the pool had at admission."""
         self.asks = False
-        """Whether anything was wanted of the store."""
+        """Whether a page or more was worth loading."""
         self.answered = False
-        """Whether the store had said what it has when it was admitted."""
+        """Whether the lookup was over at admission."""
         self._end = end
         self._page_size = page_size
         self._front = tiers[0]
         self._began = self._last = time.monotonic()
-        self._said: tuple[Lookup, Sequence[Fate]] | None = None
+        self._answer: tuple[Lookup, Sequence[Fate]] | None = None
         self._slow = ""
         self._found = 0
         self._ready: int | None = None
-        self._where: list[_Range] = []  # it was found, when it was sought,
-        self._fetched: list[_Range] = []  # it was, on its way into memory,
-        self._came: list[_Range] = []  # and it came from
+        self._where: list[_Range] = []  # where the lookup found tokens
+        self._fetched: list[_Range] = []  # where the prefetch read them
+        self._came: list[_Range] = []  # where the reads found them
         self._behind: Sequence[Fate] = ()
         self._stopped: Sequence[Fate] = ()
         self._in_time = True
 
     # --- noting ------------------------------------------------------------------------------
 
-    def sought(self, there: Lookup, behind: Sequence[Fate]) -> None:
-        """The store has said what it has, and of what it has not, why."""
+    def looked_up(self, there: Lookup, behind: Sequence[Fate]) -> None:
+        """Note what the store has, and ``behind``: why it lacks the rest."""
         self.now()
-        self._said = there, behind
+        self._answer = there, behind
 
     def brought(self, prefetch: Prefetch, ready: int) -> None:
-        """``ready`` tokens may be read, most of them in memory by now."""
+        """Note the end of the prefetch: ``ready`` tokens can be read, most of them from memory."""
         self._fetched = _ranges(prefetch.start, prefetch.sources)
         self._ready = ready
-        if ready < self._found:  # it was waited for in vain
+        if ready < self._found:  # the rest was waited for in vain
             self.now()
 
     def begins(self, pool: int, *, wanted: bool) -> None:
-        """Its answer is admitted. What the store says after that does not count."""
-        if self._said is not None:
-            there, self._behind = self._said
+        """Note the admission, with ``pool`` tokens cached; what a lookup finds later is ignored.
+
+        ``wanted`` is whether anything was worth loading when the load was made.
+        """
+        if self._answer is not None:
+            there, self._behind = self._answer
             self._found, self._where = there.tokens, _ranges(0, there.tiers)
             self.answered = True
         self.pool = pool
         self.asks = wanted and self._end - pool >= self._page_size
 
     def came(self, at: int, start: int, tokens: int, sources: Sequence[tuple[str, int]]) -> None:
-        """A piece from token ``start`` on is in its pages; the first new token is ``at``."""
+        """Note a chunk of ``tokens`` tokens from ``start`` on; those from ``at`` on are new."""
         for one in _ranges(start, [*sources, (self._front, tokens)]):
             begin, stop = max(at, one.start), min(start + tokens, one.stop)
             if begin < stop:
                 self._came.append(_Range(begin, stop, one.tier))
 
     def stopped(self, why: Sequence[Fate]) -> None:
-        """What was found did not come, and not because it took too long."""
+        """Note why the read ended early, though it had time left."""
         self._stopped = why
 
     def late(self) -> None:
-        """The time for reading is over."""
+        """Note that the time for reading is over."""
         self._in_time = False
         self.now()
 
     def unanswered(self, why: Sequence[Fate]) -> None:
-        """The store did not even say what it has; ``why`` may tell who did not answer."""
+        """Note that the lookup was not over at admission; ``why`` may name the slow tier."""
         self._behind = [one for one in why if one.what != "never"]
         self._slow = next((one.tier for one in why if one.what == "late"), "")
         self.now()
 
     def now(self) -> None:
-        """Something came."""
+        """Note the time of the last progress."""
         self._last = time.monotonic()
 
     # --- the report --------------------------------------------------------------------------
 
     def report_so_far(self) -> LoadReport:
-        """Of a request that ended meanwhile, or gave way: what had come."""
+        """Return the report of a load whose answer ended or was preempted."""
         sources = self._sources()
         asked = sources[-1][1] - self.pool if sources else 0
         return LoadReport(asked, sources, (), self._last - self._began)
 
     def report(self) -> LoadReport:
-        """What came, and why the rest did not."""
+        """Return what came, and why the rest did not."""
         if not self.asks:
             return LoadReport(seconds=self._last - self._began)
         sources = self._sources()
         at = sources[-1][1] if sources else self.pool
         found = min(max(self._found, at), self._end)
+        stop = min(max(self.stop, at), found)
+        unread: What = "unavailable" if self._in_time else "late"
+        behind: What = "never" if self.answered else "late"
         missing = [
-            *self._unread(at, min(max(self.stop, at), found)),
-            *self._not_in_time(min(max(self.stop, at), found), found),
-            *self._not_there(found),
+            *self._cover(at, stop, self._stopped, unread, "not read"),
+            *self._not_in_time(stop, found),
+            *self._cover(
+                found, self._end, self._behind, behind, "" if self.answered else "no answer"
+            ),
         ]
         late = any(fate.what == "late" for fate in missing)
         return LoadReport(
@@ -141,7 +150,10 @@ class Evidence:
         )
 
     def _sources(self) -> tuple[tuple[int, int, str], ...]:
-        """What came, by the tier where it was: memory may have it from below just since then."""
+        """Return what came, by tier.
+
+        Tokens read from memory count for the tier below from which they were fetched for this load.
+        """
         cuts = sorted(
             {edge for part in (self._came, self._fetched, self._where) for one in part
              for edge in one[:2]}
@@ -161,27 +173,16 @@ class Evidence:
                 sources.append(_Range(start, stop, tier))
         return tuple((*one,) for one in sources)
 
-    def _unread(self, start: int, stop: int) -> list[Fate]:
-        """It was to be read, and did not come."""
-        what: What = "unavailable" if self._in_time else "late"
-        return self._cover(start, stop, self._stopped, what, "not read")
-
     def _not_in_time(self, start: int, stop: int) -> list[Fate]:
-        """It was found, and not in memory when it was its turn; or it is not worth it."""
+        """Explain tokens found and not read: not in memory in time, or less than a page."""
         if self._ready is not None and self._ready < self._found:
             return self._cover(start, stop, (), "late", "no answer")
         return [Fate(start, stop, "", "never", None, "part")] if start < stop else []
 
-    def _not_there(self, start: int) -> list[Fate]:
-        """It was not found."""
-        if self.answered:
-            return self._cover(start, self._end, self._behind, "never", "")
-        return self._cover(start, self._end, self._behind, "late", "no answer")
-
     def _cover(
         self, start: int, stop: int, fates: Sequence[Fate], what: What, detail: str
     ) -> list[Fate]:
-        """Tokens ``start`` … ``stop - 1`` by ``fates``, and what they leave by another."""
+        """Cut ``fates`` to tokens ``start`` … ``stop - 1``, and fill the gaps with ``what``."""
         covered: list[Fate] = []
         for fate in fates:
             begin, end = max(start, fate.start), min(stop, fate.stop)
@@ -192,7 +193,7 @@ class Evidence:
         return covered + self._same(start, stop, what, detail)
 
     def _same(self, start: int, stop: int, what: What, detail: str) -> list[Fate]:
-        """The same for all of them, but for the tier where each was found."""
+        """Give tokens one fate, in one piece for each tier where the lookup found them."""
         if start >= stop:
             return []
         if what == "never":
@@ -206,7 +207,7 @@ class Evidence:
 
 
 def _ranges(start: int, runs: Iterable[tuple[str, int]]) -> list[_Range]:
-    """``(tier, tokens)`` one behind the other, from token ``start`` on."""
+    """Return consecutive runs of ``(tier, tokens)`` as ranges, from token ``start`` on."""
     ranges: list[_Range] = []
     for tier, tokens in runs:
         ranges.append(_Range(start, start + tokens, tier))

@@ -1,4 +1,4 @@
-"""KV in the order of pages and in the order of tokens, and the memory in which it changes hands."""
+"""`Forms` and `Buffers`: KV in page order and in token order, and host memory for the copies."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Buffers", "Forms"]
 
 
 class Forms:
-    """Turns blocks of pages, as `PagedTensors.read` gives them, into what a store takes, and back.
+    """Converts between blocks of pages, as `PagedTensors.read` gives them, and a store's KV.
 
-    A store has [layers, 2, tokens, heads, dim] ("NHD"), [layers, 2, heads, tokens, dim] ("HND"),
-    or [layers, tokens, width] of a latent. Bits are moved, never changed. Thread safety: all.
-    Raises `InvalidValue` for a geometry whose K and V are of different widths.
+    A store's KV is [layers, 2, tokens, heads, dim] ("NHD"), [layers, 2, heads, tokens, dim]
+    ("HND"), or [layers, tokens, width] of a latent. Bits are moved, never changed. Thread safety:
+    all. Raises `InvalidValue` for a geometry whose K and V have different widths.
     """
 
     def __init__(self, tensors: PagedTensors, layout: Layout) -> None:
@@ -30,10 +30,10 @@ class Forms:
         self._latent = geometry.latent_dim is not None
         if not self._latent and geometry.value_dim != geometry.head_dim:
             raise InvalidValue(
-                f"keys have {geometry.head_dim} elements and values {geometry.value_dim}; only KV "
-                "whose keys and values are alike can be kept in a store"
+                f"keys have {geometry.head_dim} elements and values {geometry.value_dim}; a store "
+                "takes only KV whose keys and values are alike"
             )
-        self._at = 1 if self._latent else 2  # the dimension of pages, or tokens
+        self._at = 1 if self._latent else 2  # dimension of pages, or of tokens
         self._layers = geometry.layers
         self._heads = geometry.rank_heads
         self._width = geometry.head_dim
@@ -43,9 +43,9 @@ class Forms:
         self._tokens_are_hnd = layout == "HND" and not self._latent
 
     def by_token(self, block: Tensor, tokens: int) -> Tensor:
-        """The first ``tokens`` of pages, in new memory; ``block`` is uint8 [pages, page_bytes].
+        """Return the first ``tokens`` tokens of ``block`` in new memory.
 
-        Cost: one copy, with the strides of both orders.
+        ``block`` is uint8 [pages, page_bytes]. Cost: one copy with strides.
         """
         pages = self._by_layer(block)
         whole = torch.empty(pages.shape, dtype=self._dtype)
@@ -54,10 +54,10 @@ class Forms:
         return (kv.transpose(2, 3) if self._tokens_are_hnd else kv).contiguous()
 
     def by_page(self, kv: Tensor, tokens: int, block: Tensor) -> None:
-        """Write the first ``tokens`` of a store's ``kv`` to ``block``, from its first page on.
+        """Write the first ``tokens`` tokens of a store's ``kv`` to ``block``, from its first page.
 
-        What is left of the last page is set to zero. Raises `InvalidValue` for another shape or
-        dtype than this geometry's.
+        The rest of the last page is set to zero. Raises `InvalidValue` for another shape or dtype
+        than this geometry's.
         """
         if self._tokens_are_hnd and kv.dim() == 5:
             kv = kv.transpose(2, 3)
@@ -81,7 +81,7 @@ class Forms:
             last.narrow(at, rest, self._page_size - rest).zero_()
 
     def _by_layer(self, block: Tensor) -> Tensor:
-        """A view: [layers, 2, pages, page_size, heads, dim]; of a latent, [layers, pages, …]."""
+        """View as [layers, 2, pages, page_size, heads, dim], or [layers, pages, …] of a latent."""
         shape = [len(block), self._layers]
         elements = block.view(self._dtype)
         if self._latent:
@@ -94,29 +94,23 @@ class Forms:
 
 
 class Buffers:
-    """Up to ``count`` blocks of host memory that are used again: uint8 [pages, page_bytes].
+    """Up to ``count`` reusable blocks of host memory, each uint8 [pages, page_bytes].
 
-    Made when they are first wanted, because new memory is dear; ``pinned`` for a GPU to copy to.
-    Thread safety: all.
+    Allocated at first use and kept, because allocation is slow; ``pinned`` for copies from and to a
+    GPU. Thread safety: all methods.
     """
 
     def __init__(self, count: int, pages: int, page_bytes: int, *, pinned: bool) -> None:
-        self.pages = pages
         self._shape = (pages, page_bytes)
         self._pinned = pinned
-        self._left = count  # not made yet
+        self._left = count  # blocks not allocated yet
         self._free: list[Tensor] = []
         self._changed = threading.Condition()
 
-    @property
-    def available(self) -> bool:
-        """Whether `take` would give one now."""
-        return bool(self._free or self._left)
-
     def take(self, timeout: float = 0.0) -> Tensor | None:
-        """A block nobody else has, waiting ``timeout`` seconds for one; None if none comes."""
+        """Return a free block, waiting ``timeout`` seconds for one; None if none becomes free."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self.available, timeout):
+            if not self._changed.wait_for(lambda: self._free or self._left, timeout):
                 return None
             if self._free:
                 return self._free.pop()
@@ -124,7 +118,7 @@ class Buffers:
         return torch.empty(self._shape, dtype=torch.uint8, pin_memory=self._pinned)
 
     def give(self, block: Tensor) -> None:
-        """Take it back."""
+        """Return ``block`` to the free blocks."""
         with self._changed:
             self._free.append(block)
             self._changed.notify()

@@ -1,4 +1,4 @@
-"""`Writes`: computed pages on their way to a store, behind the engine's back."""
+"""`Writes`: KV of computed tokens on its way from pages to a store, in the background."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.core.tokens import TOKEN_BYTES
 from kvkeep.serve.engine.offload.forms import Buffers
+from kvkeep.serve.engine.offload.threads import DaemonThreads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,80 +29,81 @@ __all__ = ["Known", "Trail", "Writes", "block_keys"]
 
 _log = logging.getLogger(__name__)
 
-# What may wait for the store, in host memory.
+# Host memory for blocks that wait for the store.
 _QUEUE_BYTES = 256 << 20
 _QUEUE_BLOCKS = 64
-# Of so many blocks it is remembered that they were offered: about 16 MB.
+# Block keys that `Known` remembers: about 16 MB.
 _REMEMBERED = 65_536
-# How long a block waits for room in the store, and how often it asks.
+# Seconds for which a block is offered to a store that has no room, and between two attempts.
 _ROOM_S = 1.0
 _AGAIN_S = 0.01
-# Further than any sequence is long.
+# More tokens than any sequence has.
 _NEVER = 1 << 62
 
 
 @dataclass(slots=True)
 class Trail:
-    """How far one answer's tokens were offered to the store."""
+    """How far one answer's tokens were handed to the store; all positions are in tokens."""
 
     end: int | None
-    """Where its prompt ends: there a tail is offered, so that the same prompt is found whole."""
+    """Where the prompt ends and its tail is written; None once that is done."""
     limit: int = _NEVER
-    """Tokens beyond this are not offered."""
+    """Tokens from here on are not written."""
     withheld: bool = False
-    """These are an answer that is not to be stored: the store is told, for those who ask why."""
+    """Whether ``limit`` hides the answer; the store notes it for `KVStore.why`."""
     offered: int = 0
-    """Full blocks up to here were offered, or are stored anyway; in tokens."""
+    """End of the full blocks that were handed over or are stored already."""
     next: int = 0
-    """Nothing is to be done before so many tokens are computed."""
+    """The least number of computed tokens at which there is something to write."""
     keys: list[bytes] = field(default_factory=list)
+    """Block keys of the sequence's full blocks, as far as they were needed."""
 
     def fork(self) -> Trail:
-        """That of an answer that goes on from here."""
+        """Return a copy for a forked answer."""
         return replace(self, keys=self.keys.copy())
 
 
 class Known:
-    """Block keys that are stored, or on their way there: their pages need not be read again.
+    """Keys of blocks that are stored or on their way there, so that they are not read from pages.
 
-    It may err on either side: the store skips what it has, and what it has lost is noticed by the
-    next lookup. Thread safety: all.
+    May be wrong either way: the store skips blocks it has, and the next lookup finds out about
+    blocks it has lost. Thread safety: all methods.
     """
 
     def __init__(self) -> None:
-        # When each was last seen to be there.
+        # When each block was last seen in the store, in monotonic seconds.
         self._keys: OrderedDict[bytes, float] = OrderedDict()
-        self._on_their_way: set[bytes] = set()
+        self._under_way: set[bytes] = set()
         self._lock = threading.Lock()
 
     def __contains__(self, key: bytes) -> bool:
         with self._lock:
-            return key in self._keys or key in self._on_their_way
+            return key in self._keys or key in self._under_way
 
     def offered(self, key: bytes) -> None:
-        """It is on its way."""
+        """Note a block that is queued for the store."""
         with self._lock:
-            self._on_their_way.add(key)
+            self._under_way.add(key)
 
     def arrived(self, key: bytes, *, stored: bool) -> None:
-        """The store has taken it, or has dropped it."""
+        """Note that the store has taken a queued block, or dropped it."""
         with self._lock:
-            self._on_their_way.discard(key)
+            self._under_way.discard(key)
             self._keys.pop(key, None)
             if stored:
                 self._note(key)
 
-    def found(self, stored: list[bytes], *, missing: list[bytes], asked: float) -> None:
-        """What a lookup that began ``asked`` (monotonic seconds) says is there, and what is not."""
+    def found(self, stored: list[bytes], *, missing: list[bytes], since: float) -> None:
+        """Note the result of a lookup that began at ``since``, in monotonic seconds."""
         with self._lock:
             for key in missing:
-                if self._keys.get(key, asked) <= asked:  # else it has arrived since
+                if self._keys.get(key, since) <= since:  # else it was stored after the lookup
                     self._keys.pop(key, None)
-            for key in stored:  # the last may be a tail that stands among both
+            for key in stored:  # after the missing: a tail may be in both lists
                 self._note(key)
 
     def clear(self) -> None:
-        """Nothing is stored any more but what is on its way."""
+        """Forget stored blocks; those on their way stay."""
         with self._lock:
             self._keys.clear()
 
@@ -115,7 +116,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """Tokens ``start`` … ``len(tokens) - 1``, whose pages lie in ``block``."""
+    """KV of ``tokens[start:]`` in page order, in ``block``; ``tokens`` is the whole prefix."""
 
     tokens: TokenArray
     start: int
@@ -126,33 +127,32 @@ class _Write:
 
 
 class Writes:
-    """Hands full blocks of computed pages to a store, and shorter tails at the ends.
+    """Hands full blocks of computed pages to a store, and tails at the ends of prompts and answers.
 
-    The engine's thread reads the pages, one copy, into memory of which there are at most 256 MiB;
-    a thread of its own puts them in the store's order and gives them to it. When the store is
-    slower than the engine, blocks wait in their pages for as long as their answer runs; what is
-    left then is not stored, and counted.
+    The engine's thread copies pages to host memory, at most 256 MiB of it; a background thread
+    brings them into the store's order and puts them. When the store is slower than the engine,
+    blocks stay in their pages while their answer runs; what is left at its end is not stored, and
+    counted in ``unkept_tokens``.
 
-    Thread safety: `offer` is the engine's thread's, and so is ``did``; the rest is anybody's.
+    Thread safety: `offer` and ``stats`` belong to the engine's thread; other methods to any.
     """
 
     def __init__(
-        self, store: KVStore, tensors: PagedTensors, forms: Forms, did: EngineStats
+        self, store: KVStore, tensors: PagedTensors, forms: Forms, stats: EngineStats
     ) -> None:
         self.known = Known()
         self._store = store
         self._tensors = tensors
         self._forms = forms
-        self._did = did
+        self._stats = stats
         self._block = store.block_tokens
         pages = self._block // tensors.page_size
         count = max(2, min(_QUEUE_BLOCKS, _QUEUE_BYTES // (pages * tensors.page_bytes)))
         pinned = tensors.device.type == "cuda"
         self._buffers = Buffers(count, pages, tensors.page_bytes, pinned=pinned)
-        self._queue: SimpleQueue[_Write | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._patient = True
-        self._unwritten = 0
+        self._thread = DaemonThreads("kvkeep writes", 1, _log)
+        self._patient = True  # whether to wait for room: not again until a put has succeeded
+        self._unwritten = 0  # blocks queued or being put
         self._changed = threading.Condition()
 
     def offer(
@@ -160,15 +160,15 @@ class Writes:
     ) -> None:
         """Hand over the full blocks among the first ``computed`` tokens that were not yet.
 
-        With the ``last`` call the tail goes too; so it does where the prompt ends. Blocks for
-        which there is no room now are tried again with the next call.
+        The tail goes too with the ``last`` call, and once where the prompt ends. Blocks for which
+        no buffer is free are offered again by the next call.
         """
         if last and trail.withheld and computed > trail.limit:
             begin = trail.limit // self._block * self._block
             self._store.unkept(sequence.tokens[:computed], begin, tenant=tenant, answer=True)
         computed = min(computed, trail.limit)
         stop = computed // self._block * self._block
-        self._extend(trail, sequence, stop)
+        self._extend_keys(trail, sequence, stop)
         while trail.offered < stop:
             start = trail.offered
             key = trail.keys[start // self._block]
@@ -177,29 +177,29 @@ class Writes:
             trail.offered += self._block
         trail.next = trail.offered + self._block
         if trail.end is not None:
-            if computed >= trail.end and self._tail(trail, sequence, trail.end, tenant):
+            if computed >= trail.end and self._offer_tail(trail, sequence, trail.end, tenant):
                 trail.end = None
             else:
                 trail.next = min(trail.next, trail.end)
         if last:
             if trail.offered < stop:
-                self._did.unkept_tokens += stop - trail.offered
+                self._stats.unkept_tokens += stop - trail.offered
                 self._store.unkept(sequence.tokens[:stop], trail.offered, tenant=tenant)
-            self._tail(trail, sequence, computed, tenant)
+            self._offer_tail(trail, sequence, computed, tenant)
 
-    def _tail(self, trail: Trail, sequence: Sequence, end: int, tenant: str) -> bool:
-        """Hand over what lies behind the last full block before ``end``; whether that is done."""
+    def _offer_tail(self, trail: Trail, sequence: Sequence, end: int, tenant: str) -> bool:
+        """Hand over what follows the last full block before ``end``; whether no retry is needed."""
         start = end // self._block * self._block
         if end - start < self._tensors.page_size:
-            return True  # computed sooner than it is read
+            return True  # less than a page is computed faster than it is read
         if start > trail.offered:
-            return False  # found only behind the blocks before it
+            return False  # a tail is found only behind the blocks before it
         parent = _parent(trail, sequence.namespace, start // self._block)
         tokens = sequence.tokens[start:end].tobytes()
         (key,) = chain_keys(parent, tokens, len(tokens))
         return self._hand_over(sequence, start, end, tenant, key)
 
-    def _extend(self, trail: Trail, sequence: Sequence, stop: int) -> None:
+    def _extend_keys(self, trail: Trail, sequence: Sequence, stop: int) -> None:
         have = len(trail.keys)
         if have * self._block < stop:
             tokens = sequence.tokens[have * self._block : stop].tobytes()
@@ -209,7 +209,7 @@ class Writes:
     def _hand_over(
         self, sequence: Sequence, start: int, stop: int, tenant: str, key: bytes
     ) -> bool:
-        """Read the pages, and let the thread do the rest; False when there is no room."""
+        """Copy the pages and queue them for the store; False when no buffer is free."""
         if key in self.known:
             return True
         buffer = self._buffers.take()
@@ -222,32 +222,29 @@ class Writes:
         with self._changed:
             self._unwritten += 1
         tail = stop - start < self._block
-        self._queue.put(_Write(sequence.tokens[:stop].copy(), start, tenant, key, buffer, tail))
-        self._did.kept_tokens += stop - start
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvkeep writes", daemon=True)
-            self._thread.start()
+        write = _Write(sequence.tokens[:stop].copy(), start, tenant, key, buffer, tail)
+        self._thread.submit(lambda: self._run(write))
+        self._stats.kept_tokens += stop - start
         return True
 
     # --- the thread --------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while (write := self._queue.get()) is not None:
-            stored = False
-            try:
-                stored = self._put(write)
-            except Exception:  # noqa: BLE001 - whatever it is, a later request offers it again
-                _log.exception("%d tokens were not stored", len(write.tokens) - write.start)
-            self.known.arrived(write.key, stored=stored)
-            self._buffers.give(write.block)
-            with self._changed:
-                self._unwritten -= 1
-                self._changed.notify_all()
+    def _run(self, write: _Write) -> None:
+        stored = False
+        try:
+            stored = self._put(write)
+        except Exception:  # noqa: BLE001 - a store that fails costs a write; the next may succeed
+            _log.exception("%d tokens were not stored", len(write.tokens) - write.start)
+        self.known.arrived(write.key, stored=stored)
+        self._buffers.give(write.block)
+        with self._changed:
+            self._unwritten -= 1
+            self._changed.notify_all()
 
     def _put(self, write: _Write) -> bool:
-        """Whether the store has taken it, maybe not at once: slower tiers have to make room.
+        """Put a block, waiting up to `_ROOM_S` seconds for slower tiers to make room.
 
-        Who waits here waits for no step, and later blocks stay in their pages meanwhile.
+        No step waits for this thread; later blocks stay in their pages meanwhile.
         """
         count = len(write.tokens) - write.start
         pages = -(-count // self._tensors.page_size)
@@ -257,7 +254,6 @@ class Writes:
             put = self._store.put(
                 write.tokens, kv, start=write.start, tail=write.tail, tenant=write.tenant
             )
-            # Once in vain is enough, until there is room again.
             self._patient = not put.dropped
             if not put.dropped or time.monotonic() > end:
                 return not put.dropped
@@ -266,17 +262,15 @@ class Writes:
     # --- the end -----------------------------------------------------------------------------
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the store has taken all that was handed over; False when it has not."""
+        """Wait ``timeout`` seconds for the store to take all queued blocks; whether it has."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._unwritten, timeout)
 
     def close(self, timeout: float) -> bool:
-        """`flush`, and end the thread, which is left to itself where it hangs."""
+        """`flush`, and end the thread; one that hangs in the store is left behind."""
         end = time.monotonic() + timeout
         flushed = self.flush(timeout)
-        self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join(max(0.0, end - time.monotonic()))
+        self._thread.close(max(0.0, end - time.monotonic()))
         return flushed
 
 
@@ -285,7 +279,7 @@ def _parent(trail: Trail, namespace: Namespace, blocks: int) -> bytes:
 
 
 def block_keys(namespace: Namespace, tokens: TokenArray, block: int) -> list[bytes]:
-    """Keys of the blocks of ``tokens``, the last of which may be shorter."""
+    """Return the keys of all blocks of ``tokens``; the last block may be shorter than ``block``."""
     root = root_key(namespace)
     keys = chain_keys(root, tokens.tobytes(), block * TOKEN_BYTES)
     rest = len(tokens) % block

@@ -1,7 +1,7 @@
-"""The engine over a store: the same tokens as without, what is loaded, and stores that fail.
+"""The engine over a store: the same tokens as without it, what is loaded, and stores that fail.
 
-The store is a dictionary with the interface of `kvkeep.store.KVStore`, which can be told to be
-slow, to hang, to drop and to forget; `test_store_real.py` has the real one.
+The store is a dictionary with the interface of `kvkeep.store.KVStore` that can be made slow, or to
+hang, drop and forget; `test_store_real.py` has the real one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Prefetch:
 
 
 class DictStore:
-    """Exact, in memory, without tiers: (tenant, all tokens up to a block's end) → KV."""
+    """An exact store in memory, without tiers: (tenant, all tokens up to a block's end) → KV."""
 
     def __init__(self, geometry, *, block_tokens=BLOCK, layout="NHD"):
         self.geometry, self.block_tokens, self.layout = geometry, block_tokens, layout
@@ -75,7 +75,7 @@ class DictStore:
         assert is_loaded(identity)
 
     def _ends(self, tenant, tokens):
-        """Where stored blocks end, one behind the other from the beginning of ``tokens``."""
+        """The ends of consecutive stored blocks from the beginning of ``tokens``."""
         at, size = 0, self.block_tokens
         while (tenant, tokens[: at + size].tobytes()) in self.blocks and at + size <= len(tokens):
             at += size
@@ -114,7 +114,7 @@ class DictStore:
     def prefetch(self, tokens, start=0, *, tenant=None):
         return Prefetch(self, self.lookup(tokens, tenant=tenant).tokens)
 
-    def get(self, tokens, start=0, *, deadline=None, tenant=None):
+    def get(self, tokens, start=0, *, deadline=None, tenant=None, sources=None):
         if self.hung.is_set():
             time.sleep(deadline)
             return None, 0
@@ -129,7 +129,7 @@ class DictStore:
 
 
 class Watched:
-    """Stands before a runner and counts what it computes."""
+    """Wraps a runner and counts the tokens it computes."""
 
     def __init__(self, runner):
         self._runner = runner
@@ -153,7 +153,7 @@ class House:
         self.store = DictStore(bench.runner.geometry, **store)
 
     def engine(self, *, cache=None, load_timeout=5.0, **limits):
-        """An engine whose pages, if no ``cache`` knows them, are full of what would show."""
+        """An engine; pages unknown to its ``cache`` hold values that would change results."""
         for layer in range(self.bench.runner.geometry.layers if cache is None else 0):
             self.bench.runner.tensors.k(layer).fill_(1e3)
             self.bench.runner.tensors.v(layer).fill_(1e3)
@@ -165,7 +165,7 @@ class House:
         return engine, runner
 
     def ask(self, *prompts, params=None, **how):
-        """What a new engine answers, all at once; closed, and checked, behind it."""
+        """Return what a new engine answers to all prompts at once; checks and closes it."""
         add = {key: how.pop(key) for key in ("namespace", "store") if key in how}
         engine, runner = self.engine(**how)
         requests = [engine.add(prompt, params or few(6), **add) for prompt in prompts]
@@ -181,7 +181,7 @@ def few(count, **more):
 
 
 def finish(engine):
-    """Steps until nothing is left; the completions by request id."""
+    """Step until no request is left; return the completions by request id."""
     done = {}
     while engine.has_work:
         for delta in engine.step():
@@ -213,7 +213,7 @@ def test_a_second_engine_computes_only_the_last_token(
         (again,), runner, stats = house.ask(text)
         assert [*first.tokens] == [*again.tokens] == want
         stored = length if length % BLOCK >= page_size else length // BLOCK * BLOCK
-        found = min(stored, length - 1)  # the last one's logits are wanted
+        found = min(stored, length - 1)  # the last token is computed for its logits
         if found >= page_size:
             assert runner.computed == length - found + 5
             assert again.loaded_tokens == again.cached_tokens == stats.loaded_tokens == found
@@ -225,7 +225,7 @@ def test_the_next_turn_finds_the_answer_too(house, prompt):
     turn = np.concatenate((text, first.tokens, prompt(5, 2)))
     (second,), runner, _ = house.ask(turn)
     assert [*second.tokens] == house.bench.greedy(turn, 6)
-    # All that was computed of the first turn: not its last token.
+    # All that was computed of the first turn, which excludes its last token.
     assert second.loaded_tokens == 19 + 10 - 1
     assert runner.computed == 1 + 5 + 5
 
@@ -238,7 +238,7 @@ def test_prompts_that_share_a_beginning(house, prompt):
     for text, one in zip(texts, done, strict=True):
         assert [*one.tokens] == house.bench.greedy(text, 6)
     assert stats.cached_tokens >= 5 * 32
-    # Each block came once: who shares it waits until it is there.
+    # Each block was read once: answers that share it wait for it.
     assert stats.loaded_tokens <= 32 + 8
     assert runner.computed <= sum(len(text) - 32 for text in texts) + 5 * 6
 
@@ -277,7 +277,7 @@ def test_a_search_leaves_its_prompt_behind_and_no_more(house, prompt):
 
 
 def test_preemption(make_bench, prompt):
-    """Answers that yield find again what was written, though the pool has lost it."""
+    """Preempted answers load again what was written, though the pool has evicted it."""
     house = House(make_bench("llama", page_size=PAGE, num_pages=24))
     texts = [prompt(20, at) for at in range(4)]
     done, _, stats = house.ask(*texts, params=few(40))
@@ -345,7 +345,7 @@ def test_nothing_is_written_twice(house, prompt):
     assert engine.close()
     assert house.store.written == 40 + 5  # full blocks, and the prompt's tail
     house.ask(text)
-    assert house.store.written == 40 + 5 + 8  # one that does not know what was answered before
+    assert house.store.written == 40 + 5 + 8  # a new engine does not know what is stored
 
 
 def test_what_the_store_has_lost_is_written_again_from_the_pool(house, prompt):
@@ -354,7 +354,7 @@ def test_what_the_store_has_lost_is_written_again_from_the_pool(house, prompt):
     text = prompt(37, 1)
     engine.add(text, few(2))
     finish(engine)
-    assert engine._keeper._writes.flush(5)
+    assert engine._offload._writes.flush(5)
     house.store.blocks.clear()
     computed = runner.computed
     engine.add(text, few(2))
@@ -372,7 +372,7 @@ def test_requests_that_leave_nothing_behind(house, prompt):
     before = dict(house.store.blocks)
     cache = PagedCache(96, PAGE)
     (answer,), _, _ = house.ask(text, store=False, cache=cache)
-    assert answer.loaded_tokens == 29  # used all the same
+    assert answer.loaded_tokens == 29  # reused nevertheless
     assert house.store.blocks.keys() == before.keys()
     assert cache.stats().pages_cached == 0
 
@@ -390,7 +390,7 @@ def test_namespaces_share_nothing(house, prompt):
     for space in spaces:
         (answer,), _, _ = house.ask(text, namespace=space)
         assert answer.loaded_tokens == 29
-    # What the store separates itself is no tenant of its own.
+    # What the store's own namespace separates needs no tenant of its own.
     ours = Namespace(tenant="a", model="tiny", dtype="float32")
     (answer,), _, _ = house.ask(text, namespace=ours)
     assert answer.loaded_tokens == 29
@@ -410,13 +410,13 @@ def test_a_store_that_is_slower_than_the_engine_gets_what_it_can(house, prompt, 
     monkeypatch.setattr(house.store, "put", slow)
     engine, _ = house.engine()
     engine.add(prompt(60, 1), few(2))
-    finish(engine)  # does not wait for it
+    finish(engine)  # does not wait for the store
     stats = engine.stats()
     assert (stats.kept_tokens, stats.unkept_tokens) == (2 * BLOCK, 5 * BLOCK)
     assert house.store.told_of == 5 * BLOCK
     assert not engine.close(0.01)
     gate.set()
-    engine._keeper = None
+    engine._offload = None
     assert len(house.store.blocks) <= 2
 
 
@@ -426,7 +426,7 @@ def test_what_the_store_drops_is_offered_again(house, prompt):
     house.store.drops = True
     engine.add(text, few(2))
     finish(engine)
-    assert engine._keeper._writes.flush(5)
+    assert engine._offload._writes.flush(5)
     assert not house.store.blocks
     house.store.drops = False
     engine.add(text, few(2))
@@ -519,7 +519,7 @@ def test_abort_at_every_point(house, prompt):
 
 
 def test_wrong_bytes_would_show(house, prompt):
-    """The test of the tests: what the model reads is what the store gave."""
+    """Checks the tests themselves: the model reads what the store returned."""
     text = prompt(40, 1)
     (first,), _, _ = house.ask(text, params=few(20))
     for kv in house.store.blocks.values():

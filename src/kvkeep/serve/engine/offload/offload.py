@@ -1,9 +1,8 @@
-"""`Keeper`: between an engine and a store that outlives it.
+"""`Offload`: the engine's side of a store that outlives it.
 
-What a request's prompt has in the store, beyond what the pool has, is fetched while it waits and
-written into its pages once it is admitted; what is computed is handed to the store behind it. The
-scheduler asks the keeper who should wait a little; the step lets it read and write pages. A store
-that fails or hangs costs a request ``timeout`` seconds at most, and never an error.
+While a request waits, `Offload` prefetches what the store has of its prompt beyond the pool; once
+the request is admitted, it loads that into its pages. It writes computed KV to the store behind
+the steps. A store that fails or hangs costs a request ``timeout`` seconds at most, never an error.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.keys import Namespace
-from kvkeep.serve.engine.observe import EngineWatch, LoadReport
+from kvkeep.serve.engine.observe import LoadReport
 from kvkeep.serve.engine.offload.evidence import Evidence
 from kvkeep.serve.engine.offload.forms import Forms
+from kvkeep.serve.engine.offload.load import Load
 from kvkeep.serve.engine.offload.loads import Loads
 from kvkeep.serve.engine.offload.writes import Writes
 from kvkeep.store import Removed
@@ -28,34 +28,36 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.engine.offload.loads import Load, LoadChunk
-    from kvkeep.serve.engine.request import Answer
+    from kvkeep.serve.engine.answer import Answer
+    from kvkeep.serve.engine.observe import EngineWatch
+    from kvkeep.serve.engine.offload.load import LoadChunk
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.stats import EngineStats
     from kvkeep.store import KVStore
 
-__all__ = ["Keeper"]
+__all__ = ["Offload"]
 
-# Of those that wait, so many have what they need fetched before it is their turn.
+# Waiting answers, from the front of the queue, that are prefetched for.
 _AHEAD = 8
-# A pause of an engine that has nothing to compute: how late it sees that a prefetch is done.
+# Seconds a step waits for a load when it has nothing to compute.
 _PAUSE_S = 0.002
-# For what is on its way to the store when it is cleared.
+# Seconds for queued writes to reach the store before it is cleared.
 _CLEAR_S = 5.0
 _FOLDED = "namespace "
-# Whose namespaces are remembered, so that all of them can be cleared.
+# Namespaces remembered, for clearing all of them: the oldest are forgotten.
 _MOST_TENANTS = 65_536
 
 
-class Keeper:
+class Offload:
     """Moves KV between the pages of one runner and a `KVStore` of the same geometry.
 
-    Only full store blocks are written, and at the ends of prompts and answers the tail behind
-    them; what is evicted from the pool was written before, so an eviction writes nothing. Pages
-    are read and written by the engine's thread alone, in step with its computing.
+    Full store blocks are written when they are computed, and tails at the ends of prompts and
+    answers; so what the pool evicts is stored already, and an eviction writes nothing. Only the
+    engine's thread reads and writes pages, between its forward passes.
 
-    Thread safety: none; it belongs to the engine's thread. Raises `InvalidValue` for a store of
-    another geometry or model, or whose blocks are not made of whole pages.
+    Thread safety: none, except `clear`, `remove` and `tenant_of`; the engine's thread calls it.
+    Raises `InvalidValue` for a store of another geometry or model, or whose blocks are not a
+    multiple of the page size.
     """
 
     def __init__(
@@ -63,10 +65,10 @@ class Keeper:
         store: KVStore,
         runner: Runner,
         cache: PagedCache,
-        did: EngineStats,
+        stats: EngineStats,
         *,
         timeout: float,
-        watch: EngineWatch | None = None,
+        watch: EngineWatch,
     ) -> None:
         if store.geometry != runner.geometry:
             raise InvalidValue(
@@ -79,18 +81,18 @@ class Keeper:
                 f"{runner.page_size}; give the store a multiple of the page size"
             )
         if not 0 <= timeout < float("inf"):
-            raise InvalidValue(f"the time to load is some seconds, got {timeout!r}")
+            raise InvalidValue(f"load_timeout is 0 seconds or more, got {timeout!r}")
         store.bind(runner.identity)
         self._store = store
         self._runner = runner
         self._cache = cache
-        self._did = did
-        self._watch = watch or EngineWatch(did)
+        self._stats = stats
+        self._watch = watch
         self._timeout = timeout
         forms = Forms(runner.tensors, store.layout)
-        self._writes = Writes(store, runner.tensors, forms, did)
+        self._writes = Writes(store, runner.tensors, forms, stats)
         self._loads = Loads(store, runner.tensors, forms, self._writes.known, timeout=timeout)
-        self._tenants: OrderedDict[Namespace, str] = OrderedDict()  # the oldest are forgotten
+        self._tenants: OrderedDict[Namespace, str] = OrderedDict()
 
     def _tenant(self, namespace: Namespace) -> str:
         tenant = self._tenants.get(namespace)
@@ -101,9 +103,10 @@ class Keeper:
         return tenant
 
     def tenant_of(self, namespace: Namespace) -> str:
-        """The store's tenant for what must not be mixed here.
+        """Return the store's tenant for ``namespace``.
 
-        The store itself separates models, dtypes and so on; what it does not know of is folded in.
+        The store's own namespace separates models, dtypes and so on; a hash in the tenant
+        separates what else differs.
         """
         ours = self._store.namespace
         known = {
@@ -119,131 +122,126 @@ class Keeper:
 
     # --- before admission --------------------------------------------------------------------
 
-    def look_ahead(self, waiting: list[Answer]) -> None:
-        """Begin to fetch what the first of those who wait need."""
+    def prefetch(self, waiting: list[Answer]) -> None:
+        """Start loads for the first of the ``waiting`` answers."""
         for answer in waiting[:_AHEAD]:
-            if answer.load is None:
-                answer.load = self._seek(answer)
+            self._load_of(answer)
 
-    def _seek(self, answer: Answer) -> Load:
-        tokens, namespace = answer.tokens(), answer.request.namespace
-        have = self._cache.match(tokens, namespace).num_tokens
-        evidence = None
-        if self._watch.observer is not None:
-            evidence = Evidence(len(tokens) - 1, self._runner.page_size, self._store.tiers)
-        return self._loads.seek(tokens, namespace, self._tenant(namespace), have, evidence)
+    def _load_of(self, answer: Answer) -> Load:
+        """Return the answer's load, started now if it has none."""
+        if answer.load is None:
+            tokens, namespace = answer.tokens(), answer.request.namespace
+            in_pool = self._cache.match(tokens, namespace).num_tokens
+            evidence = None
+            if self._watch.observer is not None:
+                evidence = Evidence(len(tokens) - 1, self._runner.page_size, self._store.tiers)
+            answer.load = Load(tokens, namespace, self._tenant(namespace), in_pool, evidence)
+            self._loads.start(answer.load)
+        return answer.load
 
-    def holds_back(self, answer: Answer) -> bool:
-        """Whether ``answer``, whose turn it would be, should wait for what is being fetched."""
-        load = answer.load
-        if load is None:
-            load = answer.load = self._seek(answer)
-        if load.settled or not self._loads.wanted(load):
+    def should_wait(self, answer: Answer) -> bool:
+        """Whether ``answer``, which is next, should wait for its prefetch; at most ``timeout``."""
+        load = self._load_of(answer)
+        if load.settled or not load.is_worthwhile(self._runner.page_size):
             return False
         now = time.monotonic()
         if load.held_since is None:
             load.held_since = now
         if now - load.held_since < self._timeout:
             return True
-        self._did.late_loads += 1
+        self._stats.late_loads += 1
         return False
 
     # --- while it runs -----------------------------------------------------------------------
 
     def admitted(self, answer: Answer) -> None:
-        """``answer`` has its pages: let what was fetched come into them."""
-        sequence, load = answer.sequence, answer.load
-        assert sequence is not None
+        """Start to read what was prefetched for ``answer``, which has its pages now."""
+        sequence, load = answer.running_sequence, answer.load
         if load is None:
             return
         self._loads.begin(load, sequence.num_cached)
         if not load.loading:
             answer.load = None
-            self._tell(answer, load)
+            self._report(answer, load)
             return
-        # What comes is written behind what is copied, into the same page.
+        # Loaded tokens may go into a page that is a pending copy: the copy comes first.
         self._runner.copy(sequence.copies())
 
-    def feed(self, running: Iterable[Answer]) -> None:
-        """Write what has come into the pages of those who wait for it, and publish it."""
+    def receive(self, running: Iterable[Answer]) -> None:
+        """Write chunks that have arrived to the pages of their answers, and publish them."""
         for answer in running:
             load = answer.load
             if load is None:
                 continue
-            for piece in self._loads.take(load):
-                self._write(answer, piece, load)
-                self._loads.give_back(piece)
-            if self._loads.through(load):
-                self._tell(answer, load)
-                self.forget(answer)
+            for chunk in load.take():
+                self._write(answer, chunk, load)
+                self._loads.give_back(chunk)
+            if load.is_through():
+                self._report(answer, load)
+                self.cancel(answer)
 
-    def _write(self, answer: Answer, piece: LoadChunk, load: Load) -> None:
-        start, tokens, block, _ = piece
-        sequence = answer.sequence
-        size = self._runner.page_size
-        assert sequence is not None
+    def _write(self, answer: Answer, chunk: LoadChunk, load: Load) -> None:
+        start, tokens, block, sources = chunk
+        sequence, size = answer.running_sequence, self._runner.page_size
         count = -(-tokens // size)
         pages = sequence.pages[start // size : start // size + count]
         self._runner.tensors.write(pages, block[:count])
         loaded = start + tokens - answer.computed
-        evidence = load.evidence
-        if evidence is not None:
-            evidence.came(answer.computed, start, tokens, piece.sources)
+        if load.evidence is not None:
+            load.evidence.came(answer.computed, start, tokens, sources)
         answer.computed = start + tokens
         if answer.request.store:
             sequence.publish(answer.computed)
-        self._did.loaded_tokens += loaded
-        if load.counts:
-            self._did.cached_tokens += loaded
+        self._stats.loaded_tokens += loaded
+        if load.is_first:
+            self._stats.cached_tokens += loaded
             answer.request.note_loaded(loaded)
 
-    def _tell(self, answer: Answer, load: Load, *, called_off: bool = False) -> None:
-        """Report what came for a request that was admitted, once."""
-        if self._watch.observer is None or not load.counts or load.told:
+    def _report(self, answer: Answer, load: Load, *, called_off: bool = False) -> None:
+        """Report an admitted answer's load to the observer, once."""
+        if self._watch.observer is None or not load.is_first or load.reported:
             return
-        load.told = True
-        report = LoadReport()  # of what began before anybody watched, nothing was noted
-        if load.evidence is not None:
-            report = self._loads.report(load, load.evidence, called_off=called_off)
+        load.reported = True
+        # A load from before the observer came has no evidence, and an empty report.
+        report = self._loads.report(load, called_off=called_off) or LoadReport()
         self._watch.loaded(answer.request, report)
 
     def pause(self) -> None:
-        """Nothing is to be computed: wait a moment, or less, for something to come."""
-        self._loads.news.wait(_PAUSE_S)
-        self._loads.news.clear()
+        """Wait until a load makes progress, 2 ms at most; for steps with nothing to compute."""
+        self._loads.arrival.wait(_PAUSE_S)
+        self._loads.arrival.clear()
 
-    def forget(self, answer: Answer) -> None:
-        """Nothing more is loaded for ``answer``."""
+    def cancel(self, answer: Answer) -> None:
+        """Stop the load of ``answer``, if it has one."""
         load = answer.load
         if load is not None:
             self._loads.cancel(load)
             answer.load = None
-            self._tell(answer, load, called_off=True)
+            self._report(answer, load, called_off=True)
 
-    def keep(self, answer: Answer, *, last: bool = False) -> None:
-        """Hand over what is computed of ``answer``; with the ``last`` call its tail, too.
+    def save(self, answer: Answer, *, last: bool = False) -> None:
+        """Hand computed blocks of ``answer`` to the store; with the ``last`` call its tail, too.
 
         Cost: nothing until a block is complete, then one read of its pages.
         """
-        trail, sequence = answer.trail, answer.sequence
-        assert sequence is not None
+        trail, sequence = answer.trail, answer.running_sequence
         if answer.request.store and (last or answer.computed >= trail.next):
             tenant = self._tenant(sequence.namespace)
             watched = self._watch.observer is not None
-            begun, kept = (time.perf_counter(), self._did.kept_tokens) if watched else (0.0, 0)
+            began, before = (time.perf_counter(), self._stats.kept_tokens) if watched else (0.0, 0)
             self._writes.offer(trail, sequence, answer.computed, tenant, last=last)
-            if watched and (tokens := self._did.kept_tokens - kept):
-                self._watch.stored(answer.request, tokens, time.perf_counter() - begun)
+            if watched and (tokens := self._stats.kept_tokens - before):
+                self._watch.stored(answer.request, tokens, time.perf_counter() - began)
 
     # --- the end -----------------------------------------------------------------------------
 
     def clear(self, namespace: Namespace | None = None) -> Removed:
-        """Delete what the store has of one namespace, or of all seen here.
+        """Delete what the store has of ``namespace``; None: of all namespaces seen here.
 
-        Safe from any thread. What running requests go on to write is there again afterwards.
+        Safe from any thread. Running requests store what they compute afterwards.
         """
         spaces = list(self._tenants) if namespace is None else [namespace]
-        self._writes.flush(_CLEAR_S)  # else it would come back by itself
+        self._writes.flush(_CLEAR_S)  # else queued blocks would be stored after the clear
         removed = [self._store.clear(tenant=self.tenant_of(space)) for space in spaces]
         self._writes.known.clear()
         return _together(self._store.tiers, removed)
@@ -251,7 +249,7 @@ class Keeper:
     def remove(self, tokens: TokenArray, namespace: Namespace) -> Removed:
         """Delete what the store has of a prompt, as `KVStore.remove` does; safe from any thread.
 
-        What running requests go on to write is there again afterwards.
+        Running requests store what they compute afterwards.
         """
         self._writes.flush(_CLEAR_S)
         removed = self._store.remove(tokens, tenant=self.tenant_of(namespace))
@@ -259,18 +257,18 @@ class Keeper:
         return removed
 
     def close(self, timeout: float) -> bool:
-        """Wait until the store has and keeps all that was handed over; whether it came to that."""
+        """Wait ``timeout`` seconds for all writes to be durable in the store; whether they are."""
         end = time.monotonic() + timeout
         self._loads.close()
         written = self._writes.close(timeout)
         try:
             return self._store.flush(max(0.0, end - time.monotonic())) and written
-        except IllegalStep:  # its owner closed it before: that flushed what it had
+        except IllegalStep:  # its owner has closed the store, which flushed what it had
             return written
 
 
 def _together(tiers: Sequence[str], removed: Sequence[Removed]) -> Removed:
-    """Several removals as one, whose tiers are ``tiers``."""
+    """Return the sum of several removals from a store with these ``tiers``."""
     freed = dict.fromkeys(tiers, 0)
     for one in removed:
         for name, size in one.tiers:

@@ -1,4 +1,4 @@
-"""What the parts of a batch are planned with, and how work is cut on a kind of device."""
+"""The terms in which a batch plans its attention calls: their sizes, and the pieces' places."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.tensors import PagedTensors
     from kvkeep.serve.engine.attention.batch import Piece
 
-__all__ = ["CPU", "GPU", "Grain", "Placed", "Setting"]
+__all__ = ["CPU", "GPU", "Grain", "PlacedPiece", "PlanContext"]
 
 
 @dataclass(frozen=True, slots=True)
 class Grain:
-    """How large the calls are in which a batch attends.
+    """The size of attention calls on a kind of device.
 
     ``query_rows`` tokens of a long piece attend in one call: masks stay small, and few keys beyond
-    the causal edge are multiplied in vain. ``call_bytes`` is what one more call costs, in bytes
-    that could be gathered meanwhile: short pieces of different lengths are padded up to it.
-    ``group_bytes`` of K and V are gathered at most for several pieces at once.
+    the causal edge are multiplied. ``call_bytes`` is the cost of one more call, in bytes that could
+    be gathered meanwhile: short pieces of different lengths are padded up to it. ``group_bytes``
+    bounds the K and V that are gathered for several pieces at once.
     """
 
     query_rows: int
@@ -30,15 +30,15 @@ class Grain:
     group_bytes: int
 
 
-# What is gathered should still lie in a core's own cache when it is multiplied.
+# Gathered K and V should still be in a core's own cache when they are multiplied.
 CPU: Final = Grain(query_rows=128, call_bytes=384 << 10, group_bytes=2 << 20)
-# A kernel's launch is some 5 µs, in which a GPU reads 10 MiB; one call is about ten kernels.
+# A kernel launch takes some 5 µs, in which a GPU reads 10 MiB; one call is about ten kernels.
 GPU: Final = Grain(query_rows=1024, call_bytes=64 << 20, group_bytes=1 << 30)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Setting:
-    """What holds for all pieces under one window: memory, grain, and the model's heads.
+class PlanContext:
+    """What all pieces share under one window: memory, grain, and the model's heads.
 
     ``window`` counts the keys a token sees, itself included; None: all before it. ``group`` query
     heads share one KV head.
@@ -52,7 +52,7 @@ class Setting:
 
     @property
     def page_size(self) -> int:
-        """Tokens a page."""
+        """Tokens per page."""
         return self.tensors.page_size
 
     @property
@@ -61,20 +61,20 @@ class Setting:
         return self.tensors.page_bytes // self.tensors.geometry.layers
 
     def mask(self, seen: torch.Tensor) -> torch.Tensor:
-        """0 where ``seen``, else minus infinity: what is added to scores.
+        """Return the mask to add to scores: 0 where ``seen``, else minus infinity.
 
-        Boolean masks would be turned into this at every layer.
+        Boolean masks would be converted to this at every layer.
         """
         mask = torch.zeros(seen.shape, dtype=self.tensors.dtype)
         return mask.masked_fill_(~seen, float("-inf")).to(self.tensors.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class PlacedPiece:
     """A piece, and the row of the batch where it begins.
 
-    Keys in pages before ``first_page`` are not looked at: no query sees them, or they have been
-    attended to elsewhere.
+    Keys in pages before ``first_page`` are skipped: no query sees them, or a cascade attends to
+    them.
     """
 
     piece: Piece
@@ -82,5 +82,5 @@ class Placed:
     first_page: int = 0
 
     def num_pages(self, page_size: int) -> int:
-        """Pages with keys to attend to."""
+        """Return the number of pages with keys to attend to."""
         return -(-self.piece.stop // page_size) - self.first_page

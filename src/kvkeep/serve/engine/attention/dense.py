@@ -1,0 +1,77 @@
+"""Attention to gathered keys, whole or in part."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+__all__ = ["Scoring", "attend", "attend_partial"]
+
+
+class Scoring(NamedTuple):
+    """How a model computes scores from queries and keys.
+
+    ``scale`` None is one over the square root of the head dimension. ``softcap`` bounds the scores
+    by a tanh (Gemma 2), which torch's fused kernels do not support.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scoring: Scoring,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> torch.Tensor:
+    """Attend with [n, heads, queries, dim] to [n, heads, keys, dim].
+
+    ``mask`` is added to the scores; None: each query sees every key, or with ``causal`` query i the
+    keys up to i.
+    """
+    if scoring.softcap is None:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scoring.scale
+        )
+    assert not causal, "with softcap, pass a mask"
+    out, _ = attend_partial(query, key, value, scoring, mask=mask)
+    return out.to(query.dtype)
+
+
+def attend_partial(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scoring: Scoring,
+    *,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to some of a query's keys, to be merged with attention to the others.
+
+    Shapes as for `attend`. Returns the output and the log-sum-exp of the scores (LSE), float32 [n,
+    heads, queries]. Sums are float32 or wider.
+    """
+    if scoring.softcap is None and query.device.type == "cpu":
+        # What `scaled_dot_product_attention` calls on a CPU, which does not return the LSE.
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=mask, scale=scoring.scale
+        )
+        return out, lse
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    scores = (query.to(wide) * scale) @ key.to(wide).transpose(2, 3)
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    if mask is not None:
+        scores = scores + mask
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = (weights @ value.to(wide)).div_(total)
+    return out, top.add_(total.log_())[..., 0]

@@ -1,0 +1,67 @@
+"""The attention function that Transformers models call in place of their own.
+
+A model whose ``attn_implementation`` is `ATTENTION` calls `paged_attention` with its queries, keys
+and values; the `PagedBatch` of the forward pass comes with them as a keyword argument. No mask
+function is registered under that name, so Transformers builds no masks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.core.errors import IllegalStep, UnsupportedModel
+from kvkeep.serve.engine.attention.dense import Scoring
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvkeep.serve.engine.attention.batch import PagedBatch
+
+__all__ = ["ATTENTION", "paged_attention", "register"]
+
+ATTENTION = "kvkeep_paged"
+
+
+def register() -> None:
+    """Register `paged_attention` with Transformers; may be called again."""
+    from transformers import AttentionInterface  # noqa: PLC0415 - seconds to import
+
+    AttentionInterface.register(ATTENTION, paged_attention)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    paged_batch: PagedBatch | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend for one Transformers layer: [1, heads, T, dim] comes in, [1, T, heads, dim] goes out.
+
+    Raises `UnsupportedModel` for a layer with a mask of its own, or without a ``layer_idx``.
+    `prove` runs every layer once, so that this fails the loading and not a request.
+    """
+    if paged_batch is None:
+        raise IllegalStep("this model attends over kvkeep's pages; run it with Runner.forward")
+    layer = getattr(module, "layer_idx", None)
+    if attention_mask is not None or not isinstance(layer, int):
+        what = "a mask of its own" if attention_mask is not None else "no number of its layer"
+        raise UnsupportedModel(
+            f"{type(module).__name__} hands its attention {what}: it needs more than causal "
+            "attention with K and V of each token"
+        )
+    out = paged_batch.attend(
+        layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        window=sliding_window,
+        scoring=Scoring(scaling, softcap),
+    )
+    return out[None], None
