@@ -1,4 +1,4 @@
-"""How long the core takes: matching, opening, publishing, appending, evicting.
+"""Times of the core: match, open, publish, append, evict.
 
 A 32,768-token prompt given as a NumPy array, pages of 16 tokens. Seeded; every figure is the
 median of many warm runs, with the spread between the 10th and the 90th percentile. Garbage
@@ -7,13 +7,12 @@ collection is off while the clock runs, as in `timeit`.
     python benchmarks/core.py            # the table
     python benchmarks/core.py --json     # for machines
     python benchmarks/core.py --quick    # fewer runs
-    python benchmarks/core.py --markdown # the table of the README
+    python benchmarks/core.py --markdown # the table of docs/benchmarks.md
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from figures import no_collection
 from kvkeep import Namespace, PagedCache
 from kvkeep.core.keys import chain_keys, root_key
 
@@ -41,7 +41,7 @@ VOCABULARY = 128_000
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured figure, in microseconds, beside its goal and what others need for the same."""
+    """One figure in microseconds, with its goal and the figures of other systems."""
 
     name: str
     median: float
@@ -73,9 +73,7 @@ class Bench:
         """Time ``run``, after an untimed ``before`` each; divide by ``per`` things done in it."""
         runs = max(5, int(runs * self.scale))
         took: list[float] = []
-        gc.collect()
-        gc.disable()
-        try:
+        with no_collection():
             for i in range(-max(2, runs // 20), runs):
                 if before is not None:
                     before()
@@ -84,8 +82,6 @@ class Bench:
                 end = time.perf_counter_ns()
                 if i >= 0:
                     took.append((end - start) / 1e3 / per)
-        finally:
-            gc.enable()
         took.sort()
         low, high = took[len(took) // 10], took[(len(took) * 9) // 10]
         figure = Figure(name, statistics.median(took), low, high, runs, goal, others)

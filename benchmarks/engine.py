@@ -7,7 +7,7 @@ a spread is the least and the most of all rounds. Who is compared, and how: `pee
     python benchmarks/engine.py                # the table, in some ten minutes
     python benchmarks/engine.py --json         # for machines
     python benchmarks/engine.py --quick        # one round of less, in a minute
-    python benchmarks/engine.py --markdown     # the table of the README
+    python benchmarks/engine.py --markdown     # the table of docs/benchmarks.md
     python benchmarks/engine.py --only shared  # some of the cases
 """
 

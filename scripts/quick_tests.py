@@ -3,8 +3,8 @@
     make quick         # the tests of the quick directories, without the slow ones
     make slow-tests    # run these directories completely, and write the list anew
 
-A test function is slow if one of its cases took `SECONDS` or longer when the list was written. A name
-that no longer exists does no harm, and a new slow test runs until the list is written again.
+A test function is slow if one of its cases took `SECONDS` or longer when the list was written. A
+name that no longer exists does no harm; a new slow test runs until the list is written again.
 """
 
 from __future__ import annotations
