@@ -45,12 +45,12 @@ class Line:
 
     @property
     def ratio(self) -> float:
-        """The cost at the largest size, in units of that at the smallest."""
+        """The cost at the largest size divided by the cost at the smallest."""
         return self.micros[-1] / self.micros[0]
 
 
 def timed(steps: Iterator[Callable[[], object]]) -> float:
-    """The median of single operations, in microseconds; what happens between them is not timed."""
+    """Return the median of single operations in microseconds; only the steps are timed."""
     took: list[float] = []
     with no_collection():
         for step in steps:
@@ -61,14 +61,14 @@ def timed(steps: Iterator[Callable[[], object]]) -> float:
 
 
 def store(cache: PagedCache, tokens: object) -> None:
-    """A request that comes, is computed, and goes."""
+    """Open, publish and close one request."""
     with cache.open(tokens) as sequence:  # type: ignore[arg-type]
         sequence.copies()
         sequence.publish()
 
 
 def forking(count: int, *, tail: int) -> Iterator[Callable[[], object]]:
-    """Each of ``count`` forks of a prompt decodes a page and publishes it."""
+    """Yield steps in which each of ``count`` forks of a prompt decodes and publishes a page."""
     cache = PagedCache(6 * count + 100, PAGE)
     first = cache.open(range(16 * PAGE + tail))
     first.publish()
@@ -87,7 +87,7 @@ def forking(count: int, *, tail: int) -> Iterator[Callable[[], object]]:
 
 
 def pinning(count: int, *, hard: bool) -> Iterator[Callable[[], object]]:
-    """A pin more, with so many set."""
+    """Yield steps that add one pin to ``count`` pins."""
     cache = PagedCache(3 * count + 1000, PAGE)
     rng = np.random.default_rng(1)
     for i in range(count + TIMED):
@@ -100,7 +100,7 @@ def pinning(count: int, *, hard: bool) -> Iterator[Callable[[], object]]:
 
 
 def breaking(count: int) -> Iterator[Callable[[], object]]:
-    """A request that evicts a pinned prompt where every prompt is pinned, and is pinned itself."""
+    """Yield requests that evict a pinned prompt if all prompts are pinned, and are then pinned."""
     cache = PagedCache(count, PAGE)
     rng = np.random.default_rng(1)
 
@@ -136,7 +136,7 @@ def evicting(count: int, *, pages: int, alike: str) -> Iterator[Callable[[], obj
 
 
 def lines(scale: float) -> Iterator[Line]:
-    """All that is measured, at ``scale`` times the sizes."""
+    """Measure all operations, at ``scale`` times the sizes."""
 
     def line(
         name: str, sizes: tuple[int, ...], work: Callable[[int], Iterator[Callable[[], object]]]
