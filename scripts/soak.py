@@ -17,9 +17,9 @@ store   A writer over a slow disk with room for 800 blocks that is killed with S
 
 The time starts when all parts run. The script ends with a summary, and with exit status 1 if a
 check failed, or if an event that a part should exercise never happened: evictions, disconnects,
-forks, pins, kills, tokens from tiers. Run it for a minute at least. Memory is the resident set of each
-process, read every five seconds; growth is the median of the last quarter over that of the second
-quarter, since caches and bounded records fill in the first.
+forks, pins, kills, tokens from tiers. Run it for at least a minute. Memory is the resident set of
+each process, read every five seconds; growth is the median of the last quarter divided by that of
+the second quarter, because caches and bounded records fill in the first.
 """
 
 from __future__ import annotations
