@@ -1,12 +1,19 @@
-# kvkeep: every command sets up what it needs first; a second run skips what is there.
+# kvkeep: every command sets up its prerequisites first; a second run skips those that exist.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-MAKEFLAGS += --jobs=3  # what `test` needs first is set up side by side
+MAKEFLAGS += --jobs=3  # the prerequisites of `test` are set up in parallel
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo docs docs-serve servers test check bench soak clean
+.PHONY: help setup serve demo docs docs-serve servers quick slow-tests test check bench soak clean
+
+# Tests without models, browsers and servers of their own.
+QUICK_ROOMS := backends cache codecs eviction explain feed geometry http pages prefix slots store \
+	telemetry testing tiers traces whatif
+QUICK_FILES := architecture errors extras import keys tokens
+QUICK_TESTS = $(wildcard $(QUICK_ROOMS:%=tests/%) $(QUICK_FILES:%=tests/test_%.py))
+QUICK_RUN = OMP_NUM_THREADS=1 PYTHONPATH=scripts $(BIN)/pytest -p quick_tests -m "not model" -n 2 --dist worksteal -q
 
 help:            ## show this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -30,10 +37,10 @@ docs: setup      ## build the documentation site into build/site; a warning is a
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
-docs-serve: setup ## show the documentation site at http://127.0.0.1:8008, as it is written
+docs-serve: setup ## show the documentation site at http://127.0.0.1:8008, rebuilt on every change
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --livereload --dev-addr 127.0.0.1:8008
 
-# Engines that kvkeep plugs into ask for their own versions of everything: an environment each.
+# vLLM and SGLang pin their own versions of most packages, so each has an environment of its own.
 .venv-vllm/.installed: requirements-vllm.txt pyproject.toml
 	@echo "== setting up .venv-vllm (first time: two minutes)"
 	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
@@ -51,12 +58,12 @@ docs-serve: setup ## show the documentation site at http://127.0.0.1:8008, as it
 	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps \
 	  compressed-tensors==0.20.0 torchvision==0.28.0
 	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[store,encryption]' pytest pytest-timeout
-	@# Last: pip would otherwise list all that its server needs and the tests do not.
+	@# Last, without dependencies: pip would otherwise report packages that only its server needs.
 	@.venv-sglang/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps sglang==0.5.23
 	@touch $@
 
-# The store is tested against a real server, pages in a real browser. Debian has both; RUNLEVEL=1
-# keeps a package from starting a service of its own. Without them those tests are skipped, and say so.
+# The store is tested against a real Redis, the pages in a real browser. Debian packages both; RUNLEVEL=1
+# keeps the package from starting a service. Tests that find neither are skipped with a message.
 servers:
 	@command -v chromium >/dev/null || { \
 	  echo "== installing chromium for the tests"; \
@@ -64,18 +71,25 @@ servers:
 	  SUDO=$$(test "$$(id -u)" = 0 || echo "sudo -n"); \
 	  INSTALL="$$SUDO apt-get install -qq -y --no-install-recommends chromium"; \
 	  $$INSTALL >/dev/null 2>&1 || { $$SUDO apt-get update -qq && $$INSTALL; } >/dev/null 2>&1 || \
-	  echo "   not to be had: tests in a browser will be skipped"; }
+	  echo "   not available: tests in a browser will be skipped"; }
 	@command -v redis-server >/dev/null || command -v valkey-server >/dev/null || { \
 	  echo "== installing redis-server for the tests"; \
 	  export RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive; \
 	  SUDO=$$(test "$$(id -u)" = 0 || echo "sudo -n"); \
 	  INSTALL="$$SUDO apt-get install -qq -y --no-install-recommends redis-server"; \
 	  $$INSTALL >/dev/null 2>&1 || { $$SUDO apt-get update -qq && $$INSTALL; } >/dev/null 2>&1 || \
-	  echo "   not to be had: tests against a Valkey or Redis server will be skipped"; }
+	  echo "   not available: tests against a Valkey or Redis server will be skipped"; }
 
 check: setup     ## lint, format and strict types
 	@echo "== ruff"; $(BIN)/ruff check --no-cache . && $(BIN)/ruff format --check .
 	@echo "== mypy --strict"; $(BIN)/mypy
+
+quick: check     ## check, then the tests that take under two minutes in all
+	@echo "== pytest, without slow tests (a minute with two cores)"
+	@$(QUICK_RUN) $(QUICK_TESTS) $(PYTEST_ARGS)
+
+slow-tests: setup ## measure which tests `make quick` leaves out, and write tests/slow_tests.txt
+	@$(QUICK_RUN) $(QUICK_TESTS) --write-slow
 
 test: check servers .venv-vllm/.installed .venv-sglang/.installed ## check, then all the tests
 	@echo "== pytest, two workers with a core each (10 to 15 minutes)"
@@ -83,7 +97,7 @@ test: check servers .venv-vllm/.installed .venv-sglang/.installed ## check, then
 	@test -n "$(PYTEST_ARGS)" || { echo "== beside vLLM (4 to 7 minutes)"; .venv-vllm/bin/python -m pytest tests_vllm -n 2 --dist loadfile --no-loadscope-reorder; }
 	@test -n "$(PYTEST_ARGS)" || { echo "== beside SGLang"; OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests_sglang; }
 
-bench: setup     ## measure the core, the store beside the machine, the engine beside Transformers
+bench: setup     ## measure the core, the store against the machine, the engine against Transformers
 	@$(BIN)/python benchmarks/core.py
 	@$(BIN)/python benchmarks/store.py
 	@$(BIN)/python benchmarks/engine.py

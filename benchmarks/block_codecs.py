@@ -1,9 +1,9 @@
-"""What codecs gain and cost: bytes, GB/s on one core, and what a model makes of its KV afterwards.
+"""What codecs gain and cost: bytes, GB/s on one core, and the effect on the next token.
 
 Side by side in one run: every codec takes its turn in each round, on the same bytes; the figure is
-the median of the rounds, with the slowest and the fastest. A copy of the same bytes stands beside
-them as the floor. GB/s are raw bytes a second of the thread's own CPU time, so that what else the
-machine does counts less. Seeded; one thread.
+the median of the rounds, with the slowest and the fastest. A copy of the same bytes is the floor.
+GB/s are raw bytes per second of the thread's own CPU time, so that other load on the machine counts
+less. Seeded; one thread.
 
 Nats a token are the Kullback-Leibler divergence between what the shipped model expects of the
 text after a prompt, with the prompt's KV in bfloat16 as it was, and after a codec.
@@ -46,12 +46,12 @@ GOALS = {
 KL_GOAL = {"int8": 1e-3}
 
 KV = list[tuple["Tensor", "Tensor"]]
-"""K and V of each layer, [1, heads, tokens, dim], float32 that bfloat16 can say exactly."""
+"""K and V of each layer, [1, heads, tokens, dim], in float32 values that bfloat16 can represent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Blocks of one kind."""
+    """Blocks of one kind of content."""
 
     name: str
     shape: BlockShape
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What one codec makes of one case: GB/s of raw bytes as (slowest, median, fastest)."""
+    """The result of one codec on one case: GB/s of raw bytes as (slowest, median, fastest)."""
 
     case: str
     codec: str
@@ -70,7 +70,7 @@ class Figure:
 
 
 class Model:
-    """The shipped model behind prompts of ``tokens`` tokens of the Python language reference."""
+    """The bundled model after prompts of ``tokens`` tokens of the Python language reference."""
 
     def __init__(self, tokens: int = 2048, following: int = 256, prompts: int = 1) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
@@ -101,7 +101,7 @@ class Model:
 
     @torch.inference_mode()
     def _expect(self, prompt: int, kv: KV) -> Tensor:
-        """Log probabilities of each of the tokens that follow."""
+        """Return the log probabilities of each of the following tokens."""
         from transformers import DynamicCache  # noqa: PLC0415
 
         cache = DynamicCache()
@@ -111,7 +111,7 @@ class Model:
         return logits.double().log_softmax(-1)
 
     def blocks(self, prompt: int = 0) -> tuple[bytes, ...]:
-        """The prompt's KV as raw bytes of blocks, [tokens, heads, dim] a part."""
+        """Return the prompt's KV as raw bytes of blocks; each part is [tokens, heads, dim]."""
         parts = torch.stack([part[0].transpose(0, 1) for pair in self.kv[prompt] for part in pair])
         tokens = parts.shape[1]
         return tuple(
@@ -121,7 +121,7 @@ class Model:
         )  # fmt: skip
 
     def divergence(self, codec: str) -> float:
-        """Nats a token, the mean over all tokens that follow the prompts."""
+        """Return nats per token, the mean over all tokens behind the prompts."""
         coder = make_codec(codec, self.shape)
         heads, dim = self.shape.parts[0]
         means = []
@@ -148,7 +148,7 @@ def _there_and_back(codec: Codec, raw: bytes) -> bytearray:
 
 
 def cases(model: Model) -> list[Case]:
-    """KV of the shipped model; blocks as large as Llama 3.1 8B's of random normals; noise."""
+    """KV of the bundled model; blocks of Llama 3.1 8B's size of random normals; noise."""
     llama = BlockShape("bfloat16", "NHD", ((8, 128),) * 64)
     count = BLOCK * 64 * 8 * 128
     normals = torch.randn(count, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -160,7 +160,7 @@ def cases(model: Model) -> list[Case]:
 
 
 def measure(case: Case, codecs: Sequence[Codec | None], rounds: int) -> list[Figure]:
-    """Each codec once a round, in turn; None is a copy, the floor. One warm-up round."""
+    """Time each codec once per round, in turn; None is a copy, the floor. One warm-up round."""
     raws = [memoryview(bytearray(block)) for block in case.blocks]
     total = sum(map(len, raws))
     outs = [memoryview(bytearray(len(raw) + len(raw) // 8 + 4096)) for raw in raws]
@@ -208,7 +208,7 @@ def _speeds(total: int, seconds: Sequence[float]) -> tuple[float, float, float]:
 
 
 def all_figures(model: Model, rounds: int) -> list[Figure]:
-    """Every codec on every case, and two of them encrypted."""
+    """Measure every codec on every case, and two of them encrypted."""
     figures = []
     for case in cases(model):
         codecs: list[Codec | None] = [None, *(make_codec(name, case.shape) for name in CODECS)]
@@ -218,7 +218,7 @@ def all_figures(model: Model, rounds: int) -> list[Figure]:
 
 
 def table(figures: Sequence[Figure], nats: dict[str, float]) -> str:
-    """As text; ✓ and ✗ where there is a goal."""
+    """Return the figures as text, with ✓ or ✗ if there is a goal."""
     lines = [f"{'':22}{'ratio':>9}{'encode GB/s':>22}{'decode GB/s':>24}"]
     case = ""
     for one in figures:

@@ -1,4 +1,4 @@
-"""How long the core takes: matching, opening, publishing, appending, evicting.
+"""Times of the core: match, open, publish, append, evict.
 
 A 32,768-token prompt given as a NumPy array, pages of 16 tokens. Seeded; every figure is the
 median of many warm runs, with the spread between the 10th and the 90th percentile. Garbage
@@ -7,13 +7,12 @@ collection is off while the clock runs, as in `timeit`.
     python benchmarks/core.py            # the table
     python benchmarks/core.py --json     # for machines
     python benchmarks/core.py --quick    # fewer runs
-    python benchmarks/core.py --markdown # the table of the README
+    python benchmarks/core.py --markdown # the table of docs/benchmarks.md
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from figures import no_collection
 from kvkeep import Namespace, PagedCache
 from kvkeep.core.keys import chain_keys, root_key
 
@@ -41,7 +41,7 @@ VOCABULARY = 128_000
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured figure, in microseconds, beside its goal and what others need for the same."""
+    """One figure in microseconds, with its goal and the figures of other systems."""
 
     name: str
     median: float
@@ -73,9 +73,7 @@ class Bench:
         """Time ``run``, after an untimed ``before`` each; divide by ``per`` things done in it."""
         runs = max(5, int(runs * self.scale))
         took: list[float] = []
-        gc.collect()
-        gc.disable()
-        try:
+        with no_collection():
             for i in range(-max(2, runs // 20), runs):
                 if before is not None:
                     before()
@@ -84,8 +82,6 @@ class Bench:
                 end = time.perf_counter_ns()
                 if i >= 0:
                     took.append((end - start) / 1e3 / per)
-        finally:
-            gc.enable()
         took.sort()
         low, high = took[len(took) // 10], took[(len(took) * 9) // 10]
         figure = Figure(name, statistics.median(took), low, high, runs, goal, others)
@@ -99,7 +95,7 @@ def prompt(rng: np.random.Generator, length: int = PROMPT) -> Tokens:
 
 
 def store(cache: PagedCache, tokens: Tokens) -> None:
-    """A request that comes, is computed, and goes."""
+    """Open, publish and close one request."""
     sequence = cache.open(tokens)
     sequence.copies()
     sequence.publish()
@@ -107,7 +103,7 @@ def store(cache: PagedCache, tokens: Tokens) -> None:
 
 
 def path(rng: np.random.Generator, nodes: int) -> tuple[PagedCache, Tokens]:
-    """A cache in which one prompt lies on a path of ``nodes`` runs, each with a branch."""
+    """Return a cache in which one prompt is a path of ``nodes`` runs, each with a branch."""
     cache = PagedCache(POOL, PAGE)
     tokens = prompt(rng)
     store(cache, tokens)
@@ -121,7 +117,7 @@ def path(rng: np.random.Generator, nodes: int) -> tuple[PagedCache, Tokens]:
 
 
 def floors(bench: Bench, rng: np.random.Generator) -> None:
-    """What cannot be avoided: comparing the prompt once, and touching its page ids once."""
+    """The floor: compare the prompt once, and touch its page ids once."""
     tokens = prompt(rng)
     left, right = tokens.tobytes(), tokens.copy().tobytes()
     ids = rng.permutation(POOL).astype(np.int32)[: PROMPT // PAGE]
@@ -130,7 +126,7 @@ def floors(bench: Bench, rng: np.random.Generator) -> None:
 
 
 def matching(bench: Bench, rng: np.random.Generator) -> None:
-    """Full hits over paths of one run and of many."""
+    """Time full hits over paths of one run and of many."""
     others = {
         1: "SGLang Rust 31, Python 51; mini-sglang 18",
         64: "SGLang Rust 44, Python 752; mini-sglang 447",
@@ -151,7 +147,7 @@ def matching(bench: Bench, rng: np.random.Generator) -> None:
 
 
 def living(bench: Bench, rng: np.random.Generator) -> None:
-    """A request's life: open, publish, close, append."""
+    """Time open, publish, close and append."""
     cache = PagedCache(POOL, PAGE)
     tokens = prompt(rng)
     store(cache, tokens)
@@ -232,7 +228,7 @@ def living(bench: Bench, rng: np.random.Generator) -> None:
 
 
 def evicting(bench: Bench, rng: np.random.Generator) -> None:
-    """Eviction of many leaves and of one, among few and among many."""
+    """Time the eviction of many leaves and of one, among few and among many."""
     others = {
         10_000: "SGLang Rust 7,000, Python 6,500; mini-sglang 8,000",
         100_000: "",
@@ -272,7 +268,7 @@ def evicting(bench: Bench, rng: np.random.Generator) -> None:
 
 
 def thousand(bench: Bench, rng: np.random.Generator) -> None:
-    """1,000 requests of a shared 2k prefix and 200 tokens of their own; without and with events."""
+    """Time 1,000 requests with a shared 2k prefix and 200 own tokens, without and with events."""
     shared = prompt(rng, 2048)
     prompts = [np.concatenate((shared, prompt(rng, 200))) for _ in range(1000)]
 
@@ -308,7 +304,7 @@ def thousand(bench: Bench, rng: np.random.Generator) -> None:
 
 
 def chain(bench: Bench, rng: np.random.Generator) -> None:
-    """The index over block keys: hashing, and what a lookup then takes."""
+    """Time the index over block keys: hashing, and the lookup."""
     tokens = prompt(rng)
     data = tokens.tobytes()
     root = root_key(Namespace())
@@ -336,7 +332,7 @@ def chain(bench: Bench, rng: np.random.Generator) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it all and print what was measured."""
+    """Run all measurements and print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--markdown", action="store_true", help="the table in Markdown")

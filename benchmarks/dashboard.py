@@ -1,9 +1,9 @@
-"""The dashboard over a large tree: how long until the first picture, and what the server pays.
+"""The dashboard over a large tree: time to the first picture, and processor time of the server.
 
-A server of its own, with the bundled model's tokenizer and a cache that is filled without computing
-anything: 100,000 nodes unless told otherwise, of prompts that branch as conversations do. Then a
-page in headless Chromium: seconds from the address to the first picture of the tree (and to live
-figures), some times over, and the processor time of the server while one page is open on all of it.
+It starts a server with the bundled model's tokenizer and a cache that is filled without computing:
+100,000 nodes by default, of prompts that branch like conversations. Then it opens a page in
+headless Chromium and measures the seconds from the address to the first picture of the tree (and to
+live figures), several times, and the processor time of the server while one page is open.
 
     python benchmarks/dashboard.py
     python benchmarks/dashboard.py --nodes 20000 --seconds 30
@@ -32,7 +32,7 @@ PICTURE = "#picture [role=treeitem]"
 
 
 def serve(nodes: int) -> None:
-    """Fill a cache and serve it; says its URL on a line, and ends with the process."""
+    """Fill a cache and serve it; print the URL on a line."""
     from kvkeep.core.cache import PagedCache  # noqa: PLC0415 - seconds, in this process alone
     from kvkeep.serve.engine import Engine, Runner, Tokenizer  # noqa: PLC0415
     from kvkeep.serve.models import bundled_model  # noqa: PLC0415
@@ -50,7 +50,7 @@ def serve(nodes: int) -> None:
 
 
 def fill(cache: object, nodes: int) -> None:
-    """Prompts of some tenants: each goes on from a place in an earlier one, or begins anew."""
+    """Store prompts of some tenants: each continues part of an earlier prompt, or is new."""
     from kvkeep.core.cache import PagedCache  # noqa: PLC0415
 
     assert isinstance(cache, PagedCache)
@@ -76,13 +76,13 @@ def fill(cache: object, nodes: int) -> None:
 
 
 def cpu_s(process: int) -> float:
-    """Processor time that it has used (Linux)."""
+    """Return the processor time of the process (Linux)."""
     fields = Path(f"/proc/{process}/stat").read_text("ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(url: str, process: int, times: int, seconds: float) -> None:
-    """Open the page some times, then leave one open."""
+    """Open the page several times, then keep one open."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         sys.exit("no Chromium is installed (Debian: apt-get install chromium)")
@@ -126,7 +126,7 @@ def _spread(values: list[float]) -> str:
 
 
 def main() -> None:
-    """Serve in a process of its own, and look at it."""
+    """Start the server process and measure it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nodes", type=int, default=100_000, help="default: 100,000")
     parser.add_argument("--times", type=int, default=5, help="that the page is opened")

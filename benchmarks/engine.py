@@ -1,13 +1,13 @@
-"""How fast the engine is, beside what Transformers itself offers: same model, same run, by turns.
+"""The speed of the engine beside that of Transformers: same model, same run, by turns.
 
 A Llama of 100 million random weights in float32 on a CPU, and prompts of random tokens, seeded. In
 each round all contenders get the same work, one after the other; a ratio is that of one round, and
-a spread is the least and the most of all rounds. Who is compared, and how: `peers.py`.
+a spread is the minimum and maximum of all rounds. The contenders are in `peers.py`.
 
     python benchmarks/engine.py                # the table, in some ten minutes
     python benchmarks/engine.py --json         # for machines
     python benchmarks/engine.py --quick        # one round of less, in a minute
-    python benchmarks/engine.py --markdown     # the table of the README
+    python benchmarks/engine.py --markdown     # the table of docs/benchmarks.md
     python benchmarks/engine.py --only shared  # some of the cases
 """
 
@@ -67,7 +67,7 @@ def first_token(bench: Bench) -> None:
 
 
 def mixed(bench: Bench) -> None:
-    """(b) 16 requests that share nothing, with prompts and answers of all lengths."""
+    """(b) 16 requests without a common prefix, with prompts and answers of all lengths."""
 
     def make(rng: np.random.Generator) -> Work:
         prompts = np.linspace(64, bench.scaled(512), CONCURRENT).astype(int)
@@ -82,7 +82,7 @@ def mixed(bench: Bench) -> None:
 
 
 def equal(bench: Bench) -> None:
-    """(b) What suits plain ``generate`` best: nothing to pad, none ends before the others."""
+    """(b) The best case of plain ``generate``: no padding, and all requests end together."""
 
     def make(rng: np.random.Generator) -> Work:
         length, count = bench.scaled(256), bench.scaled(64)
@@ -148,7 +148,7 @@ def overhead(bench: Bench) -> None:
 
 
 def _step(bench: Bench) -> tuple[int, float, float]:
-    """One step: tokens computed, seconds outside the forward pass, seconds."""
+    """Run one step; return its tokens, the seconds outside the forward pass, all seconds."""
     engine, runner = bench.ours.engine, bench.ours.runner
     before, inside, start = engine.stats().computed_tokens, runner.seconds, perf_counter()
     engine.step()
@@ -197,7 +197,7 @@ def _speculate(
     goal: float | None = None,
     at_once: bool = False,
 ) -> None:
-    """With drafts and without, by turns, on prompts that are cached."""
+    """Compare with and without drafts, by turns, on cached prompts."""
     ways = [replace(params, draft_tokens=DRAFT), params]
     rates: tuple[list[float], list[float]] = ([], [])
     before, same, rounds = engine.stats(), 0, 2 * bench.rounds
@@ -228,7 +228,7 @@ def _speculate(
 
 
 def _questions(tokenizer: Tokenizer) -> list[Tokens]:
-    """One about each of the documented functions, after the documentation of all of them."""
+    """Return one question about each function, behind the documentation of all of them."""
     sections = []
     for name in DOCUMENTED:
         module, _, function = name.rpartition(".")
@@ -250,7 +250,7 @@ CASES = {case.__name__: case for case in (first_token, mixed, equal, shared, ove
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it all and print what was measured."""
+    """Run all measurements and print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--markdown", action="store_true", help="the table in Markdown")

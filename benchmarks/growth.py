@@ -1,8 +1,9 @@
-"""How costs grow: forks that are running, pins that are set, leaves that can be evicted.
+"""How costs grow with the number of running forks, of pins, and of evictable leaves.
 
-Each line is one operation at several sizes, with the ratio of the largest to the smallest: a cost
-that does not grow has a ratio near 1, but for what memory costs that no cache of the processor
-holds. Every figure is the median of many single operations. Seeded; garbage collection is off.
+Each line is one operation at several sizes, with the ratio of the cost at the largest size to that
+at the smallest. A cost that does not grow has a ratio near 1, apart from the cost of memory that
+does not fit the processor's caches. Every figure is the median of many single operations. Seeded;
+garbage collection is off.
 
     python benchmarks/growth.py            # up to 4,000 forks, 64,000 pins, 100,000 leaves
     python benchmarks/growth.py --quick    # a tenth of that, in seconds
@@ -11,17 +12,16 @@ holds. Every figure is the median of many single operations. Seeded; garbage col
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from figures import no_collection, print_lines
 from kvkeep import PagedCache
 
 if TYPE_CHECKING:
@@ -45,34 +45,30 @@ class Line:
 
     @property
     def ratio(self) -> float:
-        """The cost at the largest size, in units of that at the smallest."""
+        """The cost at the largest size divided by the cost at the smallest."""
         return self.micros[-1] / self.micros[0]
 
 
 def timed(steps: Iterator[Callable[[], object]]) -> float:
-    """The median of single operations, in microseconds; what happens between them is not timed."""
+    """Return the median of single operations in microseconds; only the steps are timed."""
     took: list[float] = []
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         for step in steps:
             start = perf_counter()
             step()
             took.append(perf_counter() - start)
-    finally:
-        gc.enable()
     return statistics.median(took) * 1e6
 
 
 def store(cache: PagedCache, tokens: object) -> None:
-    """A request that comes, is computed, and goes."""
+    """Open, publish and close one request."""
     with cache.open(tokens) as sequence:  # type: ignore[arg-type]
         sequence.copies()
         sequence.publish()
 
 
 def forking(count: int, *, tail: int) -> Iterator[Callable[[], object]]:
-    """Each of ``count`` forks of a prompt decodes a page and publishes it."""
+    """Yield steps in which each of ``count`` forks of a prompt decodes and publishes a page."""
     cache = PagedCache(6 * count + 100, PAGE)
     first = cache.open(range(16 * PAGE + tail))
     first.publish()
@@ -91,7 +87,7 @@ def forking(count: int, *, tail: int) -> Iterator[Callable[[], object]]:
 
 
 def pinning(count: int, *, hard: bool) -> Iterator[Callable[[], object]]:
-    """A pin more, with so many set."""
+    """Yield steps that add one pin to ``count`` pins."""
     cache = PagedCache(3 * count + 1000, PAGE)
     rng = np.random.default_rng(1)
     for i in range(count + TIMED):
@@ -104,7 +100,7 @@ def pinning(count: int, *, hard: bool) -> Iterator[Callable[[], object]]:
 
 
 def breaking(count: int) -> Iterator[Callable[[], object]]:
-    """A request that evicts a pinned prompt where every prompt is pinned, and is pinned itself."""
+    """Yield requests that evict a pinned prompt if all prompts are pinned, and are then pinned."""
     cache = PagedCache(count, PAGE)
     rng = np.random.default_rng(1)
 
@@ -140,7 +136,7 @@ def evicting(count: int, *, pages: int, alike: str) -> Iterator[Callable[[], obj
 
 
 def lines(scale: float) -> Iterator[Line]:
-    """All that is measured, at ``scale`` times the sizes."""
+    """Measure all operations, at ``scale`` times the sizes."""
 
     def line(
         name: str, sizes: tuple[int, ...], work: Callable[[int], Iterator[Callable[[], object]]]
@@ -148,44 +144,37 @@ def lines(scale: float) -> Iterator[Line]:
         scaled = tuple(max(1, int(size * scale)) for size in sizes)
         return Line(name, scaled, tuple(timed(work(size)) for size in scaled))
 
-    yield line("append and publish a page, of forks", FORKS, lambda n: forking(n, tail=0))
-    yield line("the same, their last page was shared", FORKS, lambda n: forking(n, tail=2))
-    yield line("a soft pin more, of pins", PINS, lambda n: pinning(n, hard=False))
-    yield line("a hard pin more, of pins", PINS, lambda n: pinning(n, hard=True))
+    yield line("append and publish a page, of forks", FORKS, partial(forking, tail=0))
+    yield line("the same, their last page was shared", FORKS, partial(forking, tail=2))
+    yield line("a soft pin more, of pins", PINS, partial(pinning, hard=False))
+    yield line("a hard pin more, of pins", PINS, partial(pinning, hard=True))
     yield line("a request that breaks a pin, of pins", PINS, breaking)
     for alike in ("different", "random", "same"):
         yield line(
             f"evict 2,048 pages, first tokens {alike}, of leaves",
             LEAVES,
-            lambda n, alike=alike: evicting(n, pages=2048, alike=alike),  # type: ignore[misc]
+            partial(evicting, pages=2048, alike=alike),
         )
         yield line(
             f"evict 4 pages, first tokens {alike}, of leaves",
             LEAVES,
-            lambda n, alike=alike: evicting(n, pages=4, alike=alike),  # type: ignore[misc]
+            partial(evicting, pages=4, alike=alike),
         )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run it all and print what was measured."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the sizes")
-    options = parser.parse_args(arguments)
-    done: list[Line] = []
-    for line in lines(0.1 if options.quick else 1.0):
-        done.append(line)
-        if not options.json:
-            figures = "  ".join(
-                f"{size:,}: {micros:,.1f}"
-                for size, micros in zip(line.sizes, line.micros, strict=True)
-            )
-            print(f"{line.name:55} µs  {figures:45}  × {line.ratio:.1f}", flush=True)
-    if options.json:
-        rows = [{**asdict(line), "ratio": line.ratio} for line in done]
-        print(json.dumps({"unit": "us", "lines": rows}, indent=1))
-    return 0
+def text(line: Line) -> str:
+    """One printed line."""
+    figures = "  ".join(
+        f"{size:,}: {micros:,.1f}" for size, micros in zip(line.sizes, line.micros, strict=True)
+    )
+    return f"{line.name:55} µs  {figures:45}  × {line.ratio:.1f}"
+
+
+def record(done: list[Line]) -> dict[str, object]:
+    """All lines for ``--json``."""
+    return {"unit": "us", "lines": [{**asdict(line), "ratio": line.ratio} for line in done]}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    quick = (0.1, "a tenth of the sizes")
+    sys.exit(print_lines(lines, text, record, doc=__doc__, quick=quick))

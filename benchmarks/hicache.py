@@ -2,10 +2,10 @@
 
     make .venv-sglang/.installed && .venv-sglang/bin/python benchmarks/hicache.py
 
-Each is driven by SGLang's own page functions over its own host pool, in calls of 128 pages, as its
-controller does. Three rounds with new keys, all ways in turn; medians, and from slowest to fastest.
-A set of kvkeep's returns when memory has the pages, one of the file backend's when the page cache
-has them; "and flushed" waits until the disk has them.
+SGLang's own page functions drive each backend over SGLang's host pool, in calls of 128 pages, like
+its controller. Three rounds with new keys, all contenders in turn; medians, slowest and fastest.
+kvkeep's set returns when memory has the pages, the file backend's when the page cache has them;
+"and flushed" waits until the disk has them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROUNDS = 3
 
 
 class Table:
-    """Seconds of each thing that was measured, by name."""
+    """Measured seconds by name."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, list[float]] = {}
@@ -65,7 +65,7 @@ class Table:
 
 
 def measure(layout: str, directory: Path) -> None:
-    """One layout of the host pool: everything in it, in turn."""
+    """Measure all contenders on one layout of the host pool, in turn."""
     made = pools("mha", layout, "bf16", page=64, tokens=CALL * 64, heads=8, dim=128, layers=4)
     scribble(made.host)
     page = made.host.get_data_page(0)

@@ -1,10 +1,10 @@
 """What the identity of a loaded model costs: reading it by its size, watching it by its tensors.
 
-`model_identity` reads every byte of the weights once, so its seconds a GiB are nearly the same at
-every size. `ModelWatch.changed` compares the model with a snapshot before each call, so its
-milliseconds grow with tensors and modules, and not with bytes. The models are Llamas whose weights
-are constant: how fast bytes are read does not depend on what they are. Each figure is the median of
-several runs, with the fastest and the slowest beside it; garbage collection is off.
+`model_identity` reads every byte of the weights once, so its seconds per GiB are nearly the same at
+every size. `ModelWatch.changed` compares the model with a snapshot, so its milliseconds grow with
+the number of tensors and modules, not with bytes. The models are Llamas with constant weights,
+because the speed of reading does not depend on the values. Each figure is the median of several
+runs, with the fastest and the slowest; garbage collection is off.
 
     python benchmarks/identity.py            # up to 2 GiB, and up to 80 layers
     python benchmarks/identity.py --quick    # an eighth of that, fewer runs
@@ -13,19 +13,18 @@ several runs, with the fastest and the slowest beside it; garbage collection is 
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import os
 import statistics
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from figures import no_collection, print_lines
 from kvkeep.store import model_identity
 from kvkeep.store.identity import ModelWatch
 
@@ -41,7 +40,7 @@ LOOKS = 200
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One figure of one model: the median of its runs, the fastest and the slowest."""
+    """A figure of one model: the median of its runs, the fastest and the slowest."""
 
     name: str
     unit: str
@@ -54,7 +53,7 @@ class Line:
 
 
 def model_of(layers: int, hidden: int) -> torch.nn.Module:
-    """A Llama in bfloat16, in memory that was touched."""
+    """A Llama in bfloat16 whose memory is allocated and written."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=hidden,
@@ -73,23 +72,19 @@ def model_of(layers: int, hidden: int) -> torch.nn.Module:
 
 
 def timed(work: Callable[[], object], runs: int) -> list[float]:
-    """Seconds of each of ``runs`` calls, after one that warms up."""
+    """Return the seconds of each of ``runs`` calls, after a warm-up call."""
     work()
     took: list[float] = []
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         for _ in range(runs):
             start = perf_counter()
             work()
             took.append(perf_counter() - start)
-    finally:
-        gc.enable()
     return took
 
 
 def line(name: str, unit: str, model: torch.nn.Module, took: list[float], per: float) -> Line:
-    """The figure of ``took`` seconds, each divided by ``per``."""
+    """Return the figure for the durations ``took`` in seconds, each divided by ``per``."""
     tensors = [*model.parameters(), *model.buffers()]
     return Line(
         name,
@@ -104,43 +99,35 @@ def line(name: str, unit: str, model: torch.nn.Module, took: list[float], per: f
 
 
 def lines(scale: float) -> Iterator[Line]:
-    """All that is measured, with ``scale`` times the layers."""
+    """Measure all models, with ``scale`` times the layers."""
     for layers in SIZED:
         model = model_of(max(1, int(layers * scale)), 2048)
         size = sum(tensor.nbytes for tensor in model.parameters()) / GIB
-        took = timed(lambda model=model: model_identity(model), max(3, int(READS * scale)))  # type: ignore[misc]
+        took = timed(partial(model_identity, model), max(3, int(READS * scale)))
         yield line("model_identity", "s/GiB", model, took, size)
     for layers in WATCHED:
         model = model_of(max(1, int(layers * scale)), 64)
         watch = ModelWatch(model)
-        assert watch.changed() is None, "nobody changes it"
+        assert watch.changed() is None
         took = timed(watch.changed, max(20, int(LOOKS * scale)))
         yield line("ModelWatch.changed", "ms", model, took, 1e-3)
-        took = timed(lambda watch=watch: watch.changed(samples=False), max(20, int(LOOKS * scale)))  # type: ignore[misc]
+        took = timed(partial(watch.changed, samples=False), max(20, int(LOOKS * scale)))
         yield line("  without samples", "ms", model, took, 1e-3)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run it all and print what was measured."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--quick", action="store_true", help="an eighth of the layers, fewer runs")
-    options = parser.parse_args(arguments)
-    done: list[Line] = []
-    for one in lines(0.125 if options.quick else 1.0):
-        done.append(one)
-        if not options.json:
-            print(
-                f"{one.name:19} {one.tensors:4} tensors {one.modules:5} modules {one.gib:7.3f} GiB"
-                f"  {one.median:7.3f} {one.unit:5}  {one.fastest:.3f} … {one.slowest:.3f}",
-                flush=True,
-            )
-    if options.json:
-        print(
-            json.dumps({"cpus": os.cpu_count(), "lines": [asdict(one) for one in done]}, indent=1)
-        )
-    return 0
+def text(one: Line) -> str:
+    """One printed line."""
+    return (
+        f"{one.name:19} {one.tensors:4} tensors {one.modules:5} modules {one.gib:7.3f} GiB"
+        f"  {one.median:7.3f} {one.unit:5}  {one.fastest:.3f} … {one.slowest:.3f}"
+    )
+
+
+def record(done: list[Line]) -> dict[str, object]:
+    """All lines for ``--json``."""
+    return {"cpus": os.cpu_count(), "lines": [asdict(one) for one in done]}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    quick = (0.125, "an eighth of the layers, fewer runs")
+    sys.exit(print_lines(lines, text, record, doc=__doc__, quick=quick))

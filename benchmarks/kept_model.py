@@ -29,7 +29,7 @@ SHARED, OWN, VOCABULARY = 1500, (20, 40, 60, 80), 4096
 
 
 def build(layers: int) -> Any:
-    """A Llama whose weights are random, the same at every call."""
+    """Build a Llama with seeded random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1536, num_hidden_layers=layers,
@@ -41,7 +41,7 @@ def build(layers: int) -> Any:
 
 
 def batch(document: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
-    """The document in each row, tokens of the row's own behind it, and pads before."""
+    """Return rows with the document and own tokens behind it, padded on the left."""
     random = torch.Generator().manual_seed(seed)
     columns = SHARED + max(OWN)
     ids = torch.zeros(len(OWN), columns, dtype=torch.long)
@@ -53,14 +53,14 @@ def batch(document: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
 
 
 def seconds(generate: Callable[..., Any], inputs: dict[str, torch.Tensor]) -> float:
-    """Of processor time, to the first token of all rows."""
+    """Return the processor seconds to the first token of all rows."""
     start = time.process_time()
     generate(**inputs, max_new_tokens=1)
     return time.process_time() - start
 
 
 def one_round(model: Any, number: int) -> dict[str, float]:
-    """Everything once, with a document of the round's own."""
+    """Measure everything once, with a new document."""
     random = torch.Generator().manual_seed(number)
     document = torch.randint(1, VOCABULARY, (SHARED,), generator=random)
     first, others, more = (batch(document, 10 * number + at) for at in range(3))

@@ -1,4 +1,4 @@
-"""Who is compared in `engine.py`: ours, and what Transformers offers on the same model.
+"""The contenders of `engine.py`: kvkeep's engine, and those of Transformers on the same model.
 
 Each contender takes prompts and how many tokens each is to get, and returns the greedy tokens. All
 compute in float32 with attention from the same library, and none has seen a prompt before.
@@ -48,7 +48,7 @@ _GROUPED = "TRANSFORMERS_SDPA_FORCE_GQA"
 
 
 class Work:
-    """Prompts, and how many tokens each is to get. ``prefix``: so many begin all of them."""
+    """Prompts, and the number of tokens to generate; ``prefix`` tokens are common to all."""
 
     def __init__(self, prompts: Sequence[Tokens], outputs: Sequence[int], prefix: int = 0) -> None:
         self.prompts = list(prompts)
@@ -57,21 +57,21 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """How many tokens are asked for."""
+        """The number of tokens to generate."""
         return sum(self.outputs)
 
 
 class Contender(Protocol):
-    """Something that generates."""
+    """A generator under test."""
 
     name: str
 
     def run(self, work: Work) -> Answers:
-        """The greedy tokens for each prompt, as many as were asked for."""
+        """Return the greedy tokens for each prompt, as many as requested."""
         ...
 
     def rest(self) -> None:
-        """Let others compute: end what runs in the background."""
+        """End background threads, so that the next contender has the machine."""
 
 
 def save_model(path: Path, seed: int) -> int:
@@ -96,7 +96,7 @@ def save_model(path: Path, seed: int) -> int:
 
 
 def load_plain(path: Path) -> Any:
-    """The model as Transformers runs it."""
+    """Load the model for Transformers."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -104,7 +104,7 @@ def load_plain(path: Path) -> Any:
 
 
 class TimedRunner(Runner):
-    """A runner that adds up the seconds spent in it."""
+    """A runner that sums the seconds of its forward passes."""
 
     seconds = 0.0
 
@@ -117,7 +117,7 @@ class TimedRunner(Runner):
 
 
 class Ours:
-    """kvkeep's engine; its cache is empty whenever a run begins."""
+    """kvkeep's engine; its cache is empty at the start of each run."""
 
     name = "kvkeep"
 
@@ -134,10 +134,10 @@ class Ours:
         return self.answers(work)
 
     def rest(self) -> None:
-        """Nothing runs."""
+        """No background threads."""
 
     def answers(self, work: Work) -> Answers:
-        """The same with what the cache holds."""
+        """Like `run`, without emptying the cache."""
         params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in work.outputs]
         return [done.tokens for done in self.engine.generate(work.prompts, params)]
 
@@ -169,7 +169,7 @@ class Generate:
         return [done[i] for i in range(len(work.prompts))]
 
     def rest(self) -> None:
-        """Nothing runs."""
+        """No background threads."""
 
 
 class GenerateOnPrefix:
@@ -198,7 +198,7 @@ class GenerateOnPrefix:
         return [tuple(row[:n]) for row, n in zip(rows, work.outputs, strict=True)]
 
     def rest(self) -> None:
-        """Nothing runs."""
+        """No background threads."""
 
 
 class GenerateBatch:
@@ -258,13 +258,13 @@ class GenerateBatch:
         return [done[one] for one in ids]
 
     def rest(self) -> None:
-        """End its thread."""
+        """End the background thread."""
         self._manager.stop(block=True)
         self._manager = None
 
 
 def padded(prompts: Sequence[Tokens]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts as one batch, padded on the left, and the mask that says so."""
+    """Return prompts as one batch, padded on the left, and its mask."""
     width = max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.long)
     mask = torch.zeros_like(ids)

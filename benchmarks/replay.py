@@ -1,13 +1,13 @@
-"""What policies, tiers and hints make of a trace, how good the sampled curve is, how fast it is.
+"""Hit rates of policies, tiers and hints on a trace; the sampled curve's error; replay speed.
 
     python benchmarks/replay.py TRACE            # some ten minutes on two cores
     python benchmarks/replay.py TRACE --quick    # two capacities, fewer policies
     python benchmarks/replay.py TRACE --json
 
-TRACE is Mooncake's conversation trace for the figures in docs/replay.md (12,031 requests, ids of
-512 tokens); any other is replayed the same way, at capacities of as many blocks. Hit rates are
-reused blocks / blocks in percent, and the same on every machine. Beside them stand those of
-simulators of single blocks on the conversation trace, where there are any.
+TRACE is Mooncake's conversation trace for the figures in docs/benchmarks.md (12,031 requests,
+ids of 512 tokens); any other is replayed the same way, at capacities of as many blocks. Hit rates
+are reused blocks / blocks in percent, and the same on every machine. For the conversation trace the
+hit rates of simulators of single blocks are printed as well, if there are any.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PAGE = 16
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A hit rate in percent, where it was measured elsewhere that too, and the replay's seconds."""
+    """A hit rate in percent, another simulator's if there is one, and the replay's seconds."""
 
     what: str
     blocks: str
@@ -59,7 +59,7 @@ class Rate:
 
 
 def pools(work: Workload, policies: tuple[str, ...], sizes: tuple[int, ...]) -> list[Rate]:
-    """One pool, all policies and bounds."""
+    """Replay one pool with all policies and bounds."""
     unit = work.unit_tokens
     runs = [ReplayRun(name, size * unit) for name in (*policies, BELADY) for size in sizes]
     runs.append(ReplayRun(INFINITE, 0))
@@ -83,7 +83,7 @@ def pools(work: Workload, policies: tuple[str, ...], sizes: tuple[int, ...]) -> 
 
 
 def tiers(work: Workload, sizes: tuple[tuple[int, int], ...]) -> list[Rate]:
-    """Memory and a tier below."""
+    """Replay memory and a tier below, with each tiering policy."""
     unit, rates = work.unit_tokens, []
     for tiering in ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive"):
         for first, below in sizes:
@@ -97,7 +97,7 @@ def tiers(work: Workload, sizes: tuple[tuple[int, int], ...]) -> list[Rate]:
 
 
 def hints(work: Workload) -> list[Rate]:
-    """LRU, told which conversations are over: 80 % of them, and 10 % of those that are not."""
+    """Replay LRU with hints: 80 % of ended conversations are closed, and 10 % of the others."""
     names = conversations(work)
     last = {name: at for at, name in enumerate(names)}
     rates = []
@@ -119,7 +119,7 @@ def hints(work: Workload) -> list[Rate]:
 
 
 def conversations(work: Workload) -> list[int]:
-    """Which conversation each prompt is of: that whose last prompt it continues."""
+    """Return the conversation of each prompt: the one whose last prompt it continues."""
     latest: dict[int, tuple[int, int]] = {}
     names: list[int] = []
     for at in range(len(work)):
@@ -135,7 +135,7 @@ def conversations(work: Workload) -> list[int]:
 
 
 def curve(work: Workload, size: int) -> tuple[float, float]:
-    """Largest error of the sampled curve in points, and what watching costs, as a share."""
+    """Return the largest error of the sampled curve in points, and its share of the time."""
     unit = work.unit_tokens
     plain: list[float] = []
     watched: list[float] = []
@@ -152,7 +152,7 @@ def curve(work: Workload, size: int) -> tuple[float, float]:
 
 
 def speed(work: Workload, size: int) -> dict[str, float]:
-    """Seconds for one replay by units, one by tokens, and for four of them alone and in pairs."""
+    """Time one replay by units, one by tokens, and four alone and in pairs."""
     unit = work.unit_tokens
     runs = [ReplayRun("lru", (size + step) * unit) for step in range(4)]
     found: dict[str, float] = {}

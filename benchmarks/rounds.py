@@ -1,4 +1,4 @@
-"""Contenders by turns over the same work, and the rows of a table that come of it."""
+"""Contenders by turns over the same work, and the resulting rows of a table."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def alone(function: Callable[..., Result], *args: object) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: what was measured, once a round, in which unit.
+    """One line of the table: values of all rounds, in one unit.
 
     ``ratios`` say for each round how many times faster the first row of the case is than this one.
     ``goal`` is for their median, or without ratios for that of the values, and what is
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def median(self) -> float:
-        """Of the values."""
+        """The median of the values."""
         return statistics.median(self.values)
 
     @property
@@ -71,12 +71,12 @@ class Row:
         return figure >= self.goal if self.better == "more" else figure <= self.goal
 
     def as_dict(self) -> dict[str, object]:
-        """With what follows from the values."""
+        """Return the row with derived values."""
         return {**asdict(self), "median": self.median, "ratio": self.ratio, "met": self.met}
 
 
 class Bench:
-    """The model, as ours and as theirs, and the rows so far.
+    """The model in all contenders, and the rows so far.
 
     ``scale`` below 1 makes prompts and answers shorter, for a quick look.
     """
@@ -91,11 +91,11 @@ class Bench:
         self._seed = seed
 
     def rng(self) -> np.random.Generator:
-        """The same for every case, whichever others run."""
+        """Return a generator that is the same for a case in every selection of cases."""
         return np.random.default_rng(self._seed)
 
     def scaled(self, tokens: int) -> int:
-        """So many tokens, or fewer for a quick look."""
+        """Return ``tokens``, or fewer with ``--quick``."""
         return max(1, int(tokens * self.scale))
 
     def compare(
@@ -141,7 +141,7 @@ class Bench:
 
 
 def _turn(contender: Contender, work: Work) -> tuple[float, Answers]:
-    """Warm up, do the work, and let go; returns the seconds of the work alone."""
+    """Warm up, run, and rest; return the seconds of the run."""
     prompt = np.arange(1, 33, dtype=np.int32)
     beginnings = [prompt[:length] for length in (32, 28, 24, 20)]
     try:
@@ -154,12 +154,12 @@ def _turn(contender: Contender, work: Work) -> tuple[float, Answers]:
 
 
 def random_tokens(rng: np.random.Generator, length: int) -> Tokens:
-    """A prompt that says nothing."""
+    """Return a prompt of random tokens."""
     return rng.integers(0, VOCABULARY, length, dtype=np.int32)
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> tuple[float, ...]:
-    """Round by round."""
+    """Return the ratios round by round."""
     return tuple(a / b for a, b in zip(above, below, strict=True))
 
 

@@ -1,8 +1,8 @@
-"""How fast the router's index is, and what it makes of a trace.
+"""The speed of the router's index, and the hit rates of routing on a trace.
 
 Speed: blocks of 16 tokens, in runs of 64 as a chunk of prefill stores them, from msgpack as it
-comes off the wire; prompts of 32,768 tokens, of which each of 100 instances holds another part.
-In processor time, so that whatever else runs on the machine counts less.
+received; prompts of 32,768 tokens, of which each of 100 instances holds another part.
+In processor time, so that other load on the machine counts less.
 
 Replay: the requests of a trace (``--trace``: one JSON object a line with ``timestamp`` in ms,
 ``input_length``, ``output_length`` and ``hash_ids``, one for 512 tokens, as Mooncake's) on
@@ -69,7 +69,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What became of a trace; each load is the largest of all nodes over their mean."""
+    """The result of a trace; each load is the maximum over all nodes divided by their mean."""
 
     name: str
     nodes: int
@@ -84,7 +84,7 @@ class Replay:
 
 
 def timed(name: str, unit: str, run: Callable[[], float], runs: int, goal: str = "") -> Figure:
-    """``run`` returns its figure; garbage collection is off meanwhile, as in `timeit`."""
+    """Return the median of ``run``'s figures; garbage collection is off, as in `timeit`."""
     run()
     gc.collect()
     gc.disable()
@@ -96,14 +96,14 @@ def timed(name: str, unit: str, run: Callable[[], float], runs: int, goal: str =
 
 
 def run_of(rng: np.random.Generator, blocks: int) -> BlockStored:
-    """What an instance says of so many new blocks."""
+    """Return the events of an instance for new blocks."""
     hashes = rng.integers(0, 2**63, blocks).tolist()
     tokens = rng.integers(0, 128_000, blocks * BLOCK).tolist()
     return BlockStored(hashes, None, tokens, BLOCK, None, "GPU", None)
 
 
 def updates(rng: np.random.Generator, runs: int) -> list[Figure]:
-    """Storing and removing, in blocks a second."""
+    """Measure stores and removals, in blocks per second."""
     events = [run_of(rng, RUN) for _ in range(300)]
     stored = [encode(Batch(0.0, [event], 0)) for event in events]
     # Removed one by one, as vLLM says it.
@@ -137,7 +137,7 @@ def updates(rng: np.random.Generator, runs: int) -> list[Figure]:
 
 
 def lookups(rng: np.random.Generator, runs: int) -> list[Figure]:
-    """A long prompt over many instances, each of which holds another part of it."""
+    """Measure the placement of a long prompt among instances that each hold another part."""
     router = PrefixRouter([f"i{number}" for number in range(INSTANCES)])
     prompt = rng.integers(0, 128_000, PROMPT, np.int32)
     listed = prompt.tolist()
@@ -175,7 +175,7 @@ def lookups(rng: np.random.Generator, runs: int) -> list[Figure]:
 
 
 def memory(rng: np.random.Generator) -> Figure:
-    """What a block takes in the index, of one instance alone."""
+    """Measure the index memory of one block of a single instance."""
     payloads = [encode(Batch(0.0, [run_of(rng, RUN)], 0)) for _ in range(300)]
     tracemalloc.start()
     router = PrefixRouter(["a"])
@@ -207,7 +207,7 @@ class Node:
             self.cache.subscribe(tell)
 
     def serve(self, blocks: np.ndarray[Any, np.dtype[np.int32]], now: float) -> int:
-        """Take a prompt in; returns how many of its blocks were cached."""
+        """Serve a prompt; return the number of its cached blocks."""
         # The last token of a prompt is always computed: one more, so that all blocks may be hits.
         sequence = self.cache.open(np.append(blocks, np.int32(LAST)))
         hits = sequence.num_cached
@@ -224,7 +224,7 @@ class Node:
 def replay(
     name: str, requests: list[dict[str, Any]], nodes: int, pages: int, *, routed: bool
 ) -> Replay:
-    """The trace over so many nodes of so many pages each."""
+    """Replay the trace over nodes of equal size."""
     begun = time.perf_counter()
     now = 0.0
     cost = CostModel(token_s=TRACE_BLOCK / SPEED, square_s=1e-9 * TRACE_BLOCK**2)
@@ -264,7 +264,7 @@ def replay(
 
 
 def replays(path: Path, nodes: int, tokens: int) -> list[Replay]:
-    """Random, by prefix, and one pool of all memory."""
+    """Replay random placement, placement by prefix, and one pool with all memory."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as lines:
         requests = [json.loads(line) for line in lines]
@@ -277,7 +277,7 @@ def replays(path: Path, nodes: int, tokens: int) -> list[Replay]:
 
 
 def main() -> int:
-    """Run it and print what was measured."""
+    """Run all measurements and print them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--quick", action="store_true", help="fewer runs")

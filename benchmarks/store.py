@@ -1,4 +1,4 @@
-"""How fast the store is, beside what the machine can do: a copy, `dd`, a bare socket.
+"""The speed of the store beside that of the machine: a copy, `dd`, a bare socket.
 
 KV of Llama 3.1 8B's shape in bfloat16: a block of 256 tokens is 32 MiB. In each round everything
 is measured once, so that a neighbour on the machine slows all of it; ratios are of one round, and
@@ -61,7 +61,7 @@ PARTS = ("memory", "disk", "lookup", "valkey", "open", "slow", "codecs")
 
 
 class Bench:
-    """Options and figures."""
+    """Options and collected figures."""
 
     def __init__(self, directory: Path, *, rounds: int, blocks: int) -> None:
         self.directory = directory
@@ -73,7 +73,7 @@ class Bench:
         self, part: str, name: str, mine: list[float], theirs: list[float], *, beside: str,
         goal: float | None, size: int,
     ) -> None:  # fmt: skip
-        """Seconds of each round, ours and the machine's, as GB/s and ratios."""
+        """Convert the seconds of each round, kvkeep's and the machine's, to GB/s and ratios."""
         ratios = sorted(floor / own for own, floor in zip(mine, theirs, strict=True))
         value = size / statistics.median(mine) / 1e9
         self.figures.append(
@@ -88,21 +88,21 @@ class Bench:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long ``work`` takes."""
+    """Return the seconds of ``work``."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
 def prompt(blocks: int, seed: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], Tensor]:
-    """Tokens, and KV as large as theirs."""
+    """Return tokens, and KV of the right size."""
     tokens = np.random.default_rng(seed).integers(0, 128_000, blocks * BLOCK, np.int32)
     kv = torch.empty(32, 2, blocks * BLOCK, 8, 128, dtype=torch.bfloat16)
     return tokens, kv.normal_(generator=torch.Generator().manual_seed(seed))
 
 
 def memory(bench: Bench) -> None:
-    """Put and get of the memory tier beside one copy of as many bytes."""
+    """Measure put and get of the memory tier beside one copy of the same size."""
     tokens, kv = prompt(bench.blocks, 1)
     target, out = torch.zeros_like(kv), torch.zeros_like(kv)
     copies: list[float] = []
@@ -123,7 +123,7 @@ def memory(bench: Bench) -> None:
 
 
 def dd(source: str, target: str, flag: str, blocks: int) -> float:
-    """Seconds that `dd` takes, as it says itself."""
+    """Return the seconds that `dd` reports."""
     command = ["dd", f"if={source}", f"of={target}", "bs=32M", f"count={blocks}", flag]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"}
@@ -132,7 +132,7 @@ def dd(source: str, target: str, flag: str, blocks: int) -> float:
 
 
 def disk(bench: Bench) -> None:
-    """Put and flush, and get by a store just opened, beside `dd` with direct I/O."""
+    """Measure put and flush, and get by a newly opened store, beside `dd` with direct I/O."""
     tokens, kv = prompt(bench.blocks, 2)
     out = torch.zeros_like(kv)
     url = f"file://{bench.directory}/store?size=64GiB&sync=never"
@@ -173,7 +173,7 @@ def disk(bench: Bench) -> None:
 
 
 def warm(size: int) -> MemoryBackend:
-    """A memory tier that the system has given its memory already, as in a process that ran."""
+    """Return a store whose memory tier was touched, as in a running process."""
     backend = MemoryBackend(size)
     pages = backend.arena.buffer[::4096]
     pages[:] = bytes(len(pages))
@@ -181,7 +181,7 @@ def warm(size: int) -> MemoryBackend:
 
 
 def lookup(bench: Bench) -> None:
-    """A prompt of 32,768 tokens that is stored, and its hashing alone."""
+    """Measure the lookup of a stored prompt of 32,768 tokens, and its hashing alone."""
     tokens = np.random.default_rng(3).integers(0, 128_000, 32_768, np.int32)
     kv = torch.zeros(1, 2, len(tokens), 1, 8, dtype=torch.bfloat16)
     asked: list[float] = []
@@ -204,7 +204,7 @@ def lookup(bench: Bench) -> None:
 
 @contextmanager
 def redis_server() -> Iterator[tuple[str, int]]:
-    """A server of its own that keeps nothing on disk; ended by its process id."""
+    """Start a Redis server without persistence; end it by its process id."""
     program = shutil.which("valkey-server") or shutil.which("redis-server")
     if program is None:
         raise FileNotFoundError("neither valkey-server nor redis-server is installed")
@@ -226,7 +226,7 @@ def redis_server() -> Iterator[tuple[str, int]]:
 
 
 def raw_set(wire: socket.socket, name: bytes, value: memoryview) -> None:
-    """SET as fast as a socket goes."""
+    """SET over a bare socket."""
     wire.sendall(b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, len(value)))
     wire.sendall(value)
     wire.sendall(b"\r\n")
@@ -234,7 +234,7 @@ def raw_set(wire: socket.socket, name: bytes, value: memoryview) -> None:
 
 
 def raw_get(wire: socket.socket, name: bytes, out: memoryview) -> None:
-    """GET as fast as a socket goes, into memory that is there."""
+    """GET over a bare socket, into existing memory."""
     wire.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name))
     known = 0
     while known < len(out):
@@ -242,7 +242,7 @@ def raw_get(wire: socket.socket, name: bytes, out: memoryview) -> None:
 
 
 def valkey(bench: Bench) -> None:
-    """Put and get of blocks on a server beside a bare socket's SET and GET."""
+    """Measure put and get of blocks on a server beside a bare socket's SET and GET."""
     from kvkeep.store.backends import TierURL  # noqa: PLC0415
     from kvkeep.store.backends.valkey import ValkeyBackend  # noqa: PLC0415
 
@@ -277,7 +277,7 @@ def valkey(bench: Bench) -> None:
 
 
 def opening(bench: Bench) -> None:
-    """A directory with 100,000 blocks, as a store finds it at its start."""
+    """Measure the opening of a directory with 100,000 blocks."""
     count = 100_000 if bench.rounds > 3 else 10_000
     place = bench.directory / "many"
     with closing(DiskBackend(str(place), capacity=64 << 30)) as backend:
@@ -302,7 +302,7 @@ def opening(bench: Bench) -> None:
 
 
 def slow(bench: Bench) -> None:
-    """What a put costs its caller when the disk behind memory hangs, beside a healthy one."""
+    """Measure a put while the disk behind memory hangs, beside one with a healthy disk."""
     tokens, kv = prompt(2, 6)
     took: dict[str, list[float]] = {"healthy": [], "hung": []}
     for turn in range(bench.rounds + 1):
@@ -323,7 +323,7 @@ def slow(bench: Bench) -> None:
 
 
 def codecs(bench: Bench) -> None:
-    """Ratio, speed a core, and what quantising does to the next token."""
+    """Measure ratio, speed per core, and the effect of quantising on the next token."""
     from block_codecs import KL_GOAL, Model, all_figures  # noqa: PLC0415
 
     threads = torch.get_num_threads()

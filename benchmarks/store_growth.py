@@ -1,4 +1,4 @@
-"""What a directory of many records costs to open: time, memory, and what a writer waits meanwhile.
+"""The cost of opening a directory of many records: time, memory, and the wait of a writer.
 
     python benchmarks/store_growth.py --sizes 10000,100000,1000000 --at /dev/shm
 
@@ -34,12 +34,12 @@ def key(number: int) -> bytes:
 
 
 def open_store(path: str) -> BlockStore:
-    """A store over the directory."""
+    """Return a store over the directory."""
     return BlockStore("m", tiers=["memory://8MiB", f"file://{path}?size=100GiB"])
 
 
 def fill(path: str, count: int) -> None:
-    """Make ``count`` records."""
+    """Create ``count`` records."""
     with open_store(path) as store:
         store.put([key(-1)], [b"x" * 100], wait=10)
     (space,) = [name for name in os.listdir(path) if len(name) == 32]
@@ -53,7 +53,7 @@ def fill(path: str, count: int) -> None:
 
 
 def write_until(path: str, stop: str) -> None:
-    """Put and flush until the file ``stop`` is there; prints the longest, and what was dropped."""
+    """Put and flush until the file ``stop`` exists; print the longest times, and the drops."""
     worst, number = 0.0, 0
     with open_store(path) as store:
         print("ready", flush=True)
@@ -93,7 +93,7 @@ def measure(path: str, count: int) -> None:
 
 
 def bytes_each(path: str, count: int) -> float:
-    """Memory of a catalogue that knows all of it, divided by ``count``."""
+    """Return the memory of a catalogue of all records, divided by ``count``."""
     tracemalloc.start()
     try:
         catalogue = Catalogue(LRU, ordered=ORDERED, unit=4096)

@@ -1,4 +1,4 @@
-"""What kvkeep is worth inside vLLM, and what it costs: real vLLM on this machine's CPU.
+"""Gain and cost of kvkeep inside vLLM: real vLLM on this machine's CPU.
 
 A random Llama of 100 million parameters, and a prompt of 4,100 tokens: the time to the first token
 cold, found in vLLM's own prefix cache, in kvkeep's memory tier, in its disk tier after a restart of
@@ -13,7 +13,7 @@ one round, and the figure is their median, with the smallest and the largest.
 Lookup and bookkeeping are those of one request of 32,768 tokens in blocks of 16. For scale: vLLM's
 own offload manager takes 0.25 µs a block to look up, 1.9 µs to store, 1.4 µs to load.
 
-(It is not called ``vllm.py``: beside that name nobody here could import vLLM.)
+(The file is not called ``vllm.py``, because that name would hide the package.)
 """
 
 # ruff: noqa: PLC0415 - vLLM takes half a minute to import, and not every process here needs it
@@ -49,7 +49,7 @@ HEADS: dict[str, Any] = {"num_attention_heads": 12, "num_key_value_heads": 4, "h
 
 
 class Served:
-    """One engine, asked over its standard input; made anew on demand."""
+    """One engine, controlled over its standard input, and restarted on demand."""
 
     def __init__(self, model: str, transfer: dict[str, Any] | None) -> None:
         self._model = model
@@ -58,7 +58,7 @@ class Served:
         self.restart()
 
     def restart(self) -> float:
-        """A new engine, in the same process: what it had in memory is gone."""
+        """Start a new engine in the same process; its memory is empty."""
         import gc
 
         from vllm import LLM
@@ -78,7 +78,7 @@ class Served:
         return 0.0
 
     def ask(self, seed: int, length: int, count: int, answer: int) -> float:
-        """Seconds until ``count`` prompts have ``answer`` tokens each."""
+        """Return the seconds until ``count`` prompts have ``answer`` tokens each."""
         from vllm import SamplingParams
 
         rng = random.Random(seed)
@@ -97,7 +97,7 @@ class Served:
         return 0.0
 
     def flush(self) -> float:
-        """Have kvkeep write all it has."""
+        """Flush kvkeep's store."""
         connector = self._llm.llm_engine.engine_core.engine_core.scheduler.connector
         began = time.perf_counter()
         connector._scheduler._shared.store.flush(120)
@@ -105,7 +105,7 @@ class Served:
 
 
 def serve(model: str, transfer: str) -> None:
-    """Read calls, one a line, and answer each with a number."""
+    """Read calls, one per line, and answer each with a number."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
     served = Served(model, json.loads(transfer))
@@ -116,7 +116,7 @@ def serve(model: str, transfer: str) -> None:
 
 
 class Engine:
-    """The other end."""
+    """The controlling side of `Served`."""
 
     def __init__(self, model: str, transfer: dict[str, Any] | None, log: Path) -> None:
         self._log = log.open("w")
@@ -143,7 +143,7 @@ class Engine:
         return call
 
     def close(self) -> None:
-        """It is not needed any more."""
+        """End the process."""
         self._process.kill()
         self._process.wait()
         self._log.close()
@@ -153,7 +153,7 @@ class Engine:
 
 
 def make_model(path: Path) -> str:
-    """The model, with weights as random as they come."""
+    """Create the model with random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -168,7 +168,7 @@ def make_model(path: Path) -> str:
 
 
 def kvkeep_in(tiers: list[str]) -> dict[str, Any]:
-    """What vLLM is told."""
+    """Return the configuration of vLLM with kvkeep."""
     return {
         "kv_connector": "KVKeepConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "kvkeep.integrations.vllm",
@@ -177,7 +177,7 @@ def kvkeep_in(tiers: list[str]) -> dict[str, Any]:
 
 
 def example_in(directory: Path) -> dict[str, Any]:
-    """vLLM's own."""
+    """Return the configuration of vLLM with its ExampleConnector."""
     return {
         "kv_connector": "ExampleConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(directory)},
@@ -185,7 +185,7 @@ def example_in(directory: Path) -> dict[str, Any]:
 
 
 def requests(directory: Path, rounds: int, length: int) -> list[Figure]:
-    """Times to the first token, and the speed of decoding."""
+    """Measure times to the first token, and the speed of decoding."""
     model = make_model(directory / "model")
     disk = f"file://{directory}/kv?size=8GiB"
     plain = Engine(model, None, directory / "plain.log")
@@ -254,7 +254,7 @@ def requests(directory: Path, rounds: int, length: int) -> list[Figure]:
 
 
 def bookkeeping(rounds: int) -> list[Figure]:
-    """What the scheduler's side takes for one long request."""
+    """Measure the scheduler's side for one long request."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash

@@ -1,4 +1,4 @@
-"""What the sampled curve of memory sizes costs, and how near it comes to the full simulation.
+"""Cost of the sampled miss-ratio curve, and its error against the full simulation.
 
 Accuracy: workloads in blocks, at capacities from 500 blocks on; the largest error over all of them
 in points of hit rate, over several seeds of the sample. Cost: processor time of the same requests
@@ -39,14 +39,14 @@ PAGE = 16
 
 
 def blocks_of(kind: str, requests: int) -> list[Ids]:
-    """The whole blocks of a made workload's prompts."""
+    """Return the whole blocks of a generated workload's prompts."""
     trace = generate(kind, seed=1, requests=requests, unit_tokens=MADE[kind])
     units = [request.units[: request.tokens // trace.unit_tokens] for request in trace]
     return [one for one in units if len(one)]
 
 
 def curve_of(prompts: list[Ids], sample: float, seed: int) -> tuple[list[float], float]:
-    """The curve, and the processor seconds it took, over blocks whose keys are chance."""
+    """Return the curve over blocks with random keys, and its processor seconds."""
     joined = np.concatenate(prompts)
     _, numbers = np.unique(joined, return_inverse=True)
     chance = np.random.default_rng(seed)
@@ -78,7 +78,7 @@ def accuracy(name: str, prompts: list[Ids], seeds: int) -> None:
 
 
 def serve(cache: PagedCache, prompts: list[Tokens], published: int = 0) -> float:
-    """Processor seconds of these requests; ``published`` tokens fewer than there are."""
+    """Return the processor seconds of the requests."""
     begun = time.thread_time()
     for prompt in prompts:
         sequence = cache.open(prompt)
@@ -91,7 +91,7 @@ def serve(cache: PagedCache, prompts: list[Tokens], published: int = 0) -> float
 
 def cost(name: str, make: Callable[[float | None], PagedCache], prompts: list[Tokens],
          rounds: int, published: int = 0) -> None:  # fmt: skip
-    """Print what it costs with and without, in turns."""
+    """Print the cost with and without the curve, in turns."""
     plain, watched = [], []
     for _ in range(rounds):
         plain.append(serve(make(None), prompts, published))
@@ -106,12 +106,12 @@ def cost(name: str, make: Callable[[float | None], PagedCache], prompts: list[To
 
 
 def random_tokens(rng: np.random.Generator, length: int) -> Tokens:
-    """A prompt that is like no other."""
+    """Return a prompt of random tokens."""
     return rng.integers(0, 128_000, length, dtype=np.int32)
 
 
 def costs(rounds: int) -> None:
-    """The core benchmark's requests."""
+    """Measure the requests of the core benchmark."""
     rng = np.random.default_rng(1)
 
     def pool(pages: int) -> Callable[[float | None], PagedCache]:
@@ -136,7 +136,7 @@ def costs(rounds: int) -> None:
 
 
 def trace_costs(name: str, prompts: list[Ids], rounds: int) -> None:
-    """A trace by units: each block is one page of one token, and one more at the end."""
+    """Measure a trace by units: each block is a page of one token, plus one at the end."""
     joined = np.concatenate(prompts)
     _, numbers = np.unique(joined, return_inverse=True)
     parts = np.split(numbers.astype(np.int32), np.cumsum([len(one) for one in prompts])[:-1])
@@ -158,7 +158,7 @@ def trace_costs(name: str, prompts: list[Ids], rounds: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it all and print two tables in Markdown."""
+    """Run all measurements and print two tables in Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="fewer requests, seeds and rounds")

@@ -1,9 +1,9 @@
-"""The cache inside an engine of your own: what to do at each step, with NumPy for the memory.
+"""The cache inside an engine of your own: each step of a request, with NumPy as the memory.
 
     python examples/own_engine.py
 
-The "model" here is a running sum, so that its KV can be checked: the KV of a token is the sum of
-all tokens up to it. A wrong page would show at once.
+The "model" is a running sum, so that its KV can be checked: the KV of a token is the sum of all
+tokens up to it. A wrong page gives a wrong answer.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ memory = np.zeros((cache.num_pages, PAGE_SIZE), np.int64)  # your KV tensors
 
 
 def compute(sequence: Sequence, start: int) -> int:
-    """Compute the KV of ``tokens[start:]`` on what the pages hold; returns the next token."""
-    for copy in sequence.copies():  # first the copies, in order
+    """Compute the KV of ``tokens[start:]`` behind the KV in the pages; return the next token."""
+    for copy in sequence.copies():  # first the page copies, in order
         memory[copy.dst, : copy.tokens] = memory[copy.src, : copy.tokens]
     pages = sequence.pages
     kv = memory[pages[(start - 1) // PAGE_SIZE], (start - 1) % PAGE_SIZE] if start else 0
     for position in range(start, sequence.num_tokens):
         kv += sequence.tokens[position]
         memory[pages[position // PAGE_SIZE], position % PAGE_SIZE] = kv
-    sequence.publish()  # full pages can be reused from now on, while this one goes on
+    sequence.publish()  # other requests can reuse full pages from now on
     return int(kv) % 100
 
 
 def generate(prompt: list[int], count: int) -> list[int]:
-    """Prefill what is not cached, then one token after another."""
-    with cache.open(prompt) as sequence:  # closes itself, whatever happens
+    """Prefill the uncached tokens, then decode one token after another."""
+    with cache.open(prompt) as sequence:  # closes on errors, too
         print(f"prompt of {len(prompt)} tokens, {sequence.num_cached} cached")
         token = compute(sequence, sequence.num_cached)
         answer = [token]
@@ -51,11 +51,11 @@ def best_of_two(prompt: list[int]) -> None:
             for sequence, token in ((first, 1), (second, 2)):
                 sequence.append(token)
                 compute(sequence, sequence.num_tokens - 1)
-            tables = page_tables([first.pages, second.pages], pad=-1)  # what kernels are given
+            tables = page_tables([first.pages, second.pages], pad=-1)  # for attention kernels
             assert tables.pages.shape == (2, tables.lengths.max())
             shared = np.intersect1d(*tables.pages)
             print(f"two continuations share {len(shared)} of {len(first.pages)} pages")
-            first.truncate(len(prompt))  # a draft that was rejected
+            first.truncate(len(prompt))  # remove a rejected draft
 
 
 document = list(range(1, 31))

@@ -47,7 +47,7 @@ SINGLE = "How are long words broken?"
 
 
 def load() -> Any:
-    """In float32 on a CPU: there, answers can be compared to the token."""
+    """Load in float32 on a CPU, where answers can be compared token by token."""
     dtype = torch.float32 if arguments.device == "cpu" else "auto"
     loaded: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype)
     return loaded.to(arguments.device).eval()
@@ -64,7 +64,7 @@ document = tokenizer.decode(tokenizer(document)["input_ids"][: min(room, 1500)])
 
 
 def prompts(questions: list[str]) -> Any:
-    """The batch: the document and a question in each row."""
+    """Return the batch: the document and a question in each row."""
     texts = [f"{document}\n\n# Question: {question}\n# Answer:" for question in questions]
     return tokenizer(texts, return_tensors="pt", padding=True).to(arguments.device)
 

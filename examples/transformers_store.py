@@ -27,7 +27,7 @@ document = inspect.getsource(fnmatch)
 
 
 def ask(kept: KeptModel, question: str) -> None:
-    """Time the first token, which is what reuse makes faster; then the whole answer."""
+    """Time the first token, which reuse makes faster; then generate the whole answer."""
     inputs = tokenizer(document + question, return_tensors="pt")
     start = time.perf_counter()
     kept.generate(**inputs, max_new_tokens=1)

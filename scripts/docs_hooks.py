@@ -1,14 +1,14 @@
-"""What `mkdocs.yml` names as its hooks: markers become reference, drawings become part of the page.
+"""The hooks of `mkdocs.yml`: fill reference markers, and inline drawings into pages.
 
-A page of the reference holds markers, each on a line of its own, and is filled when the site is
-built, so that it cannot go stale:
+A page of the reference contains markers on lines of their own. They are filled when the site is
+built, so that they cannot become outdated:
 
     <!-- kvkeep: command line -->          every command, from the parsers
     <!-- kvkeep: http -->                  every endpoint, from the OpenAPI document
     <!-- kvkeep: api kvkeep.store -->      every public name of a room, from its docstrings
     <!-- kvkeep: docstring kvkeep.core.keys --> a module's own text
 
-Links that are named after a file are named after what they lead to.
+The text of a link to a page becomes the title of that page.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FILLED: dict[str, Callable[..., str]] = {
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Name the links of a page, and fill its markers."""
+    """Set the text of links, and fill markers."""
     docs = Path(config.docs_dir).resolve()
     folder = (docs / page.file.src_uri).parent
     linked = titled(onsite(markdown, folder, docs), folder)
@@ -48,12 +48,12 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put drawings into the page itself, where they take its colours."""
+    """Inline drawings, so that they take the colours of the page."""
     return inlined(html, config.docs_dir)
 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
-    """Say what the dialog is, which the theme forgets: screen readers ask."""
+    """Label the search dialog for screen readers, which the theme omits."""
     return output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
 
 

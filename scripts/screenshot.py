@@ -52,7 +52,7 @@ TOPICS = [
 
 @contextmanager
 def server(folder: str) -> Iterator[str]:
-    """A server of its own on a free port; its URL."""
+    """Start a server on a free port; yield its URL."""
     command = [
         sys.executable, "-m", "kvkeep", "serve", "--port", "0", "--name", "kvkeep-tiny",
         "--memory", "12MiB", "--block-tokens", "64",
@@ -71,7 +71,7 @@ def server(folder: str) -> Iterator[str]:
 
 
 def talk(url: str, who: int) -> None:
-    """One conversation, some turns long; every third has the time in its system prompt."""
+    """Run one conversation of several turns; every third has the time in its system prompt."""
     messages = [{"role": "system", "content": _rules(who)}]
     more: dict[str, object] = {"kvkeep": {"session": f"chat-{who:03}"}}
     if who % 4 == 1:
@@ -89,7 +89,7 @@ def _rules(who: int) -> str:
 
 
 def play(url: str, first: int, last: int) -> None:
-    """Rounds of conversations, a few at once, and a pause after each."""
+    """Run rounds of concurrent conversations, with a pause after each."""
     with ThreadPoolExecutor(3) as pool:
         for number in range(first, last):
             list(pool.map(partial(talk, url), range(number * 3, number * 3 + 3)))
@@ -97,7 +97,7 @@ def play(url: str, first: int, last: int) -> None:
 
 
 def picture(browser: Browser, url: str, look: str, path: Path) -> None:
-    """The page as it is now, with one node chosen."""
+    """Take a picture of the page with one node selected."""
     width, height = SIZE
     page = browser.new_page(
         viewport={"width": width, "height": height},
@@ -115,7 +115,7 @@ def picture(browser: Browser, url: str, look: str, path: Path) -> None:
 
 
 def shrink(path: Path) -> None:
-    """With fewer colours, where it is too large; ends the program where that is not enough."""
+    """Reduce the colours of a large picture; exit if it stays too large."""
     from PIL import Image  # noqa: PLC0415 - comes with matplotlib, needed at times
 
     for colours in (256, 128, 64):
@@ -131,7 +131,7 @@ def shrink(path: Path) -> None:
 
 
 def main() -> None:
-    """Serve, talk, look."""
+    """Start the server, run conversations, take pictures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--into", metavar="FOLDER", type=Path, default=IMAGES)
     into: Path = parser.parse_args().into

@@ -2,24 +2,24 @@
 
     python scripts/soak.py --minutes 20
 
-Three things run side by side, each in processes of its own:
+Three parts run side by side, each in separate processes:
 
 server  An HTTP server whose pool is too small for its clients (constant eviction), over a disk that
-        takes 20 ms a call. Clients ask prompts whose answers are known, new prompts, several
-        answers at once (forks), and many hang up in the middle. Checked: every complete answer is
-        the one that an engine without any reuse gives; the server's memory does not grow.
-cache   A `PagedCache` with forks, drafts that are taken back, soft and hard pins. Checked: every
-        page that is handed out as cached holds exactly the tokens asked for; `check()` recounts.
+        takes 20 ms a call. Clients send prompts with known answers, new prompts, requests for
+        several answers (forks), and many disconnect in the middle. Checked: every complete answer
+        equals that of an engine without reuse; the server's memory does not grow.
+cache   A `PagedCache` with forks, rejected drafts, soft and hard pins. Checked: every page that is
+        returned as cached holds exactly the requested tokens; `check()` recounts.
 store   A writer over a slow disk with room for 800 blocks that is killed with SIGKILL at random
-        instants. Checked: the directory never has more bytes than it may. And by the next process:
-        the newest 400 blocks that were flushed before the kill are there, bit by bit; of older ones
-        no more are gone than were evicted.
+        instants. Checked: the directory never exceeds its budget. The next process checks that the
+        newest 400 blocks flushed before the kill exist, bit by bit, and that no more of the older
+        ones are missing than were evicted.
 
-The time begins when all parts stand. The script ends with a summary, and with exit status 1 if a
-check failed, or if something that a part is for never happened: evictions, clients that leave,
-forks, pins, kills, tokens from tiers. Give it a minute at least. Memory is the resident set of each
-process, read every five seconds; growth is the median of the last quarter over that of the second
-quarter, since caches and bounded records fill in the first.
+The time starts when all parts run. The script ends with a summary, and with exit status 1 if a
+check failed, or if an event that a part should exercise never happened: evictions, disconnects,
+forks, pins, kills, tokens from tiers. Run it for at least a minute. Memory is the resident set of
+each process, read every five seconds; growth is the median of the last quarter divided by that of
+the second quarter, because caches and bounded records fill in the first.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def soak(args: argparse.Namespace, folder: Path) -> int:
-    """Run the three parts until the time is over; the exit status."""
+    """Run the three parts until the time is over; return the exit status."""
     parts = [ServerPart(folder, args.seed), CachePart(folder, args), StorePart(folder, args.seed)]
     parts = [part for part in parts if args.only in (None, part.name)]
     for part in parts:
@@ -107,9 +107,9 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
 
 
 class Part:
-    """One part of the soak: what it counted, what went wrong, and its child's memory.
+    """One part of the soak: its counts, its failures, and the memory of its child process.
 
-    ``needed`` are counts without which it did not do what it is for.
+    ``needed`` names the counts that must not be zero at the end.
     """
 
     name = ""
@@ -137,10 +137,10 @@ class Part:
                 self.child.wait()
 
     def prepare(self) -> None:
-        """What is to be done before the time begins."""
+        """Prepare before the time starts."""
 
     def work(self, until: float) -> None:
-        """The part's own work."""
+        """Run the work of the part."""
         raise NotImplementedError
 
     def start(self, child: str, folder: Path, *more: str) -> subprocess.Popen[str]:
@@ -150,7 +150,7 @@ class Part:
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
     def sample(self) -> None:
-        """Note the memory of the child."""
+        """Record the memory of the child."""
         if self.child is None or self.child.poll() is not None:
             return
         try:
@@ -162,7 +162,7 @@ class Part:
             self.memory_mib.append(int(lines[0].split()[1]) / 1024)
 
     def growth(self) -> float | None:
-        """Memory of the last quarter over the second quarter's; None with too few samples."""
+        """Memory of the last quarter divided by that of the second; None with few samples."""
         quarter = len(self.memory_mib) // 4
         if quarter < 3:
             return None
@@ -170,7 +170,7 @@ class Part:
         return statistics.median(last) / statistics.median(second)
 
     def summary(self) -> dict[str, Any]:
-        """What is printed at the end."""
+        """Return the text printed at the end."""
         growth = self.growth()
         told: dict[str, Any] = {**self.counts, "errors": self.errors[:20]}
         if growth is not None:
@@ -180,7 +180,7 @@ class Part:
         return told
 
     def failures(self) -> list[str]:
-        """What was not as it must be."""
+        """Return the failures."""
         failures = [f"{self.name}: {error}" for error in self.errors]
         failures += [f"{self.name}: {what}: none" for what in self.needed if not self.counts[what]]
         growth = self.growth()
@@ -193,7 +193,7 @@ class Part:
 
 
 def known_prompts() -> list[list[int]]:
-    """Prompts of a few families that share their beginnings, as token ids."""
+    """Return prompts of a few families with common prefixes, as token ids."""
     chance = np.random.default_rng(7)
     heads = [chance.integers(10, 4000, size).tolist() for size in (300, 180, 90, 40)]
     return [
@@ -203,7 +203,7 @@ def known_prompts() -> list[list[int]]:
 
 
 def remember_little() -> None:
-    """Lower the bounds on what a server remembers of requests.
+    """Lower the bounds on a server's memory of past requests.
 
     As they ship they are reached after hours and some hundred MB. These are reached at once, so
     memory that grows is a leak.
@@ -232,7 +232,7 @@ def remember_little() -> None:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Child: serve the bundled model over a slow disk; prints its URL, ends with its stdin."""
+    """Child: serve the bundled model over a slow disk; print the URL, end with stdin."""
     import asyncio  # noqa: PLC0415
 
     from faults import FaultyBackend  # noqa: PLC0415
@@ -268,7 +268,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 class ServerPart(Part):
-    """Clients of the server, and what they saw."""
+    """Clients of the server, and their observations."""
 
     name = "server"
     needed = (
@@ -298,7 +298,7 @@ class ServerPart(Part):
         self._url = self.child.stdout.readline().strip()
 
     def work(self, until: float) -> None:
-        """Ask until the time is over."""
+        """Send requests until the time is over."""
         assert self.child is not None
         clients = [
             threading.Thread(target=self._client, args=(until, number)) for number in range(CLIENTS)
@@ -315,7 +315,7 @@ class ServerPart(Part):
         self.child.wait(60)
 
     def _alone(self) -> list[str]:
-        """The answers of an engine that reuses nothing."""
+        """Return the answers of an engine without reuse."""
         from kvkeep.core.cache import PagedCache  # noqa: PLC0415
         from kvkeep.serve.engine import Engine, Runner, SamplingParams, Tokenizer  # noqa: PLC0415
         from kvkeep.serve.models import bundled_model  # noqa: PLC0415
@@ -396,7 +396,7 @@ CHURNED = (
 
 
 class Churn:
-    """Random operations on one `PagedCache`, with the pages' contents as arrays."""
+    """Random operations on one `PagedCache`, with the contents of pages as arrays."""
 
     PAGES, PAGE_SIZE, LIVE, PINS = 400, 4, 40, 100
 
@@ -411,7 +411,7 @@ class Churn:
         self.counts = Counter[str](dict.fromkeys(CHURNED, 0))
 
     def step(self) -> None:
-        """One operation, and a look at the page contents of the newest sequence."""
+        """Run one operation, and check the page contents of the newest sequence."""
         from kvkeep import NotCached, OutOfPages  # noqa: PLC0415
 
         steps = (self._open, self._append, self._fork, self._truncate, self._publish, self._pin)
@@ -487,7 +487,7 @@ class Churn:
 
 
 def churn(args: argparse.Namespace) -> None:
-    """Child: drive a `PagedCache`; prints the counts of `CHURNED`."""
+    """Child: drive a `PagedCache`; print the counts of `CHURNED`."""
     os.nice(10)  # it never waits, and must leave time to the other parts
     driver = Churn(args.seed)
     for operation in itertools.count(1):
@@ -511,7 +511,7 @@ class CachePart(Part):
         self._seed = args.seed
 
     def work(self, until: float) -> None:
-        """Read the child's count until the time is over, and see that it goes on."""
+        """Read the child's counts until the time is over, and check that they increase."""
         self.child = self.start("cache", self._folder, "--seed", str(self._seed))
         assert self.child.stdout is not None
         while time.monotonic() < until:
@@ -527,12 +527,12 @@ class CachePart(Part):
 
 
 def key_of(number: int) -> bytes:
-    """The key of a block."""
+    """Return the key of a block."""
     return hashlib.sha256(b"%d" % number).digest()
 
 
 def payload_of(number: int) -> bytes:
-    """The bytes of a block, which no other block has."""
+    """Return the unique bytes of a block."""
     return np.random.default_rng(number).bytes(RECORD_BYTES)
 
 
@@ -599,7 +599,7 @@ class StorePart(Part):
         self._kills = 0  # of writers in this directory
 
     def sample(self) -> None:
-        """The writers live for seconds: their memory says nothing."""
+        """Do nothing: writers live for seconds, so their memory is not significant."""
 
     def work(self, until: float) -> None:
         """Kill and restart until the time is over."""

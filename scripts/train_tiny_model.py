@@ -41,7 +41,7 @@ AVERAGED_STEPS = 100
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train, write the directory, load it again and let it speak."""
+    """Train, write the directory, load it again, and print sample answers."""
     options = _options(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 @dataclass(slots=True)
 class Run:
-    """What is shown and kept while the model learns: a line now and then, and checkpoints."""
+    """Progress output and checkpoints during training."""
 
     out: Path
     every: int
@@ -91,7 +91,7 @@ class Run:
     written: float = field(default_factory=time.perf_counter)
 
     def report(self, progress: Progress) -> None:
-        """Take note of one step; print every ``every`` steps, write every few minutes."""
+        """Record one step; print every ``every`` steps, write every few minutes."""
         self.last = progress
         self.losses = [*self.losses[1 - AVERAGED_STEPS :], progress.loss]
         if progress.step % self.every == 0:
@@ -110,7 +110,7 @@ class Run:
         return sum(recent) / len(recent)
 
     def write(self) -> int:
-        """Write the directory as the model is now; its size in bytes."""
+        """Write the directory of the current model; return its size in bytes."""
         self.written = time.perf_counter()
         return write_directory(
             self.out,
@@ -123,7 +123,7 @@ class Run:
 
 
 def _entries(*, smoke: bool) -> tuple[list[Entry], list[Entry]]:
-    """What is learned, and a few entries of lesser modules that are not, to measure on."""
+    """Return the training entries, and a few held-out entries of minor modules."""
     entries = read_corpus()[:: 12 if smoke else 1]
     lesser = [e for e in entries if not is_favourite(e)]
     held_out = lesser[::50]

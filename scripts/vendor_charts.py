@@ -31,7 +31,7 @@ VENDOR = Path(__file__).parents[1] / "src/kvkeep/vendor/uplot"
 
 
 def fetch() -> dict[str, bytes]:
-    """The files of the package, whose digest is the pinned one; ends the program if it is not."""
+    """Return the files of the package; exit if its digest is not the pinned one."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["npm", "pack", "--silent", PACKAGE], cwd=folder, check=True)
         (archive,) = Path(folder).glob("*.tgz")

@@ -166,7 +166,7 @@ def test_links_are_named_after_what_they_lead_to(site: Path) -> None:
 
 
 def test_images_exist_and_drawings_are_part_of_the_page(pages: dict[Path, Page]) -> None:
-    drawn = Counter({path.name: page.drawings for path, page in pages.items()})
+    drawn = Counter({path: page.drawings for path, page in pages.items()})
     named = re.findall(r"drawings/\w+\.svg\)", "".join(_texts(DOCS.rglob("*.md"))))
     assert drawn.total() == len(named) >= 4
     for image in DOCS.rglob("*.svg"):

@@ -13,14 +13,14 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 
 def public_names(room: str) -> str:
-    """What the room is for, then what mkdocstrings shall show of it."""
+    """Return the package's docstring, then the markers for mkdocstrings."""
     errors = _imported(room, "kvkeep.core.errors")
     shown = (f"::: {room}.{name}" for name in sorted(listed(room), key=errors.__contains__))
     return "\n\n".join([_first_paragraph(room), *shown])
 
 
 def listed(room: str) -> list[str]:
-    """The names in the room's ``__all__`` that have something to say."""
+    """Return the names in the package's ``__all__`` that have a docstring of their own."""
     for node in _parsed(room).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             names: list[str] = ast.literal_eval(node.value)
@@ -29,7 +29,7 @@ def listed(room: str) -> list[str]:
 
 
 def module_text(module: str) -> str:
-    """The module's docstring without its first line: what is drawn with spaces as it stands."""
+    """Return the module's docstring without its first line; indented parts stay preformatted."""
     _, *paragraphs = _docstring(module).split("\n\n")
     shown = (
         f"```text\n{textwrap.dedent(text)}\n```" if text.startswith("    ") else text
@@ -39,7 +39,7 @@ def module_text(module: str) -> str:
 
 
 def _imported(room: str, source: str) -> set[str]:
-    """The names that the room has from another module."""
+    """Return the names that the package imports from other modules."""
     return {
         alias.asname or alias.name
         for node in _parsed(room).body

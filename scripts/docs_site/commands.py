@@ -17,12 +17,12 @@ _WIDTH = "100"
 
 
 def command_line() -> str:
-    """A section for each command."""
+    """Return a section for each command."""
     return "\n\n".join(_section(name, parser) for name, parser in commands())
 
 
 def commands() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Every command by its full name, ``kvkeep store ls``, with its parser."""
+    """Yield every command by its full name, such as ``kvkeep store ls``, with its parser."""
     yield from _below("kvkeep", _parser())
 
 
@@ -47,7 +47,7 @@ def _section(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _usage(name: str, parser: argparse.ArgumentParser) -> str:
-    """The one line that says what must be there; options have a table."""
+    """Return the usage line with required arguments; options are in a table."""
     words = [name]
     optional = False
     for action in parser._actions:
@@ -97,5 +97,5 @@ def _sentence(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text in a table, as it stands: nothing in it is Markdown or HTML."""
+    """Escape text for a table cell."""
     return re.sub(r"([\\`*_<>|\[\]{}#])", lambda found: f"&#{ord(found[1])};", text)

@@ -14,10 +14,10 @@ _CODE = re.compile(r"``([^`]+)``")
 
 
 class Plainly(griffe.Extension):
-    """Underlined titles become bold lines: as headings they would stand in the page's contents."""
+    """Turn underlined titles into bold lines, to keep them out of the table of contents."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Called once for everything that was read."""
+        """Handle one object of the package."""
         if obj.docstring is not None:
             text = _UNDERLINED.sub(r"", obj.docstring.value)
             obj.docstring.value = _CODE.sub(r"`\1`", text)

@@ -1,8 +1,8 @@
-"""Drawings that take the colours of the page.
+"""Inline drawings, so that they take the colours of the page.
 
-A drawing is a file that can be looked at by itself: its own style knows light and dark by what the
-system says. On the site a reader can choose otherwise, so there the drawing becomes a part of the
-page, without its style, and ``assets/site.css`` colours it.
+A drawing is an SVG file whose own style follows the system's light or dark mode. On the site a
+reader can choose another mode, so the drawing becomes a part of the page, without its style, and
+``assets/site.css`` colours it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STYLE = re.compile(r"<style>.*?</style>", re.DOTALL)
 
 
 def inlined(html: str, docs: str) -> str:
-    """The page with each drawing in place of the image that names it."""
+    """Replace each image of a drawing by the drawing."""
     return _IMAGE.sub(lambda image: _drawing(Path(docs) / "drawings" / image["name"]), html)
 
 

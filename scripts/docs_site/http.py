@@ -13,7 +13,7 @@ __all__ = ["document", "endpoints"]
 
 @cache
 def document() -> dict[str, Any]:
-    """The OpenAPI document of every endpoint; no model is loaded for it."""
+    """Return the OpenAPI document of all endpoints, without loading a model."""
     from kvkeep.serve.server.routes import ROUTERS  # noqa: PLC0415 - torch comes with it: seconds
 
     app = FastAPI(title="kvkeep")
@@ -23,7 +23,7 @@ def document() -> dict[str, Any]:
 
 
 def endpoints() -> str:
-    """A section for each endpoint, and one for each object that is sent or answered."""
+    """Return a section for each endpoint, and one for each object of requests and answers."""
     found = document()
     parts = ["## Endpoints"]
     for path, operations in found["paths"].items():
@@ -84,7 +84,7 @@ def _row(name: str, schema: dict[str, Any], text: str) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """The type in words, with links to objects."""
+    """Return the type in words, with links to objects."""
     if "$ref" in schema:
         name = schema["$ref"].rsplit("/", 1)[1]
         return f"[{name}](#{name.lower()})"
@@ -104,6 +104,6 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def _text(text: str) -> str:
-    """Text in a table or a heading: whatever it holds, it is no Markdown."""
+    """Escape text for a table or a heading."""
     text = re.sub(r"\s+", " ", text).strip()
     return re.sub(r"([\\*_<>|\[\]{}#])", lambda found: f"&#{ord(found[1])};", text)

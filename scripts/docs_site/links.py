@@ -1,7 +1,7 @@
-"""Links that beside the files lead to files, and on the site to pages.
+"""Rewrite links between files to links between pages.
 
-The text of one is a file's name there and a page's title here. What lies outside of ``docs`` is not
-on the site: of a link to it the path is left, which is what a reader with the files needs.
+In the files the text of such a link is a file name; on the site it is the title of the page. Files
+outside ``docs`` are not on the site: a link to one becomes its path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
 def titled(markdown: str, folder: Path) -> str:
-    """The page with each link to ``page.md`` named after what it leads to."""
+    """Set the text of each link to ``page.md`` to the title of its target."""
 
     def named(link: re.Match[str]) -> str:
         headings = _headings((folder / link["path"]).resolve())
@@ -35,7 +35,7 @@ def titled(markdown: str, folder: Path) -> str:
 
 
 def onsite(markdown: str, folder: Path, docs: Path) -> str:
-    """The page with each link to a file outside of ``docs`` as that file's path."""
+    """Replace each link to a file outside ``docs`` by the path of the file."""
 
     def path(link: re.Match[str]) -> str:
         target = (folder / link["path"]).resolve()
@@ -49,7 +49,7 @@ def onsite(markdown: str, folder: Path, docs: Path) -> str:
 
 @cache
 def _headings(page: Path) -> dict[str, str]:
-    """The headings of a page by their anchors; the first is the page's own, under no anchor."""
+    """Return the headings of a page by anchor; the title is under the empty anchor."""
     if not page.is_file():
         return {}  # mkdocs says what is wrong with the link
     found: dict[str, str] = {}

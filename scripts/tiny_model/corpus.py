@@ -64,7 +64,7 @@ SHORTEST = 20  # characters: what is shorter says nothing
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One named thing and what is said about it.
+    """One named object and its documentation.
 
     ``group`` is where it is found (a module, a topic); ``signature`` is empty for prose.
     """
@@ -87,7 +87,7 @@ def read_corpus() -> list[Entry]:
 
 
 def read_topics() -> Iterator[Entry]:
-    """The sections of the language reference, as ``help('assert')`` and its like show them."""
+    """Return the sections of the language reference that ``help('assert')`` and others show."""
     for key in sorted(topics):
         text = topics[key].translate(ASCII)
         heads = list(HEADING.finditer(text))
@@ -132,7 +132,7 @@ def _read_node(node: ast.AST, module: str, name: str) -> Iterator[Entry]:
 
 
 def read_compiled() -> Iterator[Entry]:
-    """The docstrings of what is written in C, asked of the running interpreter."""
+    """Return the docstrings of objects written in C, from the running interpreter."""
     for module_name in COMPILED.split():
         module = importlib.import_module(module_name)
         prefix = "" if module_name == "builtins" else f"{module_name}."
@@ -147,7 +147,7 @@ def read_compiled() -> Iterator[Entry]:
 
 
 def _has_own_words(thing: object) -> bool:
-    """Whether the thing has a docstring that no function in a source file carries by this name."""
+    """Whether the object has a docstring that no function of this name in a source file has."""
     if not isinstance(getattr(thing, "__doc__", None), str):
         return False
     return inspect.ismethod(thing) or not hasattr(thing, "__code__")  # random.choice is a method

@@ -57,7 +57,7 @@ WARMUP_STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What decides the run; the run ends at ``steps`` or after ``minutes``, what comes first.
+    """The parameters of a run; it ends at ``steps`` or after ``minutes``, whichever is first.
 
     ``share`` is where it begins: above zero for a model that has come so far already.
     """
@@ -182,7 +182,7 @@ def _loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
 
 
 def _set_rope_base(model: LlamaForCausalLM, base: float) -> None:
-    """Turn positions at ``base`` from now on; the directory written later says so too."""
+    """Set the RoPE base to ``base``, also for directories written later."""
     model.config.rope_parameters = {"rope_type": "default", "rope_theta": base}
     model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
 
