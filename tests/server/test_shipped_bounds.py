@@ -40,7 +40,7 @@ from kvkeep.serve.server.watching import Watching
 from kvkeep.serve.server.worker import Call
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.kv.removal import Followers
-from kvkeep.store.tiers import Front, Inclusive, TieredStore
+from kvkeep.store.tiers import Inclusive, MemorySpec, TieredStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sized
@@ -301,7 +301,7 @@ def _links() -> Remembers:
 
 
 def _tiered() -> TieredStore:
-    return TieredStore(Front(MemoryBackend(1 << 20)), [], Inclusive())
+    return TieredStore(MemorySpec(MemoryBackend(1 << 20)), [], Inclusive())
 
 
 def _bytes(number: int, size: int = BLOCK_ID_BYTES) -> bytes:

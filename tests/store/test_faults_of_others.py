@@ -391,7 +391,7 @@ def test_memory_and_pins_come_back(url: str) -> None:
         quiet(store)
         store._tiered._prefetching.wait(10)
         assert store.stats().tiers[0].pinned_bytes == 0
-        assert store._tiered.front.backend.leased == 0
+        assert store._tiered.memory.backend.leased == 0
         assert not store._tiered._flights
         store.clear()
         assert store.stats().tiers[0].used_bytes == 0
@@ -466,13 +466,13 @@ def test_what_is_read_is_verified(faulty: FaultyBackend) -> None:
         block = store._names_of(None).full(_row(4))
         put(store, range(4), wait=True)
         for done in range(40):
-            store._tiered.front.remove(block)
+            store._tiered.memory.remove(block)
             faulty.flip()
             assert get(store, range(4)) == 0
             assert counter(store, "damaged") == done + 1
             faulty.heal()
             put(store, range(4), wait=True)
-        store._tiered.front.remove(block)
+        store._tiered.memory.remove(block)
         assert get(store, range(4)) == 4
 
 

@@ -162,9 +162,9 @@ def test_eight_threads_on_a_small_store(policy: Any, quotas: Any, tmp_path: Path
     store._tiered._prefetching.wait(20)
     quiet(store)
     store.check()
-    assert store._tiered.front.backend.leased == 0, "a lease was not given back"
+    assert store._tiered.memory.backend.leased == 0, "a lease was not given back"
     assert not store._tiered._flights
-    assert not store._tiered._queued
+    assert not store._tiered._queue._pending
     before = time.monotonic()
     assert store.close()
     assert time.monotonic() - before < 10

@@ -128,8 +128,8 @@ class Machine(RuleBasedStateMachine):
         assert self.catalogue.unnoted() == []
 
     @rule(space=st.sampled_from(range(3)), count=st.integers(0, 5))
-    def asked(self, space: int, count: int) -> None:
-        self.catalogue.asked(BLOCKS[5 * space : 5 * space + count])
+    def requested(self, space: int, count: int) -> None:
+        self.catalogue.requested(BLOCKS[5 * space : 5 * space + count])
 
     @rule(block=st.sampled_from(BLOCKS))
     def hold(self, block: bytes) -> None:
@@ -289,7 +289,7 @@ LONG = [block_id(number, 0) for number in range(3000)]
 def arrives(catalogue: Catalogue, blocks: Sequence[bytes], budget: int) -> int:
     """A prompt: what is there is used, the rest is added; how many were there."""
     found = catalogue.leading(blocks)
-    catalogue.asked(blocks)
+    catalogue.requested(blocks)
     for block in blocks[found:]:
         short = catalogue.total_bytes + 10 - budget
         if short > 0:
@@ -351,7 +351,7 @@ def test_a_first_block_that_is_short_is_not_what_all_are_fit_for(name: str) -> N
             super().fit(size, block)
 
     catalogue = Catalogue(Watched, budget=1000)
-    catalogue.asked([A])  # nothing is known of sizes yet
+    catalogue.requested([A])  # nothing is known of sizes yet
     for block, size in ((A, 3), (B, 4), (C, 10), (D, 9), (E, 19)):
         catalogue.add(block, size)
     assert fits == [(1000, 3), (1000, 10)]

@@ -79,7 +79,7 @@ def test_what_is_damaged_above_is_found_good_below(fault: str, bench: Bench) -> 
     store = bench.store(16, bad, good)
     put(store, range(8))
     settle(store)
-    store.front.remove([name(number) for number in range(8)])
+    store.memory.remove([name(number) for number in range(8)])
     getattr(bad, fault)(times=3)
     assert get(store, range(8)) == 8
     settle(store)
@@ -165,7 +165,7 @@ def test_memory_is_not_taken_for_a_record_that_is_too_large(codec: str, bench: B
 
     assert tier.load(BLOCK, RAW, room) is None
     assert not taken
-    assert len(tier._scratch._buffer) < 1 << 20
+    assert len(tier._records.scratch._buffer) < 1 << 20
     assert (tier.counters.damaged, there(tier)) == (1, [])
     assert tier.breaker.state == "closed"
 
@@ -199,12 +199,13 @@ def test_raw_records_in_a_tier_with_a_codec_stay_what_they_are(codec: str, bench
     raw = bench.tier(place)
     for block in blocks:
         raw.save(block, raw_record(block))
-    tier = bench.tier(place, codec, readers=1)
+    tier = bench.spec(place, codec, readers=1)
     first, second = (tier.load(b, RAW, lambda: aligned(PAGE)) for b in blocks[:2])
     assert first is not None
     assert second is not None
     assert bytes(first[HEADER_BYTES:]) == content(blocks[0]), "what is read next is elsewhere"
     store = bench.store(64, tier)
+    tier = store.tiers[0]
     assert get(store, range(12)) == 12
     assert above(store) == [*range(12)], "they were promoted"
 
@@ -225,8 +226,9 @@ def test_records_that_are_not_for_a_tier_are_refused_and_written_anew(
     written = bench.tier(place, theirs[0], key=theirs[1])
     written.save(BLOCK, raw_record(BLOCK))
     before = bytes(stored(place, BLOCK))
-    tier = bench.tier(place, ours[0], key=ours[1])
+    tier = bench.spec(place, ours[0], key=ours[1])
     store = bench.store(16, tier)
+    tier = store.tiers[0]
     assert get(store, [0]) == 0
     assert (tier.counters.refused, tier.counters.damaged) == (1, 0)
     assert place.calls["quarantine"] == 0
@@ -234,16 +236,17 @@ def test_records_that_are_not_for_a_tier_are_refused_and_written_anew(
     assert tier.breaker.state == "closed"
     assert put(store, [0], wait=20).kept == [0], "as if it were not there"
     assert read_header(stored(place, BLOCK)).codec == tier.codec.number
-    store.front.remove([BLOCK])
+    store.memory.remove([BLOCK])
     assert get(store, [0]) == 1
 
 
 def test_another_version_is_refused_and_written_anew(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.tier(place)
+    tier = bench.spec(place)
     tier.save(BLOCK, raw_record(BLOCK))
     place.inner.put(BLOCK, forged(stored(place, BLOCK), version=9))
     store = bench.store(16, tier)
+    tier = store.tiers[0]
     assert store.knows(BLOCK)
     assert get(store, [0]) == 0
     assert (tier.counters.refused, tier.counters.damaged) == (1, 0)
@@ -251,7 +254,7 @@ def test_another_version_is_refused_and_written_anew(bench: Bench) -> None:
     assert not store.knows(BLOCK)
     assert store.locate([BLOCK]) == []
     assert put(store, [0], wait=20).kept == [0]
-    store.front.remove([BLOCK])
+    store.memory.remove([BLOCK])
     assert get(store, [0]) == 1
 
 
@@ -385,7 +388,7 @@ def test_a_store_over_a_damaged_tier_alone_ends_at_the_first_bad_block(bench: Be
     store = bench.store(16, place, policy=Inclusive())
     put(store, range(6))
     settle(store)
-    store.front.remove([name(number) for number in range(6)])
+    store.memory.remove([name(number) for number in range(6)])
     bad = stored(place, name(3))
     bad[-1] ^= 1
     place.inner.put(name(3), bad)

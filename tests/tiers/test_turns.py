@@ -12,7 +12,7 @@ from kvkeep.core.keys import BLOCK_ID_BYTES
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.codecs import BlockShape, make_codec
-from kvkeep.store.tiers import Front
+from kvkeep.store.tiers import MemorySpec
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.tier import Tier, TierOptions
 from kvkeep.store.tiers.turns import AGAIN, Turns
@@ -113,8 +113,8 @@ def test_nothing_is_dropped_though_others_take_the_room(kind, tmp_path, monkeypa
         tier.open()
         made, name = Tier.make_room, "make_room"
     else:
-        tier = Front(MemoryBackend(places * UNIT))
-        made, name = Front._evict, "_evict"
+        tier = MemorySpec(MemoryBackend(places * UNIT))
+        made, name = MemorySpec._evict, "_evict"
 
     def make_room(self, *needed):
         freed = made(self, *needed)

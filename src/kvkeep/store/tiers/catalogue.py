@@ -233,7 +233,7 @@ class Catalogue:
                 self._order_listed()
             return self._not_listed()
 
-    def asked(self, blocks: Sequence[bytes]) -> None:
+    def requested(self, blocks: Sequence[bytes]) -> None:
         """A prompt made of ``blocks`` of one namespace came, found or to be put: once for each.
 
         Before any of them is added. For policies that remember; nothing is done for others.

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvkeep.serve.engine.observe import LoadReport
-from kvkeep.store import Fate
+from kvkeep.store import Miss
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -55,20 +55,20 @@ class Evidence:
         self._page_size = page_size
         self._front = tiers[0]
         self._began = self._last = time.monotonic()
-        self._said: tuple[Lookup, Sequence[Fate]] | None = None
+        self._said: tuple[Lookup, Sequence[Miss]] | None = None
         self._slow = ""
         self._found = 0
         self._ready: int | None = None
         self._where: list[_Range] = []  # it was found, when it was sought,
         self._fetched: list[_Range] = []  # it was, on its way into memory,
         self._came: list[_Range] = []  # and it came from
-        self._behind: Sequence[Fate] = ()
-        self._stopped: Sequence[Fate] = ()
+        self._behind: Sequence[Miss] = ()
+        self._stopped: Sequence[Miss] = ()
         self._in_time = True
 
     # --- noting ------------------------------------------------------------------------------
 
-    def sought(self, there: Lookup, behind: Sequence[Fate]) -> None:
+    def sought(self, there: Lookup, behind: Sequence[Miss]) -> None:
         """The store has said what it has, and of what it has not, why."""
         self.now()
         self._said = there, behind
@@ -96,7 +96,7 @@ class Evidence:
             if begin < stop:
                 self._came.append(_Range(begin, stop, one.tier))
 
-    def stopped(self, why: Sequence[Fate]) -> None:
+    def stopped(self, why: Sequence[Miss]) -> None:
         """What was found did not come, and not because it took too long."""
         self._stopped = why
 
@@ -105,7 +105,7 @@ class Evidence:
         self._in_time = False
         self.now()
 
-    def unanswered(self, why: Sequence[Fate]) -> None:
+    def unanswered(self, why: Sequence[Miss]) -> None:
         """The store did not even say what it has; ``why`` may tell who did not answer."""
         self._behind = [one for one in why if one.what != "never"]
         self._slow = next((one.tier for one in why if one.what == "late"), "")
@@ -161,28 +161,28 @@ class Evidence:
                 sources.append(_Range(start, stop, tier))
         return tuple((*one,) for one in sources)
 
-    def _unread(self, start: int, stop: int) -> list[Fate]:
+    def _unread(self, start: int, stop: int) -> list[Miss]:
         """It was to be read, and did not come."""
         what: What = "unavailable" if self._in_time else "late"
         return self._cover(start, stop, self._stopped, what, "not read")
 
-    def _not_in_time(self, start: int, stop: int) -> list[Fate]:
+    def _not_in_time(self, start: int, stop: int) -> list[Miss]:
         """It was found, and not in memory when it was its turn; or it is not worth it."""
         if self._ready is not None and self._ready < self._found:
             return self._cover(start, stop, (), "late", "no answer")
-        return [Fate(start, stop, "", "never", None, "part")] if start < stop else []
+        return [Miss(start, stop, "", "never", None, "part")] if start < stop else []
 
-    def _not_there(self, start: int) -> list[Fate]:
+    def _not_there(self, start: int) -> list[Miss]:
         """It was not found."""
         if self.answered:
             return self._cover(start, self._end, self._behind, "never", "")
         return self._cover(start, self._end, self._behind, "late", "no answer")
 
     def _cover(
-        self, start: int, stop: int, fates: Sequence[Fate], what: What, detail: str
-    ) -> list[Fate]:
+        self, start: int, stop: int, fates: Sequence[Miss], what: What, detail: str
+    ) -> list[Miss]:
         """Tokens ``start`` … ``stop - 1`` by ``fates``, and what they leave by another."""
-        covered: list[Fate] = []
+        covered: list[Miss] = []
         for fate in fates:
             begin, end = max(start, fate.start), min(stop, fate.stop)
             if begin < end:
@@ -191,16 +191,16 @@ class Evidence:
                 start = end
         return covered + self._same(start, stop, what, detail)
 
-    def _same(self, start: int, stop: int, what: What, detail: str) -> list[Fate]:
+    def _same(self, start: int, stop: int, what: What, detail: str) -> list[Miss]:
         """The same for all of them, but for the tier where each was found."""
         if start >= stop:
             return []
         if what == "never":
-            return [Fate(start, stop, "", what, None, detail)]
+            return [Miss(start, stop, "", what, None, detail)]
         now = time.time()
         edges = {edge for one in self._where for edge in one[:2] if start < edge < stop}
         return [
-            Fate(begin, end, _at(self._where, begin) or self._slow, what, now, detail)
+            Miss(begin, end, _at(self._where, begin) or self._slow, what, now, detail)
             for begin, end in pairwise(sorted({start, stop, *edges}))
         ]
 

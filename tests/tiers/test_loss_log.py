@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from tier_bench import PAGE, SHORT, Bench, get, name, put, settle, until
 
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers import Exclusive, Fates, Front, Inclusive
+from kvkeep.store.tiers import Exclusive, Inclusive, LossLog, MemorySpec
 
 if TYPE_CHECKING:
-    from kvkeep.store.tiers import Happened, Tier, TieredStore
+    from kvkeep.store.tiers import Loss, Tier, TieredStore
 
 
-def fate(store: TieredStore, number: int, since: float | None = None) -> Happened | None:
-    (one,) = store.fates_of([name(number)], since)
+def fate(store: TieredStore, number: int, since: float | None = None) -> Loss | None:
+    (one,) = store.losses_of([name(number)], since)
     return one
 
 
@@ -35,7 +35,7 @@ def told(store: TieredStore, number: int, since: float | None = None) -> tuple[s
 
 def test_the_last_thing_counts() -> None:
     now = [5.0]
-    fates = Fates(["memory", "file"], clock=lambda: now[0])
+    fates = LossLog(["memory", "file"], clock=lambda: now[0])
     assert fates.of(b"a") is None
     fates.note([b"a", b"b"], "memory", "evicted", "lru")
     now[0] = 6.0
@@ -46,7 +46,7 @@ def test_the_last_thing_counts() -> None:
 
 @pytest.mark.parametrize("what", ["refused", "dropped"])
 def test_an_eviction_does_not_hide_that_a_tier_below_never_got_it(what) -> None:
-    fates = Fates(["memory", "file", "s3"])
+    fates = LossLog(["memory", "file", "s3"])
     fates.note([b"a"], "file", what, "x")
     fates.note([b"a"], "memory", "evicted", "lru")
     assert fates.of(b"a")[:2] == ("file", what)
@@ -59,7 +59,7 @@ def test_an_eviction_does_not_hide_that_a_tier_below_never_got_it(what) -> None:
 
 @given(st.lists(st.integers(0, 9)), st.integers(1, 6))
 def test_the_oldest_is_forgotten(blocks: list[int], most: int) -> None:
-    fates = Fates(["memory"], most)
+    fates = LossLog(["memory"], most)
     for at, block in enumerate(blocks):
         fates.note([bytes([block])], "memory", "evicted", str(at))
     last = {block: at for at, block in enumerate(blocks)}
@@ -113,7 +113,7 @@ def test_removed_and_cleared(bench: Bench) -> None:
 
 
 def test_its_time_was_over(bench: Bench) -> None:
-    front = Front(MemoryBackend(8 * PAGE), ttl=0.05)
+    front = MemorySpec(MemoryBackend(8 * PAGE), ttl=0.05)
     store = bench.store(front)
     put(store, [1])
     assert fate(store, 1) is None
@@ -122,11 +122,12 @@ def test_its_time_was_over(bench: Bench) -> None:
 
 
 def test_its_time_was_over_below(bench: Bench) -> None:
-    tier = bench.tier(bench.disk(), ttl=0.05)
+    tier = bench.spec(bench.disk(), ttl=0.05)
     store = bench.store(2, tier)
+    tier = store.tiers[0]
     put(store, [1])
     settle(store)
-    store.front.remove([name(1)])
+    store.memory.remove([name(1)])
     until(lambda: fate(store, 1) is not None)
     assert told(store, 1) == (tier.name, "removed", "ttl")
     tier.expire()
@@ -141,13 +142,14 @@ def test_gone_from_memory_and_there_below(bench: Bench) -> None:
     for number in range(8):
         put(store, [number])
         settle(store)
-    assert store.front.counters.evictions == 4
+    assert store.memory.counters.evictions == 4
     assert [fate(store, number) for number in range(8)] == [None] * 8
 
 
 def test_evicted_below(bench: Bench) -> None:
-    tier = bench.tier(bench.disk(3))
+    tier = bench.spec(bench.disk(3))
     store = bench.store(2, tier)
+    tier = store.tiers[0]
     for number in range(6):
         put(store, [number])
         settle(store)
@@ -156,8 +158,9 @@ def test_evicted_below(bench: Bench) -> None:
 
 
 def test_a_demotion_that_arrived_is_no_loss(bench: Bench) -> None:
-    tier = bench.tier(bench.disk(16))
+    tier = bench.spec(bench.disk(16))
     store = bench.store(10, tier, policy=Exclusive())
+    tier = store.tiers[0]
     for number in range(20):
         put(store, [number])
         settle(store)
@@ -167,8 +170,9 @@ def test_a_demotion_that_arrived_is_no_loss(bench: Bench) -> None:
 
 @pytest.mark.parametrize("policy", [Inclusive(2), Exclusive(2)])
 def test_not_admitted(bench: Bench, policy) -> None:
-    tier = bench.tier(bench.disk())
+    tier = bench.spec(bench.disk())
     store = bench.store(10, tier, policy=policy)
+    tier = store.tiers[0]
     put(store, [0])
     put(store, [0])
     for number in range(1, 30):
@@ -180,8 +184,9 @@ def test_not_admitted(bench: Bench, policy) -> None:
 
 def test_exclusive_refuses_nothing_that_it_would_move_later(bench: Bench) -> None:
     """It admits nothing below memory at first: what is lost then was lost by an eviction."""
-    tier = bench.tier(bench.disk(4))
+    tier = bench.spec(bench.disk(4))
     store = bench.store(10, tier, policy=Exclusive())
+    tier = store.tiers[0]
     for number in range(30):
         put(store, [number])
         settle(store)
@@ -190,23 +195,25 @@ def test_exclusive_refuses_nothing_that_it_would_move_later(bench: Bench) -> Non
 
 def test_the_queue_was_full(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.tier(place, queue_bytes=2 * PAGE, writers=1)
+    tier = bench.spec(place, queue_bytes=2 * PAGE, writers=1)
     store = bench.store(8, tier)
+    tier = store.tiers[0]
     place.hang("put")
     put(store, range(8))
     place.heal()
     settle(store)
     lost = [number for number in range(8) if not tier.knows(name(number))]
     assert lost
-    store.front.remove([name(number) for number in lost])  # as if it had to make room
+    store.memory.remove([name(number) for number in lost])  # as if it had to make room
     for number in lost:
         assert told(store, number) == (tier.name, "dropped", "queue full")
 
 
 def test_a_write_failed(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.tier(place)
+    tier = bench.spec(place)
     store = bench.store(2, tier)
+    tier = store.tiers[0]
     place.fail("put", times=1)
     put(store, [1])
     settle(store)
@@ -217,8 +224,9 @@ def test_a_write_failed(bench: Bench) -> None:
 
 def test_no_room_below(bench: Bench) -> None:
     place = bench.disk(4)
-    tier = bench.tier(place)
+    tier = bench.spec(place)
     store = bench.store(2, tier)
+    tier = store.tiers[0]
     put(store, [1])
     settle(store)
     place.fill_up()
@@ -231,8 +239,9 @@ def test_no_room_below(bench: Bench) -> None:
 
 def test_written_while_the_tier_was_left_alone(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.tier(place, breaker_limit=1, pause=30.0)
+    tier = bench.spec(place, breaker_limit=1, pause=30.0)
     store = bench.store(2, tier)
+    tier = store.tiers[0]
     place.fail("put")
     put(store, [1])
     settle(store)
@@ -268,11 +277,12 @@ def test_the_place_has_lost_it(bench: Bench) -> None:
 
 def test_a_record_that_is_not_for_us(bench: Bench) -> None:
     place = bench.disk()
-    lossy = bench.store(2, bench.tier(place, codec="fp8"))
+    lossy = bench.store(2, bench.spec(place, codec="fp8"))
     put(lossy, [1])
     settle(lossy)
-    tier = bench.tier(place)
+    tier = bench.spec(place)
     store = bench.store(2, tier)
+    tier = store.tiers[0]
     assert get(store, [1]) == 0
     settle(store)
     assert told(store, 1)[:2] == (tier.name, "refused")
@@ -296,8 +306,9 @@ def test_a_tier_that_is_left_alone_hides_what_it_has(bench: Bench) -> None:
 
 def test_a_place_of_others_may_have_anything(bench: Bench) -> None:
     place = bench.disk(None)  # without a budget it is asked each time
-    tier = bench.tier(place, breaker_limit=1, pause=30.0)
+    tier = bench.spec(place, breaker_limit=1, pause=30.0)
     store = bench.store(4, tier)
+    tier = store.tiers[0]
     assert told(store, 9) == ("", "never", "")
     place.fail("sizes")
     assert store.locate([name(9)]) == []
@@ -306,8 +317,9 @@ def test_a_place_of_others_may_have_anything(bench: Bench) -> None:
 
 def test_what_a_tier_lost_itself_is_told_while_it_is_away(bench: Bench) -> None:
     place = bench.disk(3)
-    tier = bench.tier(place, breaker_limit=1, pause=30.0)
+    tier = bench.spec(place, breaker_limit=1, pause=30.0)
     store = bench.store(2, tier)
+    tier = store.tiers[0]
     for number in range(6):
         put(store, [number])
         settle(store)
@@ -358,12 +370,14 @@ def test_who_hangs_is_named_before_its_time_is_over(bench: Bench) -> None:
 
 
 def test_sources_of_a_read(bench: Bench) -> None:
-    one, two = bench.tier(bench.disk(at="one")), bench.tier(bench.disk(at="two"))
+    one, two = bench.spec(bench.disk(at="one")), bench.spec(bench.disk(at="two"))
     store = bench.store(8, one, two)
+    two = store.tiers[1]
+    one = store.tiers[0]
     put(store, range(4))
     settle(store)
     one.remove([name(2), name(3)])
-    store.front.remove([name(1), name(2)])
+    store.memory.remove([name(1), name(2)])
     sources: list[str] = []
     assert get(store, range(4), sources=sources) == 4
     assert sources == ["memory", one.name, two.name, "memory"]
@@ -372,11 +386,13 @@ def test_sources_of_a_read(bench: Bench) -> None:
 def test_the_source_is_the_tier_that_gave_it(bench: Bench) -> None:
     """The first fails, and the next one has it as well."""
     place = bench.disk(at="one")
-    one, two = bench.tier(place), bench.tier(bench.disk(at="two"))
+    one, two = bench.spec(place), bench.spec(bench.disk(at="two"))
     store = bench.store(8, one, two)
+    two = store.tiers[1]
+    one = store.tiers[0]
     put(store, range(2))
     settle(store)
-    store.front.remove([name(0), name(1)])
+    store.memory.remove([name(0), name(1)])
     place.fail("get", times=1)
     sources: list[str] = []
     assert get(store, range(2), sources=sources) == 2
@@ -390,7 +406,7 @@ def test_a_block_is_there_or_has_a_fate(tmp_path_factory, steps, exclusive) -> N
     bench = Bench(tmp_path_factory.mktemp("fates"))
     try:
         policy = Exclusive() if exclusive else Inclusive()
-        store = bench.store(6, bench.tier(bench.disk(4)), policy=policy)
+        store = bench.store(6, bench.spec(bench.disk(4)), policy=policy)
         seen: set[int] = set()
         for step, number in steps:
             if step == "p":
@@ -418,5 +434,5 @@ def _below_only(bench: Bench, tier: Tier, numbers: range) -> TieredStore:
     store = bench.store(8, tier)
     put(store, numbers)
     settle(store)
-    store.front.remove([name(number) for number in numbers])
+    store.memory.remove([name(number) for number in numbers])
     return store
