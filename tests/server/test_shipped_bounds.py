@@ -281,10 +281,10 @@ def _sessions() -> Remembers:
     )  # fmt: skip
 
 
-def _fates() -> Remembers:
-    fates = _tiered().fates
-    note = partial(fates.note, tier="memory", what="evicted", detail="lru")
-    return Remembers(lambda number: note([_bytes(number)]), fates._last, 100_000, 36)
+def _losses() -> Remembers:
+    losses = _tiered().losses
+    note = partial(losses.note, tier="memory", what="evicted", detail="lru")
+    return Remembers(lambda number: note([_bytes(number)]), losses._last, 100_000, 36)
 
 
 def _touches() -> Remembers:
@@ -308,7 +308,7 @@ def _bytes(number: int, size: int = BLOCK_ID_BYTES) -> bytes:
     return number.to_bytes(size, "little")
 
 
-@pytest.mark.parametrize("of", [_keys, _salts, _sessions, _fates, _touches, _links])
+@pytest.mark.parametrize("of", [_keys, _salts, _sessions, _losses, _touches, _links])
 def test_what_serving_md_says_of_the_cache_and_the_store(of):
     """How many of each are remembered, and the memory of so many: a quarter takes a quarter."""
     one = of()

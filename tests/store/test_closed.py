@@ -79,7 +79,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "locate": lambda s: s.locate(IDS),
         "knows": lambda s: s.knows(IDS[0]),
         "holders": lambda s: s.holders(IDS),
-        "fates_of": lambda s: s.fates_of(IDS),
+        "losses_of": lambda s: s.losses_of(IDS),
         "read": lambda s: s.read(IDS, [100] * 4, lambda at, raw: None),
         "write": lambda s: s.write(IDS, [100] * 4, fill),
         "prefetch": lambda s: s.prefetch(lambda: (IDS, [100] * 4)),

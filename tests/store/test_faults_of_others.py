@@ -392,7 +392,7 @@ def test_memory_and_pins_come_back(url: str) -> None:
         store._tiered._prefetching.wait(10)
         assert store.stats().tiers[0].pinned_bytes == 0
         assert store._tiered.memory.backend.leased == 0
-        assert not store._tiered._flights
+        assert not store._tiered._reader._reads
         store.clear()
         assert store.stats().tiers[0].used_bytes == 0
         store.check()

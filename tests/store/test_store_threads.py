@@ -163,7 +163,7 @@ def test_eight_threads_on_a_small_store(policy: Any, quotas: Any, tmp_path: Path
     quiet(store)
     store.check()
     assert store._tiered.memory.backend.leased == 0, "a lease was not given back"
-    assert not store._tiered._flights
+    assert not store._tiered._reader._reads
     assert not store._tiered._queue._pending
     before = time.monotonic()
     assert store.close()

@@ -200,9 +200,8 @@ def test_what_cannot_be_read_below_is_kept_in_memory_again(bench: Bench) -> None
 @pytest.mark.parametrize("how", ["fail", "hang"])
 def test_a_part_that_is_down_does_not_stop_the_other(how: str, bench: Bench) -> None:
     place = Halves(64 * PAGE)
-    tier = bench.spec(place, timeout=SHORT, pause=LONG)
-    tier.indexed = False  # as with a server that has its own rules
-    store = bench.store(16, tier)
+    place.capacity = None  # as with a server that has its own rules
+    store = bench.store(16, bench.spec(place, timeout=SHORT, pause=LONG))
     tier = store.tiers[0]
     put(store, range(10), wait=LONG)
     emptied(store)

@@ -54,8 +54,8 @@ def test_a_hung_read_costs_its_timeout_and_the_next_tier_has_it(bench: Bench) ->
 
 def test_two_hung_tiers_cost_two_timeouts_and_the_third_has_it(bench: Bench) -> None:
     slow = [bench.memory(64), bench.memory(64)]
-    tiers = [bench.tier(place, timeout=SHORT, pause=LONG) for place in slow]
-    store = bench.store(16, *tiers, bench.disk())
+    specs = [bench.spec(place, timeout=SHORT, pause=LONG) for place in slow]
+    store = bench.store(16, *specs, bench.disk())
     put(store, range(4))
     emptied(store)
     for place in slow:
@@ -158,11 +158,12 @@ def test_a_close_flushes_those_that_do_not_hang(bench: Bench) -> None:
 def test_a_hung_tier_does_not_take_the_one_above_it_along(bench: Bench) -> None:
     """What tier 1 evicts goes to tier 2, which hangs: tier 1 goes on reading and writing."""
     upper, lower = bench.memory(8), bench.memory(64)
-    tiers = [
-        bench.tier(upper, timeout=2 * SHORT, pause=LONG),
-        bench.tier(lower, timeout=2 * SHORT, pause=LONG),
+    specs = [
+        bench.spec(upper, timeout=2 * SHORT, pause=LONG),
+        bench.spec(lower, timeout=2 * SHORT, pause=LONG),
     ]
-    store = bench.store(8, *tiers, policy=Exclusive())
+    store = bench.store(8, *specs, policy=Exclusive())
+    tiers = store.tiers
     lower.hang("put")
     for first in range(0, 60, 2):
         put(store, range(first, first + 2))

@@ -141,7 +141,7 @@ def test_blocks_move_down_from_memory_with_a_time_to_live(bench: Bench, ttl: flo
     settle(store)
     assert above(store) == list(range(14))
     assert there(store.tiers[0]) == [14]
-    assert front.counters.demotions == 1
+    assert store.memory.counters.demotions == 1
     assert get(store, range(15)) == 15
 
 
@@ -150,8 +150,8 @@ def test_what_outlived_its_time_does_not_move_down(bench: Bench) -> None:
     front = MemorySpec(MemoryBackend(16 * PAGE), ttl=1000.0)
     store = bench.store(front, place, policy=Exclusive())
     put(store, range(8))
-    later = front.catalogue._clock() + 2000
-    front.catalogue._clock = lambda: later
+    later = store.memory.catalogue._clock() + 2000
+    store.memory.catalogue._clock = lambda: later
     put(store, range(8, 16))
     settle(store)
     assert above(store) == [*range(6), *range(8, 16)]
@@ -175,7 +175,7 @@ def test_memory_that_is_closed_in_the_middle_of_a_flush(bench: Bench) -> None:
     """Whoever flushes is told; the block is not said to be on its way for ever."""
     policy = Closing()
     front = MemorySpec(MemoryBackend(8 * PAGE))
-    store = TieredStore(front, [bench.tier(bench.disk())], policy)
+    store = TieredStore(front, [bench.spec(bench.disk())], policy)
     put(store, range(4))
     policy.memory = front.backend
     with pytest.raises(BackendFailed, match="is closed"):

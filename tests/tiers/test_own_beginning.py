@@ -62,8 +62,8 @@ def test_one_that_is_too_long_keeps_its_beginning(bench: Bench, writers: int, kn
 def test_what_a_read_writes_pushes_out_nothing_of_it(bench: Bench) -> None:
     """A tier that takes blocks at their second use gets the rest of a prompt."""
     small, large = bench.disk(8), bench.disk(64, at="large")
-    tiers = [bench.tier(small, writers=1), bench.tier(large)]
-    store = bench.store(32, *tiers, policy=Inclusive(admit_after=2))
+    store = bench.store(32, bench.spec(small, writers=1), large, policy=Inclusive(admit_after=2))
+    tiers = store.tiers
     for _ in range(2):
         put(store, range(4), wait=20)
     for _ in range(2):
@@ -117,9 +117,9 @@ def test_what_is_behind_a_block_without_room_was_dropped_for_that(bench: Bench) 
     written_one_by_one(store, tier, range(8))
     assert there(tier) == list(range(4))
     for number in range(4, 8):
-        fate = store.fates.of(name(number))
-        assert fate is not None
-        assert (fate.tier, fate.what, fate.detail) == (tier.name, "dropped", "no room")
+        loss = store.losses.of(name(number))
+        assert loss is not None
+        assert (loss.tier, loss.what, loss.detail) == (tier.name, "dropped", "no room")
 
 
 @pytest.mark.parametrize("quota", [False, True])
@@ -176,5 +176,5 @@ def test_what_goes_down_for_it_pushes_out_nothing_of_it(bench: Bench) -> None:
     written_one_by_one(store, tier, range(12))
     simulated.put([name(number) for number in range(12)])
     assert there(tier) == [0, 1, 30, 31, 32, 33, 34, 35]
-    assert {name(number) for number in there(tier)} == {*simulated._places[1].catalogue.blocks()}
+    assert {name(number) for number in there(tier)} == {*simulated._levels[1].catalogue.blocks()}
     assert get(store, range(12)) == 12

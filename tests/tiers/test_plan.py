@@ -267,9 +267,9 @@ def test_exclusive_lets_the_end_of_the_chain_go(bench: Bench) -> None:
 def test_exclusive_through_codecs(bench: Bench) -> None:
     key = bytes(range(32))
     tiers = [
-        bench.tier(bench.disk(4), "raw"),
-        bench.tier(bench.memory(16), "lossless"),
-        bench.tier(bench.disk(at="e"), "lossless", key=key),
+        bench.spec(bench.disk(4), "raw"),
+        bench.spec(bench.memory(16), "lossless"),
+        bench.spec(bench.disk(at="e"), "lossless", key=key),
     ]
     store = bench.store(8, *tiers, policy=Exclusive())
     for number in range(40):

@@ -14,7 +14,7 @@ from tier_bench import PAGE, RAW, Bench, above, content, get, name, put, settle,
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.codecs import BlockShape, make_codec
-from kvkeep.store.tiers import Inclusive, Tier
+from kvkeep.store.tiers import Inclusive, Tier, TierSpec
 from kvkeep.store.tiers.record import HEADER_BYTES, read_header, seal
 from kvkeep.testing.backend_hooks import block_id
 
@@ -199,13 +199,13 @@ def test_raw_records_in_a_tier_with_a_codec_stay_what_they_are(codec: str, bench
     raw = bench.tier(place)
     for block in blocks:
         raw.save(block, raw_record(block))
-    tier = bench.spec(place, codec, readers=1)
+    spec = bench.spec(place, codec, readers=1)
+    tier = Tier(spec)
     first, second = (tier.load(b, RAW, lambda: aligned(PAGE)) for b in blocks[:2])
     assert first is not None
     assert second is not None
     assert bytes(first[HEADER_BYTES:]) == content(blocks[0]), "what is read next is elsewhere"
-    store = bench.store(64, tier)
-    tier = store.tiers[0]
+    store = bench.store(64, spec)
     assert get(store, range(12)) == 12
     assert above(store) == [*range(12)], "they were promoted"
 
@@ -242,10 +242,9 @@ def test_records_that_are_not_for_a_tier_are_refused_and_written_anew(
 
 def test_another_version_is_refused_and_written_anew(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.spec(place)
-    tier.save(BLOCK, raw_record(BLOCK))
+    bench.tier(place).save(BLOCK, raw_record(BLOCK))
     place.inner.put(BLOCK, forged(stored(place, BLOCK), version=9))
-    store = bench.store(16, tier)
+    store = bench.store(16, place)
     tier = store.tiers[0]
     assert store.knows(BLOCK)
     assert get(store, [0]) == 0
@@ -284,7 +283,7 @@ def test_a_large_file_under_a_blocks_name_is_put_aside_before_others_go(
     tmp_path: Path, size: int
 ) -> None:
     place = DiskBackend(tmp_path / "store", 10 << 20)
-    tier = Tier("file", place, make_codec("raw", BlockShape()), lambda _number: None)
+    tier = Tier(TierSpec("file", place, make_codec("raw", BlockShape()), lambda _number: None))
     for number in range(100):
         place.put(block_id(number), memoryview(bytes(20_000)))
     foreign(place, block_id(500), size)
@@ -303,14 +302,14 @@ def test_a_large_file_under_a_blocks_name_is_put_aside_before_others_go(
 
 def test_nothing_goes_where_all_of_it_would_not_suffice(tmp_path: Path) -> None:
     place = DiskBackend(tmp_path / "store", 20 * 4096)
-    tier = Tier("file", place, make_codec("raw", BlockShape()), lambda _number: None)
+    tier = Tier(TierSpec("file", place, make_codec("raw", BlockShape()), lambda _number: None))
     for number in range(10):
         place.put(block_id(number), memoryview(bytes(4000)))
     tier.relist()
     tier.catalogue.pin([block_id(number) for number in range(8)], 60.0, 1 << 20)
-    assert not tier.make_room(3 * 4096)
+    assert not tier._space.make_room(3 * 4096)
     assert tier.counters.evictions == 0
-    assert tier.make_room(2 * 4096)
+    assert tier._space.make_room(2 * 4096)
     assert tier.counters.evictions == 2, "whole units are counted: no more than must go"
 
 

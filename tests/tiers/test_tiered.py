@@ -12,13 +12,13 @@ from kvkeep.store.tiers import Exclusive, Inclusive, MemorySpec
 from kvkeep.testing import FaultyBackend
 
 if TYPE_CHECKING:
-    from kvkeep.store.tiers import Tier, TieredStore
+    from kvkeep.store.tiers import MemoryTier, Tier, TieredStore
 
 
 class Clock:
     """Seconds that pass when they are told to."""
 
-    def __init__(self, *tiers: Tier | MemorySpec) -> None:
+    def __init__(self, *tiers: Tier | MemoryTier) -> None:
         self.now = tiers[0].catalogue._clock()
         for tier in tiers:
             tier.catalogue._clock = self
@@ -73,8 +73,8 @@ def test_a_failed_write_is_tried_again_by_the_next_put(fault: str, bench: Bench)
 
 def test_behind_a_dropped_block_nothing_is_written_in_vain(bench: Bench) -> None:
     small, large = bench.disk(), bench.disk(at="large")
-    tiers = [bench.tier(small, queue_bytes=3 * PAGE, writers=1), bench.tier(large)]
-    store = bench.store(32, *tiers)
+    store = bench.store(32, bench.spec(small, queue_bytes=3 * PAGE, writers=1), large)
+    tiers = store.tiers
     small.hang("put")
     assert put(store, range(8)).kept == list(range(8))
     assert tiers[0].counters.drops == 5
@@ -268,7 +268,7 @@ def test_what_outlived_its_time_is_not_found_and_goes(bench: Bench) -> None:
     front = MemorySpec(MemoryBackend(16 * PAGE), ttl=10.0)
     place = bench.memory(64)
     store = bench.store(front, bench.spec(place, ttl=100.0))
-    clock = Clock(front, *store.tiers)
+    clock = Clock(store.memory, *store.tiers)
     put(store, range(4), wait=20)
     clock.now += 9
     assert store.locate([name(0), name(1)]) == [0, 0]
@@ -381,8 +381,8 @@ def test_a_tier_that_never_takes_what_is_put_did_not_refuse_it(bench: Bench) -> 
     store = bench.store(8, bench.disk(), policy=Exclusive())
     put(store, range(4), wait=20)
     store.memory.remove([name(number) for number in range(4)])
-    assert [store.fates.of(name(number)) for number in range(4)] == [None] * 4
+    assert [store.losses.of(name(number)) for number in range(4)] == [None] * 4
     later = bench.store(8, bench.disk(at="later"), policy=Inclusive(admit_after=2))
     put(later, range(4), wait=20)
-    later.front.remove([name(number) for number in range(4)])
+    later.memory.remove([name(number) for number in range(4)])
     assert {fate.detail for fate in later.losses_of([name(0)]) if fate} == {"admission"}

@@ -293,7 +293,7 @@ def built(setting: Setting, bench: Bench, at: str = "") -> tuple[TieredStore, li
         bounded = place.capacity is not None
         codec = setting.codec if number == 0 else "raw"
         tiers.append(
-            bench.tier(
+            bench.spec(
                 place,
                 codec,
                 timeout=TIMEOUT,

@@ -110,6 +110,7 @@ class Tier:
     ) -> None:
         self.name = spec.name
         self.backend = spec.backend
+        self.codec = spec.codec
         self.options = options = spec.options
         self.losses = LossLog() if losses is None else losses
         self.counters = TierCounters()
@@ -551,7 +552,7 @@ class Tier:
         return TierStats(
             name=self.name,
             place=self.backend.describe(),
-            codec=self._records.codec.name,
+            codec=self.codec.name,
             blocks=len(self.catalogue) if self.indexed else None,
             used_bytes=self.catalogue.total_bytes if self.indexed else None,
             capacity=self.backend.capacity,
@@ -565,5 +566,4 @@ class Tier:
         )
 
     def __repr__(self) -> str:
-        codec = self._records.codec.name
-        return f"<Tier {self.name} {self.backend.describe()} {codec}>"
+        return f"<Tier {self.name} {self.backend.describe()} {self.codec.name}>"
