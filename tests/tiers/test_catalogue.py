@@ -59,7 +59,9 @@ class Machine(RuleBasedStateMachine):
         self.catalogue = Catalogue(
             POLICIES[self.name], ttl=ttl, clock=self.clock, budget=40, ordered=ordered
         )
-        self.catalogue._packed = Packed(self.catalogue._group_of, buckets=3)  # rows meet in one
+        self.catalogue._packed = Packed(
+            self.catalogue._order.group_of, buckets=3
+        )  # rows meet in one
         self.known: dict[bytes, Known] = {}
         self.quotas: dict[bytes, int] = {}
         self.order = 0
@@ -562,7 +564,7 @@ def test_the_order_is_the_same_with_a_bound(name: str, ordered: int | None) -> N
         assert set(plain.blocks()) == set(bounded.blocks())
     bounded.check()
     if ordered is not None:
-        assert len(bounded._kept) <= ordered
+        assert len(bounded._blocks) <= ordered
     assert sorted(plain.victims(10**6)) == sorted(bounded.victims(10**6))
 
 
@@ -673,7 +675,7 @@ def test_a_clock_that_was_ahead_does_not_keep_blocks_for_ever() -> None:
 def test_memory_of_a_block_is_small() -> None:
     """benchmarks/store_growth.py has the figure for a million."""
     catalogue = Catalogue(LRU, ordered=1000)
-    catalogue._packed = Packed(catalogue._group_of, buckets=2048)  # as full as with a million
+    catalogue._packed = Packed(catalogue._order.group_of, buckets=2048)  # as full as with a million
     tracemalloc.start()
     try:
         catalogue.fill((bytes(16) + os.urandom(32), 1000, 0.0) for _ in range(30_000))
