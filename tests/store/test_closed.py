@@ -90,7 +90,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "supersede": lambda s: s.supersede(IDS),
         "clear": lambda s: s.clear(SPACE),
         "set_quota": lambda s: s.set_quota(SPACE, 1 << 20),
-        "look_for": lambda s: s.look_for(SPACE),
+        "expect": lambda s: s.expect(SPACE),
         "flush": lambda s: s.flush(1.0),
         "check_open": lambda s: s.check_open(),
     },
@@ -109,7 +109,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
 ANSWERS: dict[type, set[str]] = {
     KVStore: {"close", "stats", "check", "root", "tiers", "shared"},
     BlockStore: {"close", "stats", "check", "shared"},
-    TieredStore: {"close", "stats", "check", "closed", "inherited"},
+    TieredStore: {"close", "stats", "check", "closed", "inherited", "idle"},
     Prefetch: {"done", "cancel", "start"},
     BlockPrefetch: {"done", "cancel"},
 }

@@ -10,7 +10,7 @@ from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.eviction import POLICIES
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.planner import Copy, Drop, Planner
-from kvkeep.store.tiers.prompt_moves import Placed, ReadMoves, StoreMoves
+from kvkeep.store.tiers.prompt_moves import Placement, ReadMoves, StoreMoves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
@@ -175,12 +175,12 @@ class TierSimulator(ReadMoves, StoreMoves):
             one.hold(blocks[: one.level.blocks])  # as `PromptHolds` does
         return super().runs(blocks)
 
-    def place(self, run: Sequence[bytes]) -> Placed:
+    def place(self, run: Sequence[bytes]) -> Placement:
         level = self.level_of(run[0])
         if level is None:
             self._add(0, run)
-            return Placed.NEW
-        return Placed.BELOW if level else Placed.IN_MEMORY
+            return Placement.NEW
+        return Placement.BELOW if level else Placement.IN_MEMORY
 
     def copy_down(self, run: Sequence[bytes], moves: Sequence[Copy | Refuse]) -> bool:
         alone = len(run) == 1

@@ -3,7 +3,7 @@
 A `Planner` decides the moves of blocks; readers, writers and the `Demoter` perform them:
 
 tiered.py        `TieredStore`, all of it together
-places.py        the levels: where a block is, and what became of one that is gone
+levels.py        the levels: where a block is, and what became of one that is gone
 tiering.py       policies: which tier admits, promotes and demotes a block; adaptive.py: a mix
 planner.py       moves as values, decided by a policy
 prompt_moves.py  the order of moves when a prompt is read or stored; a replay performs the same

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.counters import TierCounters
     from kvkeep.store.tiers.loss_log import LossKind
 
-__all__ = ["BackendCalls", "Call"]
+__all__ = ["BackendCall", "BackendCalls"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
 _READING: frozenset[Kind | None] = frozenset(("lookup", "read", "list"))
@@ -64,7 +64,7 @@ class BackendCalls:
         self.last_failure: Loss | None = None
         self._doubted = doubted
         self._doubts = 0
-        self.running: dict[Call, None] = {}
+        self.running: dict[BackendCall, None] = {}
         """Calls that have not returned yet."""
 
     def allowed(self, kind: Kind, part: str = "") -> bool:
@@ -74,13 +74,13 @@ class BackendCalls:
         self.counters.count(skipped_calls=1)
         return False
 
-    def to(self, method: str, kind: Kind | None = None, part: str = "") -> Call:
+    def to(self, method: str, kind: Kind | None = None, part: str = "") -> BackendCall:
         """Return the guard for one call of the backend's ``method``.
 
         ``kind`` selects the circuit breaker, None for calls that have none. The caller has asked
         `allowed` before.
         """
-        return Call(self, method, kind, part)
+        return BackendCall(self, method, kind, part)
 
     def breaker(self, kind: Kind, part: str = "") -> Breaker:
         """Return the breaker of one kind of call to one part of the backend."""
@@ -131,7 +131,7 @@ class BackendCalls:
         return parts
 
 
-class Call:
+class BackendCall:
     """One call of a backend, as a context manager.
 
     Attributes:

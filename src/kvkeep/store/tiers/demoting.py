@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvkeep.store.tiers.planner import Drop
 
 if TYPE_CHECKING:
-    from kvkeep.store.tiers.places import Places
+    from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.write_queue import WriteQueue
 
 __all__ = ["Demoter"]
@@ -23,14 +23,14 @@ class Demoter:
     Thread safety: all methods.
     """
 
-    def __init__(self, places: Places, queue: WriteQueue) -> None:
-        self._places = places
-        self._planner = places.planner
+    def __init__(self, levels: Levels, queue: WriteQueue) -> None:
+        self._levels = levels
+        self._planner = levels.planner
         self._queue = queue
 
     def demote_ahead(self) -> None:
         """Demote from memory before the room is needed, where the policy asks for it."""
-        memory = self._places.memory
+        memory = self._levels.memory
         used = memory.backend.used() - memory.leaving_bytes
         excess = self._planner.excess(memory.capacity, used)
         if excess:
@@ -39,14 +39,14 @@ class Demoter:
 
     def _from_memory(self, block: bytes) -> None:
         """Move ``block``, which `MemoryTier.leave` returned."""
-        memory, losses = self._places.memory, self._places.losses
+        memory, losses = self._levels.memory, self._levels.losses
         move = self._planner.evict(block, 0)
         if isinstance(move, Drop):
             losses.note([block], memory.name, "evicted", memory.catalogue.policy)
             self._note_refused(move)
             memory.left(block)
             return
-        tier = self._places.tier(move.target)
+        tier = self._levels.tier(move.target)
         if tier.knows(block) and not self._queue.is_pending(tier, block):  # it may be deleting it
             memory.left(block)
             return
@@ -63,17 +63,17 @@ class Demoter:
         if isinstance(move, Drop):
             self._note_refused(move)
             return
-        tier = self._places.tier(move.target)
+        tier = self._levels.tier(move.target)
         if not tier.knows(block):
-            self._places.memory.counters.count(demotions_dropped=1)
-            self._places.losses.note([block], tier.name, "dropped", "no time")
+            self._levels.memory.counters.count(demotions_dropped=1)
+            self._levels.losses.note([block], tier.name, "dropped", "no time")
 
     def _note_refused(self, move: Drop) -> None:
         """Record a block that a tier would have taken after more touches."""
         if move.refused is not None:
-            tier = self._places.tier(move.refused)
+            tier = self._levels.tier(move.refused)
             if not tier.knows(move.block):
-                self._places.losses.note([move.block], tier.name, "refused", "admission")
+                self._levels.losses.note([move.block], tier.name, "refused", "admission")
 
     def from_tier(self, level: int, block: bytes) -> None:
         """Copy ``block`` down, which tier ``level`` is about to delete, using threads of both.
@@ -85,7 +85,7 @@ class Demoter:
         if isinstance(move, Drop):
             self._note_refused(move)
             return
-        source, target = self._places.tier(level), self._places.tier(move.target)
+        source, target = self._levels.tier(level), self._levels.tier(move.target)
         over = threading.Event()
 
         def ended(moved: bool) -> None:
@@ -97,7 +97,7 @@ class Demoter:
             return
 
         def lost() -> None:
-            self._places.losses.note([block], target.name, "dropped", "no time")
+            self._levels.losses.note([block], target.name, "dropped", "no time")
             self._queue.end(target, block, pending, saved=False)
 
         if target.knows(block):

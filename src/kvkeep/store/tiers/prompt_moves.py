@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.catalogue import Catalogue
     from kvkeep.store.tiers.planner import Copy, Planner, Refuse
 
-__all__ = ["Placed", "PromptMoves", "ReadMoves", "StoreMoves"]
+__all__ = ["Placement", "PromptMoves", "ReadMoves", "StoreMoves"]
 
 
-class Placed(Enum):
+class Placement(Enum):
     """Where a block is after it was to be placed in memory."""
 
     NEW = auto()
@@ -100,12 +100,12 @@ class StoreMoves(PromptMoves):
             for run in self.runs(blocks):
                 moves = [move for block in run for move in self.planner.store(block)]
                 placed = self.place(run)
-                if placed is Placed.NOWHERE:
+                if placed is Placement.NOWHERE:
                     break
                 used += run
-                if placed is Placed.NEW:
+                if placed is Placement.NEW:
                     new.update(run)
-                if placed is not Placed.BELOW:
+                if placed is not Placement.BELOW:
                     try:
                         if not self.copy_down(run, moves):
                             self.memory.hold_all(run, held)
@@ -122,7 +122,7 @@ class StoreMoves(PromptMoves):
         return ([block] for block in blocks)
 
     @abstractmethod
-    def place(self, run: Sequence[bytes]) -> Placed:
+    def place(self, run: Sequence[bytes]) -> Placement:
         """Place the blocks of a run in memory; they stay there until `placed`."""
 
     def placed(self, run: Sequence[bytes]) -> None:

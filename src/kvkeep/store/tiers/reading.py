@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
     from kvkeep.store.tiers.demoting import Demoter
+    from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.memory import MemoryLease
-    from kvkeep.store.tiers.places import Places
     from kvkeep.store.tiers.planner import Copy
     from kvkeep.store.tiers.write_queue import WriteQueue
 
@@ -28,6 +28,25 @@ __all__ = ["BlockPrefetch", "Reader"]
 
 _READ_AHEAD = 16  # blocks, at most
 _REPLACED_KEPT = 64  # replacements remembered for reads that began before them
+
+
+class PrefetchProgress:
+    """How far a prefetch has come; written by the reader, read by its `BlockPrefetch`.
+
+    Attributes:
+        ready: leading blocks in memory.
+        sources: the name of the tier that each of them came from.
+        ended: set when nothing more arrives.
+        cancelled: whether to start no more reads.
+    """
+
+    __slots__ = ("cancelled", "ended", "ready", "sources")
+
+    def __init__(self) -> None:
+        self.ready = 0
+        self.sources: list[str] = []
+        self.ended = threading.Event()
+        self.cancelled = False
 
 
 class BlockPrefetch:
@@ -39,55 +58,36 @@ class BlockPrefetch:
     Thread safety: all methods.
     """
 
-    def __init__(self, check_open: Callable[[], object] = lambda: None) -> None:
-        self._ready = 0
-        self._sources: list[str] = []
-        self._over = threading.Event()
-        self._cancelled = False
+    def __init__(self, progress: PrefetchProgress, check_open: Callable[[], object]) -> None:
+        self._progress = progress
         self._check_open = check_open
 
     @property
     def done(self) -> bool:
         """Whether it has ended: all blocks are in memory, or the rest cannot be had."""
-        return self._over.is_set()
+        return self._progress.ended.is_set()
 
     @property
     def ready(self) -> int:
         """Leading blocks that are in memory by now."""
         self._check_open()
-        return self._ready
+        return self._progress.ready
 
     @property
     def sources(self) -> list[str]:
         """The name of the tier that each of them came from."""
         self._check_open()
-        return self._sources[: self._ready]
+        return self._progress.sources[: self._progress.ready]
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until `done`, ``timeout`` seconds at most; return `ready`."""
-        self._over.wait(timeout)
+        self._progress.ended.wait(timeout)
         self._check_open()
-        return self._ready
+        return self._progress.ready
 
     def cancel(self) -> None:
         """Start no more reads; those under way still arrive."""
-        self._cancelled = True
-
-    # --- for the reader --------------------------------------------------------------------------
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether it was cancelled."""
-        return self._cancelled
-
-    def arrived(self, count: int, sources: list[str]) -> None:
-        """The first ``count`` blocks are in memory, from ``sources``."""
-        self._sources = sources
-        self._ready = count
-
-    def end(self) -> None:
-        """Nothing more arrives."""
-        self._over.set()
+        self._progress.cancelled = True
 
 
 class Reader:
@@ -97,11 +97,11 @@ class Reader:
     threads of the reader.
     """
 
-    def __init__(self, places: Places, queue: WriteQueue, demoter: Demoter) -> None:
-        self.places = places
+    def __init__(self, levels: Levels, queue: WriteQueue, demoter: Demoter) -> None:
+        self.levels = levels
         self.queue = queue
         self._demoter = demoter
-        self._memory = places.memory
+        self._memory = levels.memory
         self._lock = threading.Lock()
         self._reads: dict[bytes, SharedRead] = {}
         self._replaced: deque[tuple[int, frozenset[bytes]]] = deque(maxlen=_REPLACED_KEPT)
@@ -132,11 +132,11 @@ class Reader:
         """Make the read of ``block``: from where it was located, then from the other tiers."""
         tiers = [
             (number, tier)
-            for number, tier in enumerate(self.places.tiers, start=1)
+            for number, tier in enumerate(self.levels.tiers, start=1)
             if tier.may_have(block) and not self.queue.is_deleting(tier, block)
         ]
         tiers.sort(key=lambda item: item[0] != level)  # one that left memory: from the fastest
-        stays = bool(tiers) and self.places.planner.promote(block, tiers[0][0]).stays
+        stays = bool(tiers) and self.levels.planner.promote(block, tiers[0][0]).stays
         return SharedRead(
             self._memory, block, raw_bytes, [tier for _, tier in tiers], self._ended, stays=stays
         )
@@ -150,8 +150,8 @@ class Reader:
         tier, block = read.source, read.block
         with suppress(BackendFailed):  # the memory was closed meanwhile
             if tier is not None and read.stays and block in self._memory:
-                level = 1 + list(self.places.tiers).index(tier)
-                if self.places.planner.promote(block, level).leaves:
+                level = 1 + list(self.levels.tiers).index(tier)
+                if self.levels.planner.promote(block, level).leaves:
                     tier.writing.submit(partial(self.queue.move_out, tier, block))
                 self._demoter.demote_ahead()
 
@@ -199,35 +199,34 @@ class Reader:
         closed: Callable[[], bool],
     ) -> BlockPrefetch:
         """See `TieredStore.prefetch`."""
-        handle = BlockPrefetch(check_open)
+        progress = PrefetchProgress()
 
         def bring() -> None:
             try:
-                if closed() or handle.cancelled:
+                if closed() or progress.cancelled:
                     return
                 blocks, sizes = plan()
                 fit = self._fit(sizes)
                 blocks, sizes = blocks[:fit], sizes[:fit]
-                sources: list[str] = []
 
                 def arrived(at: int, raw: memoryview) -> None:
                     del raw
                     if blocks[at] in self._memory:
-                        handle.arrived(at + 1, sources)
+                        progress.ready = at + 1
                     else:  # memory had no room for it
-                        handle.cancel()
+                        progress.cancelled = True
 
                 request = ReadRequest(
-                    self, sizes, arrived, sources=sources,
-                    cancelled=lambda: handle.cancelled or closed(),
+                    self, sizes, arrived, sources=progress.sources,
+                    cancelled=lambda: progress.cancelled or closed(),
                 )  # fmt: skip
-                request.bring(blocks, self.places.locate(blocks))
+                request.bring(blocks, self.levels.locate(blocks))
             finally:
-                handle.end()
+                progress.ended.set()
 
-        if not self._prefetching.submit(bring, given_up=handle.end):
-            handle.end()
-        return handle
+        if not self._prefetching.submit(bring, given_up=progress.ended.set):
+            progress.ended.set()
+        return BlockPrefetch(progress, check_open)
 
     def _fit(self, raw_bytes: Sequence[int]) -> int:
         """Return how many leading blocks fit into half of memory."""
@@ -270,9 +269,9 @@ class ReadRequest(ReadMoves):
         cancelled: Callable[[], bool] | None = None,
         sources: list[str] | None = None,
     ) -> None:
-        super().__init__(reader.places.planner, reader.places.memory.catalogue)
+        super().__init__(reader.levels.planner, reader.levels.memory.catalogue)
         self._reader = reader
-        self._places = reader.places
+        self._levels = reader.levels
         self._raw_bytes = raw_bytes
         self._sink = sink
         self._until = until
@@ -281,7 +280,7 @@ class ReadRequest(ReadMoves):
         self._holds: PromptHolds | None = None
 
     def read(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
-        with PromptHolds(self._places, blocks) as self._holds:
+        with PromptHolds(self._levels, blocks) as self._holds:
             return super().read(blocks, levels)
 
     def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
@@ -311,33 +310,33 @@ class ReadRequest(ReadMoves):
             for left in ahead:
                 _end(left)
         if count < len(levels):  # a block that was located is gone: others may be, too
-            for tier in self._places.tiers:
+            for tier in self._levels.tiers:
                 tier.recheck(blocks[count : len(levels)])
         return count
 
     def _limit(self, raw_bytes: int) -> int:
         """Return how many blocks to read ahead: half of memory is left to other requests."""
-        fit = self._places.memory.capacity // 2 // (raw_bytes + HEADER_BYTES)
+        fit = self._levels.memory.capacity // 2 // (raw_bytes + HEADER_BYTES)
         return max(2, min(_READ_AHEAD, fit))
 
     def _await(self, started: SharedRead | MemoryLease) -> MemoryLease | None:
         if isinstance(started, SharedRead):
             return started.wait(self._until)
-        self._places.memory.counters.count(hits=1, read_bytes=len(started.record))
+        self._levels.memory.counters.count(hits=1, read_bytes=len(started.record))
         return started
 
     def _source(self, started: SharedRead | MemoryLease) -> str:
         tier = started.source if isinstance(started, SharedRead) else None
-        return self._places.memory.name if tier is None else tier.name
+        return self._levels.memory.name if tier is None else tier.name
 
     def copy(self, move: Copy) -> None:
-        tier = self._places.tier(move.target)
-        if not tier.knows(move.block) and move.block in self._places.memory:
+        tier = self._levels.tier(move.target)
+        if not tier.knows(move.block) and move.block in self._levels.memory:
             assert self._holds is not None
             self._reader.queue.write(tier, move.block, 0.0, self._holds.add(tier, move.block))
 
     def use(self, blocks: Sequence[bytes], new: Container[bytes]) -> None:
-        self._places.used(blocks, new)
+        self._levels.used(blocks, new)
 
 
 def _never() -> bool:

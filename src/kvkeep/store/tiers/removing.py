@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvkeep.store.tiers.places import Places
+    from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.reading import Reader
     from kvkeep.store.tiers.tier import Tier
     from kvkeep.store.tiers.write_queue import WriteQueue
@@ -53,16 +53,16 @@ class Remover:
     Thread safety: all methods.
     """
 
-    def __init__(self, places: Places, queue: WriteQueue, reader: Reader) -> None:
-        self._places = places
+    def __init__(self, levels: Levels, queue: WriteQueue, reader: Reader) -> None:
+        self._levels = levels
         self._queue = queue
         self._reader = reader
 
     def remove(self, blocks: Sequence[bytes]) -> Removed:
         """See `TieredStore.remove`."""
-        memory, losses = self._places.memory, self._places.losses
+        memory, losses = self._levels.memory, self._levels.losses
         blocks = list(dict.fromkeys(blocks))
-        there = [block for block in blocks if self._places.level_of(block) is not None]
+        there = [block for block in blocks if self._levels.level_of(block) is not None]
         removals = self._call_off(blocks)
         try:
             # Memory first: a tier that has deleted a block could be given it again from there.
@@ -78,7 +78,7 @@ class Remover:
 
     def clear(self, space: bytes | None) -> Removed:
         """See `TieredStore.clear`."""
-        memory, losses = self._places.memory, self._places.losses
+        memory, losses = self._levels.memory, self._levels.losses
         within = space or b""
         freed: list[tuple[str, int]] = []
         failed: list[str] = []
@@ -100,7 +100,7 @@ class Remover:
 
     def _call_off(self, blocks: Sequence[bytes]) -> list[_Removal]:
         # Writes first: a read that begins after that reads no tier that deletes the block.
-        removals = [_Removal(self._queue, tier, blocks) for tier in self._places.tiers]
+        removals = [_Removal(self._queue, tier, blocks) for tier in self._levels.tiers]
         self._reader.cancel(blocks)
         return removals
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.store.tiers.demoting import Demoter
+from kvkeep.store.tiers.levels import Levels
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.memory import MemoryTier
-from kvkeep.store.tiers.places import Places
 from kvkeep.store.tiers.planner import Demote, Planner
 from kvkeep.store.tiers.reading import BlockPrefetch, Reader, ReadRequest
 from kvkeep.store.tiers.removing import Removed, Remover
@@ -76,11 +76,11 @@ class TieredStore:
             for level, spec in enumerate(tiers, start=1)
         ]
         self._planner = Planner(self.policy, len(self.tiers))
-        self._places = Places(self.memory, self.tiers, self._planner, self.losses)
+        self._levels = Levels(self.memory, self.tiers, self._planner, self.losses)
         self._queue = WriteQueue(self.memory, self.losses)
-        self._demoter = Demoter(self._places, self._queue)
-        self._reader = Reader(self._places, self._queue, self._demoter)
-        self._remover = Remover(self._places, self._queue, self._reader)
+        self._demoter = Demoter(self._levels, self._queue)
+        self._reader = Reader(self._levels, self._queue, self._demoter)
+        self._remover = Remover(self._levels, self._queue, self._reader)
         self._lock = threading.Lock()
         self._closed = False
         self._process = os.getpid()
@@ -112,7 +112,7 @@ class TieredStore:
         waiting for the timeout of each at most and not beyond ``until`` (monotonic seconds).
         """
         self.check_open()
-        levels = self._places.locate(blocks, until)
+        levels = self._levels.locate(blocks, until)
         if len(levels) < len(blocks):
             self.check_open()  # closed meanwhile: the rest may not be missing
         return levels
@@ -120,12 +120,12 @@ class TieredStore:
     def knows(self, block: bytes) -> bool:
         """Whether ``block`` can be read from some level; asks nobody."""
         self.check_open()
-        return self._places.level_of(block) is not None
+        return self._levels.level_of(block) is not None
 
     def holders(self, blocks: Sequence[bytes]) -> list[list[int]]:
         """Return the levels known to hold each of ``blocks``, fastest first; asks nobody."""
         self.check_open()
-        return [self._places.holders(block) for block in blocks]
+        return [self._levels.holders(block) for block in blocks]
 
     def losses_of(self, blocks: Sequence[bytes], since: float | None = None) -> list[Loss | None]:
         """Return what happened to each of ``blocks``, None where it can be read; asks nobody.
@@ -134,7 +134,7 @@ class TieredStore:
         unavailable for the blocks that it may hold.
         """
         self.check_open()
-        return self._places.losses_of(blocks, since)
+        return self._levels.losses_of(blocks, since)
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class TieredStore:
         if levels is None:
             levels = self.locate(blocks, until)
         if levels:
-            self._places.requested(blocks[: len(levels)], raw_bytes[0])
+            self._levels.requested(blocks[: len(levels)], raw_bytes[0])
         with self._closed_is_illegal():
             request = ReadRequest(
                 self._reader, raw_bytes, sink, until=until, cancelled=cancelled, sources=sources
@@ -199,9 +199,9 @@ class TieredStore:
         until = 0.0 if wait is None else time.monotonic() + wait
         if not blocks:
             return Written()
-        self._places.requested(blocks, raw_bytes[0])
+        self._levels.requested(blocks, raw_bytes[0])
         request = StoreRequest(
-            self._places, self._queue, self._demoter, raw_bytes=raw_bytes, fill=fill, until=until
+            self._levels, self._queue, self._demoter, raw_bytes=raw_bytes, fill=fill, until=until
         )
         with self._closed_is_illegal():
             request.store(blocks)
@@ -215,7 +215,7 @@ class TieredStore:
     def used(self, blocks: Sequence[bytes]) -> None:
         """Record in every level that a prompt used ``blocks``: they are evicted later."""
         self.check_open()
-        self._places.used(blocks)
+        self._levels.used(blocks)
 
     def pin(self, blocks: Sequence[bytes], seconds: float) -> int:
         """Keep leading ``blocks`` from eviction in every level that has them; return how many.
@@ -293,7 +293,7 @@ class TieredStore:
         for item in self.memory.backend.list():
             move = self._planner.evict(item.block, 0)
             if isinstance(move, Demote):
-                tier = self._places.tier(move.target)
+                tier = self._levels.tier(move.target)
                 self._queue.write(tier, item.block, _left(until), saved.append)
         written = [tier.settled(_left(until)) for tier in self.tiers]
         return all(written) and all(saved)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Self
 
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.planner import Refuse
-from kvkeep.store.tiers.prompt_moves import Placed, StoreMoves
+from kvkeep.store.tiers.prompt_moves import Placement, StoreMoves
 from kvkeep.store.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
     from kvkeep.store.tiers.demoting import Demoter
+    from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.memory import MemoryLease
-    from kvkeep.store.tiers.places import Places
     from kvkeep.store.tiers.planner import Copy
     from kvkeep.store.tiers.tier import Tier
     from kvkeep.store.tiers.write_queue import WriteQueue
@@ -47,8 +47,8 @@ class PromptHolds:
     Thread safety: all methods.
     """
 
-    def __init__(self, places: Places, blocks: Sequence[bytes]) -> None:
-        self._tiers = {tier.name: tier for tier in places.tiers}
+    def __init__(self, levels: Levels, blocks: Sequence[bytes]) -> None:
+        self._tiers = {tier.name: tier for tier in levels.tiers}
         self._blocks = blocks
         self._lock = threading.Lock()
         self._count: dict[str, int] = {}
@@ -116,7 +116,7 @@ class StoreRequest(StoreMoves):
 
     def __init__(
         self,
-        places: Places,
+        levels: Levels,
         queue: WriteQueue,
         demoter: Demoter,
         *,
@@ -124,9 +124,9 @@ class StoreRequest(StoreMoves):
         fill: Callable[[int, memoryview], None],
         until: float,
     ) -> None:
-        super().__init__(places.planner, places.memory.catalogue)
+        super().__init__(levels.planner, levels.memory.catalogue)
         self.written = Written()
-        self._places = places
+        self._levels = levels
         self._queue = queue
         self._demoter = demoter
         self._raw_bytes = raw_bytes
@@ -136,12 +136,12 @@ class StoreRequest(StoreMoves):
         self._lease: MemoryLease | None = None
         self._full: set[str] = set()  # names of tiers whose queue was full
         self._refused: dict[str, list[bytes]] = {}
-        self._holds = PromptHolds(places, ())
+        self._holds = PromptHolds(levels, ())
 
     def store(self, blocks: Sequence[bytes]) -> None:
-        with PromptHolds(self._places, blocks) as self._holds:
+        with PromptHolds(self._levels, blocks) as self._holds:
             super().store(blocks)
-        losses, memory = self._places.losses, self._places.memory
+        losses, memory = self._levels.losses, self._levels.memory
         for name, refused in self._refused.items():
             losses.note(refused, name, "refused", "admission")
         kept, already = len(self.written.kept), len(self.written.already)
@@ -149,28 +149,28 @@ class StoreRequest(StoreMoves):
         losses.note(dropped, memory.name, "dropped", "no room")
         memory.counters.count(writes=kept, already=already, drops=len(dropped))
 
-    def place(self, run: Sequence[bytes]) -> Placed:
+    def place(self, run: Sequence[bytes]) -> Placement:
         (block,), at = run, self._at
         self._at += 1
-        self._lease = self._places.memory.lease(block)
+        self._lease = self._levels.memory.lease(block)
         if self._lease is not None:
             self.written.already.append(at)
-            return Placed.IN_MEMORY
-        if any(tier.serves(block) for tier in self._places.tiers):
+            return Placement.IN_MEMORY
+        if any(tier.serves(block) for tier in self._levels.tiers):
             self.written.already.append(at)
-            return Placed.BELOW
+            return Placement.BELOW
         self._holds.begin()
         self._lease = self._keep(block, at)
         if self._lease is None:
-            return Placed.NOWHERE
+            return Placement.NOWHERE
         self.written.kept.append(at)
-        return Placed.NEW
+        return Placement.NEW
 
     def _keep(self, block: bytes, at: int) -> MemoryLease | None:
-        memory, raw_bytes = self._places.memory, self._raw_bytes[at]
+        memory, raw_bytes = self._levels.memory, self._raw_bytes[at]
         draft = memory.reserve(block, raw_bytes)
         if draft is None and self._left() and raw_bytes + HEADER_BYTES <= memory.capacity:
-            for tier in self._places.tiers:  # blocks that wait to be written hold memory
+            for tier in self._levels.tiers:  # blocks that wait to be written hold memory
                 tier.settled(self._left())
             draft = memory.reserve(block, raw_bytes)
         if draft is None:
@@ -185,9 +185,9 @@ class StoreRequest(StoreMoves):
         self._lease.release()
 
     def copy_down(self, run: Sequence[bytes], moves: Sequence[Copy | Refuse]) -> bool:
-        below = any(tier.knows(run[0]) for tier in self._places.tiers)
+        below = any(tier.knows(run[0]) for tier in self._levels.tiers)
         for move in moves:
-            tier, block = self._places.tier(move.target), move.block
+            tier, block = self._levels.tier(move.target), move.block
             if tier.knows(block):
                 continue
             if isinstance(move, Refuse):
@@ -204,7 +204,7 @@ class StoreRequest(StoreMoves):
         self._demoter.demote_ahead()
 
     def use(self, blocks: Sequence[bytes], new: Container[bytes]) -> None:
-        self._places.used(blocks, new)
+        self._levels.used(blocks, new)
 
     def _left(self) -> float:
         return max(0.0, self._until - time.monotonic())

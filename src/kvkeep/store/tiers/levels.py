@@ -1,4 +1,4 @@
-"""`Places`: the levels of a store: memory, and the tiers below it."""
+"""`Levels`: the levels of a store: memory, and the tiers below it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.planner import Planner
     from kvkeep.store.tiers.tier import Tier
 
-__all__ = ["Places"]
+__all__ = ["Levels"]
 
 _PROBES = (1, 16, 64, 256)  # blocks asked for at a time: few at first, most prompts are missing
 _NEVER = Loss("", "never", None, "")
 
 
-class Places:
+class Levels:
     """Finds blocks over all levels. Level 0 is memory, the others are ``tiers``, fastest first.
 
     Thread safety: all methods.
