@@ -220,7 +220,7 @@ def remember_little() -> None:
         "kvkeep.serve.server.figures._MOST_TENANTS",
         "kvkeep.serve.server.figures._MOST_TIMES",
         "kvkeep.observe.telemetry.evictions._MOST_OPEN",
-        "kvkeep.store.tiers.plan._MOST_COUNTED",
+        "kvkeep.store.tiers.planner._MOST_COUNTED",
     ):
         where, name = bound.rsplit(".", 1)
         module = importlib.import_module(where)

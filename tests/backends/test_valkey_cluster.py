@@ -264,7 +264,7 @@ def test_a_store_works_with_the_remaining_nodes(how: str) -> None:
             there = [one for one in keys if homes[one] != down]
             lost = [one for one in keys if homes[one] == down]
             nodes[1].kill() if how == "kill" else nodes[1].freeze()
-            store._tiered.front.remove([store._space + one for one in keys])
+            store._tiered.memory.remove([store._space + one for one in keys])
             for one in lost[:8]:
                 assert store.get([one], [memoryview(bytearray(256))]) == 0
             assert set(store.stats()[1].parts) == {down}
@@ -278,7 +278,7 @@ def test_a_store_works_with_the_remaining_nodes(how: str) -> None:
                 assert store.put([one], [one * 8]) == 1
             assert store._tiered.tiers[0].writing.wait(20.0)
             assert time.monotonic() - began < 10.0, "a node that is down is waited for each time"
-            store._tiered.front.remove([store._space + one for one in new])
+            store._tiered.memory.remove([store._space + one for one in new])
             kept = [one for one in new if tier.backend.part(store._space + one) != down]
             assert len(kept) > 20
             for one in kept:
@@ -292,7 +292,7 @@ def test_a_store_works_with_the_remaining_nodes(how: str) -> None:
             while store.stats()[1].parts:  # it is tried again, and comes back
                 one = key(1000 + int(time.monotonic() * 1000) % 100_000)
                 store.put([one], [one * 8], wait=5.0)
-                store._tiered.front.remove([store._space + one])
+                store._tiered.memory.remove([store._space + one])
                 store.get([one], [memoryview(bytearray(256))])
                 store.remove([one])
                 assert time.monotonic() < deadline, store.stats()[1].parts

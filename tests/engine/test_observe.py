@@ -159,7 +159,7 @@ def house(make_bench):
 
 def forget(store):
     """Drop from memory what a tier below has."""
-    front = store._tiered.front
+    front = store._tiered.memory
     front.remove(list(front.catalogue.blocks()))
 
 
@@ -350,7 +350,7 @@ def test_the_pool_first_then_two_tiers_then_nothing(house, prompt, tmp_path):
     with house.store("memory://4MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
         house.keep(store, text)
         blocks = store._names_of(None).full(text)
-        store._tiered.front.remove(blocks[3:])
+        store._tiered.memory.remove(blocks[3:])
         engine, witness = house.engine(store)
         other = np.concatenate((text[:10], prompt(10, 3)))
         engine.generate([other], SamplingParams(max_tokens=1))
@@ -559,7 +559,7 @@ def test_it_hangs_behind_the_first_blocks(house, prompt):
     place.timeout = 30.0
     with house.store("memory://4MiB", place) as store:
         house.keep(store, text)
-        store._tiered.front.remove(store._names_of(None).full(text)[2:])
+        store._tiered.memory.remove(store._names_of(None).full(text)[2:])
         place.hang("get")
         report = house.ask(store, text, place.heal, load_timeout=0.2)
         assert report.sources == ((0, 32, "memory"),)
@@ -579,7 +579,7 @@ def test_who_is_aborted_while_it_is_loaded(house, prompt):
         while not (witness.tokens[1] and request.live[0].load.settled):
             engine.step()
             assert time.monotonic() < end
-        store._tiered.front.remove(store._names_of(None).full(text)[2:])
+        store._tiered.memory.remove(store._names_of(None).full(text)[2:])
         place.hang("get")
         engine.abort(first)
         engine.step()

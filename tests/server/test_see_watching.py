@@ -8,7 +8,7 @@ from see_help import COMPLETIONS, ask, tokens_of
 from kvkeep.core.keys import Namespace
 from kvkeep.observe.explain import Explainer
 from kvkeep.serve.server.watching import missing
-from kvkeep.store import Fate
+from kvkeep.store import Miss
 
 # What a store says, and the reason and evidence that it is.
 SAID = [
@@ -33,7 +33,7 @@ SAID = [
 
 @pytest.mark.parametrize(("what", "detail", "reason", "evidence"), SAID)
 def test_every_fate_of_a_block_has_its_reason(what, detail, reason, evidence):
-    fate = Fate(4, 8, "disk", what, 1e9 if what in {"evicted", "removed"} else None, detail)
+    fate = Miss(4, 8, "disk", what, 1e9 if what in {"evicted", "removed"} else None, detail)
     (told,) = missing([fate], waited_s=0.5)
     assert (told.start, told.stop, told.reason) == (4, 8, reason)
     assert {**told.evidence, "tier": "disk", **evidence} == told.evidence
@@ -48,7 +48,7 @@ def test_every_fate_of_a_block_has_its_reason(what, detail, reason, evidence):
 
 
 def test_what_a_store_never_heard_of_is_for_the_explainer_to_say():
-    assert missing([Fate(0, 8, "", "never", None, "")]) == []
+    assert missing([Miss(0, 8, "", "never", None, "")]) == []
 
 
 class Recorder:

@@ -40,7 +40,7 @@ from kvkeep.serve.server.watching import Watching
 from kvkeep.serve.server.worker import Call
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.kv.removal import Followers
-from kvkeep.store.tiers import Front, Inclusive, TieredStore
+from kvkeep.store.tiers import Inclusive, MemorySpec, TieredStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sized
@@ -281,10 +281,10 @@ def _sessions() -> Remembers:
     )  # fmt: skip
 
 
-def _fates() -> Remembers:
-    fates = _tiered().fates
-    note = partial(fates.note, tier="memory", what="evicted", detail="lru")
-    return Remembers(lambda number: note([_bytes(number)]), fates._last, 100_000, 36)
+def _losses() -> Remembers:
+    losses = _tiered().losses
+    note = partial(losses.note, tier="memory", what="evicted", detail="lru")
+    return Remembers(lambda number: note([_bytes(number)]), losses._last, 100_000, 36)
 
 
 def _touches() -> Remembers:
@@ -301,14 +301,14 @@ def _links() -> Remembers:
 
 
 def _tiered() -> TieredStore:
-    return TieredStore(Front(MemoryBackend(1 << 20)), [], Inclusive())
+    return TieredStore(MemorySpec(MemoryBackend(1 << 20)), [], Inclusive())
 
 
 def _bytes(number: int, size: int = BLOCK_ID_BYTES) -> bytes:
     return number.to_bytes(size, "little")
 
 
-@pytest.mark.parametrize("of", [_keys, _salts, _sessions, _fates, _touches, _links])
+@pytest.mark.parametrize("of", [_keys, _salts, _sessions, _losses, _touches, _links])
 def test_what_serving_md_says_of_the_cache_and_the_store(of):
     """How many of each are remembered, and the memory of so many: a quarter takes a quarter."""
     one = of()

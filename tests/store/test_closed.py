@@ -79,7 +79,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "locate": lambda s: s.locate(IDS),
         "knows": lambda s: s.knows(IDS[0]),
         "holders": lambda s: s.holders(IDS),
-        "fates_of": lambda s: s.fates_of(IDS),
+        "losses_of": lambda s: s.losses_of(IDS),
         "read": lambda s: s.read(IDS, [100] * 4, lambda at, raw: None),
         "write": lambda s: s.write(IDS, [100] * 4, fill),
         "prefetch": lambda s: s.prefetch(lambda: (IDS, [100] * 4)),
@@ -90,7 +90,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "supersede": lambda s: s.supersede(IDS),
         "clear": lambda s: s.clear(SPACE),
         "set_quota": lambda s: s.set_quota(SPACE, 1 << 20),
-        "look_for": lambda s: s.look_for(SPACE),
+        "expect": lambda s: s.expect(SPACE),
         "flush": lambda s: s.flush(1.0),
         "check_open": lambda s: s.check_open(),
     },
@@ -109,7 +109,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
 ANSWERS: dict[type, set[str]] = {
     KVStore: {"close", "stats", "check", "root", "tiers", "shared"},
     BlockStore: {"close", "stats", "check", "shared"},
-    TieredStore: {"close", "stats", "check", "closed", "inherited"},
+    TieredStore: {"close", "stats", "check", "closed", "inherited", "idle"},
     Prefetch: {"done", "cancel", "start"},
     BlockPrefetch: {"done", "cancel"},
 }

@@ -389,10 +389,10 @@ def test_memory_and_pins_come_back(url: str) -> None:
             store.prefetch(tokens).cancel()
             store.unpin(tokens)
         quiet(store)
-        store._tiered._prefetching.wait(10)
+        store._tiered._reader._prefetching.wait(10)
         assert store.stats().tiers[0].pinned_bytes == 0
-        assert store._tiered.front.backend.leased == 0
-        assert not store._tiered._flights
+        assert store._tiered.memory.backend.leased == 0
+        assert not store._tiered._reader._reads
         store.clear()
         assert store.stats().tiers[0].used_bytes == 0
         store.check()
@@ -466,13 +466,13 @@ def test_what_is_read_is_verified(faulty: FaultyBackend) -> None:
         block = store._names_of(None).full(_row(4))
         put(store, range(4), wait=True)
         for done in range(40):
-            store._tiered.front.remove(block)
+            store._tiered.memory.remove(block)
             faulty.flip()
             assert get(store, range(4)) == 0
             assert counter(store, "damaged") == done + 1
             faulty.heal()
             put(store, range(4), wait=True)
-        store._tiered.front.remove(block)
+        store._tiered.memory.remove(block)
         assert get(store, range(4)) == 4
 
 

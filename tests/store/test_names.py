@@ -148,7 +148,7 @@ def test_two_loras_in_one_directory_have_their_own_quota_and_clear(tmp_path: Pat
 def held(store: KVStore, tenant: str) -> int:
     """Blocks of a tenant that are in memory."""
     space = store._names_of(tenant).space
-    return sum(item.block.startswith(space) for item in store._tiered.front.backend.list())
+    return sum(item.block.startswith(space) for item in store._tiered.memory.backend.list())
 
 
 def test_a_tenant_over_its_quota_pays_with_its_own_blocks() -> None:

@@ -43,7 +43,7 @@ def opened(*tiers: Any, **more: Any) -> KVStore:
 def forgotten(store: KVStore) -> None:
     """Memory has nothing any more."""
     quiet(store)
-    front = store._tiered.front
+    front = store._tiered.memory
     front.remove([item.block for item in front.backend.list()])
 
 
@@ -191,7 +191,7 @@ def test_a_write_that_hangs_is_told_and_does_not_overwrite_what_comes_later(
         assert kind_of(store, LONG) == ("new", 20)
         place.heal()  # what hung writes the old, now
         end = time.monotonic() + 10
-        while place.inside["put"] or store._tiered._queued:
+        while place.inside["put"] or store._tiered._queue._pending:
             assert time.monotonic() < end
             time.sleep(0.005)
         quiet(store)
@@ -214,7 +214,7 @@ def test_a_read_on_its_way_does_not_bring_it_back(place: FaultyBackend) -> None:
         reader.join(10)
         assert got[0] <= 20
         quiet(store)
-        assert len(store._tiered.front.backend) == 0
+        assert len(store._tiered.memory.backend) == 0
         assert get(store, LONG) == 0
         store.check()
 
@@ -231,7 +231,7 @@ def test_a_read_that_begins_during_the_removal_does_not_bring_it_back(
         place.wait_inside("delete")
         assert get(store, LONG) == 0
         removing.join(10)
-        assert len(store._tiered.front.backend) == 0
+        assert len(store._tiered.memory.backend) == 0
         assert get(store, LONG) == 0
 
 
@@ -305,7 +305,7 @@ def test_a_prefetch_on_its_way_does_not_bring_it_back(
         place.heal()
         prefetch.wait(10)
         quiet(store)
-        assert len(store._tiered.front.backend) == 0
+        assert len(store._tiered.memory.backend) == 0
         assert get(store, LONG) == 0
         put(store, LONG, wait=True)
         forgotten(store)
@@ -355,9 +355,9 @@ def test_what_one_tier_deletes_moves_down_to_none_that_is_done(
         removing = threading.Thread(target=store.remove, args=(LONG[:4],))
         removing.start()
         place.wait_inside("delete")
-        while (block, tiered.tiers[1].name) in tiered._queued:
+        while (block, tiered.tiers[1].name) in tiered._queue._pending:
             time.sleep(0.001)
-        tiered._demote_below(1, block)
+        tiered._demoter.from_tier(1, block)
         removing.join(10)
         assert store.flush()
         assert store.lookup(LONG[:4]).tokens == 0
@@ -378,7 +378,7 @@ def test_what_a_tier_could_not_delete_does_not_move_down(
         assert store.remove(LONG[:4]).failed == (upper.name,)
         place.heal()
         upper.relist()
-        store._tiered._demote_below(1, block)
+        store._tiered._demoter.from_tier(1, block)
         assert store.flush()
         assert store.lookup(LONG[:4]).tokens == 0
         assert not records(tmp_path / "low")
@@ -393,16 +393,19 @@ def test_what_memory_has_still_is_given_to_no_tier_that_is_done(
         assert store.flush()
         tiered = store._tiered
         (block,) = store._names_of(None).full(np.arange(4, dtype=np.int32))
-        remove = tiered.front.remove
+        remove = tiered.memory.remove
 
         def late(blocks: list[bytes]) -> int:
             until = time.monotonic() + 0.2
-            while (block, tiered.tiers[0].name) in tiered._queued and time.monotonic() < until:
+            while (
+                block,
+                tiered.tiers[0].name,
+            ) in tiered._queue._pending and time.monotonic() < until:
                 time.sleep(0.001)
-            tiered._queue(tiered.tiers[0], block, 0.0, lambda saved: None)
+            tiered._queue.write(tiered.tiers[0], block, 0.0, lambda saved: None)
             return remove(blocks)
 
-        monkeypatch.setattr(tiered.front, "remove", late)
+        monkeypatch.setattr(tiered.memory, "remove", late)
         assert store.remove(LONG[:4]).complete
         assert store.flush()
         assert store.lookup(LONG[:4]).tokens == 0
@@ -438,7 +441,7 @@ def test_many_threads_put_get_and_remove_the_same_prompt(place: FaultyBackend) -
         quiet(store)
         assert get(store, LONG) == 0
         assert list(place.inner.list()) == []
-        assert not store._tiered._queued
+        assert not store._tiered._queue._pending
         store.check()
 
 
@@ -457,7 +460,7 @@ def test_a_tier_that_cannot_delete_is_told_and_not_read_any_more(
         assert records(tmp_path / "good") == []
         place.heal()
         end = time.monotonic() + 10
-        while store._tiered._queued:
+        while store._tiered._queue._pending:
             assert time.monotonic() < end
             time.sleep(0.005)
         assert get(store, LONG) == 0, "it is not handed out again"
@@ -605,7 +608,7 @@ def raw_of(store: KVStore, rows: np.ndarray) -> bytes:
 
 
 def forgotten_softly(store: KVStore) -> None:
-    front = store._tiered.front
+    front = store._tiered.memory
     front.remove([item.block for item in front.backend.list()][:2])
 
 

@@ -159,12 +159,12 @@ def test_eight_threads_on_a_small_store(policy: Any, quotas: Any, tmp_path: Path
     assert stats.tiers[0].counters["evictions"] > 0, "the store was too large for this test"
     assert all(tier.breaker == "closed" for tier in stats.tiers)
     assert all(tier.counters["damaged"] == 0 for tier in stats.tiers)
-    store._tiered._prefetching.wait(20)
+    store._tiered._reader._prefetching.wait(20)
     quiet(store)
     store.check()
-    assert store._tiered.front.backend.leased == 0, "a lease was not given back"
-    assert not store._tiered._flights
-    assert not store._tiered._queued
+    assert store._tiered.memory.backend.leased == 0, "a lease was not given back"
+    assert not store._tiered._reader._reads
+    assert not store._tiered._queue._pending
     before = time.monotonic()
     assert store.close()
     assert time.monotonic() - before < 10

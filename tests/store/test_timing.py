@@ -27,7 +27,7 @@ def test_each_put_and_get_is_told(tmp_path: Path) -> None:
         get(store, TOKENS)
         get(store, range(100, 110))
         quiet(store)
-        front = store._tiered.front
+        front = store._tiered.memory
         front.remove([item.block for item in front.backend.list()][2:])
         get(store, TOKENS, 2)
         stop()

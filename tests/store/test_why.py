@@ -34,7 +34,7 @@ def prompt(count: int, seed: int = 0) -> np.ndarray:
 
 
 def told(store: KVStore, tokens: Any, start: int = 0, **more: Any) -> list[tuple[Any, ...]]:
-    """Fates without their times, which are of the test's own, and in order without gaps."""
+    """LossLog without their times, which are of the test's own, and in order without gaps."""
     fates = store.why(tokens, start, **more)
     for one, next_one in pairwise(fates):
         assert one.stop == next_one.start
@@ -87,7 +87,7 @@ def test_evicted() -> None:
 def test_an_evicted_tail() -> None:
     with small(2) as store:
         put(store, prompt(7), tail=True)
-        store._tiered.front._evict(1)  # a put needs more room than a tail has
+        store._tiered.memory._evict(1)  # a put needs more room than a tail has
         assert store.lookup(prompt(7)).tokens == 4
         for longer in (7, 8, 11):  # also where it was the beginning of a block
             fates = told(store, prompt(longer))
@@ -160,7 +160,7 @@ def test_a_tier_that_is_left_alone(tmp_path: Path, after) -> None:
         (tier,) = store._tiered.tiers
         put(store, prompt(8), wait=True)
         if after == "restart":
-            store._tiered.front.remove(store._names_of(None).full(prompt(8)))
+            store._tiered.memory.remove(store._names_of(None).full(prompt(8)))
         for _ in range(3):
             tier.breaker.of("read").failed("a test")
         if after == "put":
@@ -175,7 +175,7 @@ def test_a_failure_since_it_was_sought() -> None:
     place = FaultyBackend(MemoryBackend(1 << 20))
     with open_store("memory://4MiB", place) as store:
         put(store, prompt(8), wait=True)
-        store._tiered.front.remove(store._names_of(None).full(prompt(8)))
+        store._tiered.memory.remove(store._names_of(None).full(prompt(8)))
         since = time.time()
         place.fail("get", times=2)
         assert get(store, prompt(8)) == 0
@@ -215,11 +215,11 @@ def test_sources_of_get_and_prefetch(tmp_path: Path) -> None:
         assert store.tiers == ("memory", "file")
         put(store, prompt(15), wait=True, tail=True)
         full = store._names_of(None).full(prompt(15))
-        store._tiered.front.remove(full[1:])
+        store._tiered.memory.remove(full[1:])
         sources: list[tuple[str, int]] = []
         assert get(store, prompt(15), 2, sources=sources) == 13
         assert sources == [("memory", 2), ("file", 8), ("memory", 3)]
-        store._tiered.front.remove(full[:1])
+        store._tiered.memory.remove(full[:1])
         prefetch = store.prefetch(prompt(15), 3)
         assert prefetch.wait(10) == 15
         assert prefetch.start == 0

@@ -33,7 +33,7 @@ def once_and_again(rng: random.Random, popular: int, share: float) -> Iterator[l
 
 def watched(policy: AdaptiveTiering, prompts: Iterator[list[bytes]], count: int) -> None:
     for _ in range(count):
-        policy.asked(next(prompts))
+        policy.requested(next(prompts))
 
 
 def kinds(policy: TieringPolicy) -> tuple[type[TieringPolicy], int]:
@@ -56,7 +56,7 @@ def test_where_tiers_together_hold_what_is_asked_for_they_hold_it_once() -> None
     # All in turn, and 440 fit in none of the tiers alone: the worst that least recent use can have.
     for _ in range(40):
         for number in range(440):
-            policy.asked([key(number)])
+            policy.requested([key(number)])
     assert kinds(policy.chosen)[0] is Exclusive
 
 
@@ -67,8 +67,8 @@ def test_it_changes_with_what_is_asked() -> None:
     tight = kinds(policy.chosen)
     # Now each block comes twice, 350 others in between, and then never again.
     for number in range(12_000):
-        policy.asked([key((1 << 30) + number)])
-        policy.asked([key((1 << 30) + number - 175)])
+        policy.requested([key((1 << 30) + number)])
+        policy.requested([key((1 << 30) + number - 175)])
     assert tight[1] == 2
     assert kinds(policy.chosen) == (Exclusive, 1)
     assert policy.switches >= 2
@@ -100,7 +100,7 @@ def test_a_place_without_an_end_keeps_what_it_has() -> None:
     policy.fit([200, 300, None])
     for _ in range(40):
         for number in range(440):
-            policy.asked([key(number)])
+            policy.requested([key(number)])
     assert kinds(policy.chosen)[0] is Inclusive
     assert not policy.leaves(1)
 
@@ -119,7 +119,7 @@ def test_what_it_watches_has_an_end() -> None:
     policy.fit([1 << 20, 1 << 24])
     prompts = [[key(number) for number in range(at, at + 100)] for at in range(0, 20_000, 100)]
     for prompt in prompts:
-        policy.asked(prompt)
+        policy.requested(prompt)
     assert len(policy._touches) < 1000, "a thousandth of so many is enough"
 
 
@@ -132,7 +132,7 @@ def test_it_costs_little_beside_the_store() -> None:
     def of_watching() -> float:
         begun = perf_counter()
         for prompt in prompts:
-            policy.asked(prompt)
+            policy.requested(prompt)
         return perf_counter() - begun
 
     def of_entries() -> float:
@@ -160,10 +160,10 @@ def test_a_store_asks_it_and_tells_it(bench: Bench) -> None:
             room.append(blocks)
             super().fit(blocks)
 
-        def asked(self, blocks: object) -> None:
+        def requested(self, blocks: object) -> None:
             assert isinstance(blocks, list)
             told.append(blocks)
-            super().asked(blocks)
+            super().requested(blocks)
 
     store = bench.store(20, bench.memory(40), bench.disk(None), policy=Watching())
     put(store, range(4))

@@ -22,7 +22,7 @@ LONG = 20.0
 
 def emptied(store: TieredStore) -> None:
     settle(store)
-    store.front.remove([item.block for item in store.front.backend.list()])
+    store.memory.remove([item.block for item in store.memory.backend.list()])
 
 
 class Halves(MemoryBackend):
@@ -70,8 +70,9 @@ def test_reads_that_fail_are_left_alone_while_questions_are_answered(
 ) -> None:
     """A short deadline of the caller does not hide that the place hangs."""
     place = bench.disk(None)  # without a budget it is asked for everything
-    tier = bench.tier(place, timeout=SHORT, pause=LONG)
+    tier = bench.spec(place, timeout=SHORT, pause=LONG)
     store = bench.store(16, tier)
+    tier = store.tiers[0]
     put(store, range(8), wait=LONG)
     emptied(store)
     place.hang("get") if how == "hang" else place.fail("get")
@@ -92,8 +93,9 @@ def test_reads_that_fail_are_left_alone_while_questions_are_answered(
 
 def test_a_read_that_succeeds_again_closes_it(bench: Bench) -> None:
     place = bench.disk(None)
-    tier = bench.tier(place, pause=0.05)
+    tier = bench.spec(place, pause=0.05)
     store = bench.store(16, tier)
+    tier = store.tiers[0]
     put(store, range(4), wait=LONG)
     emptied(store)
     place.fail("get", times=3)
@@ -107,8 +109,9 @@ def test_a_read_that_succeeds_again_closes_it(bench: Bench) -> None:
 
 def test_writes_that_fail_are_not_made_and_reads_go_on(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.tier(place, pause=LONG)
+    tier = bench.spec(place, pause=LONG)
     store = bench.store(16, tier)
+    tier = store.tiers[0]
     put(store, range(4), wait=LONG)
     place.fail("put")
     for number in range(4, 12):
@@ -124,8 +127,9 @@ def test_writes_that_fail_are_not_made_and_reads_go_on(bench: Bench) -> None:
 def test_a_question_before_a_write_does_not_hide_that_writes_fail(bench: Bench) -> None:
     """What is there already is asked for, and is no write that succeeded."""
     inner = bench.disk()
-    with_others = bench.tier(inner, pause=LONG)
+    with_others = bench.spec(inner, pause=LONG)
     store = bench.store(64, with_others)
+    with_others = store.tiers[0]
     put(store, range(2), wait=LONG)
     inner.fail("put")
     for number in range(2, 8):
@@ -138,12 +142,13 @@ def test_a_question_before_a_write_does_not_hide_that_writes_fail(bench: Bench) 
 
 def test_a_touch_that_fails_stops_nothing_but_touches(bench: Bench) -> None:
     place = bench.memory(32)
-    tier = bench.tier(place, pause=LONG)
+    tier = bench.spec(place, pause=LONG)
     store = bench.store(8, tier)
+    tier = store.tiers[0]
     put(store, range(4), wait=LONG)
     place.fail("touch")
     for _ in range(5):
-        tier._tell([(name(0), 1e9)])
+        tier._touch([(name(0), 1e9)])
         emptied(store)
         assert get(store, range(4)) == 4
     assert place.calls["touch"] == 3
@@ -156,8 +161,9 @@ def test_a_touch_that_fails_stops_nothing_but_touches(bench: Bench) -> None:
 def test_where_deleting_fails_nothing_more_is_evicted(bench: Bench) -> None:
     """It would be forgotten, and lie there all the same."""
     place = bench.memory(8)
-    tier = bench.tier(place, pause=LONG)
+    tier = bench.spec(place, pause=LONG)
     store = bench.store(64, tier)
+    tier = store.tiers[0]
     put(store, range(8), wait=LONG)
     place.fail("delete")
     put(store, range(8, 20), wait=LONG)
@@ -174,8 +180,9 @@ def test_where_deleting_fails_nothing_more_is_evicted(bench: Bench) -> None:
 def test_what_cannot_be_read_below_is_kept_in_memory_again(bench: Bench) -> None:
     """Else a prompt would be computed each time for as long as reads fail."""
     place = bench.disk()
-    tier = bench.tier(place, pause=LONG)
+    tier = bench.spec(place, pause=LONG)
     store = bench.store(16, tier)
+    tier = store.tiers[0]
     put(store, range(4), wait=LONG)
     emptied(store)
     place.fail("get")
@@ -193,9 +200,9 @@ def test_what_cannot_be_read_below_is_kept_in_memory_again(bench: Bench) -> None
 @pytest.mark.parametrize("how", ["fail", "hang"])
 def test_a_part_that_is_down_does_not_stop_the_other(how: str, bench: Bench) -> None:
     place = Halves(64 * PAGE)
-    tier = bench.tier(place, timeout=SHORT, pause=LONG)
-    tier.indexed = False  # as with a server that has its own rules
-    store = bench.store(16, tier)
+    place.capacity = None  # as with a server that has its own rules
+    store = bench.store(16, bench.spec(place, timeout=SHORT, pause=LONG))
+    tier = store.tiers[0]
     put(store, range(10), wait=LONG)
     emptied(store)
     place.down = how
@@ -213,7 +220,7 @@ def test_a_part_that_is_down_does_not_stop_the_other(how: str, bench: Bench) -> 
     put(store, range(20, 30, 2), wait=LONG)
     emptied(store)
     assert [get(store, [number]) for number in range(20, 30, 2)] == [1] * 5, "written and read"
-    fates = store.fates_of([name(1), name(100)])
+    fates = store.losses_of([name(1), name(100)])
     assert [(fate.what, fate.detail) for fate in fates if fate] == [
         ("unavailable", "breaker"), ("never", "")
     ]  # fmt: skip

@@ -59,7 +59,9 @@ class Machine(RuleBasedStateMachine):
         self.catalogue = Catalogue(
             POLICIES[self.name], ttl=ttl, clock=self.clock, budget=40, ordered=ordered
         )
-        self.catalogue._packed = Packed(self.catalogue._group_of, buckets=3)  # rows meet in one
+        self.catalogue._packed = Packed(
+            self.catalogue._order.group_of, buckets=3
+        )  # rows meet in one
         self.known: dict[bytes, Known] = {}
         self.quotas: dict[bytes, int] = {}
         self.order = 0
@@ -128,8 +130,8 @@ class Machine(RuleBasedStateMachine):
         assert self.catalogue.unnoted() == []
 
     @rule(space=st.sampled_from(range(3)), count=st.integers(0, 5))
-    def asked(self, space: int, count: int) -> None:
-        self.catalogue.asked(BLOCKS[5 * space : 5 * space + count])
+    def requested(self, space: int, count: int) -> None:
+        self.catalogue.requested(BLOCKS[5 * space : 5 * space + count])
 
     @rule(block=st.sampled_from(BLOCKS))
     def hold(self, block: bytes) -> None:
@@ -289,7 +291,7 @@ LONG = [block_id(number, 0) for number in range(3000)]
 def arrives(catalogue: Catalogue, blocks: Sequence[bytes], budget: int) -> int:
     """A prompt: what is there is used, the rest is added; how many were there."""
     found = catalogue.leading(blocks)
-    catalogue.asked(blocks)
+    catalogue.requested(blocks)
     for block in blocks[found:]:
         short = catalogue.total_bytes + 10 - budget
         if short > 0:
@@ -351,7 +353,7 @@ def test_a_first_block_that_is_short_is_not_what_all_are_fit_for(name: str) -> N
             super().fit(size, block)
 
     catalogue = Catalogue(Watched, budget=1000)
-    catalogue.asked([A])  # nothing is known of sizes yet
+    catalogue.requested([A])  # nothing is known of sizes yet
     for block, size in ((A, 3), (B, 4), (C, 10), (D, 9), (E, 19)):
         catalogue.add(block, size)
     assert fits == [(1000, 3), (1000, 10)]
@@ -562,7 +564,7 @@ def test_the_order_is_the_same_with_a_bound(name: str, ordered: int | None) -> N
         assert set(plain.blocks()) == set(bounded.blocks())
     bounded.check()
     if ordered is not None:
-        assert len(bounded._kept) <= ordered
+        assert len(bounded._blocks) <= ordered
     assert sorted(plain.victims(10**6)) == sorted(bounded.victims(10**6))
 
 
@@ -673,7 +675,7 @@ def test_a_clock_that_was_ahead_does_not_keep_blocks_for_ever() -> None:
 def test_memory_of_a_block_is_small() -> None:
     """benchmarks/store_growth.py has the figure for a million."""
     catalogue = Catalogue(LRU, ordered=1000)
-    catalogue._packed = Packed(catalogue._group_of, buckets=2048)  # as full as with a million
+    catalogue._packed = Packed(catalogue._order.group_of, buckets=2048)  # as full as with a million
     tracemalloc.start()
     try:
         catalogue.fill((bytes(16) + os.urandom(32), 1000, 0.0) for _ in range(30_000))

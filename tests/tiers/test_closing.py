@@ -39,7 +39,7 @@ def test_no_thread_outlives_the_close_of_healthy_tiers(
         store = bench.store(64, *places, policy=policy())
         put(store, range(12))
         assert store.flush(LONG)
-        store.front.remove([name(number) for number in range(12)])
+        store.memory.remove([name(number) for number in range(12)])
         for place in places:
             place.slow(0.03, "get", "sizes")
         handle = store.prefetch(plan)
@@ -47,9 +47,9 @@ def test_no_thread_outlives_the_close_of_healthy_tiers(
         assert threads_of(*names_of(store))
         assert store.close()
         assert threads_of(*names_of(store)) == []
-        assert not store._prefetching.unfinished
+        assert not store._reader._prefetching.unfinished
         assert handle.done
-        assert not store._flights
+        assert not store._reader._reads
     assert not caplog.records, caplog.text
 
 
@@ -96,9 +96,9 @@ def test_a_second_close_does_nothing(bench: Bench) -> None:
 @pytest.mark.parametrize("calls", [("put",), ("get",), ("sizes",), ("flush",), ("close",), ()])
 def test_close_is_bounded_whatever_hangs(calls: tuple[str, ...], bench: Bench) -> None:
     place = bench.disk()
-    store = bench.store(32, bench.tier(place, timeout=SHORT))
+    store = bench.store(32, bench.spec(place, timeout=SHORT))
     put(store, range(4), wait=LONG)
-    store.front.remove([name(number) for number in range(4)])
+    store.memory.remove([name(number) for number in range(4)])
     place.hang(*calls)
     handle = store.prefetch(plan)
     get(store, range(4), deadline=0.01)
@@ -112,7 +112,7 @@ def test_close_is_bounded_whatever_hangs(calls: tuple[str, ...], bench: Bench) -
 
 def test_what_could_not_be_written_is_said(bench: Bench) -> None:
     place = bench.disk()
-    store = bench.store(32, bench.tier(place, writers=1, timeout=SHORT))
+    store = bench.store(32, bench.spec(place, writers=1, timeout=SHORT))
     place.hang("put")
     put(store, range(6))
     assert not store.close(0.5)
@@ -126,7 +126,7 @@ def test_who_reads_while_it_is_closed_hears_of_it(bench: Bench) -> None:
     place = bench.disk()
     store = bench.store(32, place)
     put(store, range(8), wait=LONG)
-    store.front.remove([name(number) for number in range(8)])
+    store.memory.remove([name(number) for number in range(8)])
     place.slow(0.02, "get")
     results: list[int | str] = []
 

@@ -45,7 +45,7 @@ class Moved:
 def gone(store: TieredStore) -> None:
     """Nothing in memory."""
     settle(store)
-    store.front.remove([item.block for item in store.front.backend.list()])
+    store.memory.remove([item.block for item in store.memory.backend.list()])
 
 
 def test_the_documented_counters_are_those_there_are() -> None:
@@ -57,8 +57,9 @@ def test_the_documented_counters_are_those_there_are() -> None:
 
 def test_stats_are_json_and_say_what_is_there(bench: Bench) -> None:
     place = bench.disk(32)
-    tier = bench.tier(place, "lossless")
+    tier = bench.spec(place, "lossless")
     store = bench.store(16, tier)
+    tier = store.tiers[0]
     put(store, range(5), wait=20)
     store.pin([name(0), name(1)], 100)
     above, below = store.stats()
@@ -115,7 +116,7 @@ def test_misses(bench: Bench) -> None:
 
 def test_late_and_skipped_calls(bench: Bench) -> None:
     place = bench.memory(64)
-    store = bench.store(16, bench.tier(place, timeout=SHORT, breaker_limit=1, pause=20.0))
+    store = bench.store(16, bench.spec(place, timeout=SHORT, breaker_limit=1, pause=20.0))
     put(store, range(1), wait=20)
     gone(store)
     moved = Moved(store, 1)
@@ -134,8 +135,9 @@ def test_late_and_skipped_calls(bench: Bench) -> None:
 
 def test_late_where_too_many_wait(bench: Bench) -> None:
     place = bench.memory(64)
-    tier = bench.tier(place, readers=1)
+    tier = bench.spec(place, readers=1)
     store = bench.store(16, tier)
+    tier = store.tiers[0]
     put(store, range(2), wait=20)
     gone(store)
     tier.reading.limit = 1
@@ -219,7 +221,7 @@ def test_drops(why: str, bench: Bench) -> None:
 
 def test_drops_where_a_queue_is_full(bench: Bench) -> None:
     place = bench.disk()
-    store = bench.store(16, bench.tier(place, queue_bytes=3 * PAGE))
+    store = bench.store(16, bench.spec(place, queue_bytes=3 * PAGE))
     place.hang("put")
     moved = Moved(store, 1)
     assert put(store, range(8)).kept == list(range(8))

@@ -22,14 +22,15 @@ LONG = 20.0
 def emptied(store: TieredStore) -> TieredStore:
     """Nothing in memory any more; what is below stays."""
     settle(store)
-    store.front.remove([item.block for item in store.front.backend.list()])
+    store.memory.remove([item.block for item in store.memory.backend.list()])
     return store
 
 
 def test_a_hung_read_costs_its_timeout_and_the_next_tier_has_it(bench: Bench) -> None:
     slow, good = bench.memory(64), bench.memory(64)
-    first = bench.tier(slow, timeout=SHORT, pause=LONG)
+    first = bench.spec(slow, timeout=SHORT, pause=LONG)
     store = bench.store(16, first, good)
+    first = store.tiers[0]
     put(store, range(8))
     emptied(store)
     slow.hang("get")
@@ -42,7 +43,7 @@ def test_a_hung_read_costs_its_timeout_and_the_next_tier_has_it(bench: Bench) ->
     assert store.tiers[1].counters.hits == 8
     # From now on it costs nothing.
     emptied_blocks = [name(number) for number in range(8)]
-    store.front.remove(emptied_blocks)
+    store.memory.remove(emptied_blocks)
     asked = slow.calls["get"]
     started = time.monotonic()
     assert get(store, range(8)) == 8
@@ -53,8 +54,8 @@ def test_a_hung_read_costs_its_timeout_and_the_next_tier_has_it(bench: Bench) ->
 
 def test_two_hung_tiers_cost_two_timeouts_and_the_third_has_it(bench: Bench) -> None:
     slow = [bench.memory(64), bench.memory(64)]
-    tiers = [bench.tier(place, timeout=SHORT, pause=LONG) for place in slow]
-    store = bench.store(16, *tiers, bench.disk())
+    specs = [bench.spec(place, timeout=SHORT, pause=LONG) for place in slow]
+    store = bench.store(16, *specs, bench.disk())
     put(store, range(4))
     emptied(store)
     for place in slow:
@@ -82,8 +83,9 @@ def test_two_slow_tiers_that_are_in_time_are_waited_for(bench: Bench) -> None:
 @pytest.mark.parametrize("how", ["fail", "hang"])
 def test_it_is_tried_again_later_and_comes_back(how: str, bench: Bench) -> None:
     place = bench.memory(64)
-    tier = bench.tier(place, timeout=SHORT, pause=0.1)
+    tier = bench.spec(place, timeout=SHORT, pause=0.1)
     store = bench.store(16, tier)
+    tier = store.tiers[0]
     put(store, range(4))
     emptied(store)
     place.hang("get") if how == "hang" else place.fail("get")
@@ -101,8 +103,9 @@ def test_it_is_tried_again_later_and_comes_back(how: str, bench: Bench) -> None:
 
 def test_writes_to_a_hung_tier_are_dropped_and_memory_goes_on(bench: Bench) -> None:
     place = bench.memory(256)
-    tier = bench.tier(place, timeout=SHORT, pause=LONG)
+    tier = bench.spec(place, timeout=SHORT, pause=LONG)
     store = bench.store(16, tier)
+    tier = store.tiers[0]
     place.hang("put")
     for first in range(0, 192, 4):
         assert len(put(store, range(first, first + 4)).kept) == 4
@@ -117,7 +120,7 @@ def test_writes_to_a_hung_tier_are_dropped_and_memory_goes_on(bench: Bench) -> N
 
 def test_waiting_for_writes_costs_a_hung_tier_its_timeout(bench: Bench) -> None:
     hung, good = bench.memory(64), bench.memory(64)
-    store = bench.store(16, bench.tier(hung, timeout=SHORT, pause=LONG), good)
+    store = bench.store(16, bench.spec(hung, timeout=SHORT, pause=LONG), good)
     hung.hang("put")
     started = time.monotonic()
     assert put(store, range(4), wait=LONG).kept == [0, 1, 2, 3]
@@ -128,7 +131,7 @@ def test_waiting_for_writes_costs_a_hung_tier_its_timeout(bench: Bench) -> None:
 
 def test_a_flush_says_that_it_hangs_and_does_the_others(bench: Bench) -> None:
     hung, good = bench.memory(64), bench.disk()
-    store = bench.store(16, bench.tier(hung, timeout=SHORT, pause=LONG), good)
+    store = bench.store(16, bench.spec(hung, timeout=SHORT, pause=LONG), good)
     hung.hang("put")
     put(store, range(4))
     started = time.monotonic()
@@ -142,7 +145,7 @@ def test_a_flush_says_that_it_hangs_and_does_the_others(bench: Bench) -> None:
 
 def test_a_close_flushes_those_that_do_not_hang(bench: Bench) -> None:
     hung, good = bench.memory(64), bench.disk()
-    store = bench.store(16, bench.tier(hung, timeout=SHORT), good)
+    store = bench.store(16, bench.spec(hung, timeout=SHORT), good)
     hung.hang("put", "close")
     put(store, range(4))
     started = time.monotonic()
@@ -155,11 +158,12 @@ def test_a_close_flushes_those_that_do_not_hang(bench: Bench) -> None:
 def test_a_hung_tier_does_not_take_the_one_above_it_along(bench: Bench) -> None:
     """What tier 1 evicts goes to tier 2, which hangs: tier 1 goes on reading and writing."""
     upper, lower = bench.memory(8), bench.memory(64)
-    tiers = [
-        bench.tier(upper, timeout=2 * SHORT, pause=LONG),
-        bench.tier(lower, timeout=2 * SHORT, pause=LONG),
+    specs = [
+        bench.spec(upper, timeout=2 * SHORT, pause=LONG),
+        bench.spec(lower, timeout=2 * SHORT, pause=LONG),
     ]
-    store = bench.store(8, *tiers, policy=Exclusive())
+    store = bench.store(8, *specs, policy=Exclusive())
+    tiers = store.tiers
     lower.hang("put")
     for first in range(0, 60, 2):
         put(store, range(first, first + 2))

@@ -13,8 +13,8 @@ from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import KVStore
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers import Exclusive, Front, TieredStore
-from kvkeep.store.tiers.flight import Flight
+from kvkeep.store.tiers import Exclusive, MemorySpec, TieredStore
+from kvkeep.store.tiers.shared_read import SharedRead
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,8 +70,9 @@ def test_ctrl_c_while_a_full_queue_is_waited_for(
 ) -> None:
     """Neither the block's room nor its mark stays: it can be evicted, and written later."""
     place = bench.disk()
-    tier = bench.tier(place, writers=1, queue_bytes=PAGE)
+    tier = bench.spec(place, writers=1, queue_bytes=PAGE)
     store = bench.store(8, tier)
+    tier = store.tiers[0]
     place.hang("put")
     put(store, [0])
     place.wait_inside("put")
@@ -86,7 +87,7 @@ def test_ctrl_c_while_a_full_queue_is_waited_for(
     with pytest.raises(KeyboardInterrupt):
         put(store, [1, 2], wait=10)
     monkeypatch.undo()
-    assert {block for block, _ in store._queued} == {name(0)}
+    assert {block for block, _ in store._queue._pending} == {name(0)}
     place.heal()
     settle(store)
     checked(store)
@@ -101,7 +102,7 @@ def test_a_place_that_panics_while_a_promoted_block_is_taken_away(bench: Bench) 
     store = bench.store(8, place, policy=Exclusive())
     put(store, range(2))
     assert store.flush(10)
-    store.front.remove([name(number) for number in range(2)])
+    store.memory.remove([name(number) for number in range(2)])
     panic: Any = Panic()
     place.fail("delete", error=panic)
     assert get(store, range(2)) == 2
@@ -115,8 +116,8 @@ def test_a_place_that_panics_while_a_promoted_block_is_taken_away(bench: Bench) 
 
 def test_who_joins_a_flight_that_nobody_can_make(bench: Bench) -> None:
     """It may wait before that one was started, of which there is nothing to wait for."""
-    over: list[Flight] = []
-    flight = Flight(Front(MemoryBackend(PAGE)), name(0), RAW, [], over.append)
+    over: list[SharedRead] = []
+    flight = SharedRead(MemorySpec(MemoryBackend(PAGE)), name(0), RAW, [], over.append)
     assert flight.join()
     assert flight.join()
     assert flight.wait(None) is None
@@ -130,7 +131,7 @@ def test_who_joins_a_flight_that_nobody_can_make(bench: Bench) -> None:
 def test_blocks_move_down_from_memory_with_a_time_to_live(bench: Bench, ttl: float | None) -> None:
     """While one is on its way it is found as before, and it arrives."""
     place = bench.disk()
-    front = Front(MemoryBackend(16 * PAGE), ttl=ttl)
+    front = MemorySpec(MemoryBackend(16 * PAGE), ttl=ttl)
     store = bench.store(front, place, policy=Exclusive())
     place.hang("put")
     put(store, range(15))
@@ -140,17 +141,17 @@ def test_blocks_move_down_from_memory_with_a_time_to_live(bench: Bench, ttl: flo
     settle(store)
     assert above(store) == list(range(14))
     assert there(store.tiers[0]) == [14]
-    assert front.counters.demotions == 1
+    assert store.memory.counters.demotions == 1
     assert get(store, range(15)) == 15
 
 
 def test_what_outlived_its_time_does_not_move_down(bench: Bench) -> None:
     place = bench.disk()
-    front = Front(MemoryBackend(16 * PAGE), ttl=1000.0)
+    front = MemorySpec(MemoryBackend(16 * PAGE), ttl=1000.0)
     store = bench.store(front, place, policy=Exclusive())
     put(store, range(8))
-    later = front.catalogue._clock() + 2000
-    front.catalogue._clock = lambda: later
+    later = store.memory.catalogue._clock() + 2000
+    store.memory.catalogue._clock = lambda: later
     put(store, range(8, 16))
     settle(store)
     assert above(store) == [*range(6), *range(8, 16)]
@@ -173,13 +174,13 @@ class Closing(Exclusive):
 def test_memory_that_is_closed_in_the_middle_of_a_flush(bench: Bench) -> None:
     """Whoever flushes is told; the block is not said to be on its way for ever."""
     policy = Closing()
-    front = Front(MemoryBackend(8 * PAGE))
-    store = TieredStore(front, [bench.tier(bench.disk())], policy)
+    front = MemorySpec(MemoryBackend(8 * PAGE))
+    store = TieredStore(front, [bench.spec(bench.disk())], policy)
     put(store, range(4))
     policy.memory = front.backend
     with pytest.raises(BackendFailed, match="is closed"):
         store.flush(10)
-    assert not store._queued
+    assert not store._queue._pending
     store.close()
 
 
@@ -188,6 +189,6 @@ def test_a_store_that_is_closed_in_the_middle_of_a_flush(tmp_path: Path) -> None
     tiers = ["memory://1MiB", f"file://{tmp_path}/d?size=1MiB"]
     with KVStore(KVGeometry(1, 1, 8), model="m@1", tiers=tiers, policy=policy) as store:
         store.put(list(range(256)), torch.zeros(1, 2, 256, 1, 8, dtype=torch.bfloat16))
-        policy.memory = store._tiered.front.backend
+        policy.memory = store._tiered.memory.backend
         with pytest.raises(IllegalStep, match="closed by another thread"):
             store.flush(10)

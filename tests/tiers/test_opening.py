@@ -1,4 +1,4 @@
-"""Tiers from URLs: every option, every mistake, the buffer in front, and schemes of others."""
+"""Tiers from URLs: every option, every mistake, the buffer in memory, and schemes of others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kvkeep.store.tiers import Tier
+    from kvkeep.store.tiers import TierSpec
 
 
 @pytest.fixture
@@ -30,17 +30,17 @@ def place(tmp_path: Path) -> str:
     return f"file://{tmp_path}/d?size=1MiB&sync=never"
 
 
-def one(url: str) -> Tier:
+def one(url: str) -> TierSpec:
     """The tier that is opened below memory."""
-    front, (tier,) = open_tiers(["memory://64KiB", url])
-    front.backend.close()
+    memory, (tier,) = open_tiers(["memory://64KiB", url])
+    memory.backend.close()
     tier.backend.close()
     return tier
 
 
 def test_a_tier_without_options_has_the_documented_ones(place: str) -> None:
     tier = one(place)
-    assert (tier.name, tier.codec.name, tier.timeout) == ("file", "raw", 5.0)
+    assert (tier.name, tier.codec.name, tier.backend.timeout) == ("file", "raw", 5.0)
     options = tier.options
     assert (options.readers, options.writers, options.ttl, options.queue_bytes) == (
         4,
@@ -93,9 +93,9 @@ def test_every_policy_has_a_name(policy: str, place: str) -> None:
 
 def test_a_queue_is_as_long_as_memory_allows_and_no_longer(place: str) -> None:
     for option, limit in {"": 48 << 10, "&queue=8KiB": 8 << 10, "&queue=1GiB": 48 << 10}.items():
-        front, below = open_tiers(["memory://64KiB", place + option])
-        store = TieredStore(front, below)
-        assert below[0].writing.limit == limit
+        memory, below = open_tiers(["memory://64KiB", place + option])
+        store = TieredStore(memory, below)
+        assert store.tiers[0].writing.limit == limit
         store.close()
 
 
@@ -179,39 +179,38 @@ def test_a_password_is_not_shown(url: str) -> None:
 
 def test_a_buffer_is_put_in_front_of_what_is_no_memory(place: str) -> None:
     for first in (place, "memory://1MiB?codec=lossless"):
-        front, (tier,) = open_tiers([first])
-        assert (front.name, front.capacity) == ("buffer", BUFFER_BYTES)
+        memory, (tier,) = open_tiers([first])
+        assert (memory.name, memory.backend.arena.size) == ("buffer", BUFFER_BYTES)
         assert tier.backend.capacity == 1 << 20
-        front.backend.close()
+        memory.backend.close()
         tier.backend.close()
 
 
 def test_memory_in_front_takes_its_options() -> None:
-    front, below = open_tiers(["memory://64KiB?policy=lfu&ttl=2h&touch=yes"])
-    assert (front.name, front.capacity, below) == ("memory", 64 << 10, [])
-    assert front.catalogue.ttl == 7200
-    assert type(front.catalogue._shared) is type(POLICIES["lfu"]())
-    front.backend.close()
+    memory, below = open_tiers(["memory://64KiB?policy=lfu&ttl=2h&touch=yes"])
+    assert (memory.name, memory.backend.arena.size, below) == ("memory", 64 << 10, [])
+    assert (memory.ttl, memory.policy) == (7200, POLICIES["lfu"])
+    memory.backend.close()
 
 
 def test_tiers_of_one_scheme_are_told_apart(tmp_path: Path) -> None:
     urls = [f"file://{tmp_path}/{at}?size=1MiB" for at in "abc"]
     memory = ["memory://64KiB", "memory://128KiB", "memory://256KiB"]
-    front, below = open_tiers([*memory, *urls])
-    names = [front.name, *(tier.name for tier in below)]
+    memory, below = open_tiers([*memory, *urls])
+    names = [memory.name, *(tier.name for tier in below)]
     assert names == ["memory", "memory2", "memory3", "file", "file2", "file3"]
-    TieredStore(front, below).close()
+    TieredStore(memory, below).close()
 
 
 def test_backends_of_the_callers_own_are_taken_beside_urls(place: str, tmp_path: Path) -> None:
     mine = MemoryBackend(64 << 10)
     other = DiskBackend(tmp_path / "other", 1 << 20)
-    front, below = open_tiers([mine, other, place])
-    assert front.backend is mine
+    memory, below = open_tiers([mine, other, place])
+    assert memory.backend is mine
     assert [tier.name for tier in below] == ["file", "file2"]
     assert below[0].backend is other
     assert below[0].codec.name == "raw"
-    TieredStore(front, below).close()
+    TieredStore(memory, below).close()
 
 
 # --- schemes of other packages ---------------------------------------------------------------
@@ -253,12 +252,12 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_another_package_gives_a_scheme(plugin: str, place: str) -> None:
-    front, (tape, file) = open_tiers(["tape://library/1?reels=3&codec=lossless", place])
-    assert front.name == "buffer"
+    memory, (tape, file) = open_tiers(["tape://library/1?reels=3&codec=lossless", place])
+    assert memory.name == "buffer"
     assert type(tape.backend).__module__ == plugin
     assert (tape.name, tape.codec.name, tape.backend.capacity) == ("tape", "lossless", 3 << 20)
     assert file.name == "file"
-    TieredStore(front, [tape, file]).close()
+    TieredStore(memory, [tape, file]).close()
 
 
 @pytest.mark.usefixtures("plugin")

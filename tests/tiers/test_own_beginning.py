@@ -24,12 +24,13 @@ def written_one_by_one(store: TieredStore, tier: Tier, numbers: range) -> None:
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_what_it_had_from_before_stays_for_what_is_new(bench: Bench, in_memory: bool) -> None:
     place = bench.disk(8)
-    tier = bench.tier(place)
+    tier = bench.spec(place)
     store = bench.store(16, tier)
+    tier = store.tiers[0]
     put(store, range(4), wait=20)
     put(store, range(20, 24), wait=20)  # used later than 0 to 3
     if not in_memory:
-        store.front.remove([name(number) for number in range(4)])
+        store.memory.remove([name(number) for number in range(4)])
     written_one_by_one(store, tier, range(8))
     assert there(tier) == list(range(8)), "others went for it"
     assert tier.counters.evictions == 4
@@ -38,8 +39,9 @@ def test_what_it_had_from_before_stays_for_what_is_new(bench: Bench, in_memory: 
 @pytest.mark.parametrize("writers", [1, 2])
 @pytest.mark.parametrize("known", [0, 3])
 def test_one_that_is_too_long_keeps_its_beginning(bench: Bench, writers: int, known: int) -> None:
-    tier = bench.tier(bench.disk(8), writers=writers)
+    tier = bench.spec(bench.disk(8), writers=writers)
     store = bench.store(32, tier)
+    tier = store.tiers[0]
     put(store, range(known), wait=20)
     put(store, range(20, 24), wait=20)
     put(store, range(16), wait=20)
@@ -48,7 +50,7 @@ def test_one_that_is_too_long_keeps_its_beginning(bench: Bench, writers: int, kn
     sure = 8 if writers == 1 else 5
     assert there(tier)[:sure] == list(range(sure))
     assert tier.counters.drops >= 8
-    store.front.remove([name(number) for number in range(16)])
+    store.memory.remove([name(number) for number in range(16)])
     assert get(store, range(16)) >= sure
     put(store, range(30, 34), wait=20)
     settle(store)
@@ -60,8 +62,8 @@ def test_one_that_is_too_long_keeps_its_beginning(bench: Bench, writers: int, kn
 def test_what_a_read_writes_pushes_out_nothing_of_it(bench: Bench) -> None:
     """A tier that takes blocks at their second use gets the rest of a prompt."""
     small, large = bench.disk(8), bench.disk(64, at="large")
-    tiers = [bench.tier(small, writers=1), bench.tier(large)]
-    store = bench.store(32, *tiers, policy=Inclusive(admit_after=2))
+    store = bench.store(32, bench.spec(small, writers=1), large, policy=Inclusive(admit_after=2))
+    tiers = store.tiers
     for _ in range(2):
         put(store, range(4), wait=20)
     for _ in range(2):
@@ -75,8 +77,9 @@ def test_what_a_read_writes_pushes_out_nothing_of_it(bench: Bench) -> None:
 
 def test_it_lets_go_when_a_put_fails(bench: Bench) -> None:
     place = bench.disk(8)
-    tier = bench.tier(place)
+    tier = bench.spec(place)
     store = bench.store(16, tier)
+    tier = store.tiers[0]
     put(store, range(4), wait=20)
 
     def fill(at: int, raw: memoryview) -> None:
@@ -94,8 +97,9 @@ def test_it_lets_go_when_a_put_fails(bench: Bench) -> None:
 
 def test_a_place_that_fails_lets_go(bench: Bench) -> None:
     place = bench.disk(8)
-    tier = bench.tier(place)
+    tier = bench.spec(place)
     store = bench.store(16, tier)
+    tier = store.tiers[0]
     put(store, range(4), wait=20)
     place.fail("put", times=1)
     put(store, range(8), wait=20)
@@ -107,22 +111,24 @@ def test_a_place_that_fails_lets_go(bench: Bench) -> None:
 
 
 def test_what_is_behind_a_block_without_room_was_dropped_for_that(bench: Bench) -> None:
-    tier = bench.tier(bench.disk(4), writers=1)
+    tier = bench.spec(bench.disk(4), writers=1)
     store = bench.store(32, tier)
+    tier = store.tiers[0]
     written_one_by_one(store, tier, range(8))
     assert there(tier) == list(range(4))
     for number in range(4, 8):
-        fate = store.fates.of(name(number))
-        assert fate is not None
-        assert (fate.tier, fate.what, fate.detail) == (tier.name, "dropped", "no room")
+        loss = store.losses.of(name(number))
+        assert loss is not None
+        assert (loss.tier, loss.what, loss.detail) == (tier.name, "dropped", "no room")
 
 
 @pytest.mark.parametrize("quota", [False, True])
 def test_an_end_does_not_keep_out_its_beginning(bench: Bench, quota: bool) -> None:
     """The beginning could not be written; the next put repairs that, where there is little room."""
     place = bench.disk(64 if quota else 8)
-    tier = bench.tier(place, writers=1)
+    tier = bench.spec(place, writers=1)
     store = bench.store(32, tier)
+    tier = store.tiers[0]
     if quota:
         tier.catalogue.set_quota(name(0)[:16], 8 * PAGE)
     place.fail("put", times=2)
@@ -137,8 +143,9 @@ def test_an_end_does_not_keep_out_its_beginning(bench: Bench, quota: bool) -> No
 
 def test_it_lets_go_when_a_read_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiers that take blocks at their second use get them from a read, which Ctrl-C ends."""
-    tier = bench.tier(bench.disk(8))
+    tier = bench.spec(bench.disk(8))
     store = bench.store(16, tier, policy=Inclusive(admit_after=2))
+    tier = store.tiers[0]
     put(store, range(4), wait=20)
     read = store._planner.read
 
@@ -153,13 +160,14 @@ def test_it_lets_go_when_a_read_fails(bench: Bench, monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     settle(store)
     assert there(tier) == [0, 1]
-    assert not [kept for kept in tier.catalogue._kept.values() if kept.held]
+    assert not [one for one in tier.catalogue._blocks.values() if one.held]
 
 
 def test_what_goes_down_for_it_pushes_out_nothing_of_it(bench: Bench) -> None:
     """The end of a prompt is put to memory, whose oldest move to where its beginning lies."""
-    tier = bench.tier(bench.memory(8), writers=1)
+    tier = bench.spec(bench.memory(8), writers=1)
     store = bench.store(20, tier, policy=Exclusive())
+    tier = store.tiers[0]
     simulated = TierSimulator([Level("m", 20), Level("d", 8)], Exclusive(), ahead=True)
     for numbers in (range(4), range(20, 28), range(30, 38), range(40, 44), range(50, 54)):
         written_one_by_one(store, tier, numbers)
@@ -168,5 +176,5 @@ def test_what_goes_down_for_it_pushes_out_nothing_of_it(bench: Bench) -> None:
     written_one_by_one(store, tier, range(12))
     simulated.put([name(number) for number in range(12)])
     assert there(tier) == [0, 1, 30, 31, 32, 33, 34, 35]
-    assert {name(number) for number in there(tier)} == {*simulated._places[1].catalogue.blocks()}
+    assert {name(number) for number in there(tier)} == {*simulated._levels[1].catalogue.blocks()}
     assert get(store, range(12)) == 12

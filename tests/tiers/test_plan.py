@@ -10,7 +10,15 @@ from tier_bench import PAGE, Bench, above, get, name, put, settle, there, until
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.store.tiers import Exclusive, Inclusive
-from kvkeep.store.tiers.plan import Planner, Touches
+from kvkeep.store.tiers.planner import (
+    Copy,
+    Demote,
+    Drop,
+    Planner,
+    Promote,
+    Refuse,
+    Touches,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,7 +28,7 @@ if TYPE_CHECKING:
 
 def emptied(store: TieredStore) -> None:
     settle(store)
-    store.front.remove([item.block for item in store.front.backend.list()])
+    store.memory.remove([item.block for item in store.memory.backend.list()])
 
 
 def everywhere(store: TieredStore) -> list[list[int]]:
@@ -95,17 +103,30 @@ def test_touches_are_forgotten_when_fewer_are_to_be_counted() -> None:
 def test_a_read_admits_where_this_touch_is_what_was_missing() -> None:
     planner = Planner(Inclusive(3), tiers=2)
     assert planner.read(b"x") == [], "touched once: not put here lately"
-    assert planner.put(b"a") == 1
+    assert planner.store(b"a") == [Refuse(b"a", 1), Refuse(b"a", 2)]
     assert planner.read(b"a") == []
-    assert planner.read(b"a") == [1, 2]
+    assert planner.read(b"a") == [Copy(b"a", 1), Copy(b"a", 2)]
     assert planner.read(b"a") == [], "they had it offered"
 
 
 def test_nothing_moves_below_the_last_tier() -> None:
     planner = Planner(Exclusive(), tiers=2)
-    planner.put(b"a")
-    assert [planner.demotes(level, b"a") for level in (0, 1, 2)] == [1, 2, None]
-    assert Planner(Exclusive(), tiers=0).demotes(0, b"a") is None
+    assert planner.store(b"a") == []
+    assert [planner.evict(b"a", level) for level in (0, 1, 2)] == [
+        Demote(b"a", 0, 1),
+        Demote(b"a", 1, 2),
+        Drop(b"a", 2, None),
+    ]
+    assert Planner(Exclusive(), tiers=0).evict(b"a", 0) == Drop(b"a", 0, None)
+
+
+def test_moves_say_who_would_have_taken_a_block_and_what_a_promotion_leaves() -> None:
+    planner = Planner(Exclusive(2), tiers=2)
+    planner.store(b"a")
+    assert planner.evict(b"a", 0) == Drop(b"a", 0, refused=1)
+    assert planner.promote(b"a", 2) == Promote(b"a", 2, stays=True, leaves=True)
+    assert Planner(Inclusive(), tiers=2).promote(b"a", 1) == Promote(b"a", 1, True, False)
+    assert Planner(Inclusive(), tiers=1).evict(b"a", 0) == Drop(b"a", 0, None)
 
 
 def test_room_is_made_ahead_only_for_who_moves_down() -> None:
@@ -119,10 +140,10 @@ def test_how_much_has_room_is_told_again_ever_more_rarely() -> None:
     planner = Planner(Inclusive(), tiers=1)
     told = []
     for count in range(10_000):
-        if planner.due():
+        if planner.fit_due:
             planner.fit([100, 400])
             told.append(count)
-        planner.asked([b"a"])
+        planner.requested([b"a"])
     assert told[0] == 0
     gaps = [after - before for before, after in pairwise(told)]
     assert gaps == sorted(gaps)
@@ -134,9 +155,10 @@ def test_touches_are_counted_of_as_many_blocks_as_matter() -> None:
     planner = Planner(Inclusive(2), tiers=1)
     planner.fit([1, 4])
     for number in range(41):
-        planner.put(bytes([number]))
-    assert planner.put(b"\0") == 1, "eight times as many blocks as have room came since"
-    assert planner.put(bytes([30])) == 2
+        planner.store(bytes([number]))
+    first = Refuse(b"\0", 1)
+    assert planner.store(b"\0") == [first], "eight times as many blocks as have room came since"
+    assert planner.store(bytes([30])) == [Copy(bytes([30]), 1)], "its second touch"
 
 
 # --- inclusive -------------------------------------------------------------------------------
@@ -245,9 +267,9 @@ def test_exclusive_lets_the_end_of_the_chain_go(bench: Bench) -> None:
 def test_exclusive_through_codecs(bench: Bench) -> None:
     key = bytes(range(32))
     tiers = [
-        bench.tier(bench.disk(4), "raw"),
-        bench.tier(bench.memory(16), "lossless"),
-        bench.tier(bench.disk(at="e"), "lossless", key=key),
+        bench.spec(bench.disk(4), "raw"),
+        bench.spec(bench.memory(16), "lossless"),
+        bench.spec(bench.disk(at="e"), "lossless", key=key),
     ]
     store = bench.store(8, *tiers, policy=Exclusive())
     for number in range(40):
@@ -296,7 +318,7 @@ def test_a_block_that_is_wanted_while_it_moves_up_is_written_again(bench: Bench)
     place.wait_inside("delete")
     assert all(get(store, [number]) for number in above(store) if number)
     put(store, [90])
-    until(lambda: 0 not in store.front.catalogue)
+    until(lambda: 0 not in store.memory.catalogue)
     place.heal()
     settle(store)
     assert 0 in there(store.tiers[0])
@@ -314,7 +336,7 @@ def test_the_end_of_a_prompt_goes_before_its_beginning(
 ) -> None:
     """Where it was only put, too, and in tiers that are written one block after the other."""
     front, below = (8, 64) if where == 0 else (64, 8)
-    store = bench.store(front, bench.tier(bench.memory(below), writers=writers))
+    store = bench.store(front, bench.spec(bench.memory(below), writers=writers))
     put(store, range(5), wait=20)
     put(store, range(10, 13), wait=20)
     put(store, range(20, 22), wait=20)

@@ -14,7 +14,7 @@ from tier_bench import PAGE, RAW, Bench, above, content, get, name, put, settle,
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.codecs import BlockShape, make_codec
-from kvkeep.store.tiers import Inclusive, Tier
+from kvkeep.store.tiers import Inclusive, Tier, TierSpec
 from kvkeep.store.tiers.record import HEADER_BYTES, read_header, seal
 from kvkeep.testing.backend_hooks import block_id
 
@@ -79,7 +79,7 @@ def test_what_is_damaged_above_is_found_good_below(fault: str, bench: Bench) -> 
     store = bench.store(16, bad, good)
     put(store, range(8))
     settle(store)
-    store.front.remove([name(number) for number in range(8)])
+    store.memory.remove([name(number) for number in range(8)])
     getattr(bad, fault)(times=3)
     assert get(store, range(8)) == 8
     settle(store)
@@ -165,7 +165,7 @@ def test_memory_is_not_taken_for_a_record_that_is_too_large(codec: str, bench: B
 
     assert tier.load(BLOCK, RAW, room) is None
     assert not taken
-    assert len(tier._scratch._buffer) < 1 << 20
+    assert len(tier._records.scratch._buffer) < 1 << 20
     assert (tier.counters.damaged, there(tier)) == (1, [])
     assert tier.breaker.state == "closed"
 
@@ -199,12 +199,13 @@ def test_raw_records_in_a_tier_with_a_codec_stay_what_they_are(codec: str, bench
     raw = bench.tier(place)
     for block in blocks:
         raw.save(block, raw_record(block))
-    tier = bench.tier(place, codec, readers=1)
+    spec = bench.spec(place, codec, readers=1)
+    tier = Tier(spec)
     first, second = (tier.load(b, RAW, lambda: aligned(PAGE)) for b in blocks[:2])
     assert first is not None
     assert second is not None
     assert bytes(first[HEADER_BYTES:]) == content(blocks[0]), "what is read next is elsewhere"
-    store = bench.store(64, tier)
+    store = bench.store(64, spec)
     assert get(store, range(12)) == 12
     assert above(store) == [*range(12)], "they were promoted"
 
@@ -225,8 +226,9 @@ def test_records_that_are_not_for_a_tier_are_refused_and_written_anew(
     written = bench.tier(place, theirs[0], key=theirs[1])
     written.save(BLOCK, raw_record(BLOCK))
     before = bytes(stored(place, BLOCK))
-    tier = bench.tier(place, ours[0], key=ours[1])
+    tier = bench.spec(place, ours[0], key=ours[1])
     store = bench.store(16, tier)
+    tier = store.tiers[0]
     assert get(store, [0]) == 0
     assert (tier.counters.refused, tier.counters.damaged) == (1, 0)
     assert place.calls["quarantine"] == 0
@@ -234,16 +236,16 @@ def test_records_that_are_not_for_a_tier_are_refused_and_written_anew(
     assert tier.breaker.state == "closed"
     assert put(store, [0], wait=20).kept == [0], "as if it were not there"
     assert read_header(stored(place, BLOCK)).codec == tier.codec.number
-    store.front.remove([BLOCK])
+    store.memory.remove([BLOCK])
     assert get(store, [0]) == 1
 
 
 def test_another_version_is_refused_and_written_anew(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.tier(place)
-    tier.save(BLOCK, raw_record(BLOCK))
+    bench.tier(place).save(BLOCK, raw_record(BLOCK))
     place.inner.put(BLOCK, forged(stored(place, BLOCK), version=9))
-    store = bench.store(16, tier)
+    store = bench.store(16, place)
+    tier = store.tiers[0]
     assert store.knows(BLOCK)
     assert get(store, [0]) == 0
     assert (tier.counters.refused, tier.counters.damaged) == (1, 0)
@@ -251,7 +253,7 @@ def test_another_version_is_refused_and_written_anew(bench: Bench) -> None:
     assert not store.knows(BLOCK)
     assert store.locate([BLOCK]) == []
     assert put(store, [0], wait=20).kept == [0]
-    store.front.remove([BLOCK])
+    store.memory.remove([BLOCK])
     assert get(store, [0]) == 1
 
 
@@ -281,7 +283,7 @@ def test_a_large_file_under_a_blocks_name_is_put_aside_before_others_go(
     tmp_path: Path, size: int
 ) -> None:
     place = DiskBackend(tmp_path / "store", 10 << 20)
-    tier = Tier("file", place, make_codec("raw", BlockShape()), lambda _number: None)
+    tier = Tier(TierSpec("file", place, make_codec("raw", BlockShape()), lambda _number: None))
     for number in range(100):
         place.put(block_id(number), memoryview(bytes(20_000)))
     foreign(place, block_id(500), size)
@@ -300,14 +302,14 @@ def test_a_large_file_under_a_blocks_name_is_put_aside_before_others_go(
 
 def test_nothing_goes_where_all_of_it_would_not_suffice(tmp_path: Path) -> None:
     place = DiskBackend(tmp_path / "store", 20 * 4096)
-    tier = Tier("file", place, make_codec("raw", BlockShape()), lambda _number: None)
+    tier = Tier(TierSpec("file", place, make_codec("raw", BlockShape()), lambda _number: None))
     for number in range(10):
         place.put(block_id(number), memoryview(bytes(4000)))
     tier.relist()
     tier.catalogue.pin([block_id(number) for number in range(8)], 60.0, 1 << 20)
-    assert not tier.make_room(3 * 4096)
+    assert not tier._space.make_room(3 * 4096)
     assert tier.counters.evictions == 0
-    assert tier.make_room(2 * 4096)
+    assert tier._space.make_room(2 * 4096)
     assert tier.counters.evictions == 2, "whole units are counted: no more than must go"
 
 
@@ -385,7 +387,7 @@ def test_a_store_over_a_damaged_tier_alone_ends_at_the_first_bad_block(bench: Be
     store = bench.store(16, place, policy=Inclusive())
     put(store, range(6))
     settle(store)
-    store.front.remove([name(number) for number in range(6)])
+    store.memory.remove([name(number) for number in range(6)])
     bad = stored(place, name(3))
     bad[-1] ^= 1
     place.inner.put(name(3), bad)

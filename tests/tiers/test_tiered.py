@@ -9,16 +9,16 @@ from tier_bench import PAGE, RAW, Bench, above, get, name, put, settle, there
 
 from faults import FaultyBackend
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers import Exclusive, Front, Inclusive
+from kvkeep.store.tiers import Exclusive, Inclusive, MemorySpec
 
 if TYPE_CHECKING:
-    from kvkeep.store.tiers import Tier, TieredStore
+    from kvkeep.store.tiers import MemoryTier, Tier, TieredStore
 
 
 class Clock:
     """Seconds that pass when they are told to."""
 
-    def __init__(self, *tiers: Tier | Front) -> None:
+    def __init__(self, *tiers: Tier | MemoryTier) -> None:
         self.now = tiers[0].catalogue._clock()
         for tier in tiers:
             tier.catalogue._clock = self
@@ -29,7 +29,7 @@ class Clock:
 
 def emptied(store: TieredStore) -> None:
     settle(store)
-    store.front.remove([item.block for item in store.front.backend.list()])
+    store.memory.remove([item.block for item in store.memory.backend.list()])
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -73,8 +73,8 @@ def test_a_failed_write_is_tried_again_by_the_next_put(fault: str, bench: Bench)
 
 def test_behind_a_dropped_block_nothing_is_written_in_vain(bench: Bench) -> None:
     small, large = bench.disk(), bench.disk(at="large")
-    tiers = [bench.tier(small, queue_bytes=3 * PAGE, writers=1), bench.tier(large)]
-    store = bench.store(32, *tiers)
+    store = bench.store(32, bench.spec(small, queue_bytes=3 * PAGE, writers=1), large)
+    tiers = store.tiers
     small.hang("put")
     assert put(store, range(8)).kept == list(range(8))
     assert tiers[0].counters.drops == 5
@@ -89,8 +89,9 @@ def test_behind_a_dropped_block_nothing_is_written_in_vain(bench: Bench) -> None
 
 def test_room_that_comes_free_in_the_middle_is_not_used_behind_a_gap(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.tier(place, queue_bytes=2 * PAGE)
+    tier = bench.spec(place, queue_bytes=2 * PAGE)
     store = bench.store(32, tier)
+    tier = store.tiers[0]
     place.hang("put")
     blocks = [name(number) for number in range(6)]
 
@@ -108,7 +109,7 @@ def test_room_that_comes_free_in_the_middle_is_not_used_behind_a_gap(bench: Benc
 
 def test_a_put_with_wait_waits_for_room_and_for_the_end(bench: Bench) -> None:
     place = bench.disk()
-    store = bench.store(8, bench.tier(place, queue_bytes=2 * PAGE))
+    store = bench.store(8, bench.spec(place, queue_bytes=2 * PAGE))
     place.slow(0.005, "put")
     assert put(store, range(40), wait=30).kept == list(range(40))
     assert there(store.tiers[0]) == list(range(40))
@@ -127,12 +128,12 @@ def test_a_fill_that_raises_leaves_nothing_behind(bench: Bench) -> None:
         store.write([name(n) for n in range(4)], [RAW] * 4, fill)
     settle(store)
     assert above(store) == [0, 1]
-    assert store.front.backend.used() == 2 * PAGE
+    assert store.memory.backend.used() == 2 * PAGE
 
 
 def test_blocks_are_deleted_on_their_way_down(bench: Bench) -> None:
     place = bench.disk()
-    store = bench.store(16, bench.tier(place, writers=1))
+    store = bench.store(16, bench.spec(place, writers=1))
     place.hang("put")
     put(store, range(4))
     place.wait_inside("put")
@@ -151,7 +152,7 @@ def test_a_budget_that_became_smaller_holds_from_the_opening_on(bench: Bench) ->
     store = bench.store(64, bench.disk(64))
     put(store, range(40), wait=20)
     store.close()
-    store = bench.store(64, bench.tier(bench.disk(16), writers=2))
+    store = bench.store(64, bench.spec(bench.disk(16), writers=2))
     assert len(there(store.tiers[0])) == 16
     assert store.stats()[1].used_bytes == 16 * PAGE
     put(store, range(100, 104), wait=20)
@@ -171,7 +172,7 @@ def test_a_quota_holds_in_every_tier(policy: type[Inclusive], bench: Bench) -> N
         size = (1 + number % 3) * PAGE - 128
         assert put(store, [number], space=0, size=size, wait=20).kept == [0]
         settle(store)
-        for tier in (store.front, *store.tiers):
+        for tier in (store.memory, *store.tiers):
             assert tier.catalogue.spaces().get(spaces[0], 0) <= 6 * PAGE
     assert get(store, range(4), space=1) == 4, "others keep theirs"
     assert get(store, [29], space=0, size=3 * PAGE - 128) == 1
@@ -204,10 +205,10 @@ def test_a_quota_lets_the_ends_of_its_own_prompts_go(bench: Bench) -> None:
 
 def test_a_quota_holds_against_many_who_write_at_once(bench: Bench) -> None:
     place = bench.memory(64)
-    store = bench.store(64, bench.tier(place, writers=8))
+    store = bench.store(64, bench.spec(place, writers=8))
     space = name(0)[:16]
     store.set_quota(space, 8 * PAGE)
-    store.front.catalogue.set_quota(space, 64 * PAGE)
+    store.memory.catalogue.set_quota(space, 64 * PAGE)
     place.slow(0.002, "put")
     for first in range(0, 120, 8):
         put(store, range(first, first + 8), wait=20)
@@ -220,7 +221,7 @@ def test_a_quota_holds_against_many_who_write_at_once(bench: Bench) -> None:
 
 def test_pinned_blocks_outlive_pressure_until_their_time_is_over(bench: Bench) -> None:
     store = bench.store(8, bench.memory(16))
-    clock = Clock(store.front, *store.tiers)
+    clock = Clock(store.memory, *store.tiers)
     put(store, range(3), wait=20)
     blocks = [name(number) for number in range(3)]
     assert store.pin(blocks, 60.0) == 3
@@ -264,10 +265,10 @@ def test_what_is_deleted_is_not_pinned_any_more(bench: Bench) -> None:
 
 
 def test_what_outlived_its_time_is_not_found_and_goes(bench: Bench) -> None:
-    front = Front(MemoryBackend(16 * PAGE), ttl=10.0)
+    front = MemorySpec(MemoryBackend(16 * PAGE), ttl=10.0)
     place = bench.memory(64)
-    store = bench.store(front, bench.tier(place, ttl=100.0))
-    clock = Clock(front, *store.tiers)
+    store = bench.store(front, bench.spec(place, ttl=100.0))
+    clock = Clock(store.memory, *store.tiers)
     put(store, range(4), wait=20)
     clock.now += 9
     assert store.locate([name(0), name(1)]) == [0, 0]
@@ -286,7 +287,7 @@ def test_what_outlived_its_time_is_not_found_and_goes(bench: Bench) -> None:
 
 
 def test_pins_keep_what_outlived_its_time(bench: Bench) -> None:
-    store = bench.store(16, bench.tier(bench.memory(64), ttl=100.0))
+    store = bench.store(16, bench.spec(bench.memory(64), ttl=100.0))
     clock = Clock(*store.tiers)
     put(store, range(2), wait=20)
     emptied(store)
@@ -314,7 +315,7 @@ def test_true_promises_that_all_is_below(policy: type[Inclusive], bench: Bench) 
 @pytest.mark.parametrize("call", ["put", "flush"])
 def test_false_where_something_could_not_be_done(call: str, bench: Bench) -> None:
     place = bench.disk()
-    store = bench.store(32, bench.tier(place, breaker_limit=100), policy=Exclusive())
+    store = bench.store(32, bench.spec(place, breaker_limit=100), policy=Exclusive())
     put(store, range(4))
     place.fail(call)
     assert not store.flush(20)
@@ -336,7 +337,7 @@ def test_false_where_there_was_no_time(bench: Bench) -> None:
 
 def test_all_of_a_large_memory_goes_down_through_a_small_queue(bench: Bench) -> None:
     place = bench.disk()
-    store = bench.store(64, bench.tier(place, queue_bytes=2 * PAGE), policy=Exclusive())
+    store = bench.store(64, bench.spec(place, queue_bytes=2 * PAGE), policy=Exclusive())
     put(store, range(50))
     assert store.flush(20)
     assert there(store.tiers[0]) == list(range(50))
@@ -364,7 +365,7 @@ def test_what_is_asked_for_in_the_middle_of_a_prompt_is_located_there(bench: Ben
     put(store, range(30), wait=20)
     store.tiers[0].remove([name(number) for number in range(20, 30)])
     store.tiers[1].remove([name(number) for number in range(20)])
-    store.front.remove([name(number) for number in [*range(3, 10), *range(12, 30)]])
+    store.memory.remove([name(number) for number in [*range(3, 10), *range(12, 30)]])
     blocks = [name(number) for number in range(32)]
     assert store.locate(blocks) == [0] * 3 + [1] * 7 + [0] * 2 + [1] * 8 + [2] * 10
     assert get(store, range(32)) == 30
@@ -379,9 +380,9 @@ def test_what_is_asked_for_in_the_middle_of_a_prompt_is_located_there(bench: Ben
 def test_a_tier_that_never_takes_what_is_put_did_not_refuse_it(bench: Bench) -> None:
     store = bench.store(8, bench.disk(), policy=Exclusive())
     put(store, range(4), wait=20)
-    store.front.remove([name(number) for number in range(4)])
-    assert [store.fates.of(name(number)) for number in range(4)] == [None] * 4
+    store.memory.remove([name(number) for number in range(4)])
+    assert [store.losses.of(name(number)) for number in range(4)] == [None] * 4
     later = bench.store(8, bench.disk(at="later"), policy=Inclusive(admit_after=2))
     put(later, range(4), wait=20)
-    later.front.remove([name(number) for number in range(4)])
-    assert {fate.detail for fate in later.fates_of([name(0)]) if fate} == {"admission"}
+    later.memory.remove([name(number) for number in range(4)])
+    assert {fate.detail for fate in later.losses_of([name(0)]) if fate} == {"admission"}

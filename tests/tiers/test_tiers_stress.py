@@ -18,7 +18,7 @@ from faults import FaultyBackend
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.core.eviction import POLICIES
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers import Exclusive, Front, Inclusive
+from kvkeep.store.tiers import Exclusive, Inclusive, MemorySpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -246,7 +246,7 @@ def test_eight_threads_over_places_that_break(which: str, bench: Bench) -> None:
     until(lambda: store.flush(5), 30)  # breakers let somebody try again
     settle(store)
     at_rest(store)
-    for tier in [store.front, *store.tiers]:
+    for tier in [store.memory, *store.tiers]:
         held = tier.catalogue.spaces().get(name(0, 0)[:16], 0)
         # Threads that put at the same time may each pass it by one block.
         assert setting.quota is None or held <= (setting.quota + 2 * THREADS) * PAGE
@@ -293,7 +293,7 @@ def built(setting: Setting, bench: Bench, at: str = "") -> tuple[TieredStore, li
         bounded = place.capacity is not None
         codec = setting.codec if number == 0 else "raw"
         tiers.append(
-            bench.tier(
+            bench.spec(
                 place,
                 codec,
                 timeout=TIMEOUT,
@@ -303,7 +303,7 @@ def built(setting: Setting, bench: Bench, at: str = "") -> tuple[TieredStore, li
             )
         )
         places.append(place)
-    front = Front(MemoryBackend(24 * PAGE), POLICIES[setting.evicts], ttl=setting.ttl)
+    front = MemorySpec(MemoryBackend(24 * PAGE), POLICIES[setting.evicts], ttl=setting.ttl)
     store = bench.store(front, *tiers, policy=setting.policy())
     if setting.quota is not None:
         store.set_quota(name(0, 0)[:16], setting.quota * PAGE)
@@ -313,12 +313,12 @@ def built(setting: Setting, bench: Bench, at: str = "") -> tuple[TieredStore, li
 def at_rest(store: TieredStore) -> None:
     """Its books agree, and it holds on to nothing."""
     store.check()
-    assert store.front.backend.leased == 0, "a lease was not given back"
-    assert store.front.leaving_bytes == 0
-    assert not store._flights, "a flight is on its way for ever"
-    assert not store._queued, "a mark stays for ever"
-    for tier in [store.front, *store.tiers]:
-        held = [kept.block for kept in tier.catalogue._kept.values() if kept.held]
+    assert store.memory.backend.leased == 0, "a lease was not given back"
+    assert store.memory.leaving_bytes == 0
+    assert not store._reader._reads, "a flight is on its way for ever"
+    assert not store._queue._pending, "a mark stays for ever"
+    for tier in [store.memory, *store.tiers]:
+        held = [one.block for one in tier.catalogue._blocks.values() if one.held]
         assert not held, "a block is held for ever"
     for tier in store.tiers:
         for work in (tier.reading, tier.writing):
@@ -343,6 +343,6 @@ def sound(tier: Tier) -> None:
 def closed(store: TieredStore) -> None:
     """Nothing is leased, and no thread is left."""
     until(lambda: not threads_of("prefetch", *(tier.name for tier in store.tiers)))
-    assert store.front.backend.leased == 0
-    assert not store._flights
-    assert not store._queued, "a mark stays for ever"
+    assert store.memory.backend.leased == 0
+    assert not store._reader._reads
+    assert not store._queue._pending, "a mark stays for ever"

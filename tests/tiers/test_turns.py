@@ -12,9 +12,9 @@ from kvkeep.core.keys import BLOCK_ID_BYTES
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.codecs import BlockShape, make_codec
-from kvkeep.store.tiers import Front
+from kvkeep.store.tiers import MemorySpec, MemoryTier, Tier, TierOptions, TierSpec
 from kvkeep.store.tiers.record import HEADER_BYTES
-from kvkeep.store.tiers.tier import Tier, TierOptions
+from kvkeep.store.tiers.space import TierSpace
 from kvkeep.store.tiers.turns import AGAIN, Turns
 
 UNIT = 4096
@@ -106,15 +106,16 @@ def test_nothing_is_dropped_though_others_take_the_room(kind, tmp_path, monkeypa
     """A writer sleeps each time it has made room: the other one takes it, and drops nothing."""
     slow_name, places = "slow", 6
     if kind == "disk":
-        tier = Tier(
+        tier = Tier(TierSpec(
             "file", DiskBackend(tmp_path / "d", places * UNIT, sync="never"),
             make_codec("raw", BlockShape()), lambda _: None, TierOptions(writers=2),
-        )  # fmt: skip
+        ))  # fmt: skip
         tier.open()
-        made, name = Tier.make_room, "make_room"
+        owner, name = TierSpace, "make_room"
     else:
-        tier = Front(MemoryBackend(places * UNIT))
-        made, name = Front._evict, "_evict"
+        tier = MemoryTier(MemorySpec(MemoryBackend(places * UNIT)))
+        owner, name = MemoryTier, "_evict"
+    made = getattr(owner, name)
 
     def make_room(self, *needed):
         freed = made(self, *needed)
@@ -122,7 +123,7 @@ def test_nothing_is_dropped_though_others_take_the_room(kind, tmp_path, monkeypa
             time.sleep(0.01)
         return freed
 
-    monkeypatch.setattr(type(tier), name, make_room)
+    monkeypatch.setattr(owner, name, make_room)
     stop, lost = threading.Event(), []
     record = memoryview(bytearray(HEADER_BYTES + 1000)).cast("B")
 

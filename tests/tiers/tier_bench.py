@@ -17,7 +17,7 @@ from faults import FaultyBackend
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.codecs import BlockShape, codec_of, make_codec
-from kvkeep.store.tiers import Front, Tier, TieredStore, TierOptions
+from kvkeep.store.tiers import MemorySpec, Tier, TieredStore, TierOptions, TierSpec
 from kvkeep.store.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -120,7 +120,11 @@ class Bench:
         self._places.append(place)
         return place
 
-    def tier(
+    def tier(self, place: Backend, codec: str = "raw", **more: Any) -> Tier:
+        """A tier alone, in no store; see `spec`."""
+        return Tier(self.spec(place, codec, **more))
+
+    def spec(
         self,
         place: Backend,
         codec: str = "raw",
@@ -129,11 +133,11 @@ class Bench:
         timeout: float | None = None,
         pause: float = 1.0,
         **options: Any,
-    ) -> Tier:
+    ) -> TierSpec:
         """A tier with a name of its own; its breakers try again ``pause`` seconds later."""
         if timeout is not None:
             place.timeout = timeout
-        return Tier(
+        return TierSpec(
             f"t{next(self._numbers)}",
             place,
             make_codec(codec, SHAPE, key),
@@ -143,14 +147,14 @@ class Bench:
 
     def store(
         self,
-        front: int | Front,
-        *tiers: Tier | FaultyBackend,
+        front: int | MemorySpec,
+        *tiers: TierSpec | FaultyBackend,
         policy: TieringPolicy | None = None,
     ) -> TieredStore:
         """A store with memory for ``front`` blocks above ``tiers``."""
-        if not isinstance(front, Front):
-            front = Front(MemoryBackend(front * PAGE))
-        below = [tier if isinstance(tier, Tier) else self.tier(tier) for tier in tiers]
+        if not isinstance(front, MemorySpec):
+            front = MemorySpec(MemoryBackend(front * PAGE))
+        below = [tier if isinstance(tier, TierSpec) else self.spec(tier) for tier in tiers]
         store = TieredStore(front, below, policy)
         self._stores.append(store)
         return store
@@ -164,7 +168,7 @@ class Bench:
                 settle(store)
                 checked(store)
                 store.close(20)
-            until(lambda store=store: store.front.backend.leased == 0)  # what hung goes on
+            until(lambda store=store: store.memory.backend.leased == 0)  # what hung goes on
             until(lambda store=store: not threads_of(*(tier.name for tier in store.tiers)))
         for place in self._places:
             place.close()
@@ -172,8 +176,8 @@ class Bench:
 
 def settle(store: TieredStore) -> None:
     """Wait until nothing is on its way."""
-    assert store._prefetching.wait(20)
-    until(lambda: not any(one.deleting for one in list(store._queued.values())), 20)
+    assert store._reader._prefetching.wait(20)
+    until(lambda: not any(one.deleting for one in list(store._queue._pending.values())), 20)
     for _ in range(3):  # what lands may be written, and what is written may demote
         for tier in store.tiers:
             assert tier.reading.wait(20)
@@ -183,12 +187,11 @@ def settle(store: TieredStore) -> None:
 def checked(store: TieredStore) -> None:
     """Of a store that is at rest: its books agree, and it holds on to nothing."""
     store.check()
-    assert store.front.backend.leased == 0, "a lease was not given back"
-    assert store.front.leaving_bytes == 0
-    assert not store._flights
-    assert not store._queued
-    for tier in [store.front, *store.tiers]:
-        held = [kept.block for kept in tier.catalogue._kept.values() if kept.held]
+    assert store.memory.backend.leased == 0, "a lease was not given back"
+    assert store.memory.leaving_bytes == 0
+    assert store.idle
+    for tier in [store.memory, *store.tiers]:
+        held = [one.block for one in tier.catalogue._blocks.values() if one.held]
         assert not held, "a block is held for ever"
     for tier in store.tiers:
         assert tier.writing.cost == tier.writing.unfinished == tier.reading.unfinished == 0
@@ -208,4 +211,4 @@ def there(tier: Tier) -> list[int]:
 
 def above(store: TieredStore) -> list[int]:
     """Numbers of the blocks in memory."""
-    return sorted(int.from_bytes(item.block[16:], "big") for item in store.front.backend.list())
+    return sorted(int.from_bytes(item.block[16:], "big") for item in store.memory.backend.list())

@@ -19,18 +19,27 @@ if TYPE_CHECKING:
     from kvkeep.store.blocks import BlockStore, Lookup, Operation, Put, StoreStats
     from kvkeep.store.identity import model_identity, weights_digest
     from kvkeep.store.kv import KVStore, Prefetch
-    from kvkeep.store.tiers import Fate, Removed
+    from kvkeep.store.tiers import Miss, Removed
 
 __all__ = [
-    "BlockStore", "Fate", "KVStore", "Lookup", "Operation", "Prefetch", "Put", "Removed",
-    "StoreStats", "model_identity", "weights_digest",
+    "BlockStore",
+    "KVStore",
+    "Lookup",
+    "Miss",
+    "Operation",
+    "Prefetch",
+    "Put",
+    "Removed",
+    "StoreStats",
+    "model_identity",
+    "weights_digest",
 ]  # fmt: skip
 
 _ROOMS = {
     **dict.fromkeys(("BlockStore", "Lookup", "Operation", "Put", "StoreStats"), "blocks"),
     **dict.fromkeys(("model_identity", "weights_digest"), "identity"),
     **dict.fromkeys(("KVStore", "Prefetch"), "kv"),
-    **dict.fromkeys(("Fate", "Removed"), "tiers"),
+    **dict.fromkeys(("Miss", "Removed"), "tiers"),
 }
 
 

@@ -85,13 +85,14 @@ def simulate_tiers(
     for done, number in enumerate(range(len(workload)) if pace is None else pace):
         watch.now = float(workload.times[number]) if pace is None else pace.now
         found = simulator.find(block_ids(workload.prompt(number), int(workload.namespace[number])))
-        hit_tokens = min(found.blocks * workload.unit_tokens, int(workload.tokens[number]))
-        watch.request(number, hit_tokens, found.blocks)
+        blocks = sum(found)
+        hit_tokens = min(blocks * workload.unit_tokens, int(workload.tokens[number]))
+        watch.request(number, hit_tokens, blocks)
         if pace is not None:
-            pace.served(number, found.found, hit_tokens, outcome)
+            pace.served(number, found, hit_tokens, outcome)
             watch.now = pace.now
         if workload.store[number]:
-            _keep(workload, number, found.blocks, simulator, watch)
+            _keep(workload, number, blocks, simulator, watch)
         if progress is not None and done % 100 == 99:
             progress(done + 1)
     outcome.tiers = [

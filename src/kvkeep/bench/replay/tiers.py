@@ -1,31 +1,29 @@
-"""Tiers in replay: planner and catalogues of `TieredStore`, over places that are numbers."""
+"""`TierSimulator`: the moves of a `TieredStore`, performed on numbers."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.eviction import POLICIES
 from kvkeep.store.tiers.catalogue import Catalogue
-from kvkeep.store.tiers.plan import Planner
+from kvkeep.store.tiers.planner import Copy, Drop, Planner
+from kvkeep.store.tiers.prompt_moves import Placement, ReadMoves, StoreMoves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from kvkeep.store.tiers import TieringPolicy
+    from kvkeep.store.tiers.planner import Refuse
 
-__all__ = ["Level", "LevelStats", "TierSimulator", "Touched"]
+__all__ = ["Level", "LevelStats", "TierSimulator"]
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A tier to be simulated: a name for people, and how many ``blocks`` it has room for.
-
-    ``eviction`` is the name of its policy, as ``policy=`` in a tier's URL.
-    """
+    """A simulated tier: its name, its capacity in blocks, and the name of its eviction policy."""
 
     name: str
     blocks: int
@@ -40,23 +38,11 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Touched:
-    """What a request found: leading blocks, by the level that each came from, memory first."""
-
-    found: tuple[int, ...]
-
-    @property
-    def blocks(self) -> int:
-        """Leading blocks that were found."""
-        return sum(self.found)
-
-
-@dataclass(frozen=True, slots=True)
 class LevelStats:
     """A level at one moment, in blocks; the last four are totals.
 
-    ``hits`` were found here, ``writes`` came here (in memory: by reading them, too), ``evictions``
-    had to go, ``demotions`` of these moved one down.
+    ``hits`` were found here, ``writes`` came here (in memory: also by being read), ``evictions``
+    were deleted to make room, ``demotions`` of these moved one level down.
     """
 
     name: str
@@ -68,20 +54,23 @@ class LevelStats:
     demotions: int
 
 
-class TierSimulator:
-    """A store's tiers without bytes, threads and time: each block is a number, each move is done.
+class TierSimulator(ReadMoves, StoreMoves):
+    """The tiers of a store without bytes, threads and time.
 
-    What moves where is asked of `Planner`, what goes first of `Catalogue`, at the steps at which
-    `TieredStore` asks them; nothing of either is written again here. Every place keeps up: nothing
-    is dropped and nothing fails. Therefore memory is used to the last block; ``ahead`` keeps a
-    tenth of it free where evicted blocks move down, as the store has to.
+    The moves and their order are those of a store (`Planner`, `ReadMoves`, `StoreMoves`), and so
+    are the catalogues. No tier fails or lags behind, so memory is used to the last block; with
+    ``ahead`` a tenth of it is kept free where evicted blocks move down, as a store does.
 
-    ``levels`` begins with memory. ``policy`` may keep a state: it is not for a second one.
-    ``clock`` gives seconds. ``lost`` is told of blocks that had to go from a level and are nowhere
-    else. Blocks are named as in the store: 16 bytes of a namespace, then a key
-    that is chained.
+    Block ids are as in a store: 16 bytes of a namespace, then a chained key.
 
     Thread safety: none. Cost: 5 to 10 µs a block.
+
+    Arguments:
+        levels: memory first.
+        policy: the tiering policy. One that keeps state belongs to this simulator.
+        clock: returns seconds.
+        ahead: demote from memory before its room is needed.
+        lost: called with a level and the blocks that it evicted and that no level has any more.
     """
 
     def __init__(
@@ -91,228 +80,206 @@ class TierSimulator:
         clock: Callable[[], float] = time.monotonic,
         *,
         ahead: bool = False,
-        lost: Callable[[int, list[bytes]], None] | None = None,
+        lost: Callable[[int, list[bytes]], None] = lambda _level, _blocks: None,
     ) -> None:
         if not levels:
             raise InvalidValue("there is no level; memory, at least, is needed")
-        self._lost = lost
         self.ahead = ahead
-        self.planner = Planner(policy, len(levels) - 1)
-        self._places = [_Place(level, clock) for level in levels]
-        self._memory = self._places[0].catalogue
+        self._lost = lost
+        self._levels = [_SimulatedLevel(level, clock) for level in levels]
+        self._below = range(1, len(levels))
+        super().__init__(Planner(policy, len(levels) - 1), self._levels[0].catalogue)
 
-    def request(self, keys: Sequence[bytes]) -> Touched:
-        """A prompt made of these blocks comes: its beginning is read, what is not there is put."""
-        touched = self.find(keys)
-        self.put(keys[touched.blocks :])
-        return touched
+    def request(self, blocks: Sequence[bytes]) -> list[int]:
+        """Read the beginning of a prompt that is there and store the rest; see `find`."""
+        found = self.find(blocks)
+        self.put(blocks[sum(found) :])
+        return found
 
-    # --- reading, as TieredStore.read ------------------------------------------------------------
-
-    def find(self, keys: Sequence[bytes]) -> Touched:
-        """Read leading blocks, up to the first that is nowhere."""
-        levels = self._locate(keys)
-        self._asked(keys[: len(levels)])
-        found = [0] * len(self._places)
-        count = 0
-        above = [block for block, level in zip(keys, levels, strict=False) if not level]
-        for block in above:
-            self._memory.hold(block)
-        for block, level in zip(keys, levels, strict=False):
-            if level and not self._read(block, level):
-                break  # what came up pushed it out
-            found[level] += 1
-            count += 1
-        for block in above:
-            self._memory.free(block)
-        for place, hits in zip(self._places, found, strict=True):
-            place.hits += hits
-        blocks = keys[:count]
-        self._used(blocks)
-        for block in blocks:
-            for level in self.planner.read(block):
-                if block in self._memory:
-                    self._add(level, [block])
-        return Touched(tuple(found))
-
-    def _locate(self, keys: Sequence[bytes]) -> list[int]:
+    def find(self, blocks: Sequence[bytes]) -> list[int]:
+        """Read leading ``blocks``; return how many came from each level, memory first."""
         levels: list[int] = []
-        for block in keys:
+        for block in blocks:
             level = self.level_of(block)
             if level is None:
                 break
             levels.append(level)
-        return levels
+        self._requested(blocks[: len(levels)])
+        count = self.read(blocks, levels)
+        found = [0] * len(self._levels)
+        for level in levels[:count]:
+            found[level] += 1
+        for one, hits in zip(self._levels, found, strict=True):
+            one.hits += hits
+        return found
+
+    def put(self, blocks: Sequence[bytes]) -> None:
+        """Store ``blocks``, in order; those that are there already are used."""
+        if not blocks:
+            return
+        self._requested(blocks)
+        try:
+            self.store(blocks)
+        finally:
+            for level in self._below:
+                self._levels[level].free()
 
     def level_of(self, block: bytes) -> int | None:
-        """Where ``block`` is, the fastest of these; None: nowhere."""
-        for level, place in enumerate(self._places):
-            if block in place.catalogue:
+        """Return the fastest level that has ``block``, None for none."""
+        for level, one in enumerate(self._levels):
+            if block in one.catalogue:
                 return level
         return None
 
-    def _read(self, block: bytes, level: int) -> bool:
-        """Read ``block`` from below memory; whether it is still there."""
-        place = self._places[level]
-        if block not in place.catalogue:
+    def _requested(self, blocks: Sequence[bytes]) -> None:
+        if not blocks:
+            return
+        if self.planner.fit_due:
+            self.planner.fit([one.level.blocks for one in self._levels])
+        self.planner.requested(blocks)
+        for one in self._levels:
+            one.catalogue.requested(blocks)
+
+    # --- the steps of a read ---------------------------------------------------------------------
+
+    def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
+        for count, (block, level) in enumerate(zip(blocks, levels, strict=False)):
+            if level and not self._promote(block, level):
+                return count  # blocks that came to memory before it pushed it out
+        return len(levels)
+
+    def _promote(self, block: bytes, level: int) -> bool:
+        source = self._levels[level].catalogue
+        if block not in source:
             return False
-        if self.planner.promotes(level, block):
+        move = self.planner.promote(block, level)
+        if move.stays:
             self._add(0, [block])
-            if self.planner.leaves(level):
-                place.catalogue.forget(block)
-            self._demote_ahead()
+            if move.leaves:
+                source.forget(block)
+            self.demote_ahead()
         return True
 
-    # --- writing, as TieredStore.write -----------------------------------------------------------
+    def copy(self, move: Copy) -> None:
+        if move.block in self.memory:
+            self._add(move.target, [move.block])
 
-    def put(self, keys: Sequence[bytes]) -> None:
-        """Keep blocks, in order; what is there already is used."""
-        if not keys:
-            return
-        self._asked(keys)
-        if all(self.level_of(block) is None for block in keys):
-            self._add(0, keys)  # all at once: it is much faster, and comes to the same
-            self._write_below([(block, self.planner.put(block)) for block in keys])
-            self._used(keys, set(keys))
-        else:
-            self._put_each(keys)
-        self._demote_ahead()
+    # --- the steps of a put ----------------------------------------------------------------------
 
-    def _put_each(self, blocks: Sequence[bytes]) -> None:
-        """Keep blocks of which some are there, behind a gap; then all of them are used."""
-        new, alone = set(), []
-        for place in self._places[1:]:
-            place.keep(blocks[: place.level.blocks])  # a prompt keeps its own beginning
-        for block in blocks:
-            touches = self.planner.put(block)
-            level = self.level_of(block)
-            if level:
-                continue  # what lies below alone is not read to be written
-            if level is None:
-                self._add(0, [block])
-                new.add(block)
-            self._write_below([(block, touches)], keep=True)
-            if not any(block in place.catalogue for place in self._places[1:]):
-                self._memory.hold(block)  # what follows must not push it out
-                alone.append(block)
-            self._demote_ahead()
-        for block in alone:
-            self._memory.free(block)
-        self._used(blocks, new)
-        for place in self._places[1:]:
-            place.let_go()
+    def runs(self, blocks: Sequence[bytes]) -> Iterable[Sequence[bytes]]:
+        # A prompt of which nothing is there takes each step at once: the result is the same.
+        if all(self.level_of(block) is None for block in blocks):
+            return [blocks]
+        for level in self._below:
+            one = self._levels[level]
+            one.hold(blocks[: one.level.blocks])  # as `PromptHolds` does
+        return super().runs(blocks)
 
-    def _write_below(self, blocks: Sequence[tuple[bytes, int]], *, keep: bool = False) -> None:
-        """Blocks in memory, with their touches, go to the tiers that admit them."""
-        for level in range(1, len(self._places)):
-            admits = partial(self.planner.admits, level)
-            self._add(level, [block for block, touches in blocks if admits(touches)], keep=keep)
+    def place(self, run: Sequence[bytes]) -> Placement:
+        level = self.level_of(run[0])
+        if level is None:
+            self._add(0, run)
+            return Placement.NEW
+        return Placement.BELOW if level else Placement.IN_MEMORY
+
+    def copy_down(self, run: Sequence[bytes], moves: Sequence[Copy | Refuse]) -> bool:
+        alone = len(run) == 1
+        copies = [move for move in moves if isinstance(move, Copy)]
+        for level in self._below:
+            blocks = [move.block for move in copies if move.target == level]
+            self._add(level, blocks)
+            if alone:
+                self._levels[level].hold(blocks)
+        if not alone:
+            return True  # nothing of this prompt comes after it
+        return any(run[0] in self._levels[level].catalogue for level in self._below)
+
+    def demote_ahead(self) -> None:
+        if self.ahead:
+            memory = self._levels[0]
+            excess = self.planner.excess(memory.level.blocks, memory.catalogue.total_bytes)
+            if excess:
+                self._evict(0, excess)
+
+    def use(self, blocks: Sequence[bytes], new: Container[bytes]) -> None:
+        for one in self._levels:
+            one.catalogue.used(blocks, new=new)
 
     # --- making room -----------------------------------------------------------------------------
 
-    def _add(self, level: int, blocks: Sequence[bytes], *, keep: bool = False) -> None:
-        """Have ``level`` hold ``blocks``, as many as it can, and keep them until it may let go."""
-        place = self._places[level]
-        catalogue, room = place.catalogue, place.level.blocks
+    def _add(self, level: int, blocks: Sequence[bytes]) -> None:
+        """Have ``level`` hold ``blocks``, as many of them as it has room for."""
+        one = self._levels[level]
+        catalogue, room = one.catalogue, one.level.blocks
         blocks = [block for block in blocks if block not in catalogue][:room]
         short = len(blocks) + catalogue.total_bytes - room
         if short > 0:
             self._evict(level, short)
-            blocks = blocks[: room - catalogue.total_bytes]  # some may be kept
+            blocks = blocks[: room - catalogue.total_bytes]  # held blocks are not evicted
         catalogue.add_all(blocks, 1)
-        if keep:
-            place.keep(blocks)
-        place.writes += len(blocks)
-
-    def _demote_ahead(self) -> None:
-        if self.ahead:
-            memory = self._places[0]
-            excess = self.planner.excess(memory.level.blocks, self._memory.total_bytes)
-            if excess:
-                self._evict(0, excess)
+        one.writes += len(blocks)
 
     def _evict(self, level: int, needed: int) -> None:
-        place = self._places[level]
-        victims = place.catalogue.victims(needed)
-        place.evictions += len(victims)
+        one = self._levels[level]
+        victims = one.catalogue.victims(needed)
+        one.evictions += len(victims)
         down: dict[int, list[bytes]] = {}
-        stay: list[bytes] = []
+        dropped: list[bytes] = []
         for block in victims:
-            target = self.planner.demotes(level, block)
-            if target is None:
-                stay.append(block)
-            elif block not in self._places[target].catalogue:
-                down.setdefault(target, []).append(block)
-        if self._lost is not None:
-            gone = [block for block in stay if self.level_of(block) is None]
-            if gone:
-                self._lost(level, gone)
+            move = self.planner.evict(block, level)
+            if isinstance(move, Drop):
+                dropped.append(block)
+            elif block not in self._levels[move.target].catalogue:
+                down.setdefault(move.target, []).append(block)
+        gone = [block for block in dropped if self.level_of(block) is None]
+        if gone:
+            self._lost(level, gone)
         for target, blocks in down.items():
-            place.demotions += len(blocks)
+            one.demotions += len(blocks)
             self._add(target, blocks)
 
-    # --- who is told -----------------------------------------------------------------------------
-
-    def _asked(self, blocks: Sequence[bytes]) -> None:
-        if not blocks:
-            return
-        if self.planner.due():
-            self.planner.fit([place.level.blocks for place in self._places])
-        self.planner.asked(blocks)
-        for place in self._places:
-            place.catalogue.asked(blocks)
-
-    def _used(self, blocks: Sequence[bytes], new: Container[bytes] = ()) -> None:
-        for place in self._places:
-            place.catalogue.used(blocks, new=new)
-
-    # --- looking ---------------------------------------------------------------------------------
-
-    def writes(self, level: int) -> int:
-        """Blocks that came to ``level`` so far."""
-        return self._places[level].writes
+    # --- figures ---------------------------------------------------------------------------------
 
     def stats(self) -> list[LevelStats]:
-        """All levels at this moment, memory first."""
+        """Return the figures of all levels at this moment, memory first."""
         return [
             LevelStats(
-                place.level.name,
-                place.level.blocks,
-                len(place.catalogue),
-                place.hits,
-                place.writes,
-                place.evictions,
-                place.demotions,
+                one.level.name,
+                one.level.blocks,
+                len(one.catalogue),
+                one.hits,
+                one.writes,
+                one.evictions,
+                one.demotions,
             )
-            for place in self._places
+            for one in self._levels
         ]
 
     def check(self) -> None:
-        """Recount; an AssertionError is a fault of kvkeep."""
-        for place in self._places:
-            place.catalogue.check()
-            assert place.catalogue.total_bytes == len(place.catalogue) <= place.level.blocks
+        """Recount everything; an AssertionError is a bug of kvkeep."""
+        for one in self._levels:
+            one.catalogue.check()
+            assert one.catalogue.total_bytes == len(one.catalogue) <= one.level.blocks
 
     def __repr__(self) -> str:
-        levels = ", ".join(f"{place.level.name} {place.level.blocks}" for place in self._places)
+        levels = ", ".join(f"{one.level.name} {one.level.blocks}" for one in self._levels)
         return f"<TierSimulator {levels}, {self.planner.policy!r}>"
 
 
-class _Place:
-    """A level, what it holds and what it counted."""
+class _SimulatedLevel:
+    """A level, the catalogue of its blocks, which have one byte each, and what it counted."""
 
     def __init__(self, level: Level, clock: Callable[[], float]) -> None:
         self.level = level
-        # Of one byte each: bytes are blocks here.
         self.catalogue = Catalogue(POLICIES[level.eviction], clock=clock, budget=level.blocks)
         self.hits = self.writes = self.evictions = self.demotions = 0
-        self._kept: list[bytes] = []
+        self._held: list[bytes] = []
 
-    def keep(self, blocks: Sequence[bytes]) -> None:
-        """What is here of ``blocks`` does not go before `let_go`."""
-        self.catalogue.hold_all(blocks, self._kept)
+    def hold(self, blocks: Sequence[bytes]) -> None:
+        """Keep those of ``blocks`` that are here from eviction until `free`."""
+        self.catalogue.hold_all(blocks, self._held)
 
-    def let_go(self) -> None:
-        """Whatever was kept may go again."""
-        self.catalogue.free_all(self._kept)
-        self._kept = []
+    def free(self) -> None:
+        """Allow all that is held to be evicted again."""
+        self.catalogue.free_all(self._held)
+        self._held = []

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import Sequence
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.stats import EngineStats
-    from kvkeep.store import Fate
+    from kvkeep.store import Miss
 
 __all__ = ["EngineWatch", "LoadReport", "Observer", "Outcome"]
 
@@ -40,7 +40,7 @@ class LoadReport:
 
     asked: int = 0
     sources: tuple[tuple[int, int, str], ...] = ()
-    missing: tuple[Fate, ...] = ()
+    missing: tuple[Miss, ...] = ()
     seconds: float = 0.0
     late: bool = False
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.engine.observe import LoadReport
     from kvkeep.serve.server.figures import ReuseTotals
     from kvkeep.serve.server.worker import Call
-    from kvkeep.store import Fate
+    from kvkeep.store import Miss
 
 __all__ = ["Watching", "missing"]
 
@@ -206,7 +206,7 @@ class Watching:
                     log.exception("%s failed; it is told on", type(watch).__name__)
 
 
-def missing(fates: Iterable[Fate], *, waited_s: float | None = None) -> list[Missing]:
+def missing(fates: Iterable[Miss], *, waited_s: float | None = None) -> list[Missing]:
     """What a store says of tokens that it did not give, as an explainer takes it.
 
     What the store never heard of is left out: that is for the explainer to say. ``waited_s`` is
@@ -221,7 +221,7 @@ def missing(fates: Iterable[Fate], *, waited_s: float | None = None) -> list[Mis
     return said
 
 
-def _said(fate: Fate, word: str, waited_s: float | None) -> tuple[str, dict[str, Any]]:
+def _said(fate: Miss, word: str, waited_s: float | None) -> tuple[str, dict[str, Any]]:
     """The reason, and its evidence besides the tier; ``word`` is what the fate's detail is."""
     match fate.what:
         case "evicted":
@@ -241,6 +241,6 @@ def _said(fate: Fate, word: str, waited_s: float | None) -> tuple[str, dict[str,
             return "tier_unavailable", {"why": why, "waited_s": waited_s}
 
 
-def _gone(fate: Fate, cause: str) -> dict[str, Any]:
+def _gone(fate: Miss, cause: str) -> dict[str, Any]:
     ago = None if fate.at is None else max(0.0, time.time() - fate.at)
     return {"at": fate.at, "ago_s": ago, "cause": cause, "by": None, "needed_pages": None}

@@ -58,7 +58,7 @@ class BlockStore:
         front, below = open_tiers(tiers)
         notes = {self._space: note_of(self.namespace)}
         self._tiered = TieredStore(front, below, policy, notes=notes)
-        self._tiered.look_for(self._space)
+        self._tiered.expect(self._space)
         self._timing = Timing("blocks")
         self._unpin_memory: Callable[[], None] | None = None
         self._shared_as: list[str] = []  # one name, until its user closes it
@@ -89,7 +89,7 @@ class BlockStore:
         """
         self._tiered.check_open()
         if self._unpin_memory is None:
-            self._unpin_memory = pin_memory(self._tiered.front.backend)
+            self._unpin_memory = pin_memory(self._tiered.memory.backend)
 
     def put(
         self,
@@ -135,7 +135,7 @@ class BlockStore:
             written = self._tiered.write(blocks, sizes, fill, wait=wait)
         if began:
             kept, size = len(written.kept), sum(sizes[at] for at in written.kept)
-            tiers = [(self._tiered.front.name, kept)] if kept else []
+            tiers = [(self._tiered.memory.name, kept)] if kept else []
             self._timing.end(began, "put", asked=len(keys), moved=kept, size=size, tiers=tiers)
         return len(written.kept) + len(written.already)
 
@@ -215,7 +215,7 @@ class BlockStore:
         blocks = [space + key for key in keys]
         # A tier that hides records, or is not read now, is looked at block by block.
         quick = [tier.catalogue for tier in self._tiered.tiers if tier.serves_all]
-        catalogues = [self._tiered.front.catalogue, *quick]
+        catalogues = [self._tiered.memory.catalogue, *quick]
         count = 0
         while count < len(blocks):
             before = count
@@ -249,7 +249,7 @@ class BlockStore:
     def must_ask(self) -> bool:
         """Whether there may be more than is known: others write to one of the places."""
         self._tiered.check_open()
-        return any(tier.asked for tier in self._tiered.tiers)
+        return any(tier.queried for tier in self._tiered.tiers)
 
     def prefetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> BlockPrefetch:
         """Start bringing blocks of so many bytes into memory; returns at once.

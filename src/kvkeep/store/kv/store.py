@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvkeep.store.blocks.stats import StoreStats
     from kvkeep.store.blocks.timing import Operation
     from kvkeep.store.kv.forms import KV, Layout
-    from kvkeep.store.tiers import BlockPrefetch, Fate, Removed
+    from kvkeep.store.tiers import BlockPrefetch, Miss, Removed
 
 __all__ = ["KVStore", "Prefetch"]
 
@@ -213,7 +213,7 @@ class KVStore:
         self._unpin = pin_memory(front.backend)
         for space, limit in limits.items():
             self._tiered.set_quota(space, limit)
-        self._tiered.look_for(self._names_of(None).space)
+        self._tiered.expect(self._names_of(None).space)
         self._shared_as: list[str] = []  # one name, until its user closes it
 
     @staticmethod
@@ -238,7 +238,7 @@ class KVStore:
     @property
     def tiers(self) -> tuple[str, ...]:
         """The names of its tiers, fastest first: what is read and written passes the first."""
-        return (self._tiered.front.name, *(tier.name for tier in self._tiered.tiers))
+        return (self._tiered.memory.name, *(tier.name for tier in self._tiered.tiers))
 
     def bind(self, identity: str) -> None:
         """Say that the KV to come is of the model with this `kvkeep.store.model_identity`.
@@ -457,7 +457,7 @@ class KVStore:
         tenant: str | None = None,
         since: float | None = None,
         extra: ExtraLike | None = None,
-    ) -> tuple[Fate, ...]:
+    ) -> tuple[Miss, ...]:
         """What became of what is missing of a prompt, behind the first ``start`` tokens.
 
         ``start`` is what `lookup` found; without it, what is known to be there without asking
@@ -475,7 +475,7 @@ class KVStore:
         """
         row = as_tokens(tokens)
         whole("start", start, 0, len(row))
-        fates_of = partial(self._tiered.fates_of, since=since)
+        fates_of = partial(self._tiered.losses_of, since=since)
         return fates_behind(self._names_of(tenant, extra, len(row)), fates_of, row, start)
 
     def unkept(
@@ -498,9 +498,9 @@ class KVStore:
         names = self._names_of(tenant, extra, len(row))
         blocks = names.full(row)[-(-start // self.block_tokens) :]
         if answer:
-            self._tiered.fates.note(blocks, "", "refused", "answer")
+            self._tiered.losses.note(blocks, "", "refused", "answer")
         else:
-            self._tiered.fates.note(blocks, self._tiered.front.name, "dropped", "queue full")
+            self._tiered.losses.note(blocks, self._tiered.memory.name, "dropped", "queue full")
 
     def touch(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.store.tiers import Fate, Happened
+from kvkeep.store.tiers import Loss, Miss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.store.kv.names import Names
 
-    FatesOf = Callable[[Sequence[bytes]], list[Happened | None]]
+    FatesOf = Callable[[Sequence[bytes]], list[Loss | None]]
 
 __all__ = ["fates_behind"]
 
-_NEVER = Happened("", "never", None, "")
+_NEVER = Loss("", "never", None, "")
 
 
-def fates_behind(names: Names, fates_of: FatesOf, row: TokenArray, start: int) -> tuple[Fate, ...]:
+def fates_behind(names: Names, fates_of: FatesOf, row: TokenArray, start: int) -> tuple[Miss, ...]:
     """What became of ``row`` behind its first ``start`` tokens, in order and without gaps.
 
     ``fates_of`` says of blocks what happened to each, None where it is there. What is there at the
@@ -67,10 +67,10 @@ class _Story:
     """Fates one behind the other; neighbours of which only the time differs become one."""
 
     def __init__(self, start: int) -> None:
-        self.fates: list[Fate] = []
+        self.fates: list[Miss] = []
         self._at = start
 
-    def tell(self, end: int, happened: Happened | None) -> None:
+    def tell(self, end: int, happened: Loss | None) -> None:
         """It goes on to token ``end``; None: what is there, and of use only at the beginning."""
         start, self._at = self._at, max(self._at, end)
         last = self.fates[-1] if self.fates else None
@@ -78,10 +78,10 @@ class _Story:
             return
         if happened is None:
             assert last is not None
-            happened = Happened(last.tier, last.what, last.at, last.detail)
+            happened = Loss(last.tier, last.what, last.at, last.detail)
         tier, what, at, detail = happened
         if last is not None and (last.tier, last.what, last.detail) == (tier, what, detail):
             start = last.start
             at = max((time for time in (last.at, at) if time is not None), default=None)
             self.fates.pop()
-        self.fates.append(Fate(start, end, tier, what, at, detail))
+        self.fates.append(Miss(start, end, tier, what, at, detail))

@@ -7,7 +7,8 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, NamedTuple
 from zlib import crc32
 
-from kvkeep.store.tiers.plan import Exclusive, Inclusive, TieringPolicy, Touches
+from kvkeep.store.tiers.planner import Touches
+from kvkeep.store.tiers.tiering import Exclusive, Inclusive, TieringPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,7 +77,7 @@ class AdaptiveTiering(TieringPolicy):
         for trial in self._trials:
             trial.fit(sizes[1:])
 
-    def asked(self, blocks: Sequence[bytes]) -> None:
+    def requested(self, blocks: Sequence[bytes]) -> None:
         """A prompt came."""
         below = self._below
         steps = [self._step(block) for block in reversed(blocks) if crc32(block) < below]

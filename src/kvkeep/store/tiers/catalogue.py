@@ -1,72 +1,52 @@
-"""What a tier is known to hold, in which order it may go, and what of it is pinned."""
+"""`Catalogue`: which blocks a tier holds, and in which order they are evicted."""
 
 from __future__ import annotations
 
-import heapq
 import threading
 import time
-from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.eviction import Entry, EvictionPolicy
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.tiers.eviction_order import EvictionOrder, OrderedBlock, popped
 from kvkeep.store.tiers.packed import Packed, PackedRow
+from kvkeep.store.tiers.tier_pins import TierPins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
 
+    from kvkeep.core.eviction import EvictionPolicy
+
 __all__ = ["Catalogue"]
 
-_PINS = 1024  # times at which pins end that are remembered before those are looked for that count
-_AT_ONCE: Final = 1024  # blocks of a listing that are taken over while others wait
+_AT_ONCE: Final = 1024  # blocks of a listing that are taken over under one lock
 _PACKED_AT_ONCE: Final = 32
 _ROUNDS: Final = 1 << 16
-_REMEMBERED = 4  # times as many blocks as there is room for are remembered as asked for again
-
-
-class _Kept(Entry):
-    """A block that the tier holds; ``size`` is in bytes of its record."""
-
-    __slots__ = ("block", "held", "noted", "pinned", "round", "serial", "used")
-
-    def __init__(self, block: bytes, size: int, used: float, round_: int) -> None:
-        super().__init__()
-        self.block = block
-        self.size = size
-        self.used = used  # Unix seconds: what a time to live counts from
-        self.serial = 0  # the same in an order that is exact, over all policies of the catalogue
-        self.pinned = 0.0  # until then; 0: not
-        self.held = 0  # by writers that still read it
-        self.noted = used  # the last use that the place itself was told of
-        self.round = round_  # the last listing that it was known to be in
-
-    @property
-    def may_go(self) -> bool:
-        """Whether a policy has it."""
-        return not self.held and not self.pinned
 
 
 class Catalogue:
-    """Block ids with sizes and recency; names victims by the policies of the core.
+    """Block ids with sizes and last uses, ordered for eviction by policies of the core.
 
-    Blocks of one prompt are used last to first (see `used`), so the end of a prompt goes before
-    its beginning. A namespace with a quota has a policy of its own, all others share one; what goes
-    under pressure is the older of their candidates.
+    A use of a prompt counts its blocks last to first (`used`), so that its end is evicted before
+    its beginning. A namespace with a quota has a policy of its own, the others share one; of their
+    candidates the one used least recently is evicted first.
 
-    Policies that remember (`EvictionPolicy.remembers`) are told of what is `asked` for, and fit for
-    ``budget`` bytes, once the size of a block is seen; without a budget they are not served.
+    An ordered block takes about half a kilobyte. ``ordered`` bounds how many are: beyond it, those
+    that the policies would evict first become rows of about a hundred bytes (`Packed`), which are
+    evicted before all others, in the order in which they became rows; one that is used again is
+    ordered again. For LRU and FIFO the order is the same as without the bound, except for blocks
+    that were held, pinned or found by a second listing.
 
-    A block that a policy orders takes about half a kilobyte. ``ordered`` bounds how many those are:
-    of more, the ones that the policies would have go first are kept in rows of about a hundred
-    bytes (`Packed`) and go before all others, in the order in which they became rows. A block that
-    is used again is ordered again. For LRU and FIFO that is the order that it would be without a
-    bound, but for what was held, pinned or found by a second listing.
+    Thread safety: all methods, by one lock under which nothing but policies is called, and which is
+    held for at most 1,024 blocks of a listing. Cost: about a microsecond a block.
 
-    ``unit``: a record takes whole units of so many bytes in its place; `victims` counts in these.
-
-    Thread safety: all methods, by one lock that is never held while anything else is called but the
-    policy, nor for more than 1,024 blocks of a listing at once. Cost: about a microsecond a block.
+    Arguments:
+        policy: makes the eviction policies.
+        ttl: seconds after its last use that a block expires; None: never.
+        clock: returns Unix seconds.
+        budget: bytes that the tier may hold, if it has a budget.
+        ordered: see above; None: all.
+        unit: a record takes whole units of so many bytes in the backend; `victims` counts these.
     """
 
     def __init__(
@@ -82,33 +62,25 @@ class Catalogue:
         self.ttl = ttl
         self.unit = unit
         self.budget = budget
-        self._make = policy
         self._clock = clock
         self._lock = threading.Lock()
-        self._kept: dict[bytes, _Kept] = {}
-        self._packed = Packed(self._group_of)
+        self._blocks: dict[bytes, OrderedBlock] = {}
+        self._order = EvictionOrder(policy, budget)
+        self._packed = Packed(self._order.group_of)
+        self._pins = TierPins(self._blocks, self._order)
         self._ordered = ordered
         self._round = 0  # the number of the last listing
         self._filling = threading.Lock()
         self._gone: set[bytes] | None = None  # forgotten while a listing goes on
-        self._shared = policy()
-        self._own: dict[bytes, EvictionPolicy] = {}
-        self._quotas: dict[bytes, int] = {}
         self._spaces: dict[bytes, int] = {}
         self._bytes = 0
         self._taken = 0  # the same in whole units
-        self._pinned_bytes = 0
         self._serial = 0
-        self._pins: list[tuple[float, bytes]] = []  # a heap: when a pin may end
-        self._many_pins = _PINS
-        self.remembers = self._shared.remembers and budget is not None
-        self._fitted = 0  # bytes of a block that the policies are fit for; 0: for none yet
-        self._again: OrderedDict[bytes, None] = OrderedDict()  # `known` when last asked for
 
-    # --- what is there ---------------------------------------------------------------------------
+    # --- queries ---------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self._kept) + len(self._packed)
+        return len(self._blocks) + len(self._packed)
 
     def __contains__(self, block: object) -> bool:
         known = self._known(block)  # type: ignore[arg-type]
@@ -116,105 +88,106 @@ class Catalogue:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all records known."""
+        """Bytes of all records."""
         return self._bytes
 
     @property
     def policy(self) -> str:
-        """The name of the policy that orders what has no quota."""
-        return self._shared.name
+        """The name of the policy of namespaces without a quota."""
+        return self._order.shared.name
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the policies learn of requests; see `requested`."""
+        return self._order.remembers
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes that are pinned now."""
         with self._lock:
-            self._unpin_expired()
-            return self._pinned_bytes
+            self._pins.unpin_expired(self._clock())
+            return self._pins.bytes
 
     def outlived(self, block: bytes) -> bool:
-        """Whether ``block`` is known, and not used for longer than it may be found."""
+        """Whether ``block`` is known and has expired."""
         known = self._known(block)
         return known is not None and self._expired(known)
 
     def ended(self, block: bytes) -> float | None:
-        """When the time of ``block`` was over (Unix seconds), if it is known and outlived it."""
+        """Return when ``block`` expired (Unix seconds), None if it is unknown or has not."""
         known = self._known(block)
         if known is None or not self._expired(known):
             return None
         return max(known.used + (self.ttl or 0.0), known.pinned)
 
     def leading(self, blocks: Sequence[bytes]) -> int:
-        """How many of ``blocks`` are there before the first that is not."""
-        kept = self._kept
-        if self.ttl is None and not len(self._packed):
-            for count, block in enumerate(blocks):
-                if block not in kept:
-                    return count
-            return len(blocks)
+        """Return how many of ``blocks`` are here before the first that is not."""
+        plain = self.ttl is None and not len(self._packed)
+        there: Container[object] = self._blocks if plain else self
         for count, block in enumerate(blocks):
-            if block not in self:
+            if block not in there:
                 return count
         return len(blocks)
 
     def spaces(self) -> dict[bytes, int]:
-        """Bytes by namespace."""
+        """Return the bytes of each namespace."""
         with self._lock:
             return dict(self._spaces)
 
     def blocks(self, space: bytes | None = None) -> list[bytes]:
-        """All blocks, or those of one namespace."""
+        """Return the ids of all blocks, or of those of one namespace."""
         with self._lock:
-            known = [*self._kept, *(row.block for row in self._packed)]
+            known = [*self._blocks, *(row.block for row in self._packed)]
             return [block for block in known if space is None or block.startswith(space)]
 
     def may_free(self, needed: int) -> bool:
-        """Whether ``needed`` bytes could go: else nothing should, as it would not suffice.
-
-        Of what is held for a moment it is assumed that it can go.
-        """
+        """Whether ``needed`` bytes could be freed, if held blocks are freed in time."""
         with self._lock:
-            self._unpin_expired()
-            return self._taken - self._pinned_bytes >= needed
+            self._pins.unpin_expired(self._clock())
+            return self._taken - self._pins.bytes >= needed
 
     def fits(self, space: bytes) -> int | None:
-        """Blocks of a namespace that there is room for, if they are as large as those here.
+        """Return how many blocks of a namespace there is room for, None where there is no budget.
 
-        None: no end is known.
+        Blocks as large as the average of those here.
         """
         with self._lock:
             count = len(self)
             if not count or not self.budget:
                 return None
             fit = self.budget * count // self._taken
-            limit = self._quotas.get(space)
+            limit = self._order.quotas.get(space)
             return fit if limit is None else min(fit, limit * count // self._bytes)
 
-    # --- what changes it -------------------------------------------------------------------------
+    def now(self) -> float:
+        """Return the time by which uses are noted, in Unix seconds."""
+        return self._clock()
+
+    # --- changes ---------------------------------------------------------------------------------
 
     def add(self, block: bytes, size: int, *, hold: bool = False) -> None:
-        """``block`` is there now, ``size`` bytes long; it counts as used. ``hold`` holds it."""
+        """Add or replace ``block``, of ``size`` bytes, as used now; with ``hold``, hold it."""
         with self._lock:
             self._add(block, size, self._clock())
             if hold:
                 self._hold(block)
 
     def add_all(self, blocks: Iterable[bytes], size: int) -> None:
-        """`add` for each of ``blocks``, ``size`` bytes long."""
+        """Add each of ``blocks``, of ``size`` bytes."""
         with self._lock:
             now = self._clock()
             for block in blocks:
                 self._add(block, size, now)
 
     def fill(self, found: Iterable[tuple[bytes, int, float]]) -> list[bytes]:
-        """Take over what a place holds: (block, bytes, last used). Returns what it holds no more.
+        """Take over a listing of the backend: (block, bytes, last use). Return what it lacks.
 
-        What is known stays where it is in the order, but others may have used it later. What is
-        new comes after it, by last use. What was known before and is not in ``found`` is forgotten;
-        what is added meanwhile is not. What is forgotten meanwhile stays so, since a listing may
-        have seen it before it went. If ``found`` raises, what came before that is taken over.
+        Known blocks keep their place in the order, but may have been used later by others. New ones
+        come after them, by last use. A block that was known before and is not listed is forgotten;
+        one that is added meanwhile stays, one that is forgotten meanwhile stays forgotten. If
+        ``found`` raises, what came before that is taken over and nothing is forgotten.
 
-        Blocks are known, and may be named as victims, while ``found`` goes on. Others who call it
-        wait.
+        Blocks are known, and may be victims, while ``found`` goes on. Concurrent calls wait.
         """
         with self._filling:
             with self._lock:
@@ -233,88 +206,63 @@ class Catalogue:
                 self._order_listed()
             return self._not_listed()
 
-    def asked(self, blocks: Sequence[bytes]) -> None:
-        """A prompt made of ``blocks`` of one namespace came, found or to be put: once for each.
+    def requested(self, blocks: Sequence[bytes]) -> None:
+        """Tell policies with a history of a prompt; ``blocks`` were found, or are stored now.
 
-        Before any of them is added. For policies that remember; nothing is done for others.
+        Call it before any of them is added. Does nothing for other policies.
         """
-        if not self.remembers or not self._fitted or not blocks:
-            return
-        again = self._again
-        with self._lock:
-            # The key alone: it is hashed over its namespace as well, and is evenly spread.
-            known = self._policy_of(blocks[0]).requested([block[SPACE_BYTES:] for block in blocks])
-            for block in blocks[known:]:
-                again.pop(block, None)
-            for block in blocks[:known]:
-                again[block] = None
-                again.move_to_end(block)
-            most = _REMEMBERED * (self.budget or 0) // self._fitted
-            while len(again) > most:
-                again.popitem(last=False)
+        if self.remembers and blocks:
+            with self._lock:
+                self._order.requested(blocks)
 
     def used(
         self, blocks: Sequence[bytes], grain: float = 30.0, *, new: Container[bytes] = ()
     ) -> list[bytes]:
-        """A prompt used ``blocks``, in its order; those the place should be told of, last to first.
+        """Count a use of ``blocks``, a prompt in order; those in ``new`` it brought itself.
 
-        That are the ones of which it was not told for ``grain`` seconds. To those in ``new``, which
-        it just brought, it is no hit.
+        Returns the blocks, last to first, whose last use the backend should be told of: those that
+        it was not told of for ``grain`` seconds.
         """
         now = self._clock()
-        tell = []
+        late = []
         with self._lock:
-            for block in reversed(blocks):
-                kept = self._unpacked(block)
-                if kept is None:
+            for name in reversed(blocks):
+                block = self._unpacked(name)
+                if block is None:
                     continue
-                kept.used = now
+                block.used = now
                 self._serial += 1
-                kept.serial = self._serial
-                policy = self._policy_of(block)
-                tell_policy = policy.used if block in new else policy.hit
-                if kept.may_go:
-                    policy.discard(kept)
-                    tell_policy(kept)
-                    policy.add(kept)
-                else:
-                    tell_policy(kept)
-                if not 0.0 <= now - kept.noted < grain:  # the clock may have been ahead
-                    kept.noted = now
-                    tell.append(block)
-        return tell
-
-    def now(self) -> float:
-        """The time by which uses are noted, in seconds since the epoch."""
-        return self._clock()
+                block.serial = self._serial
+                self._order.used(block, new=name in new)
+                if not 0.0 <= now - block.noted < grain:  # the clock may have been ahead
+                    block.noted = now
+                    late.append(name)
+        return late
 
     def unnoted(self) -> list[tuple[bytes, float]]:
-        """Blocks used since their place was told of it, and when, oldest first; now it is told."""
+        """Return the uses that the backend was not told of, oldest first; they count as told."""
         with self._lock:
-            late = [kept for kept in self._kept.values() if kept.used > kept.noted]
-            late.sort(key=lambda kept: kept.serial)
-            for kept in late:
-                kept.noted = kept.used
-            return [(kept.block, kept.used) for kept in late]
+            late = [block for block in self._blocks.values() if block.used > block.noted]
+            late.sort(key=lambda block: block.serial)
+            for block in late:
+                block.noted = block.used
+            return [(block.block, block.used) for block in late]
 
     def hold(self, block: bytes) -> bool:
-        """Keep ``block`` from eviction until it is freed as often as it was held.
-
-        False, and nothing to be freed: it is not known.
-        """
+        """Keep ``block`` from eviction until `free` was called as often; False if it is unknown."""
         with self._lock:
             return self._hold(block)
 
     def hold_all(self, blocks: Iterable[bytes], held: list[bytes]) -> None:
-        """`hold` each of ``blocks``; those that are known, and are to be freed, come to ``held``.
+        """`hold` each of ``blocks``; those that are known are appended to ``held``, one by one.
 
-        One by one: whoever is interrupted knows what to free.
+        So a caller that is interrupted knows what to free.
         """
         with self._lock:
             held.extend(block for block in blocks if self._hold(block))
 
     def free(self, block: bytes) -> None:
-        """Undo one `hold`; nothing happens to what was forgotten meanwhile."""
+        """Undo one `hold`; does nothing if ``block`` was forgotten meanwhile."""
         with self._lock:
             self._free(block)
 
@@ -325,7 +273,7 @@ class Catalogue:
                 self._free(block)
 
     def forget(self, block: bytes) -> bool:
-        """``block`` is not there any more; whether it was known."""
+        """Remove ``block``; whether it was known."""
         with self._lock:
             if self._gone is not None:
                 self._gone.add(block)
@@ -334,14 +282,14 @@ class Catalogue:
     def victims(
         self, needed: int, space: bytes | None = None, outlived: list[bytes] | None = None
     ) -> list[bytes]:
-        """Forget what should go next until ``needed`` bytes are; fewer when no more may go.
+        """Forget and return blocks of ``needed`` bytes, in eviction order; fewer if none are left.
 
-        Of one namespace only, if it has a quota and ``space`` names it. What outlived its time is
-        added to ``outlived`` instead, if that is given.
+        From one namespace only, if it has a quota and ``space`` names it. Expired blocks are
+        appended to ``outlived`` instead, if that is given.
         """
         gone: list[bytes] = []
         with self._lock:
-            self._unpin_expired()
+            self._pins.unpin_expired(self._clock())
             while needed > 0:
                 victim = self._next(space)
                 if victim is None:
@@ -355,14 +303,14 @@ class Catalogue:
         return gone
 
     def expired(self, limit: int = 1000) -> list[bytes]:
-        """Forget blocks that outlived their time, ``limit`` of them at most."""
+        """Forget and return expired blocks, ``limit`` of them at most."""
         if self.ttl is None:
             return []
         with self._lock:
-            late = (kept.block for kept in self._kept.values() if self._expired(kept))
-            old = list(islice(late, limit))
-            for block in old:
-                self._forget(block)
+            late = (block for block in self._blocks.values() if self._expired(block))
+            old = [block.block for block in islice(late, limit)]
+            for name in old:
+                self._forget(name)
         for part in self._packed.parts():
             if len(old) >= limit:
                 break
@@ -373,36 +321,16 @@ class Catalogue:
             old += (row.block for row in rows)
         return old
 
-    # --- quotas and pins -------------------------------------------------------------------------
-
     def set_quota(self, space: bytes, limit: int) -> None:
-        """The namespace may hold ``limit`` bytes here; see `over_quota`."""
+        """Limit a namespace to ``limit`` bytes; see `over_quota`."""
         with self._lock:
-            self._quotas[space] = limit
-            if space in self._own:
-                return
-            policy = self._make()
-            if self.remembers and self._fitted:
-                policy.fit(limit, self._fitted)
-            mine = [kept for kept in self._kept.values() if kept.block.startswith(space)]
-            for kept in mine:
-                if kept.may_go:
-                    self._shared.discard(kept)
-            # The new policy's clock begins at 0: it has to see what happened, in that order.
-            for kept in sorted(mine, key=lambda kept: kept.stored):
-                hits = kept.hits
-                policy.stored(kept, kept.priority, known=hits > 0)
-                kept.hits = hits
-            for kept in sorted(mine, key=lambda kept: kept.serial):
-                policy.used(kept)
-                if kept.may_go:
-                    policy.add(kept)
-            self._own[space] = policy
-            self._packed.regroup()
+            blocks = (block for block in self._blocks.values() if block.block.startswith(space))
+            if self._order.set_quota(space, limit, blocks):
+                self._packed.regroup()
 
     def over_quota(self, space: bytes, more: int) -> int:
-        """Bytes that must go in this namespace before ``more`` come; negative: will not fit."""
-        limit = self._quotas.get(space)
+        """Return the bytes to evict from a namespace before ``more`` are added; -1: never fits."""
+        limit = self._order.quotas.get(space)
         if limit is None:
             return 0
         if more > limit:
@@ -410,55 +338,47 @@ class Catalogue:
         return max(0, self._spaces.get(space, 0) + more - limit)
 
     def pin(self, blocks: Sequence[bytes], seconds: float, most: int) -> list[bytes]:
-        """Keep those of ``blocks`` that are here from eviction for so long; which they are.
+        """Keep those of ``blocks`` that are here from eviction for so long; return which.
 
-        From the first on, while pins hold no more than ``most`` bytes in all.
+        From the first on, while pins keep no more than ``most`` bytes in all.
         """
         until = self._clock() + seconds
         pinned: list[bytes] = []
         with self._lock:
-            self._unpin_expired()
-            for block in blocks:
-                kept = self._unpacked(block)
-                if kept is None or self._expired(kept):
+            self._pins.unpin_expired(self._clock())
+            for name in blocks:
+                block = self._unpacked(name)
+                if block is None or self._expired(block):
                     continue
-                if not kept.pinned:
-                    if self._pinned_bytes + kept.size > most:
-                        break
-                    if kept.may_go:
-                        self._policy_of(block).discard(kept)
-                    self._pinned_bytes += kept.size
-                kept.pinned = max(kept.pinned, until)
-                heapq.heappush(self._pins, (until, block))
-                pinned.append(block)
-            if len(self._pins) > self._many_pins:
-                self._forget_pins()
+                if not self._pins.pin(block, until, most):
+                    break
+                pinned.append(name)
+            self._pins.compact()
         return pinned
 
     def unpin(self, blocks: Sequence[bytes]) -> list[bytes]:
-        """Let ``blocks`` go again; which were pinned."""
+        """Allow ``blocks`` to be evicted again; return those that were pinned."""
         with self._lock:
-            self._unpin_expired()
+            self._pins.unpin_expired(self._clock())
             unpinned: list[bytes] = []
-            for block in blocks:
-                kept = self._kept.get(block)
-                if kept is not None and kept.pinned:
-                    self._let_go(kept)
-                    unpinned.append(block)
+            for name in blocks:
+                block = self._blocks.get(name)
+                if block is not None and block.pinned:
+                    self._pins.unpin(block)
+                    unpinned.append(name)
         return unpinned
 
-    # --- below here ------------------------------------------------------------------------------
+    # --- internals that take the lock ------------------------------------------------------------
 
-    def _known(self, block: bytes) -> _Kept | PackedRow | None:
-        """What is known of ``block``. Takes the lock, if it must."""
-        kept = self._kept.get(block)
-        if kept is not None or not len(self._packed):
-            return kept
+    def _known(self, block: bytes) -> OrderedBlock | PackedRow | None:
+        known = self._blocks.get(block)
+        if known is not None or not len(self._packed):
+            return known
         with self._lock:
-            return self._kept.get(block) or self._packed.get(block)
+            return self._blocks.get(block) or self._packed.get(block)
 
     def _order_listed(self) -> None:
-        """Have the policies order what a listing found, as much of it as they may."""
+        """Have the policies order as many listed blocks as they may, the newest."""
         with self._lock:
             self._packed.end_listing()
             most = len(self._packed) if self._ordered is None else self._ordered
@@ -469,9 +389,9 @@ class Catalogue:
                     self._unpacked(block)
 
     def _not_listed(self) -> list[bytes]:
-        """Forget what the last listing did not find."""
+        """Forget and return what the last listing did not find."""
         with self._lock:
-            gone = [kept.block for kept in self._kept.values() if kept.round != self._round]
+            gone = [one.block for one in self._blocks.values() if one.round != self._round]
             for block in gone:
                 self._forget(block)
         for part in self._packed.parts():
@@ -482,142 +402,116 @@ class Catalogue:
             gone += (row.block for row in rows)
         return gone
 
-    # --- below here: under the lock --------------------------------------------------------------
+    # --- internals under the lock ----------------------------------------------------------------
 
-    def _group_of(self, block: bytes) -> bytes | None:
-        space = block[:SPACE_BYTES]
-        return space if space in self._own else None
-
-    def _list(self, block: bytes, size: int, used: float) -> None:
-        """A listing found ``block``."""
-        known = self._kept.get(block)
+    def _list(self, name: bytes, size: int, used: float) -> None:
+        """A listing found a block."""
+        known = self._blocks.get(name)
         if known is not None:
             known.round = self._round
             if used > known.used:
                 known.used = known.noted = used
-        elif not self._packed.seen(block, used, self._round) and block not in (self._gone or ()):
-            self._packed.add(block, size, used, 0, self._round)
-            self._count(block, 0, size)
+        elif not self._packed.seen(name, used, self._round) and name not in (self._gone or ()):
+            self._packed.add(name, size, used, 0, self._round)
+            self._count(name, 0, size)
 
-    def _unpacked(self, block: bytes) -> _Kept | None:
-        """``block`` as a policy orders it, from now on if need be."""
-        kept = self._kept.get(block)
-        if kept is not None:
-            return kept
-        row = self._packed.take(block)
+    def _unpacked(self, name: bytes) -> OrderedBlock | None:
+        """Return a block as a policy orders it, from now on if it was a row; None if unknown."""
+        block = self._blocks.get(name)
+        if block is not None:
+            return block
+        row = self._packed.take(name)
         if row is None:
             return None
-        return self._order(_Kept(block, row.size, row.used, row.round), row.hits)
+        return self._insert(OrderedBlock(name, row.size, row.used, row.round), row.hits)
 
-    def _order(self, kept: _Kept, hits: int) -> _Kept:
-        """Have a policy order ``kept``, which is new to it."""
-        if self.remembers and kept.size >= 2 * self._fitted:  # the first may be a short tail
-            self._fit(kept.size)
-        policy = self._policy_of(kept.block)
-        if self._ordered is not None and len(self._kept) >= self._ordered:
-            self._pack(policy)
-        self._kept[kept.block] = kept
+    def _insert(self, block: OrderedBlock, hits: int) -> OrderedBlock:
+        """Have a policy order ``block``, which is new to it."""
+        self._order.fit(block.size)
+        if self._ordered is not None and len(self._blocks) >= self._ordered:
+            self._pack(self._order.of(block.block))
+        self._blocks[block.block] = block
         self._serial += 1
-        kept.serial = self._serial
-        policy.stored(kept, 0, known=hits > 0 or kept.block in self._again)
-        if hits:  # what counts goes on counting
-            kept.hits = hits
-        if kept.may_go:
-            policy.add(kept)
-        return kept
+        block.serial = self._serial
+        self._order.order(block, hits)
+        return block
 
     def _pack(self, policy: EvictionPolicy) -> None:
-        """Keep what ``policy`` would have go first as rows."""
+        """Turn what ``policy`` would evict first into rows."""
         for _ in range(min(_PACKED_AT_ONCE, 1 + (self._ordered or 0) // 16)):
-            kept = _popped(policy)
-            if kept is None:
+            block = popped(policy)
+            if block is None:
                 return
-            self._packed.add(kept.block, kept.size, kept.used, kept.hits, kept.round)
-            del self._kept[kept.block]
+            self._packed.add(block.block, block.size, block.used, block.hits, block.round)
+            del self._blocks[block.block]
 
-    def _forget(self, block: bytes) -> bool:
-        kept = self._kept.get(block)
-        if kept is not None:
-            if kept.may_go:
-                self._policy_of(block).discard(kept)
-            self._drop(kept)
+    def _add(self, name: bytes, size: int, used: float) -> None:
+        block = self._unpacked(name)
+        if block is None:
+            self._count(name, 0, size)
+            self._insert(OrderedBlock(name, size, used, self._round), 0)
+            return
+        self._order.discard(block)  # replaced: the record may have another size
+        self._count(name, block.size, size)
+        if block.pinned:
+            self._pins.bytes += size - block.size
+        block.size = size
+        block.used = block.noted = used
+        block.round = self._round
+        self._insert(block, block.hits)
+
+    def _hold(self, name: bytes) -> bool:
+        block = self._unpacked(name)
+        if block is None:
+            return False
+        self._order.discard(block)
+        block.held += 1
+        return True
+
+    def _free(self, name: bytes) -> None:
+        block = self._blocks.get(name)
+        if block is not None and block.held:
+            block.held -= 1
+            self._order.restore(block)
+
+    def _forget(self, name: bytes) -> bool:
+        block = self._blocks.get(name)
+        if block is not None:
+            self._order.discard(block)
+            self._drop(block)
             return True
-        row = self._packed.take(block)
+        row = self._packed.take(name)
         if row is None:
             return False
-        self._count(block, row.size, 0)
+        self._count(name, row.size, 0)
         return True
 
-    def _policy_of(self, block: bytes) -> EvictionPolicy:
-        if not self._own:
-            return self._shared
-        return self._own.get(block[:SPACE_BYTES], self._shared)
-
-    def _add(self, block: bytes, size: int, used: float) -> None:
-        kept = self._unpacked(block)
-        if kept is None:
-            self._count(block, 0, size)
-            self._order(_Kept(block, size, used, self._round), 0)
-            return
-        # Replaced: the record may have another size.
-        if kept.may_go:
-            self._policy_of(block).discard(kept)
-        self._count(block, kept.size, size)
-        if kept.pinned:
-            self._pinned_bytes += size - kept.size
-        kept.size = size
-        kept.used = kept.noted = used
-        kept.round = self._round
-        self._order(kept, kept.hits)
-
-    def _hold(self, block: bytes) -> bool:
-        kept = self._unpacked(block)
-        if kept is None:
-            return False
-        if kept.may_go:
-            self._policy_of(block).discard(kept)
-        kept.held += 1
-        return True
-
-    def _free(self, block: bytes) -> None:
-        kept = self._kept.get(block)
-        if kept is not None and kept.held:
-            kept.held -= 1
-            if kept.may_go:
-                self._policy_of(block).add(kept)
-
-    def _fit(self, size: int) -> None:
-        """Blocks of ``size`` bytes come: the first one, or the first after shorter ones."""
-        self._fitted = size
-        self._shared.fit(self.budget or 0, size)
-        for space, policy in self._own.items():
-            policy.fit(self._quotas[space], size)
-
-    def _drop(self, kept: _Kept) -> None:
-        if self._kept.pop(kept.block, None) is None:
-            self._packed.take(kept.block)
-        self._count(kept.block, kept.size, 0)
-        if kept.pinned:
-            self._pinned_bytes -= kept.size
+    def _drop(self, block: OrderedBlock) -> None:
+        if self._blocks.pop(block.block, None) is None:
+            self._packed.take(block.block)
+        self._count(block.block, block.size, 0)
+        if block.pinned:
+            self._pins.bytes -= block.size
 
     def _takes(self, size: int) -> int:
         return -(-size // self.unit) * self.unit
 
-    def _count(self, block: bytes, before: int, after: int) -> None:
+    def _count(self, name: bytes, before: int, after: int) -> None:
         self._bytes += after - before
         self._taken += self._takes(after) - self._takes(before)
-        space = block[:SPACE_BYTES]
+        space = name[:SPACE_BYTES]
         held = self._spaces.get(space, 0) + after - before
         if held:
             self._spaces[space] = held
         else:
             self._spaces.pop(space, None)
 
-    def _next(self, space: bytes | None) -> _Kept | None:
-        if space is not None and space in self._own:
+    def _next(self, space: bytes | None) -> OrderedBlock | None:
+        """Take the next victim of a namespace with a quota, or of all."""
+        if space is not None and space in self._order.own:
             return self._candidate(space)
         oldest = self._candidate(None)
-        for own in self._own:
+        for own in self._order.own:
             other = self._candidate(own)
             if other is None:
                 continue
@@ -630,71 +524,44 @@ class Catalogue:
                 self._put_back(other)
         return oldest
 
-    def _candidate(self, group: bytes | None) -> _Kept | None:
-        """What goes next of a namespace with a quota, or of all others: a row, if there is one."""
+    def _candidate(self, group: bytes | None) -> OrderedBlock | None:
+        """Take what one policy evicts next: its oldest row, if it has one."""
         row = self._packed.oldest(group)
         if row is not None:
-            return _Kept(row.block, row.size, row.used, row.round)
-        return _popped(self._shared if group is None else self._own[group])
+            return OrderedBlock(row.block, row.size, row.used, row.round)
+        return self._order.pop(group)
 
-    def _age(self, kept: _Kept) -> tuple[bool, float]:
-        """Smaller for what goes first, whichever policy named it."""
-        return (True, kept.serial) if kept.block in self._kept else (False, kept.used)
+    def _age(self, block: OrderedBlock) -> tuple[bool, float]:
+        """Return a key that is smaller for what is evicted first, whichever policy named it."""
+        ordered = block.block in self._blocks
+        return (True, block.serial) if ordered else (False, block.used)
 
-    def _put_back(self, kept: _Kept) -> None:
-        if kept.block in self._kept:  # a row was never taken out
-            self._policy_of(kept.block).put_back(kept)
+    def _put_back(self, block: OrderedBlock) -> None:
+        if block.block in self._blocks:  # a row was never taken out
+            self._order.put_back(block)
 
-    def _expired(self, known: _Kept | PackedRow) -> bool:
+    def _expired(self, known: OrderedBlock | PackedRow) -> bool:
         if self.ttl is None:
             return False
         now = self._clock()
-        if known.used > now and isinstance(known, _Kept):
-            known.used = now  # the clock was ahead: from here on it counts
+        if known.used > now and isinstance(known, OrderedBlock):
+            known.used = now  # the clock was ahead: it counts from here on
         return known.used + self.ttl < now and known.pinned < now
 
-    def _unpin_expired(self) -> None:
-        now = self._clock()
-        while self._pins and self._pins[0][0] <= now:
-            kept = self._kept.get(heapq.heappop(self._pins)[1])
-            if kept is not None and kept.pinned and kept.pinned <= now:
-                self._let_go(kept)
-
-    def _forget_pins(self) -> None:
-        """Forget the ends of pins that were made longer, or taken away: else they pile up."""
-        blocks = {block for _, block in self._pins}
-        pinned = (kept for block in blocks if (kept := self._kept.get(block)) and kept.pinned)
-        self._pins = [(kept.pinned, kept.block) for kept in pinned]
-        heapq.heapify(self._pins)
-        self._many_pins = max(_PINS, 2 * len(self._pins))
-
-    def _let_go(self, kept: _Kept) -> None:
-        kept.pinned = 0.0
-        self._pinned_bytes -= kept.size
-        if kept.may_go:
-            self._policy_of(kept.block).add(kept)
-
     def check(self) -> None:
-        """Recount everything; an AssertionError is a fault of kvkeep."""
+        """Recount everything; an AssertionError is a bug of kvkeep."""
         with self._lock:
             self._packed.check()
             rows = list(self._packed)
-            assert not self._kept.keys() & {row.block for row in rows}
-            known: list[_Kept | PackedRow] = [*self._kept.values(), *rows]
+            assert not self._blocks.keys() & {row.block for row in rows}
+            known: list[OrderedBlock | PackedRow] = [*self._blocks.values(), *rows]
             assert self._bytes == sum(one.size for one in known)
             assert self._taken == sum(self._takes(one.size) for one in known)
-            pinned = [kept for kept in self._kept.values() if kept.pinned]
-            assert self._pinned_bytes == sum(kept.size for kept in pinned)
+            pinned = [block for block in self._blocks.values() if block.pinned]
+            assert self._pins.bytes == sum(block.size for block in pinned)
             spaces: dict[bytes, int] = {}
             for one in known:
                 space = one.block[:SPACE_BYTES]
                 spaces[space] = spaces.get(space, 0) + one.size
             assert spaces == self._spaces
-            queued = len(self._shared) + sum(map(len, self._own.values()))
-            assert queued == sum(kept.may_go for kept in self._kept.values())
-
-
-def _popped(policy: EvictionPolicy) -> _Kept | None:
-    entry = policy.pop()
-    assert entry is None or isinstance(entry, _Kept)
-    return entry
+            assert len(self._order) == sum(one.evictable for one in self._blocks.values())

@@ -13,14 +13,14 @@ from kvkeep.store.backends import Backend, TierURL
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.codecs import BlockShape, codec_of, load_key, make_codec
 from kvkeep.store.tiers.adaptive import AdaptiveTiering
-from kvkeep.store.tiers.front import Front
-from kvkeep.store.tiers.plan import Exclusive, Inclusive
-from kvkeep.store.tiers.tier import Tier, TierOptions
+from kvkeep.store.tiers.memory import MemorySpec
+from kvkeep.store.tiers.tier import TierOptions, TierSpec
+from kvkeep.store.tiers.tiering import Exclusive, Inclusive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvkeep.store.tiers.plan import TieringPolicy
+    from kvkeep.store.tiers.tiering import TieringPolicy
 
 __all__ = ["TIERINGS", "TIER_OPTIONS", "open_backend", "open_tiers", "tiering"]
 
@@ -96,7 +96,7 @@ def tiering(name: str) -> TieringPolicy:
 
 def open_tiers(
     tiers: Sequence[str | Backend], shape: BlockShape | None = None
-) -> tuple[Front, list[Tier]]:
+) -> tuple[MemorySpec, list[TierSpec]]:
     """Open ``tiers``, fastest first; the memory in front and what lies behind it.
 
     Without a ``memory://`` tier of raw blocks first, one of 256 MiB is put in front.
@@ -109,7 +109,7 @@ def open_tiers(
     shape = shape or BlockShape()
     if isinstance(tiers, str | Backend) or not tiers:
         raise InvalidValue(f"tiers are a list of URLs, fastest first, got {tiers!r}")
-    opened: list[Front | Tier] = []
+    opened: list[MemorySpec | TierSpec] = []
     try:
         for place in tiers:
             opened.append(_open(place, shape, first=not opened))
@@ -117,20 +117,22 @@ def open_tiers(
         for tier in opened:
             tier.backend.close()
         raise
-    if not isinstance(opened[0], Front):
-        opened.insert(0, Front(MemoryBackend(BUFFER_BYTES), name="buffer"))
-    front, *below = opened
-    assert isinstance(front, Front)
-    behind = [tier for tier in below if isinstance(tier, Tier)]
-    _name_apart(front, behind)
-    return front, behind
+    if not isinstance(opened[0], MemorySpec):
+        opened.insert(0, MemorySpec(MemoryBackend(BUFFER_BYTES), name="buffer"))
+    memory, *below = opened
+    assert isinstance(memory, MemorySpec)
+    behind = [tier for tier in below if isinstance(tier, TierSpec)]
+    _name_apart(memory, behind)
+    return memory, behind
 
 
-def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> Front | Tier:
+def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec | TierSpec:
     if isinstance(place, Backend):
         if first and isinstance(place, MemoryBackend):
-            return Front(place)
-        return Tier(place.scheme, place, make_codec("raw", shape), partial(codec_of, shape=shape))
+            return MemorySpec(place)
+        return TierSpec(
+            place.scheme, place, make_codec("raw", shape), partial(codec_of, shape=shape)
+        )
     url = TierURL(place)
     policy_name = url.choice("policy", POLICIES, "lru")
     policy = POLICIES[policy_name]
@@ -149,7 +151,7 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> Front | Ti
         backend = open_backend(url)
         url.finish()
         assert isinstance(backend, MemoryBackend)
-        return Front(backend, policy, ttl=ttl)
+        return MemorySpec(backend, policy, ttl=ttl)
     options = TierOptions(
         policy=policy,
         ttl=ttl,
@@ -171,12 +173,12 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> Front | Ti
         raise
     if timeout is not None:
         backend.timeout = timeout
-    return Tier(url.scheme, backend, codec, others, options)
+    return TierSpec(url.scheme, backend, codec, others, options)
 
 
-def _name_apart(front: Front, tiers: Sequence[Tier]) -> None:
+def _name_apart(memory: MemorySpec, tiers: Sequence[TierSpec]) -> None:
     """Tiers of one scheme are told apart by a number, the memory in front is the first."""
-    seen = {front.name: 1}
+    seen = {memory.name: 1}
     for tier in tiers:
         seen[tier.name] = count = seen.get(tier.name, 0) + 1
         if count > 1:

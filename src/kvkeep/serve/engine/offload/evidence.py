@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvkeep.serve.engine.observe import LoadReport
-from kvkeep.store import Fate
+from kvkeep.store import Miss
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -56,20 +56,20 @@ class Evidence:
         self._page_size = page_size
         self._front = tiers[0]
         self._began = self._last = time.monotonic()
-        self._answer: tuple[Lookup, Sequence[Fate]] | None = None
+        self._answer: tuple[Lookup, Sequence[Miss]] | None = None
         self._slow = ""
         self._found = 0
         self._ready: int | None = None
         self._where: list[_Range] = []  # where the lookup found tokens
         self._fetched: list[_Range] = []  # where the prefetch read them
         self._came: list[_Range] = []  # where the reads found them
-        self._behind: Sequence[Fate] = ()
-        self._stopped: Sequence[Fate] = ()
+        self._behind: Sequence[Miss] = ()
+        self._stopped: Sequence[Miss] = ()
         self._in_time = True
 
     # --- noting ------------------------------------------------------------------------------
 
-    def looked_up(self, there: Lookup, behind: Sequence[Fate]) -> None:
+    def looked_up(self, there: Lookup, behind: Sequence[Miss]) -> None:
         """Note what the store has, and ``behind``: why it lacks the rest."""
         self.now()
         self._answer = there, behind
@@ -100,7 +100,7 @@ class Evidence:
             if begin < stop:
                 self._came.append(_Range(begin, stop, one.tier))
 
-    def stopped(self, why: Sequence[Fate]) -> None:
+    def stopped(self, why: Sequence[Miss]) -> None:
         """Note why the read ended early, though it had time left."""
         self._stopped = why
 
@@ -109,7 +109,7 @@ class Evidence:
         self._in_time = False
         self.now()
 
-    def unanswered(self, why: Sequence[Fate]) -> None:
+    def unanswered(self, why: Sequence[Miss]) -> None:
         """Note that the lookup was not over at admission; ``why`` may name the slow tier."""
         self._behind = [one for one in why if one.what != "never"]
         self._slow = next((one.tier for one in why if one.what == "late"), "")
@@ -173,17 +173,17 @@ class Evidence:
                 sources.append(_Range(start, stop, tier))
         return tuple((*one,) for one in sources)
 
-    def _not_in_time(self, start: int, stop: int) -> list[Fate]:
+    def _not_in_time(self, start: int, stop: int) -> list[Miss]:
         """Explain tokens found and not read: not in memory in time, or less than a page."""
         if self._ready is not None and self._ready < self._found:
             return self._cover(start, stop, (), "late", "no answer")
-        return [Fate(start, stop, "", "never", None, "part")] if start < stop else []
+        return [Miss(start, stop, "", "never", None, "part")] if start < stop else []
 
     def _cover(
-        self, start: int, stop: int, fates: Sequence[Fate], what: What, detail: str
-    ) -> list[Fate]:
+        self, start: int, stop: int, fates: Sequence[Miss], what: What, detail: str
+    ) -> list[Miss]:
         """Cut ``fates`` to tokens ``start`` … ``stop - 1``, and fill the gaps with ``what``."""
-        covered: list[Fate] = []
+        covered: list[Miss] = []
         for fate in fates:
             begin, end = max(start, fate.start), min(stop, fate.stop)
             if begin < end:
@@ -192,16 +192,16 @@ class Evidence:
                 start = end
         return covered + self._same(start, stop, what, detail)
 
-    def _same(self, start: int, stop: int, what: What, detail: str) -> list[Fate]:
+    def _same(self, start: int, stop: int, what: What, detail: str) -> list[Miss]:
         """Give tokens one fate, in one piece for each tier where the lookup found them."""
         if start >= stop:
             return []
         if what == "never":
-            return [Fate(start, stop, "", what, None, detail)]
+            return [Miss(start, stop, "", what, None, detail)]
         now = time.time()
         edges = {edge for one in self._where for edge in one[:2] if start < edge < stop}
         return [
-            Fate(begin, end, _at(self._where, begin) or self._slow, what, now, detail)
+            Miss(begin, end, _at(self._where, begin) or self._slow, what, now, detail)
             for begin, end in pairwise(sorted({start, stop, *edges}))
         ]
 

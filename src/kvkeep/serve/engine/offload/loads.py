@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.engine.observe import LoadReport
     from kvkeep.serve.engine.offload.forms import Forms
     from kvkeep.serve.engine.offload.writes import Known
-    from kvkeep.store import Fate, KVStore
+    from kvkeep.store import KVStore, Miss
 
 __all__ = ["Loads"]
 
@@ -187,7 +187,7 @@ class Loads:
         keys = block_keys(load.namespace, load.tokens, self._block)[start // self._block :]
         self._known.found([], missing=keys, since=time.monotonic())
 
-    def _why(self, load: Load, start: int, since: float) -> tuple[Fate, ...]:
+    def _why(self, load: Load, start: int, since: float) -> tuple[Miss, ...]:
         return self._store.why(load.tokens, start, tenant=load.tenant, since=since)
 
     # --- the engine's side -------------------------------------------------------------------

@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 from tier_bench import PAGE, SHORT, Bench, get, name, put, settle, until
 
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers import Exclusive, Fates, Front, Inclusive
+from kvkeep.store.tiers import Exclusive, Inclusive, LossLog, MemorySpec
 
 if TYPE_CHECKING:
-    from kvkeep.store.tiers import Happened, Tier, TieredStore
+    from kvkeep.store.tiers import Loss, TieredStore, TierSpec
 
 
-def fate(store: TieredStore, number: int, since: float | None = None) -> Happened | None:
-    (one,) = store.fates_of([name(number)], since)
+def loss(store: TieredStore, number: int, since: float | None = None) -> Loss | None:
+    (one,) = store.losses_of([name(number)], since)
     return one
 
 
 def told(store: TieredStore, number: int, since: float | None = None) -> tuple[str, str, str]:
     """Tier, what and detail; the time is one of the test's own."""
-    one = fate(store, number, since)
+    one = loss(store, number, since)
     assert one is not None, "it is there"
     assert one.at is None or time.time() - 60 < one.at <= time.time()
     return one.tier, one.what, one.detail
@@ -35,38 +35,38 @@ def told(store: TieredStore, number: int, since: float | None = None) -> tuple[s
 
 def test_the_last_thing_counts() -> None:
     now = [5.0]
-    fates = Fates(["memory", "file"], clock=lambda: now[0])
-    assert fates.of(b"a") is None
-    fates.note([b"a", b"b"], "memory", "evicted", "lru")
+    losses = LossLog(["memory", "file"], clock=lambda: now[0])
+    assert losses.of(b"a") is None
+    losses.note([b"a", b"b"], "memory", "evicted", "lru")
     now[0] = 6.0
-    fates.note([b"a"], "file", "damaged", "checksum")
-    assert fates.of(b"a") == ("file", "damaged", 6.0, "checksum")
-    assert fates.of(b"b") == ("memory", "evicted", 5.0, "lru")
+    losses.note([b"a"], "file", "damaged", "checksum")
+    assert losses.of(b"a") == ("file", "damaged", 6.0, "checksum")
+    assert losses.of(b"b") == ("memory", "evicted", 5.0, "lru")
 
 
 @pytest.mark.parametrize("what", ["refused", "dropped"])
 def test_an_eviction_does_not_hide_that_a_tier_below_never_got_it(what) -> None:
-    fates = Fates(["memory", "file", "s3"])
-    fates.note([b"a"], "file", what, "x")
-    fates.note([b"a"], "memory", "evicted", "lru")
-    assert fates.of(b"a")[:2] == ("file", what)
-    fates.note([b"a"], "file", "evicted", "lru")  # in another life of it
-    assert fates.of(b"a")[:2] == ("file", "evicted")
-    fates.note([b"b"], "memory", what, "x")
-    fates.note([b"b"], "file", "evicted", "lru")
-    assert fates.of(b"b")[:2] == ("file", "evicted")
+    losses = LossLog(["memory", "file", "s3"])
+    losses.note([b"a"], "file", what, "x")
+    losses.note([b"a"], "memory", "evicted", "lru")
+    assert losses.of(b"a")[:2] == ("file", what)
+    losses.note([b"a"], "file", "evicted", "lru")  # in another life of it
+    assert losses.of(b"a")[:2] == ("file", "evicted")
+    losses.note([b"b"], "memory", what, "x")
+    losses.note([b"b"], "file", "evicted", "lru")
+    assert losses.of(b"b")[:2] == ("file", "evicted")
 
 
 @given(st.lists(st.integers(0, 9)), st.integers(1, 6))
 def test_the_oldest_is_forgotten(blocks: list[int], most: int) -> None:
-    fates = Fates(["memory"], most)
+    losses = LossLog(["memory"], most)
     for at, block in enumerate(blocks):
-        fates.note([bytes([block])], "memory", "evicted", str(at))
+        losses.note([bytes([block])], "memory", "evicted", str(at))
     last = {block: at for at, block in enumerate(blocks)}
     kept = sorted(last, key=lambda block: -last[block])[:most]
-    assert len(fates) == len(kept)
+    assert len(losses) == len(kept)
     for block in range(10):
-        event = fates.of(bytes([block]))
+        event = losses.of(bytes([block]))
         assert (event is not None) == (block in kept)
         assert event is None or event.detail == str(last[block])
 
@@ -78,18 +78,18 @@ def test_never_seen(bench: Bench) -> None:
     store = bench.store(4)
     assert told(store, 1) == ("", "never", "")
     put(store, [1])
-    assert fate(store, 1) is None
+    assert loss(store, 1) is None
 
 
 def test_evicted_from_memory(bench: Bench) -> None:
     store = bench.store(4)
     put(store, range(4))
     put(store, [9])
-    gone = [number for number in range(4) if fate(store, number) is not None]
+    gone = [number for number in range(4) if loss(store, number) is not None]
     assert gone == [3]
     assert told(store, 3) == ("memory", "evicted", "lru")
     put(store, [3])
-    assert fate(store, 3) is None
+    assert loss(store, 3) is None
 
 
 def test_no_room_in_memory(bench: Bench) -> None:
@@ -113,21 +113,22 @@ def test_removed_and_cleared(bench: Bench) -> None:
 
 
 def test_its_time_was_over(bench: Bench) -> None:
-    front = Front(MemoryBackend(8 * PAGE), ttl=0.05)
+    front = MemorySpec(MemoryBackend(8 * PAGE), ttl=0.05)
     store = bench.store(front)
     put(store, [1])
-    assert fate(store, 1) is None
-    until(lambda: fate(store, 1) is not None)
+    assert loss(store, 1) is None
+    until(lambda: loss(store, 1) is not None)
     assert told(store, 1) == ("memory", "removed", "ttl")
 
 
 def test_its_time_was_over_below(bench: Bench) -> None:
-    tier = bench.tier(bench.disk(), ttl=0.05)
+    tier = bench.spec(bench.disk(), ttl=0.05)
     store = bench.store(2, tier)
+    tier = store.tiers[0]
     put(store, [1])
     settle(store)
-    store.front.remove([name(1)])
-    until(lambda: fate(store, 1) is not None)
+    store.memory.remove([name(1)])
+    until(lambda: loss(store, 1) is not None)
     assert told(store, 1) == (tier.name, "removed", "ttl")
     tier.expire()
     assert told(store, 1) == (tier.name, "removed", "ttl")
@@ -141,47 +142,51 @@ def test_gone_from_memory_and_there_below(bench: Bench) -> None:
     for number in range(8):
         put(store, [number])
         settle(store)
-    assert store.front.counters.evictions == 4
-    assert [fate(store, number) for number in range(8)] == [None] * 8
+    assert store.memory.counters.evictions == 4
+    assert [loss(store, number) for number in range(8)] == [None] * 8
 
 
 def test_evicted_below(bench: Bench) -> None:
-    tier = bench.tier(bench.disk(3))
+    tier = bench.spec(bench.disk(3))
     store = bench.store(2, tier)
+    tier = store.tiers[0]
     for number in range(6):
         put(store, [number])
         settle(store)
     assert told(store, 0) == (tier.name, "evicted", "lru")
-    assert fate(store, 5) is None
+    assert loss(store, 5) is None
 
 
 def test_a_demotion_that_arrived_is_no_loss(bench: Bench) -> None:
-    tier = bench.tier(bench.disk(16))
+    tier = bench.spec(bench.disk(16))
     store = bench.store(10, tier, policy=Exclusive())
+    tier = store.tiers[0]
     for number in range(20):
         put(store, [number])
         settle(store)
     assert tier.counters.writes
-    assert [fate(store, number) for number in range(20)] == [None] * 20
+    assert [loss(store, number) for number in range(20)] == [None] * 20
 
 
 @pytest.mark.parametrize("policy", [Inclusive(2), Exclusive(2)])
 def test_not_admitted(bench: Bench, policy) -> None:
-    tier = bench.tier(bench.disk())
+    tier = bench.spec(bench.disk())
     store = bench.store(10, tier, policy=policy)
+    tier = store.tiers[0]
     put(store, [0])
     put(store, [0])
     for number in range(1, 30):
         put(store, [number])
         settle(store)
     assert told(store, 1) == (tier.name, "refused", "admission")
-    assert fate(store, 0) is None
+    assert loss(store, 0) is None
 
 
 def test_exclusive_refuses_nothing_that_it_would_move_later(bench: Bench) -> None:
     """It admits nothing below memory at first: what is lost then was lost by an eviction."""
-    tier = bench.tier(bench.disk(4))
+    tier = bench.spec(bench.disk(4))
     store = bench.store(10, tier, policy=Exclusive())
+    tier = store.tiers[0]
     for number in range(30):
         put(store, [number])
         settle(store)
@@ -190,23 +195,25 @@ def test_exclusive_refuses_nothing_that_it_would_move_later(bench: Bench) -> Non
 
 def test_the_queue_was_full(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.tier(place, queue_bytes=2 * PAGE, writers=1)
+    tier = bench.spec(place, queue_bytes=2 * PAGE, writers=1)
     store = bench.store(8, tier)
+    tier = store.tiers[0]
     place.hang("put")
     put(store, range(8))
     place.heal()
     settle(store)
     lost = [number for number in range(8) if not tier.knows(name(number))]
     assert lost
-    store.front.remove([name(number) for number in lost])  # as if it had to make room
+    store.memory.remove([name(number) for number in lost])  # as if it had to make room
     for number in lost:
         assert told(store, number) == (tier.name, "dropped", "queue full")
 
 
 def test_a_write_failed(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.tier(place)
+    tier = bench.spec(place)
     store = bench.store(2, tier)
+    tier = store.tiers[0]
     place.fail("put", times=1)
     put(store, [1])
     settle(store)
@@ -217,8 +224,9 @@ def test_a_write_failed(bench: Bench) -> None:
 
 def test_no_room_below(bench: Bench) -> None:
     place = bench.disk(4)
-    tier = bench.tier(place)
+    tier = bench.spec(place)
     store = bench.store(2, tier)
+    tier = store.tiers[0]
     put(store, [1])
     settle(store)
     place.fill_up()
@@ -231,8 +239,9 @@ def test_no_room_below(bench: Bench) -> None:
 
 def test_written_while_the_tier_was_left_alone(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.tier(place, breaker_limit=1, pause=30.0)
+    tier = bench.spec(place, breaker_limit=1, pause=30.0)
     store = bench.store(2, tier)
+    tier = store.tiers[0]
     place.fail("put")
     put(store, [1])
     settle(store)
@@ -246,20 +255,20 @@ def test_written_while_the_tier_was_left_alone(bench: Bench) -> None:
 
 def test_damaged(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.tier(place)
-    store = _below_only(bench, tier, range(3))
+    store = _below_only(bench, bench.spec(place), range(3))
+    tier = store.tiers[0]
     place.flip(times=1)
     assert get(store, range(3)) < 3
     settle(store)
-    damaged = [number for number in range(3) if fate(store, number) is not None]
+    damaged = [number for number in range(3) if loss(store, number) is not None]
     assert len(damaged) == 1
     assert told(store, damaged[0])[:2] == (tier.name, "damaged")
 
 
 def test_the_place_has_lost_it(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.tier(place)
-    store = _below_only(bench, tier, range(3))
+    store = _below_only(bench, bench.spec(place), range(3))
+    tier = store.tiers[0]
     place.inner.delete([name(1)])
     assert get(store, range(3)) == 1
     settle(store)
@@ -268,11 +277,12 @@ def test_the_place_has_lost_it(bench: Bench) -> None:
 
 def test_a_record_that_is_not_for_us(bench: Bench) -> None:
     place = bench.disk()
-    lossy = bench.store(2, bench.tier(place, codec="fp8"))
+    lossy = bench.store(2, bench.spec(place, codec="fp8"))
     put(lossy, [1])
     settle(lossy)
-    tier = bench.tier(place)
+    tier = bench.spec(place)
     store = bench.store(2, tier)
+    tier = store.tiers[0]
     assert get(store, [1]) == 0
     settle(store)
     assert told(store, 1)[:2] == (tier.name, "refused")
@@ -283,21 +293,22 @@ def test_a_record_that_is_not_for_us(bench: Bench) -> None:
 
 def test_a_tier_that_is_left_alone_hides_what_it_has(bench: Bench) -> None:
     place = bench.memory(8)
-    tier = bench.tier(place, breaker_limit=1, pause=0.2)
-    store = _below_only(bench, tier, range(2))
+    store = _below_only(bench, bench.spec(place, breaker_limit=1, pause=0.2), range(2))
+    tier = store.tiers[0]
     place.fail("get")
     assert get(store, [0]) == 0
     assert told(store, 0) == (tier.name, "unavailable", "breaker")
     assert told(store, 9) == ("", "never", "")  # nobody else writes there: it is known
     place.heal()
     until(lambda: get(store, [0]) == 1)
-    assert fate(store, 1) is None
+    assert loss(store, 1) is None
 
 
 def test_a_place_of_others_may_have_anything(bench: Bench) -> None:
     place = bench.disk(None)  # without a budget it is asked each time
-    tier = bench.tier(place, breaker_limit=1, pause=30.0)
+    tier = bench.spec(place, breaker_limit=1, pause=30.0)
     store = bench.store(4, tier)
+    tier = store.tiers[0]
     assert told(store, 9) == ("", "never", "")
     place.fail("sizes")
     assert store.locate([name(9)]) == []
@@ -306,8 +317,9 @@ def test_a_place_of_others_may_have_anything(bench: Bench) -> None:
 
 def test_what_a_tier_lost_itself_is_told_while_it_is_away(bench: Bench) -> None:
     place = bench.disk(3)
-    tier = bench.tier(place, breaker_limit=1, pause=30.0)
+    tier = bench.spec(place, breaker_limit=1, pause=30.0)
     store = bench.store(2, tier)
+    tier = store.tiers[0]
     for number in range(6):
         put(store, [number])
         settle(store)
@@ -319,22 +331,22 @@ def test_what_a_tier_lost_itself_is_told_while_it_is_away(bench: Bench) -> None:
 
 def test_a_failure_since_then(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.tier(place, breaker_limit=100)
-    store = _below_only(bench, tier, range(2))
+    store = _below_only(bench, bench.spec(place, breaker_limit=100), range(2))
+    tier = store.tiers[0]
     began = time.time()
     place.fail("get", times=1)
     assert get(store, [0]) == 0
-    assert fate(store, 0) is None
+    assert loss(store, 0) is None
     tier_name, what, detail = told(store, 0, began)
     assert (tier_name, what) == (tier.name, "unavailable")
     assert detail.startswith("get failed")
-    assert fate(store, 0, time.time() + 1) is None
+    assert loss(store, 0, time.time() + 1) is None
 
 
 def test_late_since_then(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.tier(place, timeout=SHORT, breaker_limit=100)
-    store = _below_only(bench, tier, range(2))
+    store = _below_only(bench, bench.spec(place, timeout=SHORT, breaker_limit=100), range(2))
+    tier = store.tiers[0]
     began = time.time()
     place.hang("get")
     assert get(store, [0]) == 0
@@ -344,13 +356,13 @@ def test_late_since_then(bench: Bench) -> None:
 
 def test_who_hangs_is_named_before_its_time_is_over(bench: Bench) -> None:
     place = bench.disk()
-    tier = bench.tier(place, timeout=30.0)
-    store = _below_only(bench, tier, range(2))
+    store = _below_only(bench, bench.spec(place, timeout=30.0), range(2))
+    tier = store.tiers[0]
     began = time.time()
     place.hang("get")
     assert get(store, [0], deadline=0.1) == 0
     assert told(store, 0, began) == (tier.name, "late", "no answer")
-    assert fate(store, 0) is None
+    assert loss(store, 0) is None
     place.heal()
 
 
@@ -358,12 +370,14 @@ def test_who_hangs_is_named_before_its_time_is_over(bench: Bench) -> None:
 
 
 def test_sources_of_a_read(bench: Bench) -> None:
-    one, two = bench.tier(bench.disk(at="one")), bench.tier(bench.disk(at="two"))
+    one, two = bench.spec(bench.disk(at="one")), bench.spec(bench.disk(at="two"))
     store = bench.store(8, one, two)
+    two = store.tiers[1]
+    one = store.tiers[0]
     put(store, range(4))
     settle(store)
     one.remove([name(2), name(3)])
-    store.front.remove([name(1), name(2)])
+    store.memory.remove([name(1), name(2)])
     sources: list[str] = []
     assert get(store, range(4), sources=sources) == 4
     assert sources == ["memory", one.name, two.name, "memory"]
@@ -372,11 +386,13 @@ def test_sources_of_a_read(bench: Bench) -> None:
 def test_the_source_is_the_tier_that_gave_it(bench: Bench) -> None:
     """The first fails, and the next one has it as well."""
     place = bench.disk(at="one")
-    one, two = bench.tier(place), bench.tier(bench.disk(at="two"))
+    one, two = bench.spec(place), bench.spec(bench.disk(at="two"))
     store = bench.store(8, one, two)
+    two = store.tiers[1]
+    one = store.tiers[0]
     put(store, range(2))
     settle(store)
-    store.front.remove([name(0), name(1)])
+    store.memory.remove([name(0), name(1)])
     place.fail("get", times=1)
     sources: list[str] = []
     assert get(store, range(2), sources=sources) == 2
@@ -387,10 +403,10 @@ def test_the_source_is_the_tier_that_gave_it(bench: Bench) -> None:
 @given(st.lists(st.tuples(st.sampled_from("pgrc"), st.integers(0, 11)), max_size=25), st.booleans())
 def test_a_block_is_there_or_has_a_fate(tmp_path_factory, steps, exclusive) -> None:
     """Whatever was done: what was put once is either there or nobody's "never"."""
-    bench = Bench(tmp_path_factory.mktemp("fates"))
+    bench = Bench(tmp_path_factory.mktemp("losses"))
     try:
         policy = Exclusive() if exclusive else Inclusive()
-        store = bench.store(6, bench.tier(bench.disk(4)), policy=policy)
+        store = bench.store(6, bench.spec(bench.disk(4)), policy=policy)
         seen: set[int] = set()
         for step, number in steps:
             if step == "p":
@@ -404,7 +420,7 @@ def test_a_block_is_there_or_has_a_fate(tmp_path_factory, steps, exclusive) -> N
                 store.clear()
             settle(store)
         for number in range(13):
-            one = fate(store, number)
+            one = loss(store, number)
             assert (one is None) == (get(store, [number]) == 1)
             if one is not None:
                 assert (one.what == "never") == (number not in seen)
@@ -413,10 +429,10 @@ def test_a_block_is_there_or_has_a_fate(tmp_path_factory, steps, exclusive) -> N
         bench.end()
 
 
-def _below_only(bench: Bench, tier: Tier, numbers: range) -> TieredStore:
+def _below_only(bench: Bench, tier: TierSpec, numbers: range) -> TieredStore:
     """A store whose blocks lie in ``tier`` and not in memory."""
     store = bench.store(8, tier)
     put(store, numbers)
     settle(store)
-    store.front.remove([name(number) for number in numbers])
+    store.memory.remove([name(number) for number in numbers])
     return store

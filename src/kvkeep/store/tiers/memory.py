@@ -1,8 +1,9 @@
-"""The memory in front of all tiers: where everything that is read or written passes through."""
+"""`MemoryTier`: the memory above all tiers; everything that is read or written passes through."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import OutOfRoom
@@ -12,7 +13,7 @@ from kvkeep.store.backends.arena import Arena
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.counters import TierCounters, TierStats
-from kvkeep.store.tiers.fates import Fates
+from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.turns import AGAIN, Again, Turns
 
@@ -22,18 +23,28 @@ if TYPE_CHECKING:
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.store.backends.memory import Draft, Lease, MemoryBackend
 
-__all__ = ["Front", "MemoryLease"]
+__all__ = ["MemoryLease", "MemorySpec", "MemoryTier"]
 
 _TRIES = 8
 _THREADS = 64
-"""Of requests that put at a time, and of readers of the tiers below: about as many at most."""
+"""Threads that reserve room at a time, at most: requests that put, and readers of the tiers."""
+
+
+@dataclass(slots=True)
+class MemorySpec:
+    """A memory tier to be opened: its backend, eviction policy, time to live (s) and name."""
+
+    backend: MemoryBackend
+    policy: Callable[[], EvictionPolicy] = LRU
+    ttl: float | None = None
+    name: str = "memory"
 
 
 class MemoryLease:
-    """A record somebody works with: in memory under a lease, or in a buffer of its own.
+    """A record in use: leased from memory, or in a buffer of its own.
 
-    ``payload``, the raw KV, is to be read only; the header before it is for who sends the record
-    elsewhere to write.
+    ``payload``, the raw KV, must not be written to. The header before it may be, by whoever writes
+    the record to a tier.
     """
 
     __slots__ = ("_lease", "record")
@@ -44,63 +55,65 @@ class MemoryLease:
 
     @property
     def payload(self) -> memoryview:
-        """What follows the header."""
+        """The raw KV behind the header."""
         return self.record[HEADER_BYTES:]
 
     def release(self) -> None:
-        """It is not needed any more."""
+        """End the use of the record."""
         if self._lease is not None:
             self._lease.release()
 
 
-class Front:
-    """An arena with raw records, and the order in which they may go.
+class MemoryTier:
+    """An arena of raw records, and the order in which they are evicted.
 
-    Records here are never verified and their headers are not to be relied on: a header is written
-    when a record leaves for another tier.
+    Records here are not verified and their headers are not to be relied on: a header is written
+    when a record is written to another tier.
 
-    Thread safety: all methods. One lock makes the arena and the catalogue change together: else a
-    block that is put while an older record of it is evicted would be known and not be there.
+    Thread safety: all methods. One lock makes the arena and the catalogue change together;
+    otherwise a block that is put while an older record of it is evicted could be known and gone.
+
+    Arguments:
+        spec: what to open.
+        losses: records which blocks it lost, and why.
+        evicted: called with each block that was deleted to make room at once.
 
     Attributes:
-        leaving_bytes: of blocks that `leave` named and that did not go yet.
+        leaving_bytes: bytes of blocks that `leave` returned and that are still here.
     """
 
     def __init__(
         self,
-        backend: MemoryBackend,
-        policy: Callable[[], EvictionPolicy] = LRU,
+        spec: MemorySpec,
         *,
-        ttl: float | None = None,
-        name: str = "memory",
+        losses: LossLog | None = None,
+        evicted: Callable[[bytes], None] = lambda _block: None,
     ) -> None:
-        self.name = name
-        self.backend = backend
-        self.capacity = backend.arena.size
-        self.catalogue = Catalogue(policy, ttl=ttl, budget=self.capacity)
+        self.name = spec.name
+        self.backend = spec.backend
+        self.capacity = spec.backend.arena.size
+        self.catalogue = Catalogue(spec.policy, ttl=spec.ttl, budget=self.capacity)
         self.counters = TierCounters()
-        self.fates = Fates()
-        """Where it notes what it loses; set by who has other tiers."""
-        self.evicted: Callable[[bytes], None] | None = None
-        """Told of every block that had to make room; set by who has other tiers."""
+        self.losses = LossLog() if losses is None else losses
         self.leaving_bytes = 0
-        self._leaving: dict[bytes, int] = {}  # still in the arena, in no order any more
+        self._evicted = evicted
+        self._leaving: dict[bytes, int] = {}  # in the arena, but not in the catalogue any more
         self._lock = threading.Lock()
         self._turns = Turns(_TRIES, threads=_THREADS)
 
     def __contains__(self, block: object) -> bool:
         assert isinstance(block, bytes)
-        return not self._outlived(block) and self.backend.contains(block)
+        return not self._expired(block) and self.backend.contains(block)
 
     def lease(self, block: bytes) -> MemoryLease | None:
-        """Access to a record that is here."""
-        if self._outlived(block):
+        """Return access to the record of ``block``, None if it is not here."""
+        if self._expired(block):
             return None
         lease = self.backend.lease(block)
         return None if lease is None else MemoryLease(lease.place, lease)
 
     def reserve(self, block: bytes, raw_bytes: int) -> Draft | None:
-        """Room for a record, which others have to leave; None when nothing more may go."""
+        """Return room for a record, evicting others for it; None if too little may be evicted."""
         size = HEADER_BYTES + raw_bytes
         space = block[:SPACE_BYTES]
         over = self.catalogue.over_quota(space, size)
@@ -120,7 +133,7 @@ class Front:
         return self._turns.take(attempt)
 
     def commit(self, draft: Draft, block: bytes) -> MemoryLease:
-        """Make a draft's record findable; access to it, writable until it was sealed.
+        """Make the record of ``draft`` findable and return access to it.
 
         Raises:
             BackendFailed: the memory was closed.
@@ -133,13 +146,13 @@ class Front:
         return MemoryLease(lease.place, lease)
 
     def buffer(self, raw_bytes: int) -> memoryview:
-        """Room for a record outside of the arena, for when there is none or it need not stay."""
+        """Return room for a record outside of the arena."""
         return aligned(HEADER_BYTES + raw_bytes)
 
     def leave(self, needed: int) -> list[bytes]:
-        """Blocks to take elsewhere so that ``needed`` bytes come free: `gone` has to follow.
+        """Return blocks to demote so that ``needed`` bytes come free; call `left` for each.
 
-        Until then they are still found here. What outlived its time just goes.
+        Until then they are still found here. Expired blocks are deleted at once instead.
         """
         old: list[bytes] = []
         with self._lock:
@@ -150,18 +163,18 @@ class Front:
                 self.leaving_bytes += self._leaving[block]
         self.counters.count(evictions=len(old))
         if old:
-            self.fates.note(old, self.name, "removed", "ttl")
+            self.losses.note(old, self.name, "removed", "ttl")
         return blocks
 
-    def gone(self, block: bytes) -> None:
-        """``block``, which was to `leave`, did, or is given up; unless it came back meanwhile."""
+    def left(self, block: bytes) -> None:
+        """Delete ``block``, which `leave` returned, unless it was committed again meanwhile."""
         with self._lock:
             if self._stay(block):
                 self.backend.delete([block])
                 self.counters.count(evictions=1)
 
     def remove(self, blocks: Sequence[bytes]) -> int:
-        """Delete ``blocks``; their bytes."""
+        """Delete ``blocks``; return the bytes freed."""
         with self._lock:
             for block in blocks:
                 self.catalogue.forget(block)
@@ -169,7 +182,7 @@ class Front:
             return self.backend.delete(blocks)
 
     def check(self) -> None:
-        """Recount; an AssertionError is a fault of kvkeep."""
+        """Recount everything; an AssertionError is a bug of kvkeep."""
         self.backend.check()
         self.catalogue.check()
         with self._lock:
@@ -180,32 +193,31 @@ class Front:
                 f"{len(known ^ there)} blocks are in memory or its catalogue only"
             )
 
-    def _outlived(self, block: bytes) -> bool:
-        """Whether it was not used for longer than it may be found; what leaves was, just now."""
+    def _expired(self, block: bytes) -> bool:
+        """Whether the time to live of ``block`` is over; leaving blocks were used just now."""
         if self.catalogue.ttl is None:
             return False
         return block not in self.catalogue and block not in self._leaving
 
     def _stay(self, block: bytes) -> bool:
-        """Under the lock: it does not leave any more; whether it was about to."""
+        """Take ``block`` off the leaving ones, under the lock; whether it was one."""
         size = self._leaving.pop(block, None)
         self.leaving_bytes -= size or 0
         return size is not None
 
     def _evict(self, needed: int, space: bytes | None = None) -> bool:
-        """Have blocks go at once; whether any could."""
+        """Delete victims at once; whether there were any."""
         with self._lock:
             victims = self.catalogue.victims(needed, space)
             self.backend.delete(victims)
-        self.fates.note(victims, self.name, "evicted", self.catalogue.policy)
-        if self.evicted is not None:
-            for block in victims:
-                self.evicted(block)
+        self.losses.note(victims, self.name, "evicted", self.catalogue.policy)
+        for block in victims:
+            self._evicted(block)
         self.counters.count(evictions=len(victims))
         return bool(victims)
 
     def stats(self) -> TierStats:
-        """The memory at this moment."""
+        """Return the tier's figures at this moment."""
         return TierStats(
             name=self.name,
             place=self.backend.describe(),

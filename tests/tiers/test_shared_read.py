@@ -22,7 +22,7 @@ def below(bench: Bench, place: FaultyBackend, count: int = 8, front: int = 32) -
     """A store over ``place``, which has so many blocks that memory has not."""
     store = bench.store(front, place)
     put(store, range(count), wait=20)
-    store.front.remove([name(number) for number in range(count)])
+    store.memory.remove([name(number) for number in range(count)])
     place.calls.clear()
     place.asked.clear()
     return store
@@ -49,7 +49,7 @@ def test_what_left_memory_since_it_was_found_there_comes_from_the_fastest(bench:
     store = bench.store(32, bench.memory(64), bench.disk())
     put(store, [0], wait=20)
     assert store.locate([name(0)]) == [0]
-    store.front.remove([name(0)])
+    store.memory.remove([name(0)])
     assert get(store, [0], levels=[0]) == 1
     assert [tier.counters.hits for tier in store.tiers] == [1, 0]
 
@@ -61,7 +61,7 @@ def test_many_who_want_one_block_read_it_once(place: str, bench: Bench) -> None:
     behind.hang("get")
     readers = Readers(12, lambda: get(store, [0]))
     behind.wait_inside("get")
-    flight = next(iter(store._flights.values()))
+    flight = next(iter(store._reader._reads.values()))
     until(lambda: flight._joined == 12)
     behind.heal()
     assert readers.join() == [1] * 12
@@ -93,9 +93,9 @@ def test_who_leaves_early_takes_nothing_from_those_who_stay(bench: Bench) -> Non
 def test_what_nobody_waits_for_any_more_is_not_read(bench: Bench) -> None:
     """Of what has not begun; what has begun arrives in memory."""
     behind = bench.disk()
-    store = bench.store(32, bench.tier(behind, readers=1))
+    store = bench.store(32, bench.spec(behind, readers=1))
     put(store, range(8), wait=20)
-    store.front.remove([name(number) for number in range(8)])
+    store.memory.remove([name(number) for number in range(8)])
     behind.hang("get")
     assert get(store, range(8), deadline=0.05) == 0
     behind.heal()
@@ -133,7 +133,7 @@ def test_a_flight_whose_place_fails_goes_on_to_the_next(bench: Bench) -> None:
     places = [bench.memory(64), bench.disk(at="a"), bench.disk(at="b")]
     store = bench.store(32, *places)
     put(store, range(8), wait=20)
-    store.front.remove([name(number) for number in range(8)])
+    store.memory.remove([name(number) for number in range(8)])
     places[0].fail("get", times=2)
     places[1].fail("room", times=1)
     assert get(store, range(8)) == 8
@@ -147,7 +147,7 @@ def test_what_no_place_gives_ends_the_prefix(bench: Bench) -> None:
     places = [bench.memory(64), bench.disk()]
     store = bench.store(32, *places)
     put(store, range(8), wait=20)
-    store.front.remove([name(number) for number in range(8)])
+    store.memory.remove([name(number) for number in range(8)])
     for place in places:
         place.inner.delete([name(5)])
     assert get(store, range(8)) == 5
@@ -160,15 +160,15 @@ def test_what_no_place_gives_ends_the_prefix(bench: Bench) -> None:
 
 def test_a_late_answer_is_thrown_away(bench: Bench) -> None:
     slow, good = bench.memory(64), bench.memory(64)
-    store = bench.store(32, bench.tier(slow, timeout=SHORT), good)
+    store = bench.store(32, bench.spec(slow, timeout=SHORT), good)
     put(store, [0], wait=20)
-    store.front.remove([name(0)])
+    store.memory.remove([name(0)])
     slow.hang("room")
     assert get(store, [0]) == 1
-    assert store.front.backend.used() == 2 * PAGE
+    assert store.memory.backend.used() == 2 * PAGE
     slow.heal()
     settle(store)
-    assert store.front.backend.used() == PAGE, "the draft of the late one was given back"
+    assert store.memory.backend.used() == PAGE, "the draft of the late one was given back"
     assert store.tiers[0].counters.late == 1
     assert get(store, [0]) == 1
 
@@ -198,8 +198,8 @@ def test_a_sink_that_raises_leaks_nothing(error: type[BaseException], bench: Ben
     with pytest.raises(error):
         store.read(blocks, [RAW] * 8, sink)
     settle(store)
-    assert store.front.backend.leased == 0
-    assert not store._flights
+    assert store.memory.backend.leased == 0
+    assert not store._reader._reads
     assert get(store, range(8)) == 8
 
 

@@ -1,0 +1,125 @@
+"""`Demoter`: moves blocks that have to leave a level one level down, or drops them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from kvkeep.store.tiers.planner import Drop
+
+if TYPE_CHECKING:
+    from kvkeep.store.tiers.levels import Levels
+    from kvkeep.store.tiers.write_queue import WriteQueue
+
+__all__ = ["Demoter"]
+
+_PATIENCE = 0.2  # share of a tier's timeout that the tier above waits for it to take a block
+
+
+class Demoter:
+    """Performs `Demote` and `Drop` moves.
+
+    Thread safety: all methods.
+    """
+
+    def __init__(self, levels: Levels, queue: WriteQueue) -> None:
+        self._levels = levels
+        self._planner = levels.planner
+        self._queue = queue
+
+    def demote_ahead(self) -> None:
+        """Demote from memory before the room is needed, where the policy asks for it."""
+        memory = self._levels.memory
+        used = memory.backend.used() - memory.leaving_bytes
+        excess = self._planner.excess(memory.capacity, used)
+        if excess:
+            for block in memory.leave(excess):
+                self._from_memory(block)
+
+    def _from_memory(self, block: bytes) -> None:
+        """Move ``block``, which `MemoryTier.leave` returned."""
+        memory, losses = self._levels.memory, self._levels.losses
+        move = self._planner.evict(block, 0)
+        if isinstance(move, Drop):
+            losses.note([block], memory.name, "evicted", memory.catalogue.policy)
+            self._note_refused(move)
+            memory.left(block)
+            return
+        tier = self._levels.tier(move.target)
+        if tier.knows(block) and not self._queue.is_pending(tier, block):  # it may be deleting it
+            memory.left(block)
+            return
+
+        def moved(saved: bool) -> None:
+            memory.counters.count(demotions=int(saved), demotions_dropped=int(not saved))
+            memory.left(block)
+
+        self._queue.write(tier, block, 0.0, moved)
+
+    def note_evicted(self, block: bytes) -> None:
+        """Memory had to delete ``block`` at once: record where that loses it."""
+        move = self._planner.evict(block, 0)
+        if isinstance(move, Drop):
+            self._note_refused(move)
+            return
+        tier = self._levels.tier(move.target)
+        if not tier.knows(block):
+            self._levels.memory.counters.count(demotions_dropped=1)
+            self._levels.losses.note([block], tier.name, "dropped", "no time")
+
+    def _note_refused(self, move: Drop) -> None:
+        """Record a block that a tier would have taken after more touches."""
+        if move.refused is not None:
+            tier = self._levels.tier(move.refused)
+            if not tier.knows(move.block):
+                self._levels.losses.note([move.block], tier.name, "refused", "admission")
+
+    def from_tier(self, level: int, block: bytes) -> None:
+        """Copy ``block`` down, which tier ``level`` is about to delete, using threads of both.
+
+        Waits for the lower tier only a share of the timeout: one that hangs must not stop the one
+        above it.
+        """
+        move = self._planner.evict(block, level)
+        if isinstance(move, Drop):
+            self._note_refused(move)
+            return
+        source, target = self._levels.tier(level), self._levels.tier(move.target)
+        over = threading.Event()
+
+        def ended(moved: bool) -> None:
+            source.counters.count(demotions=int(moved), demotions_dropped=int(not moved))
+            over.set()
+
+        pending = self._queue.begin_demotion(source, target, block, ended)
+        if pending is None:
+            return
+
+        def lost() -> None:
+            self._levels.losses.note([block], target.name, "dropped", "no time")
+            self._queue.end(target, block, pending, saved=False)
+
+        if target.knows(block):
+            self._queue.end(target, block, pending, saved=True)
+            return
+        until = time.monotonic() + _PATIENCE * min(source.timeout, target.timeout)
+        stuck = target.unwritable(block) or target.stuck_for() > _PATIENCE * target.timeout
+        # A hidden block could not be deleted: it must not be spread.
+        record = None if stuck or source.is_hidden(block) else source.fetch(block)
+        if record is None:
+            lost()
+            return
+
+        def save() -> None:
+            saved = False
+            try:
+                saved = self._queue.start(target, block, pending) and target.save(block, record)
+            finally:
+                self._queue.end(target, block, pending, saved=saved)
+
+        left = max(0.0, until - time.monotonic())
+        if target.writing.submit(save, len(record), left, lost):
+            over.wait(max(0.0, until - time.monotonic()))
+        else:
+            lost()

@@ -1,0 +1,175 @@
+"""`EvictionOrder`: which block of a tier is evicted next, by one policy for each quota."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
+
+from kvkeep.core.eviction import Entry, EvictionPolicy
+from kvkeep.core.keys import SPACE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+__all__ = ["EvictionOrder", "OrderedBlock"]
+
+_REMEMBERED: Final = 4  # times the blocks that the budget has room for are remembered as requested
+
+
+class OrderedBlock(Entry):
+    """A block that a policy orders; `size` is the bytes of its record.
+
+    Attributes:
+        used: last use, in Unix seconds; the time to live counts from it.
+        serial: the order of uses over all policies of the tier, exact where times are equal.
+        pinned: until when it is pinned (Unix seconds); 0: not.
+        held: how many writers and requests need it now.
+        noted: the last use that the backend was told of.
+        round: the last listing that found it.
+    """
+
+    __slots__ = ("block", "held", "noted", "pinned", "round", "serial", "used")
+
+    def __init__(self, block: bytes, size: int, used: float, round_: int) -> None:
+        super().__init__()
+        self.block = block
+        self.size = size
+        self.used = used
+        self.serial = 0
+        self.pinned = 0.0
+        self.held = 0
+        self.noted = used
+        self.round = round_
+
+    @property
+    def evictable(self) -> bool:
+        """Whether a policy has it: it is neither held nor pinned."""
+        return not self.held and not self.pinned
+
+
+class EvictionOrder:
+    """The eviction policies of one tier: one for each namespace with a quota, one for the others.
+
+    Policies with a history (`EvictionPolicy.remembers`) are fit for ``budget`` bytes once the size
+    of a block is known, and learn of requests; without a budget they are not.
+
+    Thread safety: none; the catalogue calls it under its lock.
+    """
+
+    def __init__(self, make: Callable[[], EvictionPolicy], budget: int | None) -> None:
+        self.shared = make()
+        self.own: dict[bytes, EvictionPolicy] = {}
+        self.quotas: dict[bytes, int] = {}
+        self.remembers = self.shared.remembers and budget is not None
+        self._make = make
+        self._budget = budget
+        self._fitted = 0  # bytes of the blocks that the policies are fit for; 0: none yet
+        self._known_again: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.shared) + sum(map(len, self.own.values()))
+
+    def group_of(self, block: bytes) -> bytes | None:
+        """Return the namespace of ``block`` if it has a quota, else None."""
+        space = block[:SPACE_BYTES]
+        return space if space in self.own else None
+
+    def of(self, block: bytes) -> EvictionPolicy:
+        """Return the policy that orders ``block``."""
+        if not self.own:
+            return self.shared
+        return self.own.get(block[:SPACE_BYTES], self.shared)
+
+    def requested(self, blocks: Sequence[bytes]) -> None:
+        """Learn of a prompt made of ``blocks``, before any of them is added."""
+        if not self._fitted:
+            return
+        # The key alone: it is hashed over its namespace as well, and is evenly spread.
+        known = self.of(blocks[0]).requested([block[SPACE_BYTES:] for block in blocks])
+        again = self._known_again
+        for block in blocks[known:]:
+            again.pop(block, None)
+        for block in blocks[:known]:
+            again[block] = None
+            again.move_to_end(block)
+        most = _REMEMBERED * (self._budget or 0) // self._fitted
+        while len(again) > most:
+            again.popitem(last=False)
+
+    def fit(self, size: int) -> None:
+        """Learn that blocks of ``size`` bytes come; the first one may be a short tail."""
+        if not self.remembers or size < 2 * self._fitted:
+            return
+        self._fitted = size
+        self.shared.fit(self._budget or 0, size)
+        for space, policy in self.own.items():
+            policy.fit(self.quotas[space], size)
+
+    def order(self, block: OrderedBlock, hits: int) -> None:
+        """Order ``block``, which is new to its policy; ``hits`` is what it had before."""
+        policy = self.of(block.block)
+        policy.stored(block, 0, known=hits > 0 or block.block in self._known_again)
+        if hits:
+            block.hits = hits
+        if block.evictable:
+            policy.add(block)
+
+    def discard(self, block: OrderedBlock) -> None:
+        """Take ``block`` out of the order, if it is in it."""
+        if block.evictable:
+            self.of(block.block).discard(block)
+
+    def restore(self, block: OrderedBlock) -> None:
+        """Put ``block`` back into the order, if nothing holds or pins it any more."""
+        if block.evictable:
+            self.of(block.block).add(block)
+
+    def used(self, block: OrderedBlock, *, new: bool) -> None:
+        """Count a use of ``block``; it is a hit unless the request brought it."""
+        policy = self.of(block.block)
+        count = policy.used if new else policy.hit
+        if block.evictable:
+            policy.discard(block)
+            count(block)
+            policy.add(block)
+        else:
+            count(block)
+
+    def set_quota(self, space: bytes, limit: int, mine: Iterable[OrderedBlock]) -> bool:
+        """Limit ``space``, whose blocks are ``mine``, to so many bytes; whether it had no quota."""
+        self.quotas[space] = limit
+        if space in self.own:
+            return False
+        policy = self._make()
+        if self.remembers and self._fitted:
+            policy.fit(limit, self._fitted)
+        blocks = list(mine)
+        for block in blocks:
+            if block.evictable:
+                self.shared.discard(block)
+        # The new policy's clock begins at 0: it has to see what happened, in that order.
+        for block in sorted(blocks, key=lambda block: block.stored):
+            hits = block.hits
+            policy.stored(block, block.priority, known=hits > 0)
+            block.hits = hits
+        for block in sorted(blocks, key=lambda block: block.serial):
+            policy.used(block)
+            if block.evictable:
+                policy.add(block)
+        self.own[space] = policy
+        return True
+
+    def pop(self, group: bytes | None) -> OrderedBlock | None:
+        """Take out the next victim of a namespace with a quota, or of all others."""
+        return popped(self.shared if group is None else self.own[group])
+
+    def put_back(self, block: OrderedBlock) -> None:
+        """Undo `pop`."""
+        self.of(block.block).put_back(block)
+
+
+def popped(policy: EvictionPolicy) -> OrderedBlock | None:
+    """Take out the next victim of ``policy``, None if it has none."""
+    entry = policy.pop()
+    assert entry is None or isinstance(entry, OrderedBlock)
+    return entry

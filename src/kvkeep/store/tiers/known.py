@@ -1,0 +1,89 @@
+"""`KnownBlocks`: which blocks a tier is known to hold, and which of them it must not serve."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvkeep.store.tiers.catalogue import Catalogue
+
+__all__ = ["KnownBlocks"]
+
+_HIDDEN_KEPT = 1 << 16
+
+
+class KnownBlocks:
+    """The catalogue of an indexed tier, with the blocks hidden from it and a guard for removals.
+
+    A hidden block counts as missing, whatever the backend holds, until it is written anew: its
+    record is not for this tier, or could not be deleted.
+
+    Thread safety: all methods.
+
+    Attributes:
+        indexed: the backend has a budget, so all it holds is listed once and known from then on.
+    """
+
+    def __init__(self, catalogue: Catalogue, *, indexed: bool) -> None:
+        self.catalogue = catalogue
+        self.indexed = indexed
+        self._hidden: OrderedDict[bytes, None] = OrderedDict()
+        self._lock = threading.Lock()
+        self._removals = 0  # begun so far
+        self._removing = 0  # of these, not ended yet
+
+    def __contains__(self, block: object) -> bool:
+        return self.indexed and block in self.catalogue and block not in self._hidden
+
+    @property
+    def any_hidden(self) -> bool:
+        """Whether there are hidden blocks."""
+        return bool(self._hidden)
+
+    def is_hidden(self, block: bytes) -> bool:
+        """Whether ``block`` counts as missing, whatever the backend holds."""
+        return block in self._hidden
+
+    def hide(self, blocks: Sequence[bytes]) -> None:
+        """Have ``blocks`` count as missing until they are written anew."""
+        hidden = self._hidden
+        for block in blocks:
+            hidden[block] = None
+        while len(hidden) > _HIDDEN_KEPT:
+            hidden.popitem(last=False)
+
+    def written(self, block: bytes) -> None:
+        """``block`` was written anew: it is hidden no longer."""
+        self._hidden.pop(block, None)
+
+    def before_query(self) -> int | None:
+        """Return a mark for `learn`: take it before the backend is asked what it holds."""
+        with self._lock:
+            return None if self._removing else self._removals
+
+    def learn(self, block: bytes, size: int, mark: int | None) -> None:
+        """Add ``block``, which the backend held after ``mark`` was taken.
+
+        Not if a removal ran since: the block may be gone by now.
+        """
+        if self.indexed and block not in self.catalogue:
+            with self._lock:
+                if mark is not None and mark == self._removals:
+                    self.catalogue.add(block, size)
+
+    def begin_removal(self, blocks: Sequence[bytes]) -> None:
+        """Forget ``blocks``; queries that run now teach nothing until `end_removal`."""
+        with self._lock:
+            self._removals += 1
+            self._removing += 1
+        for block in blocks:
+            self.catalogue.forget(block)
+
+    def end_removal(self) -> None:
+        """The backend has deleted what `begin_removal` named, or failed to."""
+        with self._lock:
+            self._removing -= 1

@@ -1,0 +1,156 @@
+"""`Levels`: the levels of a store: memory, and the tiers below it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.store.tiers.loss_log import Loss
+from kvkeep.store.tiers.record import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
+    from kvkeep.store.tiers.loss_log import LossLog
+    from kvkeep.store.tiers.memory import MemoryTier
+    from kvkeep.store.tiers.planner import Planner
+    from kvkeep.store.tiers.tier import Tier
+
+__all__ = ["Levels"]
+
+_PROBES = (1, 16, 64, 256)  # blocks asked for at a time: few at first, most prompts are missing
+_NEVER = Loss("", "never", None, "")
+
+
+class Levels:
+    """Finds blocks over all levels. Level 0 is memory, the others are ``tiers``, fastest first.
+
+    Thread safety: all methods.
+    """
+
+    def __init__(
+        self, memory: MemoryTier, tiers: Sequence[Tier], planner: Planner, losses: LossLog
+    ) -> None:
+        self.memory = memory
+        self.tiers = tiers
+        self.planner = planner
+        self.losses = losses
+        self._levels = list(enumerate(tiers, start=1))
+        places: list[MemoryTier | Tier] = [memory, *tiers]
+        self._expiring = [one for one in places if one.catalogue.ttl is not None]
+
+    def tier(self, level: int) -> Tier:
+        """Return the tier at ``level``, 1 or lower."""
+        return self.tiers[level - 1]
+
+    def level_of(self, block: bytes) -> int | None:
+        """Return the fastest level that can serve ``block`` now, None for none; asks nobody."""
+        if block in self.memory:
+            return 0
+        for level, tier in self._levels:
+            if tier.serves(block):
+                return level
+        return None
+
+    def holders(self, block: bytes) -> list[int]:
+        """Return all levels known to hold ``block``, fastest first; asks nobody."""
+        levels = [0] if block in self.memory else []
+        return levels + [level for level, tier in self._levels if tier.knows(block)]
+
+    def locate(self, blocks: Sequence[bytes], until: float | None = None) -> list[int]:
+        """Return the level of each leading block, up to the first that is missing.
+
+        Tiers that may hold more than is known are asked, not beyond ``until`` (monotonic seconds).
+        """
+        levels: list[int] = []
+        probed: dict[int, int] = {}  # position → level
+        probes = 0
+        while len(levels) < len(blocks):
+            at = len(levels)
+            level = self.level_of(blocks[at])
+            if level is None:
+                level = probed.get(at)
+            if level is None:
+                end = at + _PROBES[min(probes, len(_PROBES) - 1)]
+                probes += 1
+                probed |= self._probe(blocks[at:end], at, until)
+                level = probed.get(at)
+            if level is None:
+                break
+            levels.append(level)
+        for tier in self.tiers:
+            if not tier.queried and tier.breaker.any_blocks("read", "lookup"):
+                tier.counters.count(skipped_calls=1)
+        return levels
+
+    def _probe(self, blocks: Sequence[bytes], at: int, until: float | None) -> dict[int, int]:
+        """Ask the tiers, faster ones first, each about blocks that those before it lack."""
+        found: dict[int, int] = {}
+        for level, tier in self._levels:
+            if tier.queried:
+                count = tier.probe(blocks[len(found) :], until)
+                for _ in range(count):
+                    found[at + len(found)] = level
+            if len(found) == len(blocks):
+                break
+        return found
+
+    def losses_of(self, blocks: Sequence[bytes], since: float | None) -> list[Loss | None]:
+        """Return what happened to each block, None where it can be read; see `TieredStore`."""
+        healthy: list[Tier] = []
+        failing: list[tuple[Tier, Loss]] = []
+        for tier in self.tiers:
+            trouble = tier.trouble(since)
+            if trouble is None:
+                healthy.append(tier)
+            else:
+                failing.append((tier, trouble))
+        return [self._loss(block, healthy, failing) for block in blocks]
+
+    def _loss(
+        self, block: bytes, healthy: list[Tier], failing: list[tuple[Tier, Loss]]
+    ) -> Loss | None:
+        if block in self.memory or any(tier.knows(block) for tier in healthy):
+            return None
+        last = self.losses.of(block)
+        for tier, trouble in failing:
+            if trouble.detail == "breaker" and not tier.unread(block):
+                continue  # the breaker of another part of the backend is open
+            # A tier that lost the block itself does not have it, whether it answers or not.
+            lost_here = last is not None and last.tier == tier.name and not tier.knows(block)
+            if tier.may_hold(block) and not lost_here:
+                return trouble
+        for place in self._expiring:
+            ended = place.catalogue.ended(block)
+            if ended is not None:
+                return Loss(place.name, "removed", ended, "ttl")
+        return last or _NEVER
+
+    def requested(self, blocks: Sequence[bytes], raw_bytes: int) -> None:
+        """Tell policies of a prompt: its blocks that were found, or are stored now."""
+        if self.planner.fit_due:
+            self.planner.fit(self._room(raw_bytes + HEADER_BYTES))
+        self.planner.requested(blocks)
+        self.memory.catalogue.requested(blocks)
+        for tier in self.tiers:
+            tier.catalogue.requested(blocks)
+
+    def _room(self, record_bytes: int) -> list[int | None]:
+        """Return how many blocks each level has room for, None where there is no budget.
+
+        Blocks as large as those that the level holds, or of ``record_bytes`` if it holds none.
+        """
+        room: list[int | None] = []
+        capacities = [self.memory.capacity, *(tier.backend.capacity for tier in self.tiers)]
+        catalogues = [self.memory.catalogue, *(tier.catalogue for tier in self.tiers)]
+        for capacity, catalogue in zip(capacities, catalogues, strict=True):
+            held = len(catalogue)
+            size = catalogue.total_bytes // held if held else record_bytes
+            room.append(None if capacity is None else capacity // max(1, size))
+        return room
+
+    def used(self, blocks: Sequence[bytes], new: Container[bytes] = ()) -> None:
+        """Record in every level that a prompt used ``blocks``; it brought ``new`` itself."""
+        if blocks:
+            self.memory.catalogue.used(blocks, new=new)
+            for tier in self.tiers:
+                tier.used(blocks, new)

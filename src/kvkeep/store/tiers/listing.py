@@ -1,0 +1,220 @@
+"""`Listing`: keeps a tier's catalogue in step with what its backend holds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from kvkeep.store.tiers.notes import difference
+from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, OtherVersion, read_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from kvkeep.store.backends import Listed
+    from kvkeep.store.tiers.calls import BackendCalls
+    from kvkeep.store.tiers.known import KnownBlocks
+    from kvkeep.store.tiers.loss_log import LossLog
+    from kvkeep.store.tiers.space import TierSpace
+
+__all__ = ["Listing"]
+
+_LOG = logging.getLogger("kvkeep.tiers")
+_SUSPICIOUS = 16  # a record of at least this part of the budget is looked at before it is believed
+_NOTED_KEPT = 4096
+
+
+class _ListFailed(Exception):
+    """The backend failed to list what it holds; counted and logged already."""
+
+
+class Listing:
+    """Lists a backend into the catalogue, and compares the namespaces found with the store's own.
+
+    ``notes`` describe the store's namespaces, by space (`kvkeep.store.tiers.notes`).
+    ``quarantine`` takes a block and the reason why its record is bad.
+
+    Thread safety: all methods. One listing runs at a time.
+
+    Attributes:
+        at: when the backend was listed last, in seconds of the monotonic clock.
+        seconds: how long that took.
+        complete: the backend has been listed once.
+    """
+
+    def __init__(
+        self,
+        calls: BackendCalls,
+        known: KnownBlocks,
+        losses: LossLog,
+        notes: Mapping[bytes, bytes],
+        quarantine: Callable[[bytes, str], None],
+    ) -> None:
+        self.at = 0.0
+        self.seconds = 0.0
+        self.complete = False
+        self._calls = calls
+        self._backend = calls.backend
+        self._known = known
+        self._losses = losses
+        self._notes = notes
+        self._quarantine = quarantine
+        self._running = threading.Lock()
+        self._comparing = threading.Lock()
+        self._noted: set[bytes] = set()
+        self._expected: bytes | None = None  # a namespace to compare with what is listed
+        self._excess = 0
+
+    def relist(self, space: TierSpace) -> None:
+        """List the backend; others may have written or deleted there.
+
+        What is larger than the budget is deleted through ``space``: it is of a larger budget, and
+        evicting everything else would not make room for it.
+        """
+        timeout = self._backend.timeout
+        if not self._running.acquire(timeout=timeout):
+            return  # a listing hangs; the caller has other things to do
+        try:
+            if self._calls.breaker("list").allows():
+                self._fill(space)
+            self.at = time.monotonic()
+        finally:
+            self._running.release()
+        if self.complete:
+            self.compare()
+
+    def _fill(self, space: TierSpace) -> None:
+        doubts, started = self._backend.stale_listings, time.monotonic()
+        catalogue = self._known.catalogue
+        try:
+            gone = catalogue.fill(self._records(space))
+        except _ListFailed:
+            pass  # what came before it is known now, and nothing is forgotten
+        else:
+            self._losses.note(gone, self._calls.name, "removed", "gone")
+            self.complete = True
+            self._excess = catalogue.total_bytes - (self._backend.capacity or 0)
+        self._calls.listed(doubts)
+        self.seconds = time.monotonic() - started
+
+    def _listed(self) -> Iterator[Listed]:
+        # What a consumer of this generator raises does not reach the `with` statement.
+        with self._calls.to("list", "list") as call:
+            yield from self._backend.list()
+        if call.failed:
+            raise _ListFailed
+
+    def _records(self, space: TierSpace) -> Iterator[Listed]:
+        """Yield what the backend lists and is a record; quarantine large files that are none."""
+        budget = self._backend.capacity or 0
+        for one in self._listed():
+            if one.size * _SUSPICIOUS > budget and (reason := self._not_a_record(one)):
+                self._quarantine(one.block, reason)
+            elif one.size > budget:
+                space.evict([one.block])
+            else:
+                yield one
+
+    def _not_a_record(self, listed: Listed) -> str | None:
+        """Return why ``listed`` is no record of that block and size, None if it may be one."""
+        head: bytes | None = None
+        with self._calls.to("peek"):
+            head = self._backend.peek(listed.block, HEADER_BYTES)
+        if head is None:
+            return None
+        try:
+            header = read_header(head)
+        except OtherVersion:
+            return None
+        except BadRecord as bad:
+            return str(bad)
+        if (header.block, header.record_bytes) != (listed.block, listed.size):
+            return f"it has {listed.size} bytes and should have {header.record_bytes}"
+        return None
+
+    def trim(self, space: TierSpace) -> None:
+        """Evict down to the budget, in case it was reduced since the last run."""
+        if self._excess > 0:
+            space.make_room(self._excess)
+
+    @property
+    def over_budget(self) -> bool:
+        """Whether the last listing found more than the budget."""
+        return self._excess > 0
+
+    def blocks(self, within: bytes) -> tuple[set[bytes], bool]:
+        """Return the ids in the backend that begin with ``within``, and whether it listed all."""
+        found: set[bytes] = set()
+        if not self._calls.breaker("list").allows():
+            return found, False
+        try:
+            for item in self._listed():
+                if item.block.startswith(within):
+                    found.add(item.block)
+        except _ListFailed:
+            return found, False
+        return found, True
+
+    def recheck(self, blocks: Sequence[bytes]) -> None:
+        """Forget those of ``blocks`` that others deleted: else they are never written again."""
+        for part, found in self._calls.by_part(blocks).items():
+            if not self._calls.breaker("lookup", part).allows():
+                continue
+            sizes: list[int | None] = []
+            with self._calls.to("sizes", "lookup", part):
+                sizes = self._backend.sizes(found)
+            for block, size in zip(found, sizes, strict=False):  # empty if the call failed
+                if size is None and self._known.catalogue.forget(block):
+                    self._losses.note([block], self._calls.name, "removed", "gone")
+
+    # --- namespaces ------------------------------------------------------------------------------
+
+    def expect(self, space: bytes) -> None:
+        """Have `compare` log, once, if the backend holds blocks but none of this namespace."""
+        self._expected = space
+
+    def compare(self) -> None:
+        """Log how the nearest namespace found differs from the one expected, if that is missing.
+
+        A changed model revision or dtype makes another namespace, so that nothing is found.
+        """
+        with self._comparing:
+            space, self._expected = self._expected, None
+        ours = None if space is None else self._notes.get(space)
+        if space is None or ours is None:
+            return
+        there = self._known.catalogue.spaces() if self._known.indexed else None
+        if there is not None and (not there or space in there):
+            return
+        notes: dict[bytes, bytes] = {}
+        with self._calls.to("noted_spaces"):
+            notes = self._backend.noted_spaces()
+        if space in notes and there is None:
+            return
+        others = [note for one, note in notes.items() if there is None or one in there]
+        found = difference(ours, others)
+        if found is not None:
+            unlike, same_model = found
+            _LOG.log(
+                logging.WARNING if same_model else logging.INFO,
+                "tier %s: %s holds blocks, but none of this store; of those nearest to it, the %s",
+                self._calls.name, self._backend.describe(), ", ".join(unlike),
+            )  # fmt: skip
+
+    def note(self, space: bytes) -> None:
+        """Keep the note of namespace ``space`` in the backend, once: a block of it was written."""
+        if space in self._noted:
+            return
+        if len(self._noted) >= _NOTED_KEPT:
+            self._noted.clear()
+        self._noted.add(space)
+        note = self._notes.get(space)
+        if note is not None:
+            with self._calls.to("note_space"):
+                self._backend.note_space(space, note)
+
+    def forget_notes(self) -> None:
+        """The backend lost what it held: its notes may be gone as well."""
+        self._noted.clear()

@@ -1,0 +1,109 @@
+"""`LossLog`: why each block that a tier lost, or never wrote, is not there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+__all__ = ["Loss", "LossKind", "LossLog", "Miss"]
+
+LossKind = Literal[
+    "evicted", "dropped", "refused", "removed", "damaged", "unavailable", "late", "never"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why tokens ``start`` … ``stop - 1`` of a prompt do not come from a store.
+
+    ``at`` is in Unix seconds, None where no moment is known; for several blocks it is the latest.
+    ``tier`` names the tier that lost them, empty where no tier did. ``detail`` is one word, which
+    ``": "`` and more text may follow:
+
+    - "evicted": deleted to make room. The name of the tier's eviction policy.
+    - "dropped": never written. "queue full", "no room", "write failed", "breaker" (the circuit
+      breaker is open), "no time" (the tier above had to delete it at once), "fault" (a bug of
+      kvkeep; the log has the traceback).
+    - "refused": "admission" (the tiering policy admits it later, or never); "answer" (generated
+      tokens, where only prompts are stored); else why the tier does not serve this record.
+    - "removed": "cleared" or "removed" by request, "ttl" (expired), "gone" (deleted by others).
+    - "damaged": the record did not verify.
+    - "unavailable": "breaker" (the circuit breaker is open), or the error.
+    - "late": the tier did not answer in time.
+    - "never": nothing is known of it; "part" where less is stored than is worth loading.
+    """
+
+    start: int
+    stop: int
+    tier: str
+    what: LossKind
+    at: float | None
+    detail: str
+
+
+class Loss(NamedTuple):
+    """What happened to one block, in the terms of `Miss`."""
+
+    tier: str
+    what: LossKind
+    at: float | None
+    detail: str
+
+
+class LossLog:
+    """The last loss of each of the last ``most`` blocks that were lost.
+
+    A block that is stored again keeps its entry; look up only blocks that are missing. An eviction
+    does not replace the entry of a lower tier that refused or dropped the block: without that, the
+    block would still be there. ``tiers`` are the names of the tiers, fastest first.
+
+    Thread safety: all methods. Cost: one dict update under a lock for each loss, and about 350
+    bytes a block.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[str] = (),
+        most: int = 100_000,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.most = most
+        self._rank = {name: rank for rank, name in enumerate(tiers)}
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last: OrderedDict[bytes, Loss] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def note(self, blocks: Iterable[bytes], tier: str, what: LossKind, detail: str) -> None:
+        """Record that ``blocks`` were lost now."""
+        event = Loss(tier, what, self._clock(), detail)
+        last = self._last
+        with self._lock:
+            for block in blocks:
+                known = last.get(block)
+                if known is None:
+                    last[block] = event
+                    if len(last) > self.most:
+                        last.popitem(last=False)
+                    continue
+                if what != "evicted" or not self._lost_below(known, tier):
+                    last[block] = event
+                last.move_to_end(block)
+
+    def of(self, block: bytes) -> Loss | None:
+        """Return the last loss of ``block``, None if none is recorded."""
+        return self._last.get(block)
+
+    def _lost_below(self, known: Loss, tier: str) -> bool:
+        if known.what not in ("refused", "dropped"):
+            return False
+        return self._rank.get(known.tier, 0) > self._rank.get(tier, 0)

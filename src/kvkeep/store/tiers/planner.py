@@ -1,0 +1,187 @@
+"""`Planner`: the moves of blocks between tiers, as values. It moves nothing itself.
+
+A store (`kvkeep.store.tiers.tiered`) performs the moves with bytes and threads, a replay
+(`kvkeep.bench.replay.tiers`) on numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvkeep.core.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvkeep.store.tiers.tiering import TieringPolicy
+
+__all__ = ["HEADROOM", "Copy", "Demote", "Drop", "Planner", "Promote", "Refuse", "Touches"]
+
+HEADROOM = 0.1
+"""Share of memory kept free where evicted blocks have to be written to a tier first."""
+_FIRST_PAUSE = 32  # blocks requested before `fit` is due again; doubles each time
+_MANY_TOUCHES = 1 << 30  # more than any policy asks for
+_COUNTED = 8  # touches are counted of so many times the blocks that all levels have room for …
+_MOST_COUNTED = 1 << 17  # … but of no more than this, at about 220 bytes each
+
+
+class Copy(NamedTuple):
+    """Write ``block``, which memory holds, to tier ``target`` as well."""
+
+    block: bytes
+    target: int
+
+
+class Refuse(NamedTuple):
+    """Do not write ``block`` to tier ``target`` yet: the policy asks for more touches."""
+
+    block: bytes
+    target: int
+
+
+class Promote(NamedTuple):
+    """Read ``block`` from tier ``source``; memory keeps it if ``stays``.
+
+    The tier then deletes its copy if ``leaves``.
+    """
+
+    block: bytes
+    source: int
+    stays: bool
+    leaves: bool
+
+
+class Demote(NamedTuple):
+    """Write ``block`` to tier ``target`` before ``source`` deletes it."""
+
+    block: bytes
+    source: int
+    target: int
+
+
+class Drop(NamedTuple):
+    """Delete ``block`` from ``source``.
+
+    ``refused`` is the tier that would have taken it after more touches, None if there is none.
+    """
+
+    block: bytes
+    source: int
+    refused: int | None
+
+
+class Planner:
+    """Turns what happens to blocks into moves, by a policy and the touches it counts itself.
+
+    Thread safety: all methods, by one lock that is held only while the policy decides. Cost: about
+    a microsecond a call.
+    """
+
+    def __init__(self, policy: TieringPolicy, tiers: int) -> None:
+        self.policy = policy
+        self.tiers = tiers
+        """Tiers below memory."""
+        self._levels = range(1, tiers + 1)
+        self._lock = threading.Lock()
+        self._touches = Touches()
+        self._until_fit = 0  # blocks that may be requested before `fit` is due
+        self._pause = _FIRST_PAUSE
+
+    @property
+    def fit_due(self) -> bool:
+        """Whether `fit` is to be called before the next `requested`."""
+        return self._until_fit <= 0
+
+    def fit(self, blocks: Sequence[int | None]) -> None:
+        """Learn how many blocks each level has room for, None where there is no budget."""
+        room = None if None in blocks else sum(count for count in blocks if count is not None)
+        counted = _MOST_COUNTED if room is None else _COUNTED * max(1, room)
+        with self._lock:
+            self._touches.limit = counted = min(_MOST_COUNTED, counted)
+            self._until_fit = self._pause = min(2 * self._pause, counted)
+            self.policy.fit(blocks)
+
+    def requested(self, blocks: Sequence[bytes]) -> None:
+        """Learn of a prompt before anything moves for it; see `TieringPolicy.requested`."""
+        with self._lock:
+            self._until_fit -= len(blocks)
+            self.policy.requested(blocks)
+
+    def store(self, block: bytes) -> list[Copy | Refuse]:
+        """Return what each tier does with ``block``, which a prompt stores now."""
+        admits = self.policy.admits
+        moves: list[Copy | Refuse] = []
+        with self._lock:
+            touches = self._touches.touch(block)
+            for level in self._levels:
+                if admits(level, touches):
+                    moves.append(Copy(block, level))
+                elif admits(level, _MANY_TOUCHES):
+                    moves.append(Refuse(block, level))
+        return moves
+
+    def read(self, block: bytes) -> list[Copy]:
+        """Return the copies of ``block`` that tiers admit from this request on."""
+        admits = self.policy.admits
+        with self._lock:
+            touches = self._touches.touch(block)
+            if touches == 1:
+                return []  # this store has not stored it lately
+            return [
+                Copy(block, level)
+                for level in self._levels
+                if admits(level, touches) and not admits(level, touches - 1)
+            ]
+
+    def promote(self, block: bytes, source: int) -> Promote:
+        """Return how ``block`` is read from tier ``source``."""
+        with self._lock:
+            stays = self.policy.promotes(source, self._touches.count(block) + 1)
+            return Promote(block, source, stays, stays and self.policy.leaves(source))
+
+    def evict(self, block: bytes, source: int) -> Demote | Drop:
+        """Return what to do with ``block``, which has to leave level ``source``."""
+        with self._lock:
+            # A block found after a restart has no touches, but somebody stored it once.
+            touches = max(1, self._touches.count(block))
+            target = self._target(source, touches)
+            if target is not None:
+                return Demote(block, source, target)
+            return Drop(block, source, self._target(source, _MANY_TOUCHES))
+
+    def excess(self, capacity: int, used: int) -> int:
+        """Return how much of memory, in the unit of both, to demote before the room is needed."""
+        with self._lock:
+            demotes = self._target(0, _MANY_TOUCHES) is not None
+        return max(0, used - int(capacity * (1 - HEADROOM))) if demotes else 0
+
+    def _target(self, source: int, touches: int) -> int | None:
+        target = self.policy.demotes(source, touches)
+        return None if target is None or target > self.tiers else target
+
+
+class Touches:
+    """Touches of the last ``limit`` blocks that were touched."""
+
+    def __init__(self, limit: int = _MOST_COUNTED) -> None:
+        if limit < 1:
+            raise InvalidValue(f"a limit of {limit} touches; at least one is needed")
+        self.limit = limit
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def touch(self, block: bytes) -> int:
+        """Count one more touch of ``block`` and return its count."""
+        count = self._counts.pop(block, 0) + 1
+        self._counts[block] = count
+        while len(self._counts) > self.limit:
+            self._counts.popitem(last=False)
+        return count
+
+    def count(self, block: bytes) -> int:
+        """Return the touches of ``block``."""
+        return self._counts.get(block, 0)

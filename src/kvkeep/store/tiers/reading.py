@@ -1,0 +1,350 @@
+"""`Reader`: reads prompts from the tiers, a few blocks ahead, each block once for all."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import BackendFailed
+from kvkeep.store.tiers.prompt_moves import ReadMoves
+from kvkeep.store.tiers.record import HEADER_BYTES
+from kvkeep.store.tiers.shared_read import SharedRead
+from kvkeep.store.tiers.workers import Workers
+from kvkeep.store.tiers.writing import PromptHolds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Sequence
+
+    from kvkeep.store.tiers.demoting import Demoter
+    from kvkeep.store.tiers.levels import Levels
+    from kvkeep.store.tiers.memory import MemoryLease
+    from kvkeep.store.tiers.planner import Copy
+    from kvkeep.store.tiers.write_queue import WriteQueue
+
+__all__ = ["BlockPrefetch", "Reader"]
+
+_READ_AHEAD = 16  # blocks, at most
+_REPLACED_KEPT = 64  # replacements remembered for reads that began before them
+
+
+class PrefetchProgress:
+    """How far a prefetch has come; written by the reader, read by its `BlockPrefetch`.
+
+    Attributes:
+        ready: leading blocks in memory.
+        sources: the name of the tier that each of them came from.
+        ended: set when nothing more arrives.
+        cancelled: whether to start no more reads.
+    """
+
+    __slots__ = ("cancelled", "ended", "ready", "sources")
+
+    def __init__(self) -> None:
+        self.ready = 0
+        self.sources: list[str] = []
+        self.ended = threading.Event()
+        self.cancelled = False
+
+
+class BlockPrefetch:
+    """Handle of a background read of blocks from slower tiers into memory.
+
+    Once the store is closed it is `done` and can be cancelled; everything else raises
+    `IllegalStep`.
+
+    Thread safety: all methods.
+    """
+
+    def __init__(self, progress: PrefetchProgress, check_open: Callable[[], object]) -> None:
+        self._progress = progress
+        self._check_open = check_open
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended: all blocks are in memory, or the rest cannot be had."""
+        return self._progress.ended.is_set()
+
+    @property
+    def ready(self) -> int:
+        """Leading blocks that are in memory by now."""
+        self._check_open()
+        return self._progress.ready
+
+    @property
+    def sources(self) -> list[str]:
+        """The name of the tier that each of them came from."""
+        self._check_open()
+        return self._progress.sources[: self._progress.ready]
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until `done`, ``timeout`` seconds at most; return `ready`."""
+        self._progress.ended.wait(timeout)
+        self._check_open()
+        return self._progress.ready
+
+    def cancel(self) -> None:
+        """Start no more reads; those under way still arrive."""
+        self._progress.cancelled = True
+
+
+class Reader:
+    """Reads prompts, and prefetches them into memory.
+
+    Thread safety: all methods. Reads of tiers run in their reader threads, prefetches in four
+    threads of the reader.
+    """
+
+    def __init__(self, levels: Levels, queue: WriteQueue, demoter: Demoter) -> None:
+        self.levels = levels
+        self.queue = queue
+        self._demoter = demoter
+        self._memory = levels.memory
+        self._lock = threading.Lock()
+        self._reads: dict[bytes, SharedRead] = {}
+        self._replaced: deque[tuple[int, frozenset[bytes]]] = deque(maxlen=_REPLACED_KEPT)
+        self._replacements = 0
+        self._prefetching = Workers("prefetch", 4, 256)
+
+    # --- one block -------------------------------------------------------------------------------
+
+    def start(self, block: bytes, raw_bytes: int, level: int) -> SharedRead | MemoryLease:
+        """Begin to read ``block``, which was located at ``level``; from memory it is there."""
+        lease = self._memory.lease(block)
+        if lease is not None:
+            return lease
+        with self._lock:
+            read = self._reads.get(block)
+            if read is not None and read.join():
+                return read
+            lease = self._memory.lease(block)  # its read may just have ended
+            if lease is not None:
+                return lease
+            read = self._shared_read(block, raw_bytes, level)
+            read.join()
+            self._reads[block] = read
+        read.start()
+        return read
+
+    def _shared_read(self, block: bytes, raw_bytes: int, level: int) -> SharedRead:
+        """Make the read of ``block``: from where it was located, then from the other tiers."""
+        tiers = [
+            (number, tier)
+            for number, tier in enumerate(self.levels.tiers, start=1)
+            if tier.may_have(block) and not self.queue.is_deleting(tier, block)
+        ]
+        tiers.sort(key=lambda item: item[0] != level)  # one that left memory: from the fastest
+        stays = bool(tiers) and self.levels.planner.promote(block, tiers[0][0]).stays
+        return SharedRead(
+            self._memory, block, raw_bytes, [tier for _, tier in tiers], self._ended, stays=stays
+        )
+
+    def _ended(self, read: SharedRead) -> None:
+        """The block of ``read`` is in memory now, or no tier had it."""
+        with self._lock:
+            if self._reads.get(read.block) is not read:
+                return
+            del self._reads[read.block]
+        tier, block = read.source, read.block
+        with suppress(BackendFailed):  # the memory was closed meanwhile
+            if tier is not None and read.stays and block in self._memory:
+                level = 1 + list(self.levels.tiers).index(tier)
+                if self.levels.planner.promote(block, level).leaves:
+                    tier.writing.submit(partial(self.queue.move_out, tier, block))
+                self._demoter.demote_ahead()
+
+    def under_way(self, within: bytes) -> list[bytes]:
+        """Return the blocks being read whose ids begin with ``within``."""
+        with self._lock:
+            return [block for block in self._reads if block.startswith(within)]
+
+    def cancel(self, blocks: Sequence[bytes]) -> None:
+        """Have reads of ``blocks`` that run hand them to nobody: they are being deleted."""
+        with self._lock:
+            for block in blocks:
+                read = self._reads.pop(block, None)
+                if read is not None:
+                    read.cancel()
+
+    # --- replacements ----------------------------------------------------------------------------
+
+    @property
+    def replacements(self) -> int:
+        """How often blocks were replaced; see `replaced_since`."""
+        return self._replacements
+
+    def note_replaced(self, blocks: Sequence[bytes]) -> None:
+        """Record that ``blocks`` were removed to be written anew with other bytes."""
+        with self._lock:
+            self._replacements += 1
+            self._replaced.append((self._replacements, frozenset(blocks)))
+
+    def replaced_since(self, mark: int, blocks: Sequence[bytes]) -> bool:
+        """Whether any of ``blocks`` was replaced since `replacements` was ``mark``."""
+        if mark == self._replacements:
+            return False
+        with self._lock:
+            newer = [replaced for number, replaced in self._replaced if number > mark]
+            forgotten = self._replacements - mark > len(newer)
+        return forgotten or any(not replaced.isdisjoint(blocks) for replaced in newer)
+
+    # --- prefetch --------------------------------------------------------------------------------
+
+    def prefetch(
+        self,
+        plan: Callable[[], tuple[Sequence[bytes], Sequence[int]]],
+        check_open: Callable[[], object],
+        closed: Callable[[], bool],
+    ) -> BlockPrefetch:
+        """See `TieredStore.prefetch`."""
+        progress = PrefetchProgress()
+
+        def bring() -> None:
+            try:
+                if closed() or progress.cancelled:
+                    return
+                blocks, sizes = plan()
+                fit = self._fit(sizes)
+                blocks, sizes = blocks[:fit], sizes[:fit]
+
+                def arrived(at: int, raw: memoryview) -> None:
+                    del raw
+                    if blocks[at] in self._memory:
+                        progress.ready = at + 1
+                    else:  # memory had no room for it
+                        progress.cancelled = True
+
+                request = ReadRequest(
+                    self, sizes, arrived, sources=progress.sources,
+                    cancelled=lambda: progress.cancelled or closed(),
+                )  # fmt: skip
+                request.bring(blocks, self.levels.locate(blocks))
+            finally:
+                progress.ended.set()
+
+        if not self._prefetching.submit(bring, given_up=progress.ended.set):
+            progress.ended.set()
+        return BlockPrefetch(progress, check_open)
+
+    def _fit(self, raw_bytes: Sequence[int]) -> int:
+        """Return how many leading blocks fit into half of memory."""
+        room = self._memory.capacity // 2
+        for count, size in enumerate(raw_bytes):
+            room -= size + HEADER_BYTES
+            if room < 0:
+                return count
+        return len(raw_bytes)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no block is being read and no prefetch waits or runs."""
+        return not self._reads and not self._prefetching.unfinished
+
+    def close(self) -> None:
+        """Give up prefetches that have not begun."""
+        self._prefetching.close(0.0)
+
+    def join(self, timeout: float) -> bool:
+        """Wait for prefetches that run, ``timeout`` seconds at most; whether they ended."""
+        return self._prefetching.join(timeout)
+
+
+class ReadRequest(ReadMoves):
+    """One request that reads a prompt, or a prefetch.
+
+    ``sink(i, raw)`` is given each block in order, in the thread that calls; later blocks are read
+    meanwhile. It ends early at ``until`` (monotonic seconds), or when ``cancelled()`` is true.
+    ``sources`` is given the name of the tier that each block came from.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        raw_bytes: Sequence[int],
+        sink: Callable[[int, memoryview], None],
+        *,
+        until: float | None = None,
+        cancelled: Callable[[], bool] | None = None,
+        sources: list[str] | None = None,
+    ) -> None:
+        super().__init__(reader.levels.planner, reader.levels.memory.catalogue)
+        self._reader = reader
+        self._levels = reader.levels
+        self._raw_bytes = raw_bytes
+        self._sink = sink
+        self._until = until
+        self._cancelled = cancelled or _never
+        self._sources = [] if sources is None else sources
+        self._holds: PromptHolds | None = None
+
+    def read(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
+        with PromptHolds(self._levels, blocks) as self._holds:
+            return super().read(blocks, levels)
+
+    def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
+        ahead: deque[SharedRead | MemoryLease] = deque()
+        count = started = 0
+        mark = self._reader.replacements
+        try:
+            while count < len(levels):
+                # What follows a replacement is new, and what was handed over is not.
+                if self._reader.replaced_since(mark, blocks) or self._cancelled():
+                    break
+                limit = self._limit(self._raw_bytes[count])
+                while started < len(levels) and len(ahead) < limit:
+                    size = self._raw_bytes[started]
+                    ahead.append(self._reader.start(blocks[started], size, levels[started]))
+                    started += 1
+                lease = self._await(ahead[0])
+                if lease is None:
+                    break
+                if len(lease.payload) != self._raw_bytes[count]:
+                    break  # only from memory: it was put under a key of another length
+                self._sources.append(self._source(ahead[0]))
+                self._sink(count, lease.payload)
+                _end(ahead.popleft())
+                count += 1
+        finally:
+            for left in ahead:
+                _end(left)
+        if count < len(levels):  # a block that was located is gone: others may be, too
+            for tier in self._levels.tiers:
+                tier.recheck(blocks[count : len(levels)])
+        return count
+
+    def _limit(self, raw_bytes: int) -> int:
+        """Return how many blocks to read ahead: half of memory is left to other requests."""
+        fit = self._levels.memory.capacity // 2 // (raw_bytes + HEADER_BYTES)
+        return max(2, min(_READ_AHEAD, fit))
+
+    def _await(self, started: SharedRead | MemoryLease) -> MemoryLease | None:
+        if isinstance(started, SharedRead):
+            return started.wait(self._until)
+        self._levels.memory.counters.count(hits=1, read_bytes=len(started.record))
+        return started
+
+    def _source(self, started: SharedRead | MemoryLease) -> str:
+        tier = started.source if isinstance(started, SharedRead) else None
+        return self._levels.memory.name if tier is None else tier.name
+
+    def copy(self, move: Copy) -> None:
+        tier = self._levels.tier(move.target)
+        if not tier.knows(move.block) and move.block in self._levels.memory:
+            assert self._holds is not None
+            self._reader.queue.write(tier, move.block, 0.0, self._holds.add(tier, move.block))
+
+    def use(self, blocks: Sequence[bytes], new: Container[bytes]) -> None:
+        self._levels.used(blocks, new)
+
+
+def _never() -> bool:
+    return False
+
+
+def _end(started: SharedRead | MemoryLease) -> None:
+    if isinstance(started, SharedRead):
+        started.leave()
+    else:
+        started.release()

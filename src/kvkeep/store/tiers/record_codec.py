@@ -1,0 +1,162 @@
+"""`RecordCodec`: between raw records in memory and the records that one tier stores."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import OutOfRoom
+from kvkeep.store.backends.buffers import aligned
+from kvkeep.store.codecs import WITHOUT_KEY_ID
+from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, naming, seal, verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvkeep.store.codecs import Codec
+    from kvkeep.store.tiers.record import RecordHeader
+
+__all__ = ["NotForUs", "RecordCodec", "RecordRoom", "WrongSize"]
+
+_RAW = 0  # the number of the codec that changes nothing
+_ENVELOPE = 1 << 16  # bytes that any codec may need beyond those of another
+
+
+class NotForUs(Exception):
+    """A record that verifies, but that this tier must not serve; the message says why."""
+
+
+class WrongSize(OutOfRoom):
+    """A record is larger than any record of this block can be."""
+
+
+class _Scratch(threading.local):
+    """A buffer of each thread for encoded records; it grows and is kept."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(b"")
+
+    def take(self, size: int) -> memoryview:
+        if len(self._buffer) < size:
+            self._buffer = aligned(size)
+        return self._buffer[:size]
+
+
+class RecordCodec:
+    """Encodes, verifies and decodes the records of one tier.
+
+    ``codec`` is what the tier writes; ``codec_of`` finds the codec of a record that somebody else
+    wrote, None where it is unknown.
+
+    Thread safety: all methods. Memory: a buffer of the largest record for each thread.
+    """
+
+    def __init__(self, codec: Codec, codec_of: Callable[[int], Codec | None]) -> None:
+        self.codec = codec
+        self._codec_of = codec_of
+        self.scratch = _Scratch()
+
+    def encode(self, block: bytes, record: memoryview) -> memoryview:
+        """Return ``record``, raw KV behind room for a header, as the tier stores it.
+
+        The result is ``record`` itself, with its header written, or this thread's buffer.
+        """
+        raw = record[HEADER_BYTES:]
+        if self.codec.number != _RAW:
+            encoded = self.scratch.take(HEADER_BYTES + self.codec.bound(len(raw)))
+            named = naming(block, self.codec.number, len(raw))
+            size = self.codec.encode(raw, encoded[HEADER_BYTES:], named)
+            record = encoded[: HEADER_BYTES + size]
+        seal(record, block, self.codec.number, len(raw))
+        return record
+
+    def verify(self, block: bytes, record: memoryview) -> tuple[RecordHeader, Codec]:
+        """Return the header of a record that was read, and the codec that decodes it.
+
+        Raises:
+            BadRecord: it is damaged, or the record of another block.
+            NotForUs: this tier promises more than the record's codec: exact KV, or encryption.
+                Serving plain records there would let whoever forges one bypass the key.
+        """
+        header = verify(record, block)
+        if header.codec == _RAW and header.payload_bytes != header.raw_bytes:
+            raise BadRecord(f"{header.payload_bytes} raw bytes, and it says {header.raw_bytes}")
+        if header.codec == self.codec.number:
+            return header, self.codec
+        codec = None
+        if not header.codec < WITHOUT_KEY_ID <= self.codec.number:
+            codec = self._codec_of(header.codec)
+        if codec is None or (self.codec.exact and not codec.exact):
+            raise NotForUs(f"codec {header.codec} is not for this tier")
+        return header, codec
+
+    def decode(
+        self, codec: Codec, header: RecordHeader, record: memoryview, room: RecordRoom
+    ) -> memoryview:
+        """Return ``record`` with its payload decoded, in the final place of ``room``.
+
+        Raises:
+            Damaged, OtherKey, MissingExtra: see `Codec.decode`.
+        """
+        if codec.number == _RAW and room.placed:
+            return record
+        if room.placed:  # read as if it were raw: its final place holds the encoded record
+            scratch = self.scratch.take(len(record))
+            scratch[:] = record
+            record = scratch
+        final = room.final()
+        named = naming(header.block, header.codec, header.raw_bytes)
+        codec.decode(record[HEADER_BYTES:], final[HEADER_BYTES:], named)
+        return final
+
+    def decode_alone(self, codec: Codec, header: RecordHeader, record: memoryview) -> memoryview:
+        """Return ``record`` decoded, in memory of its own.
+
+        Raises:
+            Damaged, OtherKey, MissingExtra: see `Codec.decode`.
+        """
+        if codec.number == _RAW:
+            return record
+        raw = aligned(HEADER_BYTES + header.raw_bytes)
+        named = naming(header.block, header.codec, header.raw_bytes)
+        codec.decode(record[HEADER_BYTES:], raw[HEADER_BYTES:], named)
+        return raw
+
+
+class RecordRoom:
+    """The buffer that a backend reads one record into (`kvkeep.store.backends.Room`).
+
+    A record that needs no decoding is read into its final place, others into a buffer of the
+    thread. Sizes are checked here, before any memory is taken.
+    """
+
+    def __init__(
+        self, records: RecordCodec, raw_bytes: int, place: Callable[[], memoryview]
+    ) -> None:
+        self._records = records
+        self._raw_bytes = raw_bytes
+        self._place = place
+        self._final: memoryview | None = None
+
+    @property
+    def placed(self) -> bool:
+        """Whether the record was read into its final place."""
+        return self._final is not None
+
+    def final(self) -> memoryview:
+        """Return the final place, which is taken at the first call."""
+        if self._final is None:
+            self._final = self._place()
+        return self._final
+
+    def __call__(self, size: int) -> memoryview:
+        """Return the buffer for a record of ``size`` bytes. Raises `WrongSize`."""
+        raw = HEADER_BYTES + self._raw_bytes
+        codec = self._records.codec
+        # Another codec may have written it: such a record is refused later, it is not damaged.
+        most = HEADER_BYTES + codec.bound(self._raw_bytes) + _ENVELOPE
+        if size > most:
+            raise WrongSize(size, f"it has {size} bytes and can have {most} at most: the reader")
+        if size == raw and codec.number == _RAW:
+            return self.final()
+        return self._records.scratch.take(size)

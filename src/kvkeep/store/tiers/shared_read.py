@@ -1,0 +1,217 @@
+"""`SharedRead`: one read of a block from the tiers, however many requests wait for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import BackendFailed
+from kvkeep.store.tiers.memory import MemoryLease
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvkeep.store.backends.memory import Draft
+    from kvkeep.store.tiers.memory import MemoryTier
+    from kvkeep.store.tiers.tier import Tier
+
+__all__ = ["SharedRead"]
+
+
+class SharedRead:
+    """Reads a block from the first of ``tiers`` that has it.
+
+    Requests `join` it; the record stays available until all of them have left. A tier that takes
+    longer than its timeout is given up for this block and the next one is asked: its thread may
+    hang for ever, and what it brings is discarded.
+
+    ``ended`` is called without a lock held when the read is over, perhaps more than once.
+
+    Thread safety: all methods.
+
+    Arguments:
+        stays: whether memory keeps the block.
+
+    Attributes:
+        source: the tier that had the block.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryTier,
+        block: bytes,
+        raw_bytes: int,
+        tiers: Sequence[Tier],
+        ended: Callable[[SharedRead], None],
+        *,
+        stays: bool = True,
+    ) -> None:
+        self.block = block
+        self.raw_bytes = raw_bytes
+        self.stays = stays
+        self.source: Tier | None = None
+        self._memory = memory
+        self._tiers = list(tiers)
+        self._ended = ended
+        self._changed = threading.Condition()
+        self._cancelled = False
+        self._attempt = 0  # counts up; the result of an older attempt is discarded
+        self._since = time.monotonic()  # requests may wait before `start`
+        self._began = False  # the attempt has a thread
+        self._joined = 0
+        self._lease: MemoryLease | None = None
+        self._done = False
+
+    # --- for those who wait ----------------------------------------------------------------------
+
+    def join(self) -> bool:
+        """Take part in the read; False when it has ended without anybody holding the record."""
+        with self._changed:
+            if self._done and self._lease is None:
+                return False
+            self._joined += 1
+            return True
+
+    def leave(self) -> None:
+        """End one `join`. A read that nobody waits for need not be made any more."""
+        with self._changed:
+            self._joined -= 1
+            lease = self._lease if self._joined == 0 else None
+            if lease is not None:
+                self._lease = None
+        if lease is not None:
+            lease.release()
+
+    def cancel(self) -> None:
+        """Hand the record to nobody from now on: the block is being deleted.
+
+        It may be in memory already; delete it there after this.
+        """
+        with self._changed:
+            self._cancelled = True
+
+    def wait(self, until: float | None) -> MemoryLease | None:
+        """Return the record; None when no tier had it, or not ``until`` (monotonic seconds)."""
+        with self._changed:
+            while not self._done:
+                now = time.monotonic()
+                late = self._since + self._tiers[0].timeout if self._tiers else now
+                if until is not None and now >= until:
+                    return None
+                if now >= late:
+                    self._give_up()  # without tiers, too: it may not have been started yet
+                    continue
+                self._changed.wait(min(late, until if until is not None else late) - now)
+            lease = self._lease
+        self._ended(self)
+        return lease
+
+    # --- for those who read ----------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin reading, in a thread of the first tier."""
+        with self._changed:
+            self._read_next()
+            done = self._done
+        if done:
+            self._ended(self)
+
+    def _read_next(self) -> None:
+        """Under the lock: queue a read in the first tier that takes it; done if none does."""
+        while self._tiers:
+            tier, self._attempt = self._tiers[0], self._attempt + 1
+            self._began = False
+            self._since = time.monotonic()
+            if tier.unread(self.block):  # the queue may be behind calls that hang
+                tier.note_failure()
+            elif tier.reading.submit(
+                partial(self._read, tier, self._attempt),
+                given_up=partial(self._over, tier, self._attempt),
+            ):
+                return
+            else:
+                tier.note_failure(late="queue full")
+            self._tiers.pop(0)
+        self._done = True
+        self._changed.notify_all()
+
+    def _give_up(self) -> None:
+        """Under the lock: the first tier, if there is one, took too long."""
+        if self._tiers:
+            tier = self._tiers.pop(0)
+            tier.note_failure(late="no answer")
+            if self._began:
+                part = tier.backend.part(self.block)
+                tier.breaker.of("read", part).failed(f"no answer in {tier.timeout:g} s")
+            else:  # it waits for a thread: the calls that hang are charged
+                tier.unread(self.block)
+        self._read_next()
+
+    def _read(self, tier: Tier, attempt: int) -> None:
+        with self._changed:
+            if attempt != self._attempt or self._done:
+                return
+            self._began = True
+            self._since = time.monotonic()  # waiting for a thread is not the backend's fault
+            unwanted = self._done = not self._joined
+        if unwanted:
+            self._ended(self)
+            return
+        draft: Draft | None = None
+
+        def place() -> memoryview:
+            nonlocal draft
+            if self.stays:
+                with suppress(BackendFailed):  # the memory was closed meanwhile
+                    draft = self._memory.reserve(self.block, self.raw_bytes)
+            return draft.view if draft is not None else self._memory.buffer(self.raw_bytes)
+
+        record: memoryview | None = None
+        try:
+            record = tier.load(self.block, self.raw_bytes, place)
+        finally:  # whatever was raised, nobody may wait for ever and no room stay taken
+            self._over(tier, attempt, record, draft)
+
+    def _over(
+        self,
+        tier: Tier,
+        attempt: int,
+        record: memoryview | None = None,
+        draft: Draft | None = None,
+    ) -> None:
+        """An attempt ended, or its thread never will come to it."""
+        with self._changed:
+            self._take(tier, attempt, record, draft)
+            over = self._done
+        if over:
+            self._ended(self)
+
+    def _take(
+        self, tier: Tier, attempt: int, record: memoryview | None, draft: Draft | None
+    ) -> None:
+        """Under the lock: take what an attempt brought."""
+        current = attempt == self._attempt and not self._done
+        if record is None or not current or self._cancelled:
+            if draft is not None:
+                draft.discard()
+            if current and self._cancelled:
+                self._done = True
+                self._changed.notify_all()
+            elif current:
+                self._tiers.pop(0)
+                self._read_next()
+            return
+        self._done = True
+        self._changed.notify_all()
+        try:
+            lease = MemoryLease(record) if draft is None else self._memory.commit(draft, self.block)
+        except BackendFailed:
+            return  # the memory was closed meanwhile
+        self.source = tier
+        if self._joined:
+            self._lease = lease
+        else:
+            lease.release()

@@ -1,0 +1,189 @@
+"""`TierSpace`: makes room in a tier within its budget and quotas, and deletes blocks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import OutOfRoom
+from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.tiers.turns import AGAIN, Again, Turns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvkeep.store.tiers.calls import BackendCalls
+    from kvkeep.store.tiers.known import KnownBlocks
+    from kvkeep.store.tiers.loss_log import LossLog
+
+__all__ = ["TierSpace"]
+
+_TRIES = 8  # rounds of making room for one record; then others take what is freed
+_DELETED_AT_ONCE = 1000  # blocks; more could take longer than the backend's timeout
+_RELIST_AFTER = 1.0  # seconds that a listing of a shared backend is good for
+
+
+class TierSpace:
+    """The room of one tier: evicts, deletes, and keeps namespaces within their quotas.
+
+    ``evicting`` is called with each block that has to make room, before it is deleted. ``relist``
+    lists the backend; ``listed_at`` says when that was done last (monotonic seconds).
+
+    Thread safety: all methods.
+    """
+
+    def __init__(
+        self,
+        calls: BackendCalls,
+        known: KnownBlocks,
+        losses: LossLog,
+        writers: int,
+        *,
+        evicting: Callable[[bytes], None],
+        relist: Callable[[], None],
+        listed_at: Callable[[], float],
+    ) -> None:
+        self._calls = calls
+        self._backend = calls.backend
+        self._known = known
+        self._catalogue = known.catalogue
+        self._losses = losses
+        self._evicting = evicting
+        self._relist = relist
+        self._listed_at = listed_at
+        self._turns = Turns(_TRIES, writers)
+        self._quota_lock = threading.Lock()
+        self._coming: dict[bytes, int] = {}  # bytes being written, by namespace
+
+    def put(self, block: bytes, record: memoryview) -> bool:
+        """Write ``record``, evicting others for it; False when there is no room.
+
+        Failures of the backend: see `BackendCalls.to`; they count as no room here, and the caller
+        is told by ``failed`` of the call.
+        """
+
+        def attempt() -> bool | Again:
+            started = time.monotonic()
+            try:
+                with self._calls.to("put", "write", self._backend.part(block)) as call:
+                    self._backend.put(block, record)
+            except OutOfRoom as short:
+                return AGAIN if self.make_room(short.needed) else False
+            if call.failed:
+                raise PutFailed
+            took = time.monotonic() - started
+            counters = self._calls.counters
+            counters.count(writes=1, written_bytes=len(record), write_seconds=took)
+            return True
+
+        return bool(self._turns.take(attempt))
+
+    @contextmanager
+    def within_quota(self, block: bytes, size: int) -> Iterator[bool]:
+        """Make ``size`` more bytes fit the quota of the block's namespace; whether they do.
+
+        Bytes that others write at the same time count as well, and these count until the block of
+        the ``with`` statement ends.
+        """
+        space = block[:SPACE_BYTES]
+        fits = self._reserve(space, size)
+        try:
+            yield fits
+        finally:
+            if fits:
+                with self._quota_lock:
+                    left = self._coming.pop(space) - size
+                    if left:
+                        self._coming[space] = left
+
+    def _reserve(self, space: bytes, size: int) -> bool:
+        for _ in range(_TRIES):
+            with self._quota_lock:
+                coming = self._coming.get(space, 0) + size
+                over = self._catalogue.over_quota(space, coming)
+                if not over:
+                    self._coming[space] = coming
+                    return True
+            if over < 0 or not (victims := self._catalogue.victims(over, space)):
+                break
+            self.evict(victims)
+        return False
+
+    def make_room(self, needed: int) -> bool:
+        """Evict until ``needed`` bytes are free; whether anything was evicted.
+
+        Evicts nothing where all that may be evicted does not suffice, and nothing more once
+        deleting fails: the records would be forgotten and still take up the place.
+        """
+        if not self._known.indexed:
+            return False
+        if not self._catalogue.may_free(needed):
+            if not self._listing_is_old():
+                return False
+            self._relist()
+            if not self._catalogue.may_free(needed):
+                return False
+        freed, unit = 0, self._backend.unit
+        while freed < needed and not self._calls.breakers.any_blocks("delete"):
+            victims = self._catalogue.victims(needed - freed)
+            if not victims and self._listing_is_old():
+                self._relist()  # others fill the place: their blocks may be evicted, too
+                victims = self._catalogue.victims(needed - freed)
+            if not victims:
+                break
+            got, left = self.evict(victims)
+            # Records take whole units; the backend counts freed bytes without the padding.
+            freed += got + (unit - 1) * len(victims) if got else 0
+            if left:
+                break
+        return freed > 0
+
+    def _listing_is_old(self) -> bool:
+        return self._backend.shared and time.monotonic() - self._listed_at() > _RELIST_AFTER
+
+    def evict(self, victims: Sequence[bytes]) -> tuple[int, list[bytes]]:
+        """Delete blocks that the catalogue named as victims; see `delete`."""
+        self._losses.note(victims, self._calls.name, "evicted", self._catalogue.policy)
+        for block in victims:
+            self._evicting(block)
+        self._calls.counters.count(evictions=len(victims))
+        return self.delete(victims)
+
+    def delete(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
+        """Delete ``blocks``; return the bytes freed, and the blocks that may still be there."""
+        freed, left = 0, []
+        for part, found in self._calls.by_part(blocks).items():
+            for at in range(0, len(found), _DELETED_AT_ONCE):
+                piece = found[at : at + _DELETED_AT_ONCE]
+                if not self._calls.allowed("delete", part):
+                    left += piece
+                    continue
+                with self._calls.to("delete", "delete", part) as call:
+                    freed += self._backend.delete(piece)
+                if call.failed:
+                    left += piece
+        return freed, left
+
+    def remove(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
+        """Delete ``blocks`` by request; return bytes freed, and blocks that may still be there.
+
+        The latter are hidden until they are written anew.
+        """
+        self._known.begin_removal(blocks)
+        try:
+            self._calls.report_hung("delete")
+            freed, left = self.delete(blocks)
+        finally:
+            self._known.end_removal()
+        self._known.hide(left)
+        return freed, left
+
+    def removal_timeout(self, blocks: int) -> float:
+        """Return the seconds after which deleting so many blocks counts as failed."""
+        return self._backend.timeout * (1 + blocks // _DELETED_AT_ONCE)
+
+
+class PutFailed(Exception):
+    """The backend failed to write a record; the failure is counted and logged already."""

@@ -1,0 +1,267 @@
+"""`WriteQueue`: what each tier is about to write or delete, block by block."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from kvkeep.core.errors import BackendFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvkeep.store.tiers.loss_log import LossLog
+    from kvkeep.store.tiers.memory import MemoryTier
+    from kvkeep.store.tiers.tier import Tier
+
+__all__ = ["Pending", "WriteQueue"]
+
+
+class Pending:
+    """A write or a deletion of one block in one tier that has not ended. Guarded by the queue.
+
+    Attributes:
+        waiting: called, when it ends, with whether the tier has the block. After a deletion the
+            block is written again for them instead.
+        running: the write has begun.
+        over: set when a write that was called off while it ran has ended.
+        deleting: it is a deletion: the block must not be read there.
+    """
+
+    __slots__ = ("deleting", "over", "running", "waiting")
+
+    def __init__(self, then: Callable[[bool], None] | None = None, *, deleting: bool = False):
+        self.waiting = [] if then is None else [then]
+        self.running = False
+        self.over: threading.Event | None = None
+        self.deleting = deleting
+
+
+class WriteQueue:
+    """Writes and deletions under way, at most one for each block and tier.
+
+    Writes are done by the writer threads of each tier, from memory, which keeps the block
+    meanwhile.
+
+    Thread safety: all methods. Callbacks run without the lock.
+    """
+
+    def __init__(self, memory: MemoryTier, losses: LossLog) -> None:
+        self._memory = memory
+        self._losses = losses
+        self._lock = threading.Lock()
+        self._pending: dict[tuple[bytes, str], Pending] = {}
+        self._clearing: list[bytes] = []  # spaces that are being deleted, b"" for everything
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def is_pending(self, tier: Tier, block: bytes) -> bool:
+        """Whether ``tier`` is about to write or delete ``block``."""
+        return (block, tier.name) in self._pending
+
+    def is_deleting(self, tier: Tier, block: bytes) -> bool:
+        """Whether ``tier`` is about to delete ``block``."""
+        with self._lock:
+            return self._is_deleting(tier, block)
+
+    def _is_deleting(self, tier: Tier, block: bytes) -> bool:
+        pending = self._pending.get((block, tier.name))
+        if pending is not None and pending.deleting:
+            return True
+        return any(block.startswith(space) for space in self._clearing)
+
+    @property
+    def waits_for_deletions(self) -> bool:
+        """Whether a write waits until its tier has deleted an older record."""
+        with self._lock:
+            return any(one.deleting and one.waiting for one in self._pending.values())
+
+    # --- writes ----------------------------------------------------------------------------------
+
+    def write(
+        self,
+        tier: Tier,
+        block: bytes,
+        wait: float | None,
+        then: Callable[[bool], None] | None = None,
+    ) -> bool:
+        """Have ``tier`` write ``block`` from memory; False if its queue is full or it fails now.
+
+        Waits for a full queue ``wait`` seconds at most, None: as long as it takes. ``then`` is
+        called in any case, with whether the tier has the block.
+
+        Raises:
+            BackendFailed: the memory was closed.
+        """
+        pending = self._begin(tier, block, then)
+        if pending is None:
+            return True
+        memory = self._memory
+        try:
+            lease = memory.lease(block)
+        except BackendFailed:
+            self.end(tier, block, pending, saved=False)
+            raise
+        memory.catalogue.hold(block)
+
+        def done(saved: bool) -> None:
+            if lease is not None:
+                lease.release()
+            memory.catalogue.free(block)
+            self.end(tier, block, pending, saved=saved)
+
+        def save() -> None:
+            saved = wrote = False
+            try:
+                if lease is None:  # evicted from memory meanwhile
+                    saved = tier.knows(block)
+                    if not saved:
+                        self.note_dropped(tier, block, "no time")
+                elif self.start(tier, block, pending):
+                    saved = wrote = tier.save(block, lease.record, hold=True)
+            finally:
+                done(saved)
+                if wrote:  # a callback may hold it for longer
+                    tier.catalogue.free(block)
+
+        def drop() -> None:
+            why = "breaker" if tier.unwritable(block) else "queue full"
+            self.note_dropped(tier, block, why)
+            done(saved=False)
+
+        cost = 0 if lease is None else len(lease.record)
+        taken = False
+        try:
+            taken = not tier.unwritable(block) and tier.writing.submit(save, cost, wait, drop)
+        finally:  # also if Ctrl-C ended the wait
+            if not taken:
+                drop()
+        return taken
+
+    def _begin(
+        self, tier: Tier, block: bytes, then: Callable[[bool], None] | None
+    ) -> Pending | None:
+        """Return a new pending write; None if one is pending, which ``then`` waits for now."""
+        key = (block, tier.name)
+        with self._lock:
+            before = self._pending.get(key)
+            if before is None:
+                self._pending[key] = before = Pending(then)
+                return before
+            before.waiting += [then] if then is not None else []
+            return None
+
+    def begin_demotion(
+        self, source: Tier, target: Tier, block: bytes, then: Callable[[bool], None]
+    ) -> Pending | None:
+        """Return a new pending write of a block that ``source`` evicts; None if it must not be.
+
+        It is being written from memory already, or ``source`` or ``target`` is deleting it by
+        request: then it must not come back. ``then`` is called with which of these it is.
+        """
+        key = (block, target.name)
+        with self._lock:
+            before = self._pending.get(key)
+            deleting = self._is_deleting(source, block)
+            if before is None and not deleting:
+                self._pending[key] = pending = Pending(then)
+                return pending
+        then(before is not None and not before.deleting)
+        return None
+
+    def start(self, tier: Tier, block: bytes, pending: Pending) -> bool:
+        """Mark a write as running; False if it was called off."""
+        with self._lock:
+            pending.running = self._pending.get((block, tier.name)) is pending
+            return pending.running
+
+    def end(self, tier: Tier, block: bytes, pending: Pending, *, saved: bool) -> None:
+        """A write ended, or was given up: call those who wait for it."""
+        key = (block, tier.name)
+        with self._lock:
+            if self._pending.get(key) is pending:  # else the block is being deleted
+                del self._pending[key]
+            pending.running = False
+            waiting, pending.waiting = pending.waiting, []
+            over = pending.over
+        for then in waiting:
+            then(saved)
+        if over is not None:
+            over.set()
+
+    def note_dropped(self, tier: Tier, block: bytes, why: str) -> None:
+        """Count a block that ``tier`` did not write."""
+        tier.counters.count(drops=1)
+        self._losses.note([block], tier.name, "dropped", why)
+
+    # --- deletions -------------------------------------------------------------------------------
+
+    def move_out(self, tier: Tier, block: bytes) -> None:
+        """Delete ``block`` from ``tier`` because memory has it: in a writer thread of the tier.
+
+        Not if the tier is about to write it again.
+        """
+        key = (block, tier.name)
+        with self._lock:
+            if key in self._pending or block not in self._memory.catalogue:
+                return
+            pending = self._pending[key] = Pending(deleting=True)
+        try:
+            tier.remove([block])
+        finally:
+            self.deleted(tier, block, pending)
+
+    def deleted(self, tier: Tier, block: bytes, pending: Pending) -> None:
+        """A deletion ended: queue the writes that waited for it."""
+        key = (block, tier.name)
+        with self._lock:
+            if self._pending.get(key) is pending:
+                del self._pending[key]
+            waiting, pending.waiting = pending.waiting, []
+            over = pending.over
+        if over is not None:
+            over.set()
+        for then in waiting:
+            with suppress(BackendFailed):  # the memory was closed; `then` was called
+                self.write(tier, block, 0.0, then)
+
+    def call_off(
+        self, tier: Tier, blocks: Sequence[bytes]
+    ) -> tuple[dict[bytes, Pending], list[threading.Event]]:
+        """Replace what is pending for ``blocks`` by deletions, and return these.
+
+        Queued writes are given up. The events are set one by one as writes and deletions that
+        already run end: delete after them, or they bring a block back. Later writes wait for the
+        deletion. Call `deleted` for each block.
+        """
+        given_up: list[Callable[[bool], None]] = []
+        deletions: dict[bytes, Pending] = {}
+        running: list[threading.Event] = []
+        with self._lock:
+            for block in blocks:
+                key = (block, tier.name)
+                before = self._pending.get(key)
+                if before is not None:
+                    given_up += before.waiting
+                    before.waiting = []
+                    if before.running or before.deleting:
+                        before.over = before.over or threading.Event()
+                        running.append(before.over)
+                self._pending[key] = deletions[block] = Pending(deleting=True)
+        for then in given_up:
+            then(False)
+        return deletions, running
+
+    @contextmanager
+    def clearing(self, space: bytes) -> Iterator[list[bytes]]:
+        """Have all blocks that begin with ``space`` count as being deleted; yields pending ones."""
+        with self._lock:
+            self._clearing.append(space)
+            pending = [block for block, _ in self._pending if block.startswith(space)]
+        try:
+            yield list(dict.fromkeys(pending))
+        finally:
+            with self._lock:
+                self._clearing.remove(space)

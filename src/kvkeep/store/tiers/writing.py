@@ -1,0 +1,210 @@
+"""`StoreRequest`: puts the blocks of a prompt into memory and queues their writes to the tiers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.tiers.planner import Refuse
+from kvkeep.store.tiers.prompt_moves import Placement, StoreMoves
+from kvkeep.store.tiers.record import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Sequence
+
+    from kvkeep.store.tiers.demoting import Demoter
+    from kvkeep.store.tiers.levels import Levels
+    from kvkeep.store.tiers.memory import MemoryLease
+    from kvkeep.store.tiers.planner import Copy
+    from kvkeep.store.tiers.tier import Tier
+    from kvkeep.store.tiers.write_queue import WriteQueue
+
+__all__ = ["PromptHolds", "StoreRequest", "Written"]
+
+
+@dataclass(slots=True)
+class Written:
+    """Positions of the blocks that were stored, and of those that were there already.
+
+    The others found no room.
+    """
+
+    kept: list[int] = field(default_factory=list)
+    already: list[int] = field(default_factory=list)
+
+
+class PromptHolds:
+    """Keeps the beginning of a prompt from eviction in each tier, until the rest is written there.
+
+    Blocks are written beginning first, so the beginning would be evicted first, and without it the
+    rest is never found. That holds for a beginning which the tier has from before, too. Of a prompt
+    longer than the tier, as much as fits is held. A tier that wrote several blocks is told of their
+    order in the prompt, which several writers may have changed.
+
+    Thread safety: all methods.
+    """
+
+    def __init__(self, levels: Levels, blocks: Sequence[bytes]) -> None:
+        self._tiers = {tier.name: tier for tier in levels.tiers}
+        self._blocks = blocks
+        self._lock = threading.Lock()
+        self._count: dict[str, int] = {}
+        self._left: dict[str, int] = {}
+        self._held: dict[str, list[bytes]] = {}
+
+    def add(self, tier: Tier, block: bytes) -> Callable[[bool], None]:
+        """Note that ``tier`` writes ``block``; return the callback for the end of the write."""
+        self._begin(tier)
+        with self._lock:
+            self._count[tier.name] += 1
+            self._left[tier.name] += 1
+
+        def ended(saved: bool) -> None:
+            if saved:
+                self._hold(tier, [block])
+            self._end(tier.name)
+
+        return ended
+
+    def begin(self) -> None:
+        """Begin in all tiers: a block comes to memory, and demotions may evict others anywhere."""
+        for tier in self._tiers.values():
+            self._begin(tier)
+
+    def _begin(self, tier: Tier) -> None:
+        with self._lock:
+            if tier.name in self._left:
+                return
+            self._count[tier.name], self._held[tier.name], self._left[tier.name] = 0, [], 1
+        # Blocks behind those that fit must not keep out the beginning.
+        fits = tier.catalogue.fits(self._blocks[0][:SPACE_BYTES])
+        self._hold(tier, self._blocks[:fits])
+
+    def _hold(self, tier: Tier, blocks: Sequence[bytes]) -> None:
+        tier.catalogue.hold_all(blocks, self._held[tier.name])
+
+    def _end(self, name: str) -> None:
+        with self._lock:
+            self._left[name] -= 1
+            over = not self._left[name]
+        if over:
+            if self._count[name] > 1:
+                self._tiers[name].reorder(self._blocks)
+            self._tiers[name].catalogue.free_all(self._held.pop(name))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """No more blocks are added; each tier is freed when its last write has ended."""
+        for name in list(self._left):
+            self._end(name)
+
+
+class StoreRequest(StoreMoves):
+    """One request that stores a prompt.
+
+    ``fill(i, raw)`` writes the KV of block ``i``; it is called for blocks that no level has. Full
+    queues, and memory held by them, are waited for until ``until`` (monotonic seconds).
+
+    Attributes:
+        written: what became of the blocks so far.
+    """
+
+    def __init__(
+        self,
+        levels: Levels,
+        queue: WriteQueue,
+        demoter: Demoter,
+        *,
+        raw_bytes: Sequence[int],
+        fill: Callable[[int, memoryview], None],
+        until: float,
+    ) -> None:
+        super().__init__(levels.planner, levels.memory.catalogue)
+        self.written = Written()
+        self._levels = levels
+        self._queue = queue
+        self._demoter = demoter
+        self._raw_bytes = raw_bytes
+        self._fill = fill
+        self._until = until
+        self._at = 0
+        self._lease: MemoryLease | None = None
+        self._full: set[str] = set()  # names of tiers whose queue was full
+        self._refused: dict[str, list[bytes]] = {}
+        self._holds = PromptHolds(levels, ())
+
+    def store(self, blocks: Sequence[bytes]) -> None:
+        with PromptHolds(self._levels, blocks) as self._holds:
+            super().store(blocks)
+        losses, memory = self._levels.losses, self._levels.memory
+        for name, refused in self._refused.items():
+            losses.note(refused, name, "refused", "admission")
+        kept, already = len(self.written.kept), len(self.written.already)
+        dropped = blocks[kept + already :]
+        losses.note(dropped, memory.name, "dropped", "no room")
+        memory.counters.count(writes=kept, already=already, drops=len(dropped))
+
+    def place(self, run: Sequence[bytes]) -> Placement:
+        (block,), at = run, self._at
+        self._at += 1
+        self._lease = self._levels.memory.lease(block)
+        if self._lease is not None:
+            self.written.already.append(at)
+            return Placement.IN_MEMORY
+        if any(tier.serves(block) for tier in self._levels.tiers):
+            self.written.already.append(at)
+            return Placement.BELOW
+        self._holds.begin()
+        self._lease = self._keep(block, at)
+        if self._lease is None:
+            return Placement.NOWHERE
+        self.written.kept.append(at)
+        return Placement.NEW
+
+    def _keep(self, block: bytes, at: int) -> MemoryLease | None:
+        memory, raw_bytes = self._levels.memory, self._raw_bytes[at]
+        draft = memory.reserve(block, raw_bytes)
+        if draft is None and self._left() and raw_bytes + HEADER_BYTES <= memory.capacity:
+            for tier in self._levels.tiers:  # blocks that wait to be written hold memory
+                tier.settled(self._left())
+            draft = memory.reserve(block, raw_bytes)
+        if draft is None:
+            return None
+        with draft:
+            self._fill(at, draft.view[HEADER_BYTES:])
+            memory.counters.count(written_bytes=len(draft.view))
+            return memory.commit(draft, block)
+
+    def placed(self, run: Sequence[bytes]) -> None:
+        assert self._lease is not None
+        self._lease.release()
+
+    def copy_down(self, run: Sequence[bytes], moves: Sequence[Copy | Refuse]) -> bool:
+        below = any(tier.knows(run[0]) for tier in self._levels.tiers)
+        for move in moves:
+            tier, block = self._levels.tier(move.target), move.block
+            if tier.knows(block):
+                continue
+            if isinstance(move, Refuse):
+                self._refused.setdefault(tier.name, []).append(block)
+            elif tier.name in self._full:  # without the block before it, it is of no use there
+                self._queue.note_dropped(tier, block, "queue full")
+            elif self._queue.write(tier, block, self._left(), self._holds.add(tier, block)):
+                below = True
+            else:
+                self._full.add(tier.name)
+        return below
+
+    def demote_ahead(self) -> None:
+        self._demoter.demote_ahead()
+
+    def use(self, blocks: Sequence[bytes], new: Container[bytes]) -> None:
+        self._levels.used(blocks, new)
+
+    def _left(self) -> float:
+        return max(0.0, self._until - time.monotonic())
