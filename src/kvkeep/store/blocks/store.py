@@ -1,47 +1,53 @@
-"""BlockStore: opaque bytes under block keys, over the same tiers; for who moves whole pages."""
+"""BlockStore: opaque bytes under block keys, over the same tiers as `KVStore`."""
 
 from __future__ import annotations
 
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.keys import KEY_BYTES, as_namespace, space_of
-from kvkeep.store.blocks.pinning import pin_memory
-from kvkeep.store.blocks.shared import ClosedUse, SharedStores, places_of
+from kvkeep.store.blocks.base import Store
+from kvkeep.store.blocks.shared import places_of
 from kvkeep.store.blocks.stats import closed_is_illegal, runs_of, seconds_of
-from kvkeep.store.blocks.timing import Timing
 from kvkeep.store.tiers import Inclusive, TieredStore, TieringPolicy, note_of, open_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.store.backends import Backend
-    from kvkeep.store.blocks.timing import Operation
     from kvkeep.store.tiers import BlockPrefetch, Removed, TierStats
 
 __all__ = ["BlockStore"]
 
 
-_SHARED: SharedStores[BlockStore] = SharedStores("BlockStore")
+class BlockStore(Store):
+    """Opaque bytes under 32-byte keys, for engines that move whole pages of KV.
 
+    A key must stand for the bytes and everything they depend on, as the keys of
+    `kvkeep.core.keys.chain_keys` do. The namespace separates what must never be mixed. Only codecs
+    that do not interpret the bytes can be used: raw and lossless, encrypted or not.
 
-class BlockStore:
-    """Bytes under 32-byte block keys: what they mean is known to who puts them.
+    A failing tier is a miss, as in `KVStore`. Several methods take a sequence of keys and process
+    its leading part: they stop at the first key that is missing, or finds no room, and return the
+    number of keys before it.
 
-    Keys must name the bytes and all that they depend on, as `kvkeep.core.keys.chain_keys` does; the
-    namespace keeps apart what must never be mixed. Codecs here are those that need not know what
-    the bytes are: raw and lossless, encrypted or not.
+    Args:
+        namespace: what the keys belong to; another namespace never finds these blocks.
+        tiers: URLs, fastest first, or backends; see `KVStore`.
+        policy: decides which blocks move to which tier; `kvkeep.store.tiers.Inclusive` by default.
 
-    Failing places are misses, as in `KVStore`. Once it is closed, or another thread closes it
-    meanwhile, all methods raise `IllegalStep` but `close`, `stats` and `check`.
+    Raises:
+        InvalidValue: an argument is wrong; nothing stays open.
 
-    Thread safety: all methods. Cost: a few µs a block,
-    and one copy each way; `write` and `read` let the caller make that copy, from and into whatever
-    memory it has, so there is none besides.
+    Notes
+    -----
+    Thread safety: all methods. After the store is closed, also by another thread during a call,
+    all methods raise `IllegalStep`, except `close`, `stats` and `check`.
+
+    Cost: a few µs a block, and one copy each way. With `write` and `read` the caller makes that
+    copy, from and to any memory.
     """
 
     def __init__(
@@ -57,11 +63,8 @@ class BlockStore:
         self._space = space_of(self.namespace)
         front, below = open_tiers(tiers)
         notes = {self._space: note_of(self.namespace)}
-        self._tiered = TieredStore(front, below, policy, notes=notes)
+        super().__init__(TieredStore(front, below, policy, notes=notes), "blocks")
         self._tiered.look_for(self._space)
-        self._timing = Timing("blocks")
-        self._unpin_memory: Callable[[], None] | None = None
-        self._shared_as: list[str] = []  # one name, until its user closes it
 
     @staticmethod
     def shared(
@@ -71,25 +74,23 @@ class BlockStore:
         tiers: Sequence[str | Backend] = ("memory://1GiB",),
         policy: TieringPolicy | None = None,
     ) -> BlockStore:
-        """The store called ``name`` in this process; see `KVStore.shared`."""
+        """Return the store called ``name`` in this process; see `KVStore.shared`."""
         given = {
             "namespace": as_namespace(namespace),
             "tiers": places_of(tiers),
             "policy": repr(policy or Inclusive()),
         }
-        store = _SHARED.take(name, given, lambda: BlockStore(namespace, tiers=tiers, policy=policy))
-        store._shared_as = [name]
-        return store
+        return BlockStore._take(
+            name, given, lambda: BlockStore(namespace, tiers=tiers, policy=policy)
+        )
 
     def pin_memory(self) -> None:
-        """Have a GPU copy from and to the first tier's memory at full speed, until `close`.
+        """Page-lock the memory of the first tier until `close`, so that a GPU copies at full speed.
 
-        All of that memory is taken from the system now. Without CUDA, or if it refuses, nothing
-        changes.
+        All of that memory is allocated now. Does nothing without CUDA, or where CUDA refuses.
         """
         self._tiered.check_open()
-        if self._unpin_memory is None:
-            self._unpin_memory = pin_memory(self._tiered.front.backend)
+        self._pin_memory()
 
     def put(
         self,
@@ -272,43 +273,13 @@ class BlockStore:
             return self._tiered.remove(self._blocks(keys))
 
     def clear(self) -> Removed:
-        """Delete the namespace; see `Removed`."""
+        """Delete all blocks of the namespace; see `Removed` for failures."""
         with closed_is_illegal():
             return self._tiered.clear(self._space)
 
-    def watch(self, hook: Callable[[Operation], object]) -> Callable[[], None]:
-        """Call ``hook`` after each write and read; see `KVStore.watch`."""
-        self._tiered.check_open()
-        return self._timing.watch(hook)
-
-    def flush(self, timeout: float | None = 60.0) -> bool:
-        """Have the slower tiers hold what was put; see `KVStore.flush`."""
-        timeout = None if timeout is None else seconds_of("timeout", timeout)
-        with closed_is_illegal():
-            return self._tiered.flush(timeout)
-
-    def close(self, timeout: float = 10.0) -> bool:
-        """Flush and give everything back; a second call does nothing."""
-        timeout = seconds_of("timeout", timeout)
-        if isinstance(self._tiered, ClosedUse) or self._tiered.inherited:
-            return True
-        if self._shared_as:
-            with suppress(IndexError):  # two threads close it at once
-                name = self._shared_as.pop()
-                self._tiered = cast("TieredStore", ClosedUse(self._tiered))
-                return _SHARED.give_back(name, lambda store: store.close(timeout))
-            return True
-        if self._unpin_memory is not None:
-            self._unpin_memory()
-        return self._tiered.close(timeout)
-
     def stats(self) -> list[TierStats]:
-        """Every tier at this moment, fastest first."""
+        """Return the state of every tier, fastest first."""
         return self._tiered.stats()
-
-    def check(self) -> None:
-        """Recount everything while nothing is on its way; AssertionError: a fault of kvkeep."""
-        self._tiered.check()
 
     def _blocks(self, keys: Sequence[bytes]) -> list[bytes]:
         for key in keys:
@@ -316,20 +287,8 @@ class BlockStore:
                 raise InvalidValue(f"a block key is {KEY_BYTES} bytes, got {key!r}")
         return [self._space + key for key in keys]
 
-    def __enter__(self) -> Self:
-        self._tiered.check_open()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
-        return f"<BlockStore over {', '.join(tier.place for tier in self.stats())}>"
+        return f"<BlockStore over {self._places}>"
 
 
 def _sizes(sizes: Sequence[int], count: int) -> list[int]:

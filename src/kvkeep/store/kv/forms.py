@@ -12,7 +12,7 @@ from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import BlockShape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -61,6 +61,10 @@ class Form:
     def raw_bytes(self, tokens: int) -> int:
         """Bytes of so many tokens."""
         return tokens * self.geometry.bytes_per_token
+
+    def sizes(self, lengths: Iterable[int]) -> list[int]:
+        """Return the raw bytes of blocks of these many tokens."""
+        return [self.raw_bytes(tokens) for tokens in lengths]
 
     def shape(self, tokens: int) -> tuple[int, ...]:
         """Of one tensor with all of it."""
