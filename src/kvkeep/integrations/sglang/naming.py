@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.keys import Namespace
-from kvkeep.integrations import loaded
+from kvkeep.integrations.loaded import SAFETENSORS_FORMATS, loaded_identity
 from kvkeep.integrations.sglang.settings import server_setting, settings_digest
 
 if TYPE_CHECKING:
@@ -36,9 +36,7 @@ _FORMAT = 1  # of our records: a page in its pool's own layout
 _SHAPE = ("start_layer", "end_layer", "layer_num", "target_layer_num", "head_num", "head_dim",
           "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "head_group_num",
           "storage_format_tag")  # fmt: skip
-# Formats that read safetensors files of the model's directory; all of those are in its identity.
-_SAFETENSORS = {"auto", "safetensors", "mistral", "layered", "fastsafetensors", "runai_streamer",
-                "bitsandbytes"}  # fmt: skip
+_SAFETENSORS = SAFETENSORS_FORMATS | {"layered", "bitsandbytes"}
 
 
 def namespace_of(
@@ -133,11 +131,8 @@ def _loaded(path: str, revision: str) -> str:
     Raises:
         InvalidValue: that is not known.
     """
-    began = loaded.process_began()
-    if Path(path).is_dir():
-        return loaded.identity_since(path, began)
     cache = server_setting("download_dir")
-    return loaded.hub_identity(path, revision or None, None if cache is None else str(cache), began)
+    return loaded_identity(path, revision or None, None if cache is None else str(cache))
 
 
 def _configuration(path: str) -> str:

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from kvkeep.core.errors import UnsupportedModel
+from kvkeep.integrations.records import gather, scatter
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Bytes = npt.NDArray[np.uint8]
+    from kvkeep.integrations.records import Bytes
 
 __all__ = ["HostPages", "bytes_of", "first_tokens", "pages_of"]
 
@@ -91,16 +90,10 @@ class _Spans(HostPages):
         self.size = sum(map(len, self._spans(0)))
 
     def save(self, index: int, raw: memoryview) -> None:
-        record, start = np.frombuffer(raw, np.uint8), 0
-        for span in self._spans(index):
-            np.copyto(record[start : start + len(span)], span)
-            start += len(span)
+        gather(self._spans(index), raw)
 
     def load(self, index: int, raw: memoryview) -> None:
-        record, start = np.frombuffer(raw, np.uint8), 0
-        for span in self._spans(index):
-            np.copyto(span, record[start : start + len(span)])
-            start += len(span)
+        scatter(raw, self._spans(index))
 
     def _spans(self, index: int) -> list[Bytes]:
         if not 0 <= index <= self.pool.size - self.tokens:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from sglang.srt.observability.metrics_collector import StorageMetrics
 
-    from kvkeep.integrations.sglang.pages import Bytes
+    from kvkeep.integrations.records import Bytes
     from kvkeep.store.tiers import TierStats
 
 __all__ = ["KVKeepStorage"]

@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs, group_kernel_blocks
 
 from kvkeep.core.errors import UnsupportedModel
+from kvkeep.integrations.records import gather, scatter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import numpy.typing as npt
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from kvkeep.integrations.records import Bytes
     from kvkeep.integrations.vllm.groups import Groups
 
 __all__ = ["GroupPages", "pages_of"]
@@ -61,33 +61,25 @@ class GroupPages:
         self.tensors = list(runs)
         self.record_bytes = sum(run.shape[1] for run in runs)
         self.device = self.tensors[0].device
-        self._arrays: list[npt.NDArray[np.uint8]] = []
+        self._arrays: list[Bytes] = []
         if self.device.type == "cpu":
             self._arrays = [run.numpy() for run in runs]
 
     def filler(self, pages: Sequence[int]) -> Callable[[int, memoryview], None]:
-        """Writes page ``pages[i]`` into the record it is given."""
+        """Return ``fill(i, raw)``, which copies page ``pages[i]`` into the record ``raw``."""
         arrays = self._arrays
 
         def fill(at: int, raw: memoryview) -> None:
-            record, page, start = np.frombuffer(raw, dtype=np.uint8), pages[at], 0
-            for array in arrays:
-                end = start + array.shape[1]
-                record[start:end] = array[page]
-                start = end
+            gather((array[pages[at]] for array in arrays), raw)
 
         return fill
 
     def sinker(self, pages: Sequence[int]) -> Callable[[int, memoryview], None]:
-        """Writes the record it is given into page ``pages[i]``."""
+        """Return ``sink(i, raw)``, which copies the record ``raw`` into page ``pages[i]``."""
         arrays = self._arrays
 
         def sink(at: int, raw: memoryview) -> None:
-            record, page, start = np.frombuffer(raw, dtype=np.uint8), pages[at], 0
-            for array in arrays:
-                end = start + array.shape[1]
-                array[page] = record[start:end]
-                start = end
+            scatter(raw, (array[pages[at]] for array in arrays))
 
         return sink
 

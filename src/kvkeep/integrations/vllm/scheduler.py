@@ -19,7 +19,7 @@ from kvkeep.integrations.vllm.messages import (
     Save,
     StepPlan,
 )
-from kvkeep.integrations.vllm.options import Wishes
+from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.shared import SharedStore, log_fault
 from kvkeep.integrations.vllm.stats import Counts
 
@@ -58,7 +58,7 @@ class _Followed:
     """A request as long as vLLM has it."""
 
     request: Request
-    wishes: Wishes
+    options: RequestOptions
     adapter: bytes | None = None  # digest of its LoRA weights
     saved: int = 0  # blocks that were looked at for saving
     loaded: int = -1  # how often it had been preempted when it was last loaded
@@ -123,9 +123,9 @@ class SchedulerSide:
 
     def follow(self, request: Request) -> None:
         """vLLM has a new request."""
-        wishes = Wishes()
+        options = RequestOptions()
         try:
-            wishes = Wishes.parse(request.kv_transfer_params)
+            options = RequestOptions.parse(request.kv_transfer_params)
         except InvalidValue as error:
             self.counts.add(ignored_params=1)
             _LOG.warning(
@@ -133,7 +133,7 @@ class SchedulerSide:
                 request.request_id,
                 str(error),
             )
-        followed = _Followed(request, wishes)
+        followed = _Followed(request, options)
         if request.lora_request is not None:
             followed.adapter = self._adapters.digest(request.lora_request)
             if followed.adapter is None:
@@ -152,7 +152,7 @@ class SchedulerSide:
         if (
             followed is None
             or not self._loads_at_all
-            or not followed.wishes.load
+            or not followed.options.load
             or request.skip_reading_prefix_cache
             # It was loaded since it last began, and starts over: the load failed.
             or followed.loaded == request.num_preemptions
@@ -290,7 +290,7 @@ class SchedulerSide:
             size = self._groups.block_tokens
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 followed = self._followed.get(request_id)
-                if followed is None or not followed.wishes.store:
+                if followed is None or not followed.options.store:
                     continue
                 request = followed.request
                 if followed.placed == step and self._is_foreign(followed):
@@ -300,7 +300,7 @@ class SchedulerSide:
                 # Full after this step, and of tokens that are final: those have hashes.
                 end = (request.num_computed_tokens + scheduled) // size
                 end = min(end, len(request.block_hashes))
-                if not (self._options.answers and followed.wishes.answers):
+                if not (self._options.answers and followed.options.answers):
                     end = min(end, request.num_prompt_tokens // size)
                 if end > followed.saved:
                     state = output.kv_connector_block_state
@@ -334,28 +334,28 @@ class SchedulerSide:
             if span.keys:
                 spans.append(span)
         if spans:
-            plan.saves.append(Save(spans, followed.wishes.ttl))
+            plan.saves.append(Save(spans, followed.options.ttl))
 
     def finished(self, request: Request) -> None:
         """The request has ended, one way or the other."""
         followed = self._followed.pop(request.request_id, None)
         if self._recorder is not None:
-            known = followed or _Followed(request, Wishes())
+            known = followed or _Followed(request, RequestOptions())
             self._recorder.ended(
                 request,
                 cached=known.had + known.promised,
                 loaded=known.promised,
                 first=known.began,
-                store=self._saves_at_all and known.wishes.store,
+                store=self._saves_at_all and known.options.store,
             )
         if followed is None:
             return
         if followed.asked is not None:
             self._forget(followed.asked)
-        if followed.wishes.pin is not None and followed.saved:
+        if followed.options.pin is not None and followed.saved:
             hashes = followed.hashes(0, followed.saved)
             for at in range(len(self._groups.groups)):
-                self._plan.pins.append((keys_of(hashes, at), followed.wishes.pin))
+                self._plan.pins.append((keys_of(hashes, at), followed.options.pin))
 
     def clear(self) -> bool:
         """Delete everything that engines of this namespace stored; False: a tier has it still."""

@@ -64,9 +64,9 @@ class SharedStore:
         self._due: dict[bytes, float] = {}
         self._counting = threading.Lock()
         self._hits: dict[str, float] = {}
-        self._closed = False
+        self.closed = False
         other = _ENGINES.get(engine)
-        if other is not None and not other._closed:
+        if other is not None and not other.closed:
             store.close(0)
             raise InvalidValue(
                 "there are two KVKeepConnectors in one engine, which would find each other's "
@@ -180,9 +180,9 @@ class SharedStore:
     def close(self) -> None:
         """Write what waits, for ``flush_timeout`` at most; a second call does nothing."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
         atexit.unregister(self.close)
         if not self.store.close(self._options.flush_timeout):
             _LOG.warning(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from vllm import envs
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.integrations import loaded
+from kvkeep.integrations.loaded import SAFETENSORS_FORMATS, loaded_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["revision_of"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
-# Formats that read safetensors files of the model's directory; all of those are in its identity.
-_SAFETENSORS: Final = {
-    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer",
-}  # fmt: skip
+_SAFETENSORS: Final = SAFETENSORS_FORMATS | {"hf", "instanttensor"}
 _ADVICE: Final = 'kv_connector_extra_config: {"revision": "…"}'
 
 
@@ -50,10 +47,7 @@ def revision_of(vllm_config: VllmConfig, given: str) -> str:
     if envs.VLLM_USE_MODELSCOPE and not Path(model.model).is_dir():
         return _own("ModelScope says no commit")
     try:
-        began = loaded.process_began()
-        if Path(model.model).is_dir():
-            return loaded.identity_since(str(model.model), began)
-        return loaded.hub_identity(str(model.model), model.revision, load.download_dir, began)
+        return loaded_identity(str(model.model), model.revision, load.download_dir)
     except InvalidValue as error:
         return _own(str(error))
 
