@@ -21,7 +21,7 @@ import torch
 import vllm
 from vllm import envs
 
-from kvkeep.store.identity.values import NEUTRAL_CONFIG
+from kvkeep.store.identity.neutral import NEUTRAL_CONFIG
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -99,13 +99,14 @@ class BlockStore(Store):
         *,
         wait: float | None = None,
     ) -> int:
-        """Keep each of ``buffers`` under its key; how many are in memory now or known below.
+        """Store each of ``buffers`` under its key; return how many leading blocks are stored now.
 
-        In order, up to the first that finds no room. With ``wait`` it returns when slower tiers
-        have them, or so many seconds later.
+        Blocks that are stored already count and are skipped. With ``wait``, return when the slower
+        tiers have written the blocks, or after that many seconds.
 
         Raises:
-            InvalidValue: not as many buffers as keys, a key that is no 32 bytes, an empty buffer.
+            InvalidValue: the numbers of keys and buffers differ, a key is not 32 bytes, or a buffer
+                is empty.
         """
         views = _views(buffers, len(keys))
 
@@ -122,10 +123,10 @@ class BlockStore(Store):
         *,
         wait: float | None = None,
     ) -> int:
-        """Keep blocks whose bytes ``fill(i, raw)`` writes into ``raw``, ``sizes[i]`` long.
+        """As `put`, for blocks of ``sizes[i]`` bytes that ``fill(i, raw)`` writes into ``raw``.
 
-        It is called for those that are not here yet, in this thread, before this returns; what it
-        raises is raised here, and that block is not kept. Else as `put`.
+        ``fill`` is called in this thread, before this returns, for blocks that are not stored yet.
+        If it raises, the exception is passed on and that block is not stored.
         """
         began = self._timing.begin()
         blocks = self._blocks(keys)
@@ -147,13 +148,14 @@ class BlockStore(Store):
         *,
         deadline: float | None = None,
     ) -> int:
-        """Fill ``buffers``, each as long as what was put, up to the first key not there; how many.
+        """Copy blocks into ``buffers``, each as long as its block; return how many leading ones
+        were read.
 
-        What is in the buffers behind that is undefined. ``deadline`` seconds from now it ends with
-        what arrived.
+        The content of the other buffers is undefined. After ``deadline`` seconds, blocks that have
+        not arrived are missing.
 
         Raises:
-            InvalidValue: see `put`; or a buffer that cannot be written.
+            InvalidValue: as `put`; or a buffer is read-only.
         """
         views = _views(buffers, len(keys))
         if any(view.readonly for view in views):
@@ -173,11 +175,11 @@ class BlockStore(Store):
         deadline: float | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> int:
-        """Hand the bytes of blocks to ``sink(i, raw)``, up to the first key not there; how many.
+        """As `get`, handing each block of ``sizes[i]`` bytes to ``sink(i, raw)``.
 
-        In order, in this thread; ``raw`` is the store's memory, to be copied and not to be written.
-        ``sizes`` are what was put. ``deadline`` seconds from now it ends with what arrived, and
-        when ``cancelled`` says so between two blocks.
+        ``sink`` is called in order, in this thread; it must copy from ``raw``, which is the store's
+        memory, and not write to it. Between two blocks ``cancelled()`` is called; True ends the
+        read.
         """
         began = self._timing.begin()
         blocks = self._blocks(keys)
@@ -196,25 +198,25 @@ class BlockStore(Store):
         return count
 
     def lookup(self, keys: Sequence[bytes], *, deadline: float | None = None) -> int:
-        """How many of ``keys`` are there before the first that is not; transfers nothing.
+        """Return how many leading ``keys`` are stored; read no block.
 
-        Places that others write to are asked, for as long as their timeout, and not for longer
-        than ``deadline`` seconds.
+        Shared tiers are queried about unknown keys, for at most their timeout and ``deadline``
+        seconds.
         """
         until = None if deadline is None else time.monotonic() + seconds_of("deadline", deadline)
         with closed_is_illegal():
             return len(self._tiered.locate(self._blocks(keys), until))
 
     def knows(self, keys: Sequence[bytes]) -> int:
-        """How many of ``keys`` are known to be there before the first that is not; asks nobody.
+        """Return how many leading ``keys`` are known to be stored, without querying shared tiers.
 
-        Where `must_ask`, there may be more. What others took away meanwhile still counts. Cost:
-        about 0.15 µs a block.
+        There may be more where `must_ask`; blocks that another process deleted meanwhile still
+        count. Cost: about 0.15 µs a block.
         """
         self._tiered.check_open()
         space = self._space
         blocks = [space + key for key in keys]
-        # A tier that hides records, or is not read now, is looked at block by block.
+        # Tiers that hide records, or are not read now, are checked block by block below.
         quick = [tier.catalogue for tier in self._tiered.tiers if tier.serves_all]
         catalogues = [self._tiered.front.catalogue, *quick]
         count = 0
@@ -231,9 +233,10 @@ class BlockStore(Store):
         return count
 
     def unknown(self, keys: Sequence[bytes]) -> list[int]:
-        """Positions of ``keys`` that are not known to be anywhere: what a `write` would keep.
+        """Return the positions of the ``keys`` that are not known to be stored: what `write` would
+        keep.
 
-        Cost: as `knows`, and up to a microsecond for each that is not.
+        Cost: as `knows`, and up to a microsecond for each unknown key.
         """
         positions: list[int] = []
         at = self.knows(keys)
@@ -248,27 +251,29 @@ class BlockStore(Store):
 
     @property
     def must_ask(self) -> bool:
-        """Whether there may be more than is known: others write to one of the places."""
+        """Whether other processes write to a tier, so that blocks may be stored that are not known
+        here.
+        """
         self._tiered.check_open()
         return any(tier.asked for tier in self._tiered.tiers)
 
     def prefetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> BlockPrefetch:
-        """Start bringing blocks of so many bytes into memory; returns at once.
+        """Start to read blocks of these sizes into memory; return at once.
 
         Raises:
-            InvalidValue: not as many sizes as keys, or a size that is none.
+            InvalidValue: the numbers of keys and sizes differ, or a size is not positive.
         """
         blocks = self._blocks(keys)
         sizes = _sizes(sizes, len(blocks))
         return self._tiered.prefetch(lambda: (blocks, sizes))
 
     def pin(self, keys: Sequence[bytes], seconds: float) -> int:
-        """Keep leading blocks from eviction for so long; how many are pinned."""
+        """Protect leading blocks from eviction for ``seconds``; return how many are pinned."""
         seconds = seconds_of("seconds", seconds, ends=True)
         return self._tiered.pin(self._blocks(keys), seconds)
 
     def remove(self, keys: Sequence[bytes]) -> Removed:
-        """Delete blocks everywhere; `Removed.failed` names tiers that may have some still."""
+        """Delete blocks from every tier; `Removed.failed` names tiers that may still hold some."""
         with closed_is_illegal():
             return self._tiered.remove(self._blocks(keys))
 
@@ -310,7 +315,7 @@ def _view(buffer: memoryview | bytes) -> memoryview:
             return view.cast("B")
     except (TypeError, BufferError) as error:
         raise InvalidValue(
-            f"a buffer is {type(buffer).__name__}; bytes are needed, or what gives its memory in "
-            f"one piece, in C order: {error}"
+            f"a buffer is {type(buffer).__name__}; bytes are needed, or an object with one piece "
+            f"of memory in C order: {error}"
         ) from error
     raise InvalidValue("a block has at least one byte; an empty buffer is given")

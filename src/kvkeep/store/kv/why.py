@@ -1,4 +1,4 @@
-"""Why tokens of a prompt are not in a store: from what its tiers remember of blocks."""
+"""Why tokens of a prompt are missing from a store, by what its tiers remember of their blocks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NEVER = Happened("", "never", None, "")
 
 
 def fates_behind(names: Names, fates_of: FatesOf, row: TokenArray, start: int) -> tuple[Fate, ...]:
-    """What became of ``row`` behind its first ``start`` tokens, in order and without gaps.
+    """Return the fates of ``row`` behind its first ``start`` tokens, in order and without gaps.
 
-    ``fates_of`` says of blocks what happened to each, None where it is there. What is there at the
-    beginning is passed over, what is there behind a gap shares the fate before it.
+    ``fates_of`` returns what happened to each block, or None if it is stored. Stored blocks at the
+    beginning are passed over; stored blocks behind a gap share the fate before them.
     """
     size = names.block_tokens
     full = names.full(row)
@@ -32,7 +32,7 @@ def fates_behind(names: Names, fates_of: FatesOf, row: TokenArray, start: int) -
     for number, happened in enumerate(fates_of(full[first:]), start=first):
         begin, end = number * size, (number + 1) * size
         if happened is not None and not story.fates:
-            # A prompt that ended within it may be here, or have been.
+            # A tail of a shorter prompt, within this block, may be stored or may have been.
             ids = names.tails(full[:number], row[begin:end])
             _tell_tail(story, ids, fates_of, begin, known=happened.what != "never")
         story.tell(end, happened)
@@ -46,12 +46,12 @@ def fates_behind(names: Names, fates_of: FatesOf, row: TokenArray, start: int) -
 def _tell_tail(
     story: _Story, tails: list[bytes], fates_of: FatesOf, begin: int, *, known: bool = False
 ) -> None:
-    """Tell of the longest of ``tails``, all from token ``begin`` on, of which anything is known.
+    """Add the fate of the longest of ``tails`` of which anything is known; all begin at ``begin``.
 
-    Where more is ``known``, only of one that is there and can be used.
+    If more is ``known``, only a stored tail counts, which shortens what is missing.
     """
     happened = fates_of(tails)
-    if not story.fates and None in happened:  # the longest one that is there can be used
+    if not story.fates and None in happened:  # the longest stored tail can be used
         there = len(happened) - happened[::-1].index(None)
         story.tell(begin + there, None)
     if known:
@@ -64,14 +64,14 @@ def _tell_tail(
 
 
 class _Story:
-    """Fates one behind the other; neighbours of which only the time differs become one."""
+    """Fates in order; neighbours that differ only in time are merged."""
 
     def __init__(self, start: int) -> None:
         self.fates: list[Fate] = []
         self._at = start
 
     def tell(self, end: int, happened: Happened | None) -> None:
-        """It goes on to token ``end``; None: what is there, and of use only at the beginning."""
+        """Add what happened up to token ``end``; None: stored, and usable only at the beginning."""
         start, self._at = self._at, max(self._at, end)
         last = self.fates[-1] if self.fates else None
         if end <= start or (happened is None and last is None):
