@@ -474,7 +474,7 @@ def test_weights_that_change_are_noticed():
         with torch.no_grad():
             model.lm_head.weight.mul_(2)
         for call in (kept.generate, kept.load):
-            with pytest.raises(IllegalStep, match="make another one"):
+            with pytest.raises(IllegalStep, match="make another KeptModel"):
                 call(prompt(40))
 
 
@@ -518,11 +518,11 @@ def test_a_live_model_that_changes_is_noticed_at_the_next_call(change):
         with torch.no_grad():
             change(model)
             model(prompt(50, seed=2), past_key_values=(cache := DynamicCache()))
-        with pytest.raises(IllegalStep, match=r"the model was changed.*make another one"):
+        with pytest.raises(IllegalStep, match=r"the model was changed.*make another KeptModel"):
             kept.generate(prompt(40), max_new_tokens=1)
         with pytest.raises(IllegalStep, match="the model was changed"):
             kept.load(prompt(40))
-        with pytest.raises(IllegalStep, match=r"the model was changed.*make another one"):
+        with pytest.raises(IllegalStep, match=r"the model was changed.*make another KeptModel"):
             kept.save(prompt(50, seed=2), cache)
         assert kept.store.lookup(prompt(50, seed=2)[0].numpy()).tokens == 0
         with pytest.raises(InvalidValue, match="holds KV of the model"):
@@ -563,7 +563,7 @@ def test_adapters_that_change_are_noticed_at_the_next_call(change):
         kept.generate(prompt(40), max_new_tokens=1)
         assert kept.last.loaded == 39
         change(model)
-        with pytest.raises(IllegalStep, match=r"the model was changed.*make another one"):
+        with pytest.raises(IllegalStep, match=r"the model was changed.*make another KeptModel"):
             kept.generate(prompt(40), max_new_tokens=1)
 
 

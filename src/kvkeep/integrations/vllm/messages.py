@@ -1,4 +1,4 @@
-"""What the two sides tell each other: one message each way with every step."""
+"""Messages between the two sides: one each way with every step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BlockSpan:
 
 @dataclass(slots=True)
 class PageLoad:
-    """Pages of a waiting request to be filled; ``tokens`` are what it saves if all of it comes."""
+    """Pages of a waiting request to fill; ``tokens`` need not be computed if all of them arrive."""
 
     request: str
     spans: list[BlockSpan]
@@ -32,7 +32,7 @@ class PageLoad:
 
 @dataclass(slots=True)
 class Save:
-    """Pages that are complete after this step; ``ttl`` seconds later they are to be deleted."""
+    """Pages that are complete after this step; their blocks are deleted ``ttl`` seconds later."""
 
     spans: list[BlockSpan]
     ttl: float | None = None
@@ -40,7 +40,7 @@ class Save:
 
 @dataclass(slots=True)
 class RankLookup:
-    """How much of a request is in the stores of all ranks, from block ``first`` on."""
+    """A lookup of a request's blocks, from ``first`` on, in the stores of all ranks."""
 
     request: str
     number: int
@@ -54,7 +54,8 @@ class StepPlan(KVConnectorMetadata):
 
     Attributes:
         idle: nothing is computed in this step.
-        asking: a request waits for the answer to a question.
+        asking: a request waits for the result of a lookup.
+        clear: how often everything was to be deleted so far, for workers with stores of their own.
     """
 
     idle: bool = False
@@ -64,17 +65,16 @@ class StepPlan(KVConnectorMetadata):
     pins: list[tuple[list[bytes], float]] = field(default_factory=list)
     questions: list[RankLookup] = field(default_factory=list)
     clear: int = 0
-    """How often everything was to be deleted, so far; for workers with stores of their own."""
 
 
 @dataclass(slots=True)
 class Answers(KVConnectorWorkerMetadata):
-    """From the workers: by question, what each of those that answered found."""
+    """From the workers: for each lookup, the block up to which each rank found the request."""
 
     found: dict[int, list[int]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """With those of another rank."""
+        """Return these results together with those of another rank."""
         assert isinstance(other, Answers)
         merged = {number: list(found) for number, found in self.found.items()}
         for number, found in other.found.items():
