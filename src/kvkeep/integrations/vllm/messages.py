@@ -20,6 +20,15 @@ class BlockSpan:
     keys: list[bytes]
     pages: list[int]
 
+    def only(self, positions: list[int]) -> BlockSpan:
+        """Return the blocks at these positions."""
+        if len(positions) == len(self.keys):
+            return self
+        keys, pages = self.keys, self.pages
+        return BlockSpan(
+            self.group, [keys[at] for at in positions], [pages[at] for at in positions]
+        )
+
 
 @dataclass(slots=True)
 class PageLoad:
