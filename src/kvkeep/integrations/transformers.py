@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.integrations.transformers_caches import check_cache, fill, grown, held, length_of
-from kvkeep.integrations.transformers_model import (
-    geometry_of,
-    rope_limit,
-)
+from kvkeep.integrations.transformers_model import geometry_of, rope_limit
 from kvkeep.integrations.transformers_prefill import Prefill
 from kvkeep.integrations.transformers_rows import rows_of
 from kvkeep.integrations.transformers_settings import GenerateSettings

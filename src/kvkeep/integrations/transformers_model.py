@@ -11,11 +11,7 @@ from kvkeep.core.geometry import KVGeometry
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "geometry_of",
-    "rope_limit",
-    "takes_positions",
-]
+__all__ = ["geometry_of", "rope_limit", "takes_positions"]
 
 # Rotary embeddings that change at all positions once a text exceeds a length.
 _LENGTH_DEPENDENT_ROPE: Final = {"dynamic", "longrope"}

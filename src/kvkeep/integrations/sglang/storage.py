@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
-    PoolTransferResult,
-)
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
 from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.sglang.naming import is_replicated, namespace_of, page_keys, pool_digest
@@ -144,10 +141,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         return self.batch_exists([key]) == 1
 
     def get(
-        self,
-        key: str,
-        target_location: torch.Tensor | None = None,
-        target_sizes: object = None,
+        self, key: str, target_location: torch.Tensor | None = None, target_sizes: object = None
     ) -> torch.Tensor | None:
         """Load a page into ``target_location`` and return it; None: it is not stored."""
         pages: list[torch.Tensor | None] = self.batch_get([key], [target_location])

@@ -187,9 +187,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
-        self,
-        request: Request,
-        block_ids: tuple[list[int], ...],
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished`, for several groups of layers."""
         self._deciding.finished(request)

@@ -196,7 +196,7 @@ class SchedulerSide:
     def _complete(self, followed: FollowedRequest, scheduled: int) -> int:
         """Return the number of blocks that are full, of final tokens, after this step."""
         request, size = followed.request, self._groups.block_tokens
-        end = (request.num_computed_tokens + scheduled) // size
+        end: int = (request.num_computed_tokens + scheduled) // size
         end = min(end, len(request.block_hashes))  # only final tokens have hashes
         if not (self._options.answers and followed.options.answers):
             end = min(end, request.num_prompt_tokens // size)

@@ -8,13 +8,13 @@ import logging
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from kvkeep.integrations.vllm.groups import Groups
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["SharedStore", "log_fault"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
-_PATIENCE_S = 0.05
+_DELETE_WAIT_S = 0.05
+T = TypeVar("T")
 
 # By vLLM's engine id. vLLM makes both sides and gives neither a reference to the other, so they
 # meet here. Weak: it keeps no store alive.
@@ -85,37 +86,24 @@ class SharedStore:
 
     def lookup(self, keys: Sequence[bytes], deadline: float) -> int:
         """As `BlockStore.lookup`; 0 if the store is closed."""
-        try:
-            return self.store.lookup(keys, deadline=deadline)
-        except IllegalStep:
-            return 0
+        return _unless_closed(lambda: self.store.lookup(keys, deadline=deadline), 0)
 
     def knows(self, keys: Sequence[bytes]) -> int:
         """As `BlockStore.knows`; 0 if the store is closed."""
-        try:
-            return self.store.knows(keys)
-        except IllegalStep:
-            return 0
+        return _unless_closed(lambda: self.store.knows(keys), 0)
 
     @property
     def must_ask(self) -> bool:
         """As `BlockStore.must_ask`; False if the store is closed."""
-        try:
-            return self.store.must_ask
-        except IllegalStep:
-            return False
+        return _unless_closed(lambda: self.store.must_ask, False)
 
     def unknown(self, keys: Sequence[bytes]) -> list[int]:
         """As `BlockStore.unknown`; empty if the store is closed, so that nothing is saved."""
-        try:
-            return self.store.unknown(keys)
-        except IllegalStep:
-            return []
+        return _unless_closed(lambda: self.store.unknown(keys), [])
 
     def pin(self, keys: Sequence[bytes], seconds: float) -> None:
         """As `BlockStore.pin`; does nothing if the store is closed."""
-        with suppress(IllegalStep):
-            self.store.pin(keys, seconds)
+        _unless_closed(lambda: self.store.pin(keys, seconds), 0)
 
     def expire(self, keys: Sequence[bytes], ttl: float) -> None:
         """Delete blocks ``ttl`` seconds from now; replaces an earlier ``ttl``."""
@@ -145,7 +133,7 @@ class SharedStore:
                 target=self._remove, args=(keys,), name="kvkeep ttl", daemon=True
             )
             deleting.start()
-            deleting.join(_PATIENCE_S)
+            deleting.join(_DELETE_WAIT_S)
         return len(keys)
 
     def _remove(self, keys: Sequence[bytes]) -> None:
@@ -191,6 +179,13 @@ class SharedStore:
                 "kvkeep did not write all queued blocks within %g s (flush_timeout)",
                 self._options.flush_timeout,
             )
+
+
+def _unless_closed(call: Callable[[], T], closed: T) -> T:
+    try:
+        return call()
+    except IllegalStep:
+        return closed
 
 
 def log_fault(future: Future[Any]) -> None:

@@ -142,11 +142,7 @@ class BlockStore(Store):
         return len(written.kept) + len(written.already)
 
     def get(
-        self,
-        keys: Sequence[bytes],
-        buffers: Sequence[memoryview],
-        *,
-        deadline: float | None = None,
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], *, deadline: float | None = None
     ) -> int:
         """Copy blocks into ``buffers``, each as long as its block; return how many leading ones
         were read.

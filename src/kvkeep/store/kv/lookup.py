@@ -55,11 +55,7 @@ def find_stored(
 
 
 def _longest_tail(
-    tiered: TieredStore,
-    names: Names,
-    blocks: list[bytes],
-    rest: TokenArray,
-    until: float | None,
+    tiered: TieredStore, names: Names, blocks: list[bytes], rest: TokenArray, until: float | None
 ) -> tuple[bytes, int] | None:
     """Return the id and tokens of the longest known tail behind ``blocks``, or None.
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvkeep.store.blocks.stats import Put
     from kvkeep.store.blocks.timing import Timing
     from kvkeep.store.kv.forms import Form
-    from kvkeep.store.kv.reading import LoadedKV
+    from kvkeep.store.kv.transfers import LoadedKV
 
 __all__ = ["KVReporter"]
 

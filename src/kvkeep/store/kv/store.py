@@ -16,11 +16,10 @@ from kvkeep.store.kv.lookup import find_stored
 from kvkeep.store.kv.names import Names, PromptBlocks, TenantNames
 from kvkeep.store.kv.options import StoreConfig, StoreOptions
 from kvkeep.store.kv.prefetch import Prefetch, start_prefetch
-from kvkeep.store.kv.reading import KVReader
 from kvkeep.store.kv.removal import Followers, delete_from
 from kvkeep.store.kv.reporting import KVReporter
+from kvkeep.store.kv.transfers import KVTransfers
 from kvkeep.store.kv.why import fates_behind
-from kvkeep.store.kv.writing import KVWriter
 from kvkeep.store.tiers import TieredStore, open_tiers
 
 if TYPE_CHECKING:
@@ -104,8 +103,7 @@ class KVStore(Store):
         self._form = config.form
         self._names = TenantNames(self.namespace, self.block_tokens)
         self._followers = Followers()
-        self._reader = KVReader(self._form, self._followers)
-        self._writer = KVWriter(self._form, self._followers)
+        self._transfers = KVTransfers(self._form, self._followers)
         limits = {
             self._names_of(name).space: parse_bytes(limit) for name, limit in config.quotas.items()
         }
@@ -188,7 +186,7 @@ class KVStore(Store):
         """
         began = self._timing.begin()
         prompt = self._prompt(tokens, start, tenant, extra)
-        put = self._writer.put(self._tiered, prompt, kv, wait=wait, tail=tail, replace=replace)
+        put = self._transfers.put(self._tiered, prompt, kv, wait=wait, tail=tail, replace=replace)
         self._reporter.put(began, len(prompt.row) - start, put, self._tiered.front.name)
         return put
 
@@ -225,7 +223,7 @@ class KVStore(Store):
         if form not in ("tensor", "tuples"):
             raise InvalidValue(f"form is {form!r}; it is 'tensor' or 'tuples'")
         prompt = self._prompt(tokens, start, tenant, extra)
-        loaded = self._reader.get(
+        loaded = self._transfers.get(
             self._tiered, prompt, out, tuples=form == "tuples", deadline=deadline,
             sources=bool(began) or sources is not None,
         )  # fmt: skip

@@ -1,13 +1,16 @@
-"""Getting KV: stored blocks copied into tensors."""
+"""Puts and gets of KV: between a caller's tensors and the blocks in tiers."""
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import nullcontext
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvkeep.store.blocks.stats import closed_is_illegal, runs_of, seconds_of
+from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_of
 from kvkeep.store.kv.lookup import find_stored
+from kvkeep.store.kv.removal import delete_from
 
 if TYPE_CHECKING:
     from kvkeep.store.kv.forms import KV, Form
@@ -15,7 +18,10 @@ if TYPE_CHECKING:
     from kvkeep.store.kv.removal import Followers
     from kvkeep.store.tiers import TieredStore
 
-__all__ = ["KVReader", "LoadedKV"]
+__all__ = ["KVTransfers", "LoadedKV"]
+
+_WAIT_S: Final = 60.0
+"""Seconds that each slower tier has to write blocks for which a put waits."""
 
 
 class LoadedKV(NamedTuple):
@@ -30,12 +36,57 @@ class LoadedKV(NamedTuple):
     tiers: tuple[tuple[str, int], ...] = ()
 
 
-class KVReader:
-    """Reads the KV of prompts in the form of one store. Thread safety: all methods."""
+class KVTransfers:
+    """Copies KV, in the form of one store, into blocks and out of them.
+
+    Thread safety: all methods. Replacements of any prompts wait for each other.
+    """
 
     def __init__(self, form: Form, followers: Followers) -> None:
         self._form = form
         self._followers = followers
+        self._replacing = threading.Lock()
+
+    def put(
+        self,
+        tiered: TieredStore,
+        prompt: PromptBlocks,
+        kv: KV,
+        *,
+        wait: bool,
+        tail: bool,
+        replace: bool,
+    ) -> Put:
+        """See `KVStore.put`; ``kv`` is that of the prompt from its ``start`` on."""
+        row, start, names = prompt
+        self._form.check(kv, len(row) - start)
+        size = names.block_tokens
+        first = -(-start // size)  # the first block of which kv has all tokens
+        full = names.full(row)
+        blocks, lengths = full[first:], [size] * max(0, len(full) - first)
+        end = len(full) * size
+        if tail and start <= end < len(row):
+            blocks.append(names.tails(full, row[end:])[-1])
+            lengths.append(len(row) - end)
+        failed: tuple[str, ...] = ()
+
+        def fill(at: int, raw: memoryview) -> None:
+            begin = (first + at) * size - start
+            self._form.write(self._form.cut(kv, begin, begin + lengths[at]), raw, lengths[at])
+
+        with self._replacing if replace else nullcontext(), closed_is_illegal():
+            if replace:
+                old = prompt._replace(start=first * size)
+                failed = delete_from(tiered, old, self._followers, tiered.supersede).failed
+            self._followers.note([*full[:first], *blocks])
+            written = tiered.write(
+                blocks, self._form.sizes(lengths), fill, wait=_WAIT_S if wait else None
+            )
+        kept = sum(lengths[at] for at in written.kept)
+        skipped = sum(lengths[at] for at in written.already)
+        dropped = sum(lengths) - kept - skipped
+        partial = len(row) - start - sum(lengths)
+        return Put(kept, skipped, dropped, partial, failed)
 
     def get(
         self,
