@@ -188,8 +188,7 @@ class KeptModel:
         past_key_values: Cache,
         attention_mask: torch.Tensor | None = None,
     ) -> int:
-        """Store the KV that ``past_key_values`` holds of ``input_ids``; return the tokens newly
-        stored.
+        """Store the KV of ``input_ids`` in ``past_key_values``; return the tokens newly stored.
 
         ``past_key_values`` is a dynamic or static cache that the model filled while it computed the
         first of ``input_ids``, [tokens] or [rows, tokens]. Returns before the slower tiers have
@@ -275,8 +274,7 @@ class KeptModel:
         return self.store.get(text, start, tenant=self._tenant, form="tuples")
 
     def _store_prompts(self, prefill: Prefill, rows: Rows, cache: Cache, *, copies: int = 1) -> int:
-        """Store each prompt without its last token, and common prefixes; return the tokens newly
-        stored.
+        """Store prompts without their last tokens, and common prefixes; return tokens stored.
 
         A prefix that rows share is stored to the token, for other prompts that begin with it.
         ``copies`` are the rows of the cache for each prompt, which share its KV.
@@ -293,9 +291,7 @@ class KeptModel:
     def _store_answers(
         self, settings: GenerateSettings, sequences: torch.Tensor, cache: Cache
     ) -> int:
-        """Store the prompts with their answers up to the end token; return the tokens newly
-        stored.
-        """
+        """Store prompts with their answers up to the end token; return tokens newly stored."""
         columns, total = settings.rows.columns, sequences.shape[1]
         if not self._servable(settings.rows.longest + total - columns + 1):
             return 0
@@ -348,7 +344,5 @@ class KeptModel:
             raise IllegalStep("the model is in training mode; call model.eval() first")
 
     def _servable(self, tokens: int) -> bool:
-        """Whether the KV of a text with ``tokens`` tokens is the same in shorter and longer
-        texts.
-        """
+        """Whether the KV of ``tokens`` tokens is the same in shorter and longer texts."""
         return self._longest is None or tokens < self._longest

@@ -48,9 +48,7 @@ def geometry_of(model: PreTrainedModel) -> KVGeometry:
 
 
 def rope_limit(model: PreTrainedModel) -> int | None:
-    """Return the length from which the model's rotary embedding depends on the text's length, or
-    None.
-    """
+    """Return the length from which the rotary embedding depends on the text's length, or None."""
     text = model.config.get_text_config()
     ropes = getattr(text, "rope_parameters", None) or {}
     for rope in [value for value in ropes.values() if isinstance(value, dict)] or [ropes]:
@@ -62,7 +60,5 @@ def rope_limit(model: PreTrainedModel) -> int | None:
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Return whether the model takes positions; otherwise its KV depends on the padding before
-    it.
-    """
+    """Return whether the model takes positions; if not, its KV depends on padding."""
     return "position_ids" in inspect.signature(model.forward).parameters

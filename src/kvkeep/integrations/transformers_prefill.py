@@ -34,9 +34,7 @@ __all__ = ["Prefill"]
 
 
 class KVSlice(NamedTuple):
-    """The KV of tokens ``start`` … ``stop - 1`` of a text: K and V of each layer, [heads, …,
-    dim].
-    """
+    """KV of tokens ``start`` … ``stop - 1`` of a text: K and V a layer, [heads, tokens, dim]."""
 
     start: int
     stop: int
@@ -84,9 +82,7 @@ class Prefill:
         return [pad + known for pad, known in zip(self._rows.pads, self.known, strict=True)]
 
     def load(self, get: Get) -> None:
-        """Read what the store has; of rows that begin alike, a later one reads only what is
-        missing.
-        """
+        """Read what the store has; rows that begin alike read their common prefix once."""
         before: dict[int, int] = {}  # row → tokens it shares with the row before it in order
         for shared in self._common:
             before |= dict.fromkeys(shared.rows[1:], shared.tokens)  # longer ones come later
@@ -125,8 +121,7 @@ class Prefill:
                 self._lend(row, other, shared.tokens)
 
     def reach(self, columns: int, *, last: bool) -> DynamicCache:
-        """Return a cache of all rows up to ``columns``; without ``last``, up to the start of the
-        last pass.
+        """Return a cache of all rows up to ``columns``, or to the last pass without ``last``.
 
         The caller then makes the last pass, in which all rows take part.
         """

@@ -67,8 +67,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Rows:
-    """Return the rows of ``input_ids``, [rows, tokens] or [tokens]; without a mask, all tokens are
-    text.
+    """Return the rows of ``input_ids``, [rows, tokens] or [tokens]; no mask: all is text.
 
     Raises:
         InvalidValue: no tensor, a wrong shape, a row without text, or pads that are not on the
@@ -100,9 +99,7 @@ def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None)
 
 
 def tensor_of(given: object, name: str) -> torch.Tensor:
-    """Return ``given``, the caller's argument ``name``, if it is a tensor; else raise
-    `InvalidValue`.
-    """
+    """Return the argument ``given``, called ``name``; raise `InvalidValue` if it is no tensor."""
     if isinstance(given, torch.Tensor):
         return given
     raise InvalidValue(
@@ -171,8 +168,7 @@ class Pass(NamedTuple):
 
 
 def passes(levels: Sequence[int], columns: int) -> list[Pass]:
-    """Return the passes that compute rows, known up to columns ``levels``, until all reach
-    ``columns``.
+    """Return the passes that compute rows, known up to ``levels``, up to ``columns``.
 
     Rows that know less begin, and others join later. A row may join earlier than necessary if that
     saves a pass: the sum of all columns computed, plus `PASS_TOKENS` for each pass, is minimal.

@@ -63,9 +63,7 @@ class GenerateSettings:
         self.cache = self._cache()
 
     def value(self, name: str) -> Any:
-        """Return what ``generate`` takes for ``name``: the argument, or the value of a
-        configuration.
-        """
+        """Return what ``generate`` takes for ``name``: the argument, or a configured value."""
         if name in self.passed:
             return self.passed[name]
         given = getattr(self.passed.get("generation_config"), name, None)
@@ -105,9 +103,7 @@ class GenerateSettings:
         return rows
 
     def _check(self) -> None:
-        """Refuse settings with which KV depends on more than tokens, or ``generate`` ignores loaded
-        KV.
-        """
+        """Refuse settings that change the KV of tokens, or with which loaded KV is ignored."""
         for name, why in _REFUSED.items():
             value = self.value(name)
             if value is not None and value is not False:

@@ -57,9 +57,7 @@ def namespace_of(
 
 
 def pool_digest(config: HiCacheStorageConfig, name: str, pool: Any, page_bytes: int) -> bytes:
-    """Return a digest, of 32 bytes, that separates the keys of one pool from those of other
-    pools.
-    """
+    """Return a digest (32 bytes) that separates the keys of one pool from those of others."""
     parts = [name, _dtype(pool), _layout(pool), _geometry(pool, page_bytes)]
     parts.append(_rank(config, replicated=is_replicated(config, name, pool)))
     drafted = getattr(pool, "layer_num", 0) > getattr(pool, "target_layer_num", 1 << 30)

@@ -106,9 +106,7 @@ class _Spans(HostPages):
 
 
 class _Marks(HostPages):
-    """Pages without bytes, of a pool that only numbers pages for others; a record marks
-    existence.
-    """
+    """Pages without bytes, which a pool only numbers for other pools; a record marks one."""
 
     size = 1
 

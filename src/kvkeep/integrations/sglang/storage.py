@@ -43,8 +43,7 @@ R = TypeVar("R")
 
 
 def _at_worst(answer: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a method log an exception and return ``answer(*its arguments)``, a miss, instead of
-    raising.
+    """Make a method log an exception and return ``answer(*arguments)``, a miss.
 
     SGLang's threads survive an exception but count it as a fault of their own.
     """
@@ -296,8 +295,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the prefixes of ``keys`` that can be restored from all pools that each of them
-        needs.
+        """Return the prefixes of ``keys`` that can be restored from all the pools they need.
 
         A pool with `ALL_PAGES` needs every page of a prefix, one with `TRAILING_PAGES` as many
         pages at its end as the transfer has keys. After ``lookup_timeout`` shorter prefixes are not

@@ -117,9 +117,7 @@ class Transport:
         return both
 
     def close(self) -> bool:
-        """Write what is queued, for at most ``flush_timeout``; return whether all of it was
-        written.
-        """
+        """Write queued blocks, for at most ``flush_timeout``; return whether all were written."""
         self._closed = True
         good = self.store.close(self._options.flush_timeout)
         self._loading.shutdown(wait=False)
@@ -134,9 +132,7 @@ class Transport:
         size: int,
         limit: int,
     ) -> list[bool]:
-        """Call ``move(start, stop)`` for slices of ``count`` pages, the first of them in this
-        thread.
-        """
+        """Call ``move(start, stop)`` for slices of ``count`` pages, the first in this thread."""
         if not count:
             return []
         slices = max(1, min(limit, count, count * size // _SLICE_BYTES))

@@ -160,9 +160,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return the tokens that can be loaded beyond ``num_computed_tokens``; None: ask again
-        later.
-        """
+        """Return the tokens that can be loaded behind the computed ones; None: ask again."""
         tokens = self._deciding.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 

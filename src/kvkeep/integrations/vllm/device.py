@@ -99,9 +99,7 @@ class DeviceCopies:
                 self._aside -= size
 
     def sinker(self, span: BlockSpan, begun: torch.cuda.Event) -> Callable[[int, memoryview], None]:
-        """Return ``sink(i, raw)`` for one loader thread: it copies ``raw`` into page
-        ``span.pages[i]``.
-        """
+        """Return ``sink(i, raw)`` for one loader: it copies ``raw`` into page ``span.pages[i]``."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_event(begun)
         runs = self._pages[span.group].tensors

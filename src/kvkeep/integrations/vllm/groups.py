@@ -67,8 +67,7 @@ class Groups:
     def reach(
         self, hashes: Sequence[bytes], first: int, count: Callable[[list[bytes]], int]
     ) -> int:
-        """Return the block up to which a request can continue from the store, which has those
-        before ``first``.
+        """Return up to which block a request can continue; it has those before ``first``.
 
         ``count`` returns how many leading keys are stored.
         """

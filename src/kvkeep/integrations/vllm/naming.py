@@ -70,9 +70,7 @@ def namespace_of(
 
 
 def machine_of(vllm_config: VllmConfig, groups: Groups, device: torch.device) -> str:
-    """Return what computes and packs the pages: attention backends, and the instructions they
-    use.
-    """
+    """Return what computes and packs the pages: attention backends and instruction sets."""
     layers = vllm_config.compilation_config.static_forward_context
     names = [name for group in groups.groups for name in group.layers]
     backends = sorted({layers[name].get_attn_backend().get_name() for name in names})

@@ -151,9 +151,7 @@ def _fields(config: Any, neutral: set[str] | frozenset[str]) -> dict[str, object
 
 
 def _configuration(config: Any) -> dict[str, object]:
-    """Return a model's configuration with all overrides, and the class with which vLLM computes
-    it.
-    """
+    """Return a model's configuration with all overrides, and the class that computes it."""
     named: dict[str, object] = config.to_dict()
     kept = {name: value for name, value in named.items() if name not in NEUTRAL_CONFIG}
     return kept | {"architectures": named.get("architectures")}

@@ -31,9 +31,7 @@ _ADVICE: Final = 'kv_connector_extra_config: {"revision": "…"}'
 
 
 def revision_of(vllm_config: VllmConfig, given: str) -> str:
-    """Return the revision of the weights; ``given`` is the option ``revision``, which is
-    trusted.
-    """
+    """Return the revision of the weights; the option ``revision``, ``given``, is trusted."""
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return _own("the scales of its KV are computed anew by every process", "")
     if vllm_config.weight_transfer_config is not None:

@@ -194,9 +194,7 @@ class WorkerSide:
             shared.news.set()
 
     def finished(self, ended: set[str], plan: StepPlan) -> KVConnectorTransferResults:
-        """Return the loads that ended since the last call, and cancel those of the requests in
-        ``ended``.
-        """
+        """Return loads that ended since the last call; cancel those of requests in ``ended``."""
         for request in ended:
             if request in self._loading:
                 self._loading[request].cancelled = True

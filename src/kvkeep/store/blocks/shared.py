@@ -52,8 +52,7 @@ class SharedStores(Generic[S]):
         self._named: dict[str, _Open[S]] = {}
 
     def take(self, name: object, given: Mapping[str, object], make: Callable[[], S]) -> S:
-        """Add a user of ``name`` and return a shallow copy of its store; ``make`` opens it for the
-        first.
+        """Return a shallow copy of the store ``name`` for a new user; ``make`` opens it if closed.
 
         Each user closes its copy alone, and calls `give_back` once.
 
@@ -73,9 +72,7 @@ class SharedStores(Generic[S]):
             return copy.copy(one.store)
 
     def give_back(self, name: str, close: Callable[[S], bool]) -> bool:
-        """Remove a user. The last one calls ``close`` and returns its result; others return
-        True.
-        """
+        """Remove a user. The last one calls ``close`` for its result; others return True."""
         one = self._named[name]
         with one.lock:
             one.users -= 1

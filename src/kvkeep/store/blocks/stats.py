@@ -29,9 +29,7 @@ __all__ = [
 
 @contextmanager
 def closed_is_illegal() -> Iterator[None]:
-    """Raise `IllegalStep` where the memory tier was closed by another thread during the
-    operation.
-    """
+    """Raise `IllegalStep` where another thread closed the memory tier during the operation."""
     try:
         yield
     except BackendFailed as error:

@@ -144,8 +144,7 @@ class BlockStore(Store):
     def get(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], *, deadline: float | None = None
     ) -> int:
-        """Copy blocks into ``buffers``, each as long as its block; return how many leading ones
-        were read.
+        """Copy blocks into ``buffers`` of their lengths; return how many leading ones were read.
 
         The content of the other buffers is undefined. After ``deadline`` seconds, blocks that have
         not arrived are missing.
@@ -229,8 +228,7 @@ class BlockStore(Store):
         return count
 
     def unknown(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the positions of the ``keys`` that are not known to be stored: what `write` would
-        keep.
+        """Return the positions of ``keys`` not known to be stored: what `write` would store.
 
         Cost: as `knows`, and up to a microsecond for each unknown key.
         """
@@ -247,9 +245,7 @@ class BlockStore(Store):
 
     @property
     def must_ask(self) -> bool:
-        """Whether other processes write to a tier, so that blocks may be stored that are not known
-        here.
-        """
+        """Whether other processes may have stored blocks that are not known here."""
         self._tiered.check_open()
         return any(tier.asked for tier in self._tiered.tiers)
 

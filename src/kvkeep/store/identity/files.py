@@ -32,8 +32,7 @@ _CHUNK: Final = 1 << 20
 
 
 def files_identity(path: Path, *, full: bool) -> str:
-    """Return a digest of ``path``, a model directory or one safetensors file: 64 hexadecimal
-    digits.
+    """Return a digest of ``path``, a model directory or one safetensors file: 64 hex digits.
 
     Raises:
         InvalidValue: as `kvkeep.store.weights_digest`; or a file cannot be read.

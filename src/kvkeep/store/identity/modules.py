@@ -194,9 +194,7 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def packed_of(module: nn.Module) -> dict[str, Any]:
-    """Return what the module saves besides parameters and buffers: packed weights of a quantised
-    layer.
-    """
+    """Return what the module saves besides parameters and buffers: packed quantised weights."""
     kind = type(module)
     base = torch.nn.Module
     if (
@@ -217,9 +215,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def settings() -> dict[str, object]:
-    """Return settings of the process, or of the thread as autocast, that change numbers. Cost:
-    about 3 µs.
-    """
+    """Return settings of process and thread (as autocast) that change numbers. Cost: 3 µs."""
     cuda: Any = torch.backends.cuda
     cpu: Any = torch.backends.mkldnn
     return {
@@ -290,8 +286,7 @@ def patches_of(kinds: Iterable[type]) -> list[tuple[str, Any]]:
 
 
 def _recomputed(module: nn.Module) -> frozenset[str]:
-    """Return the names of tensors and attributes that ``module`` recomputes by the length of a
-    text.
+    """Return names of tensors and attributes that ``module`` recomputes by the text's length.
 
     A table in use (``inv_freq``) counts only while it may be the table of a long text: a table that
     was edited in its first state stays in use.

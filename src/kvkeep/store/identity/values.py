@@ -203,9 +203,7 @@ class ValueWriter:
         return text
 
     def _object(self, value: Any) -> str:
-        """Return class and attributes; of an object of a library, its class and its name if it has
-        one.
-        """
+        """Return class and attributes; of an object of a library, its class and any name."""
         kind = type(value)
         if package_of(kind) in LIBRARIES or not hasattr(value, "__dict__"):
             name = getattr(value, "__qualname__", None) or getattr(value, "__name__", "")
@@ -253,9 +251,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _decides(value: object) -> bool:
-    """Return whether a global can change what a function computes; modules, loggers and caches
-    cannot.
-    """
+    """Return whether a global can change results; modules, loggers and caches cannot."""
     if isinstance(value, types.FunctionType | type):
         return _home(value) not in LIBRARIES and _home(value) not in sys.stdlib_module_names
     if isinstance(value, tuple | frozenset):

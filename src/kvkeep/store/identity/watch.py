@@ -229,9 +229,7 @@ class _Code:
         self._seen = [dict(vars(place)) for place in self._places.values()]
 
     def changed(self) -> str | None:
-        """Return the name of a replaced function; None if nothing that decides a number was
-        replaced.
-        """
+        """Return the name of a replaced function that decides a number, or None."""
         try:
             if all(map(_equal_names, self._places.values(), self._seen)):
                 return None

@@ -46,9 +46,7 @@ class FileIdentity:
 
     @classmethod
     def of(cls, file: Path) -> Self:
-        """Return the identity of ``file``, following links. Raises `InvalidValue` if it cannot be
-        read.
-        """
+        """Return the identity of ``file``, following links, or raise `InvalidValue`."""
         try:
             path = file.resolve(strict=True)
             stat = path.stat()

@@ -178,9 +178,7 @@ def _entry(
 
 
 def _reader(file: Path, start: int) -> Callable[[Spans], Iterable[bytes]]:
-    """Return a reader of spans of the tensor at ``start``; it opens ``file`` anew, so any thread
-    may call it.
-    """
+    """Return a reader of spans from ``start`` on. It opens ``file`` anew, for any thread."""
 
     def read(spans: Spans) -> Iterator[bytes]:
         try:

@@ -202,9 +202,7 @@ class Form:
 
     @torch.inference_mode()
     def read(self, raw: memoryview, tokens: int, kv: KV, *, skip: int = 0) -> None:
-        """Copy the raw bytes of a block of this many tokens, without the first ``skip``, into
-        ``kv``.
-        """
+        """Copy the raw bytes of a block of ``tokens``, without the first ``skip``, into ``kv``."""
         axis, count = self.token_axis, tokens - skip
         if isinstance(kv, torch.Tensor):
             kv.copy_(self._block(raw, tokens).narrow(axis, skip, count))
