@@ -20,7 +20,7 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.groups import Group, Groups
 from kvkeep.integrations.vllm.keys import keys_of
-from kvkeep.integrations.vllm.messages import Answers, BlockSpan, PageLoad, StepPlan
+from kvkeep.integrations.vllm.messages import LookupResults, BlockSpan, PageLoad, StepPlan
 from kvkeep.integrations.vllm.options import ConnectorOptions, RequestOptions
 from kvkeep.integrations.vllm.pages import GroupPages
 from kvkeep.integrations.vllm.shared import SharedStore
@@ -277,4 +277,7 @@ def test_hits_are_counted_once_and_never_back() -> None:
 def test_messages_cross_processes() -> None:
     plan = StepPlan(idle=True, loads=[PageLoad("r", [BlockSpan(0, [bytes(32)], [3])], 16)], clear=2)
     assert pickle.loads(pickle.dumps(plan)) == plan
-    assert Answers({1: [4]}).aggregate(Answers({1: [2], 2: [7]})).found == {1: [4, 2], 2: [7]}
+    assert LookupResults({1: [4]}).aggregate(LookupResults({1: [2], 2: [7]})).found == {
+        1: [4, 2],
+        2: [7],
+    }

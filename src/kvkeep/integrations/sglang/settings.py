@@ -66,15 +66,15 @@ _OTHER_SWITCHES: Final = re.compile(
 
 def settings_digest() -> str:
     """Return 16 hexadecimal digits of every setting that may decide a number."""
-    told: list[str] = []
+    settings: list[str] = []
     for path, neutral in _GROUPS.items():
         group = _group(path)
-        told += [f"{path}.{name}={group[name]}" for name in sorted(set(group) - neutral)]
+        settings += [f"{path}.{name}={group[name]}" for name in sorted(set(group) - neutral)]
     for path, names in _SINGLE.items():
         group = _group(path)
-        told += [f"{path}.{name}={group.get(name)}" for name in names]
-    told += _switches()
-    return hashlib.blake2b("\n".join(told).encode(), digest_size=8).hexdigest()
+        settings += [f"{path}.{name}={group.get(name)}" for name in names]
+    settings += _switches()
+    return hashlib.blake2b("\n".join(settings).encode(), digest_size=8).hexdigest()
 
 
 def server_setting(name: str, group: str = "model") -> object:

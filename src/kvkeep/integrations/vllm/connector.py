@@ -98,7 +98,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     @property
-    def _deciding(self) -> SchedulerSide:
+    def _scheduling(self) -> SchedulerSide:
         assert self._scheduler is not None, "this is the worker's side"
         return self._scheduler
 
@@ -149,34 +149,34 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return the results of lookups, for the scheduler."""
-        return self._moving.answers()
+        return self._moving.lookup_results()
 
     # --- the scheduler's side --------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
         """Start to follow a request."""
-        self._deciding.follow(request)
+        self._scheduling.follow(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return the tokens that can be loaded behind the computed ones; None: ask again."""
-        tokens = self._deciding.matched(request, num_computed_tokens)
+        tokens = self._scheduling.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Plan the load of a request that has pages now."""
-        self._deciding.allocated(request, blocks, num_external_tokens)
+        self._scheduling.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the plan of this step for the workers."""
-        return self._deciding.plan(scheduler_output)
+        return self._scheduling.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the results of the workers' lookups."""
-        self._deciding.heard(connector_output)
+        self._scheduling.receive(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -188,12 +188,12 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished`, for several groups of layers."""
-        self._deciding.finished(request)
+        self._scheduling.finished(request)
         return False, None
 
     def reset_cache(self) -> bool:
         """Delete the namespace: everything that engines with these weights and settings stored."""
-        return self._deciding.clear()
+        return self._scheduling.clear()
 
     # --- both ------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the counts since the last call."""
         if self._worker is not None:
             return self._worker.counts.take()
-        return self._deciding.counts.take()
+        return self._scheduling.counts.take()
 
     @classmethod
     def build_kv_connector_stats(

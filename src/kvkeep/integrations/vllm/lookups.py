@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.integrations.vllm.groups import Groups
-    from kvkeep.integrations.vllm.messages import Answers
+    from kvkeep.integrations.vllm.messages import LookupResults
     from kvkeep.integrations.vllm.requests import FollowedRequest
     from kvkeep.integrations.vllm.shared import SharedStore
     from kvkeep.integrations.vllm.stats import Counts
@@ -43,7 +43,7 @@ class BlockLookups:
     """Finds up to which block requests are stored.
 
     With the store in the same process, known blocks are found at once, and threads query shared
-    tiers. Otherwise the workers are asked, with the plan of the next step.
+    tiers. Otherwise the workers look them up, with the plan of the next step.
 
     Thread safety: none; it belongs to the scheduler's thread.
     """
@@ -65,7 +65,7 @@ class BlockLookups:
         self._threads = ThreadPoolExecutor(_THREADS, "kvkeep lookup")
         self._number = 0
         self._pending: dict[int, PendingLookup] = {}  # by number, those of workers
-        self._found: dict[int, list[int]] = {}  # by number, what ranks have answered so far
+        self._found: dict[int, list[int]] = {}  # by number, the results of ranks so far
         self._messages: list[RankLookup] = []
 
     def reach(self, followed: FollowedRequest, first: int, limit: int) -> int | None:
@@ -128,9 +128,9 @@ class BlockLookups:
         messages, self._messages = self._messages, []
         return messages
 
-    def receive(self, answers: Answers) -> None:
-        """Take answers of workers; a block counts as stored if all ranks have it."""
-        for number, found in answers.found.items():
+    def receive(self, results: LookupResults) -> None:
+        """Take results of workers; a block counts as stored if all ranks have it."""
+        for number, found in results.found.items():
             lookup = self._pending.get(number)
             if lookup is None:
                 continue
@@ -141,7 +141,7 @@ class BlockLookups:
                 self.forget(lookup)
 
     def forget(self, lookup: PendingLookup) -> None:
-        """Ignore later answers to a lookup."""
+        """Ignore later results of a lookup."""
         self._pending.pop(lookup.number, None)
         self._found.pop(lookup.number, None)
 

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-__all__ = ["Answers", "BlockSpan", "PageLoad", "RankLookup", "Save", "StepPlan"]
+__all__ = ["LookupResults", "BlockSpan", "PageLoad", "RankLookup", "Save", "StepPlan"]
 
 
 @dataclass(slots=True)
@@ -63,29 +63,29 @@ class StepPlan(KVConnectorMetadata):
 
     Attributes:
         idle: nothing is computed in this step.
-        asking: a request waits for the result of a lookup.
+        waiting: a request waits for the result of a lookup.
         clear: how often everything was to be deleted so far, for workers with stores of their own.
     """
 
     idle: bool = False
-    asking: bool = False
+    waiting: bool = False
     loads: list[PageLoad] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     pins: list[tuple[list[bytes], float]] = field(default_factory=list)
-    questions: list[RankLookup] = field(default_factory=list)
+    lookups: list[RankLookup] = field(default_factory=list)
     clear: int = 0
 
 
 @dataclass(slots=True)
-class Answers(KVConnectorWorkerMetadata):
+class LookupResults(KVConnectorWorkerMetadata):
     """From the workers: for each lookup, the block up to which each rank found the request."""
 
     found: dict[int, list[int]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Return these results together with those of another rank."""
-        assert isinstance(other, Answers)
+        assert isinstance(other, LookupResults)
         merged = {number: list(found) for number, found in self.found.items()}
         for number, found in other.found.items():
             merged.setdefault(number, []).extend(found)
-        return Answers(merged)
+        return LookupResults(merged)

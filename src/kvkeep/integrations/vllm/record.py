@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Recorder"]
 
 # By name: vLLM renumbers statuses from release to release.
-_WELL = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
+_SUCCEEDED = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 
 
 class Recorder:
@@ -54,7 +54,7 @@ class Recorder:
         now = time.time()
         arrived = time.perf_counter() - (now - request.arrival_time)
         served = None
-        if request.status.name in _WELL and first is not None:
+        if request.status.name in _SUCCEEDED and first is not None:
             since = request.arrival_time
             served = Served(cached, loaded, max(0.0, first - since), max(0.0, now - since))
         self._capture.note(

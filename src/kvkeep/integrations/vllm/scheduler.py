@@ -10,7 +10,7 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
-from kvkeep.integrations.vllm.messages import Answers, BlockSpan, PageLoad, Save, StepPlan
+from kvkeep.integrations.vllm.messages import LookupResults, BlockSpan, PageLoad, Save, StepPlan
 from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.requests import FollowedRequest
 from kvkeep.integrations.vllm.shared import SharedStore
@@ -133,11 +133,11 @@ class SchedulerSide:
         tokens: int = request.num_tokens
         return min(blocks * self._groups.block_tokens, tokens - 1) - computed
 
-    def heard(self, output: KVConnectorOutput) -> None:
-        """Take the answers of workers with stores of their own."""
-        answers = output.kv_connector_worker_meta
-        if isinstance(answers, Answers):
-            self._lookups.receive(answers)
+    def receive(self, output: KVConnectorOutput) -> None:
+        """Take the lookup results of workers with stores of their own."""
+        results = output.kv_connector_worker_meta
+        if isinstance(results, LookupResults):
+            self._lookups.receive(results)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Plan the load of a request that has pages; ``external`` tokens are to be loaded."""
@@ -171,10 +171,10 @@ class SchedulerSide:
         plan, self._plan = self._plan, StepPlan()
         step, self._step = self._step, self._step + 1
         plan.idle = output.total_num_scheduled_tokens == 0
-        plan.asking = plan.idle and any(
+        plan.waiting = plan.idle and any(
             one.lookup is not None and one.lookup.result is None for one in self._followed.values()
         )
-        plan.questions = self._lookups.take_messages()
+        plan.lookups = self._lookups.take_messages()
         plan.clear = self._cleared
         if self._saves:
             for request_id, scheduled in output.num_scheduled_tokens.items():

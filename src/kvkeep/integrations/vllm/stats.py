@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Counts", "KVKeepPromMetrics", "KVKeepStats"]
 
-_HITS = "hits "  # and the name of a tier
-_SHOWN = {
-    "hit_tokens": "Tokens that the store had when a request asked for them",
-    "loaded_tokens": "Tokens whose KV was loaded and not computed",
-    "failed_tokens": "Tokens that were to be loaded and had to be computed",
-    "late_tokens": "Of those, tokens whose load took longer than load_timeout",
-    "saved_tokens": "Tokens whose KV was handed to the store",
-    "dropped_tokens": "Tokens whose KV the store had no room for",
-    "load_seconds": "Seconds that loads took, all of them together",
+_HITS = "hits "  # prefix of the name of a tier
+_METRICS = {
+    "hit_tokens": "Tokens that were found in the store for requests",
+    "loaded_tokens": "Tokens whose KV was loaded instead of computed",
+    "failed_tokens": "Tokens whose load failed, so that they were computed",
+    "late_tokens": "Failed tokens whose load took longer than load_timeout",
+    "saved_tokens": "Tokens whose KV was stored",
+    "dropped_tokens": "Tokens whose KV was dropped for lack of room",
+    "load_seconds": "Seconds of all loads together",
     "save_seconds": "Seconds that the model waited for its KV to be copied",
-    "late_lookups": "Questions to shared tiers without an answer within lookup_timeout",
-    "ignored_params": "Requests whose kv_transfer_params were wrong and not followed",
+    "late_lookups": "Lookups in shared tiers that took longer than lookup_timeout",
+    "ignored_params": "Requests with wrong kv_transfer_params, which were ignored",
 }
 
 
@@ -97,11 +97,11 @@ class KVKeepPromMetrics(KVConnectorPromMetrics):
             name: self._counter_cls(
                 name=f"vllm:kvkeep_{name}", documentation=text, labelnames=labelnames
             )
-            for name, text in _SHOWN.items()
+            for name, text in _METRICS.items()
         }
         self._hits = self._counter_cls(
             name="vllm:kvkeep_hit_blocks",
-            documentation="Blocks that were loaded, by the tier that they came from",
+            documentation="Loaded blocks, by the tier they were read from",
             labelnames=[*labelnames, "tier"],
         )
         for labels in per_engine_labelvalues.values():

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.vllm.device import DeviceCopies
-from kvkeep.integrations.vllm.messages import Answers, BlockSpan, Save
+from kvkeep.integrations.vllm.messages import LookupResults, BlockSpan, Save
 from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
 from kvkeep.integrations.vllm.outer import require_own_engine
 from kvkeep.integrations.vllm.pages import pages_of
@@ -74,7 +74,7 @@ class WorkerSide:
         self._pool = ThreadPoolExecutor(_LOADERS, "kvkeep load")
         self._loading: dict[str, _Loading] = {}
         self._done: deque[_Loading] = deque()
-        self._answers: deque[tuple[int, int]] = deque()
+        self._lookup_results: deque[tuple[int, int]] = deque()
         self._errors: set[int] = set()
         self._cleared = 0
         self._pages: list[GroupPages] = []
@@ -129,8 +129,8 @@ class WorkerSide:
             loading = _Loading(load, time.monotonic() + self._options.load_timeout)
             self._loading[load.request] = loading
             self._pool.submit(self._load, loading, begun).add_done_callback(log_fault)
-        for question in plan.questions:
-            self._pool.submit(self._answer, question).add_done_callback(log_fault)
+        for lookup in plan.lookups:
+            self._pool.submit(self._look_up, lookup).add_done_callback(log_fault)
 
     def _load(self, loading: _Loading, begun: torch.cuda.Event | None) -> None:
         """In a thread: fill pages in order, up to the first block that does not arrive."""
@@ -177,20 +177,20 @@ class WorkerSide:
         )  # fmt: skip
         shared.count_hits(self.counts)
 
-    def _answer(self, question: RankLookup) -> None:
+    def _look_up(self, lookup: RankLookup) -> None:
         """In a thread: look up blocks in the store, in shared tiers too."""
-        shared, there = self._open(), question.first
+        shared, there = self._open(), lookup.first
         until = time.monotonic() + self._options.lookup_timeout
         try:
             there = self._groups.reach(
-                question.hashes,
-                question.first,
+                lookup.hashes,
+                lookup.first,
                 lambda keys: shared.lookup(keys, max(0.0, until - time.monotonic())),
             )
         except KVKeepError as error:
             _LOG.warning("a lookup failed: %s", error)
         finally:
-            self._answers.append((question.number, there))
+            self._lookup_results.append((lookup.number, there))
             shared.news.set()
 
     def finished(self, ended: set[str], plan: StepPlan) -> KVConnectorTransferResults:
@@ -199,9 +199,9 @@ class WorkerSide:
             if request in self._loading:
                 self._loading[request].cancelled = True
         news = self._open().news
-        if plan.idle and (plan.asking or self._loading):
+        if plan.idle and (plan.waiting or self._loading):
             news.clear()
-            if not self._done and not self._answers:
+            if not self._done and not self._lookup_results:
                 news.wait(_PAUSE_S)
         results = KVConnectorTransferResults()
         several = len(self._groups.groups) > 1
@@ -221,15 +221,15 @@ class WorkerSide:
         errors, self._errors = self._errors, set()
         return errors
 
-    def answers(self) -> Answers | None:
+    def lookup_results(self) -> LookupResults | None:
         """Return the results of lookups since the last call."""
-        if not self._answers:
+        if not self._lookup_results:
             return None
         found: dict[int, list[int]] = {}
-        while self._answers:
-            number, there = self._answers.popleft()
+        while self._lookup_results:
+            number, there = self._lookup_results.popleft()
             found[number] = [there]
-        return Answers(found)
+        return LookupResults(found)
 
     # --- saves -----------------------------------------------------------------------------------
 

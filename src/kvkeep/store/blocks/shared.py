@@ -85,8 +85,8 @@ class SharedStores(Generic[S]):
     def _check(self, name: str, before: Mapping[str, object], now: Mapping[str, object]) -> None:
         for what in before:
             if before[what] != now[what]:
-                at, was, asked = _where(what, before[what], now[what])
-                there, here = repr(was), repr(asked)
+                at, was, given = _where(what, before[what], now[what])
+                there, here = repr(was), repr(given)
                 if there == here:  # URLs are shown without their options
                     here = "the same with other options"
                 raise InvalidValue(
@@ -116,9 +116,9 @@ def _where(what: str, before: Any, now: Any) -> tuple[str, object, object]:
     """Return the field or tier that differs where possible, else ``what``, with both values."""
     if is_dataclass(before) and is_dataclass(now) and type(before) is type(now):
         for one in fields(before):
-            was, asked = getattr(before, one.name), getattr(now, one.name)
-            if was != asked:
-                return f"{what}.{one.name}", was, asked
+            was, given = getattr(before, one.name), getattr(now, one.name)
+            if was != given:
+                return f"{what}.{one.name}", was, given
     if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
         at = next(at for at, was in enumerate(before) if was != now[at])
         return f"{what}[{at}]", before[at], now[at]
