@@ -20,7 +20,7 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.groups import Group, Groups
 from kvkeep.integrations.vllm.keys import keys_of
-from kvkeep.integrations.vllm.messages import LookupResults, BlockSpan, PageLoad, StepPlan
+from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, PageLoad, StepPlan
 from kvkeep.integrations.vllm.options import ConnectorOptions, RequestOptions
 from kvkeep.integrations.vllm.pages import GroupPages
 from kvkeep.integrations.vllm.shared import SharedStore

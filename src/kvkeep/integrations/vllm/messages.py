@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-__all__ = ["LookupResults", "BlockSpan", "PageLoad", "RankLookup", "Save", "StepPlan"]
+__all__ = ["BlockSpan", "LookupResults", "PageLoad", "RankLookup", "Save", "StepPlan"]
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.keys import keys_of
 from kvkeep.integrations.vllm.lookups import BlockLookups
-from kvkeep.integrations.vllm.messages import LookupResults, BlockSpan, PageLoad, Save, StepPlan
+from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, PageLoad, Save, StepPlan
 from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.requests import FollowedRequest
 from kvkeep.integrations.vllm.shared import SharedStore
