@@ -50,7 +50,7 @@ def seconds_of(name: str, value: object, *, ends: bool = False) -> float:
     if isnan(number) or (ends and not 0 < number < inf):
         kind = "a time above zero that ends" if ends else "a number"
         raise InvalidValue(f"{name} is {value!r}; {kind}, in seconds, is needed")
-    return min(number, threading.TIMEOUT_MAX / 2)  # a time of day may come on top
+    return min(number, threading.TIMEOUT_MAX / 2)  # half: it is added to the clock
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,50 +27,55 @@ def fates_behind(names: Names, fates_of: FatesOf, row: TokenArray, start: int) -
     """
     size = names.block_tokens
     full = names.full(row)
-    story = _Story(start)
+    found = _FateList(start)
     first = start // size
     for number, happened in enumerate(fates_of(full[first:]), start=first):
         begin, end = number * size, (number + 1) * size
-        if happened is not None and not story.fates:
+        if happened is not None and not found.fates:
             # A tail of a shorter prompt, within this block, may be stored or may have been.
             ids = names.tails(full[:number], row[begin:end])
-            _tell_tail(story, ids, fates_of, begin, known=happened.what != "never")
-        story.tell(end, happened)
+            _add_tail(found, ids, fates_of, begin, block_known=happened.what != "never")
+        found.add(end, happened)
     rest = len(full) * size
     if rest < len(row):
-        _tell_tail(story, names.tails(full, row[rest:]), fates_of, rest)
-        story.tell(len(row), _NEVER)
-    return tuple(story.fates)
+        _add_tail(found, names.tails(full, row[rest:]), fates_of, rest)
+        found.add(len(row), _NEVER)
+    return tuple(found.fates)
 
 
-def _tell_tail(
-    story: _Story, tails: list[bytes], fates_of: FatesOf, begin: int, *, known: bool = False
+def _add_tail(
+    found: _FateList,
+    tails: list[bytes],
+    fates_of: FatesOf,
+    begin: int,
+    *,
+    block_known: bool = False,
 ) -> None:
     """Add the fate of the longest of ``tails`` of which anything is known; all begin at ``begin``.
 
-    If more is ``known``, only a stored tail counts, which shortens what is missing.
+    If the fate of the whole block is known, only a stored tail counts, as part of the prefix.
     """
     happened = fates_of(tails)
-    if not story.fates and None in happened:  # the longest stored tail can be used
+    if not found.fates and None in happened:  # the longest stored tail can be used
         there = len(happened) - happened[::-1].index(None)
-        story.tell(begin + there, None)
-    if known:
+        found.add(begin + there, None)
+    if block_known:
         return
     for count in range(len(happened), 0, -1):
         one = happened[count - 1]
         if one is None or one.what != "never":
-            story.tell(begin + count, one)
+            found.add(begin + count, one)
             return
 
 
-class _Story:
+class _FateList:
     """Fates in order; neighbours that differ only in time are merged."""
 
     def __init__(self, start: int) -> None:
         self.fates: list[Fate] = []
         self._at = start
 
-    def tell(self, end: int, happened: Happened | None) -> None:
+    def add(self, end: int, happened: Happened | None) -> None:
         """Add what happened up to token ``end``; None: stored, and usable only at the beginning."""
         start, self._at = self._at, max(self._at, end)
         last = self.fates[-1] if self.fates else None
