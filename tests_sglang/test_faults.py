@@ -254,6 +254,6 @@ def test_a_pool_that_fails_is_a_miss_and_is_logged(caplog: pytest.LogCaptureFixt
     assert storage.batch_set_v1(hashes(2), spans(host, 0, 2)) == [True, True]
     host.kv_buffer = torch.zeros(0)
     assert storage.batch_get_v1(hashes(2), spans(host, 0, 2)) == [False, False]
-    assert "_load failed and is taken for a miss" in caplog.text
+    assert "_load failed and counts as a miss" in caplog.text
     assert storage.batch_exists(hashes(2)) == 2
     storage.close()

@@ -20,8 +20,8 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.integrations.vllm.adapters import Adapters
 from kvkeep.integrations.vllm.groups import Group, Groups
 from kvkeep.integrations.vllm.keys import keys_of
-from kvkeep.integrations.vllm.messages import Answers, BlockSpan, PageLoad, StepPlan
-from kvkeep.integrations.vllm.options import ConnectorOptions, Wishes
+from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, PageLoad, StepPlan
+from kvkeep.integrations.vllm.options import ConnectorOptions, RequestOptions
 from kvkeep.integrations.vllm.pages import GroupPages
 from kvkeep.integrations.vllm.shared import SharedStore
 from kvkeep.integrations.vllm.stats import Counts, KVKeepStats
@@ -54,7 +54,7 @@ def test_near_misses_are_named() -> None:
     with pytest.raises(InvalidValue, match=r"capture$"):
         ConnectorOptions.parse({"colour": "blue"})
     with pytest.raises(InvalidValue, match=r"there are store, .*; did you mean 'answers'\?$"):
-        Wishes.parse({"kvkeep": {"answer": False}})
+        RequestOptions.parse({"kvkeep": {"answer": False}})
 
 
 def test_a_password_is_not_repeated() -> None:
@@ -65,7 +65,7 @@ def test_a_password_is_not_repeated() -> None:
 
 def test_no_client_writes_a_line_of_its_own_into_the_log() -> None:
     with pytest.raises(InvalidValue) as refused:
-        Wishes.parse({"kvkeep": {"a\nERROR: b": 1}})
+        RequestOptions.parse({"kvkeep": {"a\nERROR: b": 1}})
     assert "\n" not in str(refused.value)
 
 
@@ -74,26 +74,26 @@ def test_no_client_writes_a_line_of_its_own_into_the_log() -> None:
 def test_no_ttl_that_a_client_sends_is_more_than_wrong(ttl: object) -> None:
     for pin in (False, True):
         with pytest.raises(InvalidValue, match="ttl is "):
-            Wishes.parse({"kvkeep": {"ttl": ttl, "pin": pin}})
+            RequestOptions.parse({"kvkeep": {"ttl": ttl, "pin": pin}})
 
 
 @pytest.mark.parametrize(
-    ("params", "wishes"),
+    ("params", "wanted"),
     [
-        (None, Wishes()),
-        ({}, Wishes()),
-        ({"do_remote_prefill": True}, Wishes()),
-        ({"kvkeep": {}}, Wishes()),
-        ({"kvkeep": {"store": False}}, Wishes(store=False)),
-        ({"kvkeep": {"answers": False}}, Wishes(answers=False)),
-        ({"kvkeep": {"load": False, "ttl": 5}}, Wishes(load=False, ttl=5.0)),
-        ({"kvkeep": {"pin": True}}, Wishes(pin=3600.0)),
-        ({"kvkeep": {"pin": True, "ttl": 9}}, Wishes(pin=9.0)),
-        ({"kvkeep": {"pin": False, "ttl": 9}}, Wishes(ttl=9.0)),
+        (None, RequestOptions()),
+        ({}, RequestOptions()),
+        ({"do_remote_prefill": True}, RequestOptions()),
+        ({"kvkeep": {}}, RequestOptions()),
+        ({"kvkeep": {"store": False}}, RequestOptions(store=False)),
+        ({"kvkeep": {"answers": False}}, RequestOptions(answers=False)),
+        ({"kvkeep": {"load": False, "ttl": 5}}, RequestOptions(load=False, ttl=5.0)),
+        ({"kvkeep": {"pin": True}}, RequestOptions(pin=3600.0)),
+        ({"kvkeep": {"pin": True, "ttl": 9}}, RequestOptions(pin=9.0)),
+        ({"kvkeep": {"pin": False, "ttl": 9}}, RequestOptions(ttl=9.0)),
     ],
 )
-def test_wishes(params: object, wishes: Wishes) -> None:
-    assert Wishes.parse(params) == wishes
+def test_request_options(params: object, wanted: RequestOptions) -> None:
+    assert RequestOptions.parse(params) == wanted
 
 
 def test_keys() -> None:
@@ -277,4 +277,7 @@ def test_hits_are_counted_once_and_never_back() -> None:
 def test_messages_cross_processes() -> None:
     plan = StepPlan(idle=True, loads=[PageLoad("r", [BlockSpan(0, [bytes(32)], [3])], 16)], clear=2)
     assert pickle.loads(pickle.dumps(plan)) == plan
-    assert Answers({1: [4]}).aggregate(Answers({1: [2], 2: [7]})).found == {1: [4, 2], 2: [7]}
+    assert LookupResults({1: [4]}).aggregate(LookupResults({1: [2], 2: [7]})).found == {
+        1: [4, 2],
+        2: [7],
+    }

@@ -8,7 +8,7 @@ import pytest
 
 from kvkeep.cli import _parser, main
 from kvkeep.core.errors import InvalidValue
-from kvkeep.integrations.given import count_of
+from kvkeep.integrations.options import count_of
 from kvkeep.store.backends.urls import TierURL
 
 

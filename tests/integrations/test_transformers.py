@@ -438,10 +438,10 @@ HOLE = torch.tensor([[1, 1, 0, 1, 1]])
         ({"inputs": prompt(5), "cache_implementation": "quantized"}, "'static' and 'dynamic' are"),
         ({"inputs": prompt(5), "cache_implementation": "offloaded"}, "'static' and 'dynamic' are"),
         ({"inputs": prompt(5), "generation_config": GenerationConfig(use_cache=False)}, "use_cac"),
-        ({"inputs": prompt(5), "use_cache": False}, "nothing to keep"),
+        ({"inputs": prompt(5), "use_cache": False}, "no KV to store"),
         ({"inputs": prompt(5), "token_healing": True}, "token_healing"),
-        ({"inputs": prompt(5), "prompt_lookup_num_tokens": 3}, "does not go on from a cache"),
-        ({"inputs": prompt(5), "assistant_model": build()}, "does not go on from a cache"),
+        ({"inputs": prompt(5), "prompt_lookup_num_tokens": 3}, "does not continue from a loaded"),
+        ({"inputs": prompt(5), "assistant_model": build()}, "does not continue from a loaded"),
         ({"inputs": prompt(5), "inputs_embeds": torch.zeros(1, 5, 64)}, "pass input_ids"),
         ({"inputs": prompt(5), "pixel_values": torch.zeros(1, 3)}, "pixel_values would change"),
         ({"inputs": prompt(5), "position_ids": prompt(5)}, "position_ids would change"),
@@ -474,7 +474,7 @@ def test_weights_that_change_are_noticed():
         with torch.no_grad():
             model.lm_head.weight.mul_(2)
         for call in (kept.generate, kept.load):
-            with pytest.raises(IllegalStep, match="make another one"):
+            with pytest.raises(IllegalStep, match="make another KeptModel"):
                 call(prompt(40))
 
 
@@ -518,11 +518,11 @@ def test_a_live_model_that_changes_is_noticed_at_the_next_call(change):
         with torch.no_grad():
             change(model)
             model(prompt(50, seed=2), past_key_values=(cache := DynamicCache()))
-        with pytest.raises(IllegalStep, match=r"the model was changed.*make another one"):
+        with pytest.raises(IllegalStep, match=r"the model was changed.*make another KeptModel"):
             kept.generate(prompt(40), max_new_tokens=1)
         with pytest.raises(IllegalStep, match="the model was changed"):
             kept.load(prompt(40))
-        with pytest.raises(IllegalStep, match=r"the model was changed.*make another one"):
+        with pytest.raises(IllegalStep, match=r"the model was changed.*make another KeptModel"):
             kept.save(prompt(50, seed=2), cache)
         assert kept.store.lookup(prompt(50, seed=2)[0].numpy()).tokens == 0
         with pytest.raises(InvalidValue, match="holds KV of the model"):
@@ -563,7 +563,7 @@ def test_adapters_that_change_are_noticed_at_the_next_call(change):
         kept.generate(prompt(40), max_new_tokens=1)
         assert kept.last.loaded == 39
         change(model)
-        with pytest.raises(IllegalStep, match=r"the model was changed.*make another one"):
+        with pytest.raises(IllegalStep, match=r"the model was changed.*make another KeptModel"):
             kept.generate(prompt(40), max_new_tokens=1)
 
 

@@ -239,7 +239,7 @@ def test_a_store_belongs_to_one_model() -> None:
             store.bind("mine@1")
     with (
         KVStore(GQA, model="mine", revision=one, tiers=["memory://1MiB"]) as store,
-        pytest.raises(InvalidValue, match="its weights, configuration or adapters are others"),
+        pytest.raises(InvalidValue, match="its weights, configuration or adapters differ"),
     ):
         store.bind(two)
 
@@ -293,7 +293,7 @@ def test_a_rank_of_several_has_to_say_which_it_is() -> None:
 
 def test_ids_are_hashed_over_the_namespace_and_all_tokens_before() -> None:
     space = Namespace(tenant="a", model="m")
-    names, tokens = Names(space, 4), np.arange(11, dtype="<i4")
+    names, tokens = Names.of(space, 4), np.arange(11, dtype="<i4")
     full = names.full(tokens)
     parent, want = root_key(space), []
     for at in (0, 4):
@@ -305,6 +305,6 @@ def test_ids_are_hashed_over_the_namespace_and_all_tokens_before() -> None:
         names.space + hashlib.sha256(parent + tokens[8:stop].tobytes()).digest()
         for stop in (9, 10, 11)
     ]
-    assert Names(space, 4).tails([], tokens[:2])[1] == (
+    assert Names.of(space, 4).tails([], tokens[:2])[1] == (
         names.space + hashlib.sha256(root_key(space) + tokens[:2].tobytes()).digest()
     )

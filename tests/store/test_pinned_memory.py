@@ -10,9 +10,10 @@ import torch
 from kvkeep.store import BlockStore
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("refused", [0, 2])
 def test_all_of_the_first_tier_is_pinned_until_the_end(
-    monkeypatch: pytest.MonkeyPatch, refused: int
+    monkeypatch: pytest.MonkeyPatch, refused: int, shared: bool
 ) -> None:
     told: list[tuple[str, int]] = []
 
@@ -27,7 +28,10 @@ def test_all_of_the_first_tier_is_pinned_until_the_end(
     cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    store = BlockStore("pinned", tiers=["memory://1MiB"])
+    if shared:
+        store = BlockStore.shared("pinned", "pinned", tiers=["memory://1MiB"])
+    else:
+        store = BlockStore("pinned", tiers=["memory://1MiB"])
     assert told == []
     store.pin_memory()
     store.pin_memory()

@@ -543,7 +543,7 @@ def test_a_get_that_is_overtaken_ends_with_what_is_old(tmp_path: Path) -> None:
                 if at == 0:
                     store.put(row, other_kv(row), replace=True)
 
-            count = store._tiered.read(read, store._sizes([SIZE] * 25), take)
+            count = store._tiered.read(read, store._form.sizes([SIZE] * 25), take)
             assert count == (1 if read is blocks else 25), "others are read to their end"
 
 
@@ -557,7 +557,7 @@ def test_readers_see_old_or_new_and_never_a_mix(place: FaultyBackend) -> None:
         seen: set[str] = set()
         faults: list[BaseException] = []
         blocks = store._names_of(None).full(np.array(LONG, np.int32))
-        sizes = store._sizes([SIZE] * len(blocks))
+        sizes = store._form.sizes([SIZE] * len(blocks))
         rows = {
             name: numbers(GQA, LONG, tenant) for name, tenant in (("old", ""), ("new", "another"))
         }

@@ -14,7 +14,7 @@ from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import BlockStore, KVStore
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.kv.store import StoreOptions
+from kvkeep.store.kv.options import StoreOptions
 from kvkeep.store.tiers import Exclusive, Inclusive
 
 if TYPE_CHECKING:

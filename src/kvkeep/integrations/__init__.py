@@ -1,6 +1,9 @@
-"""kvkeep inside what others made: one module each, imported by its name.
+"""kvkeep inside other engines. Import each module by its name; it needs only its own packages.
 
-    transformers.py   generate on a plain Transformers model, with KV from the store
+transformers.py   generate on a Transformers model, with KV from a store
+vllm/             a KV connector
+sglang/           a storage backend below HiCache
+mini_sglang.py    a prefix cache
 
-Nothing is imported here, so each needs its own packages alone.
+What several of them use: options.py, records.py, loaded.py.
 """

@@ -1,15 +1,15 @@
-"""Whether files are those that an engine loaded, asked after it loaded them.
+"""Which weights an engine has loaded, named by their files.
 
-An engine makes its connector when the model is loaded. A digest of the files is taken then, so a
-file that was replaced in between would give its name to KV that other weights compute. The engine's
-process is older than its model: what did not change since the process began is what was loaded.
+An engine loads the weights and only then makes its connector. A digest of the files taken then is
+wrong if a file was replaced in between. But the process of the engine is older than its model: a
+file that did not change since the process began is the one that was loaded.
 
-Of the hub a commit never changes, but a branch moves: the file that says at which commit it is must
-be as old as that.
+A model of the Hugging Face hub is named by a commit, which never changes, or by a branch, which
+moves: the local file that says where the branch points must not have changed either.
 
-A change shows in the change time (ctime) of a file, a link or a directory, which nobody can set
-back. Clocks are compared with `SLACK_S` seconds of tolerance. Not seen: a directory above the
-model's that is renamed, and a file server whose clock is behind this machine's by more than that.
+Changes are recognised by the change time (ctime) of a file, link or directory, which cannot be set
+back. `SLACK_S` seconds of difference between clocks are tolerated. Not noticed: renaming a
+directory above the model's, and a file server whose clock is behind by more than that.
 """
 
 from __future__ import annotations
@@ -26,29 +26,40 @@ from kvkeep.store.identity import model_identity
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["SLACK_S", "changed_since", "hub_identity", "identity_since", "process_began"]
+__all__ = ["SAFETENSORS_FORMATS", "changed_since", "loaded_identity", "process_began"]
 
 SLACK_S: Final = 2.0
+SAFETENSORS_FORMATS: Final = frozenset(
+    {"auto", "safetensors", "mistral", "fastsafetensors", "runai_streamer"}
+)
+"""Load formats, in vLLM and SGLang, that read only the safetensors files of a model's directory.
+
+All of these files are part of `model_identity`.
+"""
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
 def process_began() -> float:
-    """When this process began, as `time.time` counts, `SLACK_S` early."""
-    psutil = importlib.import_module("psutil")  # vLLM and SGLang bring it
+    """Return the time at which this process began, in Unix seconds, `SLACK_S` early."""
+    psutil = importlib.import_module("psutil")  # a dependency of vLLM and SGLang
     began: float = psutil.Process().create_time()
     return began - SLACK_S
 
 
-def identity_since(directory: str, began: float) -> str:
-    """Return the identity of the files in ``directory``, if they are as they were at ``began``.
+def loaded_identity(model: str, revision: str | None, cache_dir: str | None) -> str:
+    """Return the identity of ``model``, a directory or a name on the hub, as it was loaded.
 
-    Cost: as `kvkeep.store.model_identity` of a path.
+    ``revision`` and ``cache_dir`` are those of the hub. Cost: as `kvkeep.store.model_identity` of
+    a path.
 
     Raises:
-        InvalidValue: one of them changed since; or the files cannot be told apart.
+        InvalidValue: it cannot be known which files were loaded, with the reason.
     """
-    identity = model_identity(directory)
-    changed = changed_since(Path(directory), began)
+    began = process_began()
+    if not Path(model).is_dir():
+        return _hub_identity(model, revision, cache_dir, began)
+    identity = model_identity(model)
+    changed = changed_since(Path(model), began)
     if changed is not None:
         raise InvalidValue(
             f"{changed} was written or replaced after this process began, so it may not be what "
@@ -57,14 +68,8 @@ def identity_since(directory: str, began: float) -> str:
     return identity
 
 
-def hub_identity(name: str, revision: str | None, cache_dir: str | None, began: float) -> str:
-    """Return the identity of a model of the hub, if its branch is where it was at ``began``.
-
-    That of its files, where they are on this machine and can be read; else its commit.
-
-    Raises:
-        InvalidValue: it is not known which commit was loaded.
-    """
+def _hub_identity(name: str, revision: str | None, cache_dir: str | None, began: float) -> str:
+    """Return the identity of the local files of a hub model, or its commit where it has none."""
     snapshot = _snapshot(name, revision, cache_dir)
     if snapshot is None:
         if revision is not None and _COMMIT.fullmatch(revision):
@@ -83,30 +88,30 @@ def hub_identity(name: str, revision: str | None, cache_dir: str | None, began: 
 
 
 def _snapshot(name: str, revision: str | None, cache_dir: str | None) -> Path | None:
-    """The directory of a model that the hub downloaded, named by its commit."""
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - engines bring it
+    """Return the directory of a downloaded hub model, which is named by its commit."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - a dependency of the engines
 
     try:
         found = snapshot_download(
             name, revision=revision, cache_dir=cache_dir, local_files_only=True
         )
-    except (OSError, ValueError):  # no such name, or nothing of it is here
+    except (OSError, ValueError):  # no such name, or it was not downloaded
         return None
     return Path(found)
 
 
 def changed_since(path: Path, began: float) -> Path | None:
-    """The first file, link or directory of the model at ``path`` that changed after ``began``."""
+    """Return the first file, link or directory of the model at ``path`` changed after ``began``."""
     try:
         return next((each for each in _parts(path) if _changed(each) >= began), None)
-    except OSError:  # it went away while it was looked at
+    except OSError:  # deleted meanwhile
         return path
 
 
 def _parts(path: Path) -> Iterator[Path]:
-    """Links on the way to ``path``, the directory, and what is in it."""
+    """Yield the links on the way to ``path``, ``path`` itself, and the files in it."""
     way = path.absolute()
-    for _ in range(40):  # as many links as the system follows
+    for _ in range(40):  # as many links as Linux follows
         links = [each for each in (way, *way.parents) if each.is_symlink()]
         yield from links
         if not links:
@@ -119,5 +124,5 @@ def _parts(path: Path) -> Iterator[Path]:
 
 
 def _changed(path: Path) -> float:
-    """When ``path``, or what it links to, changed last."""
+    """Return the last change time of ``path`` and of the target of a link."""
     return max(path.lstat().st_ctime, path.stat().st_ctime)

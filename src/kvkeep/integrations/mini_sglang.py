@@ -1,8 +1,7 @@
-"""`PrefixCache`: kvkeep's radix index as the prefix cache of mini-sglang.
+"""`PrefixCache`: kvkeep's radix index as a prefix cache of mini-sglang.
 
-mini-sglang finds its prefix caches by name, in a registry: docs/sglang.md has the lines that put
-this one there. Nothing of mini-sglang is imported here: what is taken and given has the names and
-the order of what its own caches take and give.
+docs/sglang.md has the lines that register it. Nothing of mini-sglang is imported here; arguments
+and results have the names and the order of its own prefix caches.
 """
 
 from __future__ import annotations
@@ -28,83 +27,92 @@ if TYPE_CHECKING:
 
 __all__ = ["Handle", "InsertResult", "MatchResult", "PrefixCache", "SizeInfo"]
 
-_ALL = Namespace()
+_ONE = Namespace()  # mini-sglang has one model and no tenants
 _LEAST_ROOM = 1024
 
 
 class Handle:
-    """The beginning of a prompt, as it was found or stored.
+    """A stored prefix of a prompt, as `PrefixCache` found or inserted it.
 
     Attributes:
-        cached_len: its tokens.
+        cached_len: length of the prefix in tokens.
+        symbols: its tokens, as the index compares them.
+        pages: its page numbers in the index.
+        found: whether `PrefixCache.match_prefix` made the handle; locking it counts as a use.
+        hold: what protects the prefix from eviction while ``locks`` is not zero.
     """
 
-    __slots__ = ("_cache", "_found", "_hold", "_locks", "_pages", "_symbols", "cached_len")
+    __slots__ = ("_cache", "cached_len", "found", "hold", "locks", "pages", "symbols")
 
     def __init__(
         self, cache: PrefixCache, symbols: bytes, pages: PageArray, *, found: bool
     ) -> None:
-        self.cached_len = len(symbols) // TOKEN_BYTES
         self._cache = cache
-        self._symbols = symbols
-        self._pages = pages
-        self._found = found
-        self._hold: Node | None = None
-        self._locks = 0
+        self.cached_len = len(symbols) // TOKEN_BYTES
+        self.symbols = symbols
+        self.pages = pages
+        self.found = found
+        self.hold: Node | None = None
+        self.locks = 0
 
     def get_matched_indices(self) -> torch.Tensor:
-        """Its slots, int32 [cached_len], on the cache's device. They stay its own while locked."""
-        return self._cache.slots_of(self._pages)
+        """Return the slots of the prefix, int32 [cached_len], on the cache's device.
+
+        They remain those of the prefix only while the handle is locked.
+        """
+        return self._cache.slots_of(self.pages)
 
     def __repr__(self) -> str:
-        return f"<Handle of {self.cached_len} tokens, {self._locks} locks>"
+        return f"<Handle of {self.cached_len} tokens, {self.locks} locks>"
 
 
 class MatchResult(NamedTuple):
-    """What was found on the device; there is no other place."""
+    """Result of `PrefixCache.match_prefix`; nothing is kept on the host."""
 
     cuda_handle: Handle
     host_handle: None = None
 
 
 class InsertResult(NamedTuple):
-    """``cached_len`` tokens were there before: their slots are the caller's to free."""
+    """Result of `PrefixCache.insert_prefix`.
+
+    The first ``cached_len`` tokens were stored before; the caller frees the slots it gave for them.
+    """
 
     cached_len: int
     handle: Handle
 
 
 class SizeInfo(NamedTuple):
-    """In tokens: what could be evicted, and what is locked."""
+    """Stored tokens that can be evicted, and stored tokens that are locked."""
 
     evictable_size: int
     protected_size: int
 
     @property
     def total_size(self) -> int:
-        """All that is stored."""
+        """All stored tokens."""
         return self.evictable_size + self.protected_size
 
 
 class PrefixCache:
-    """A prefix cache for mini-sglang: whole pages, evicted exactly as many as are asked for.
+    """A prefix cache for mini-sglang: whole pages, and eviction of exactly the requested number.
 
-    A page's slots follow each other and begin at a multiple of ``page_size``. They never leave the
-    device: the index knows pages by numbers of its own, and a tensor there has the first slot of
-    each, so nothing waits for the device.
+    The slots of a page are consecutive and begin at a multiple of ``page_size``. Slots stay on the
+    device, so no call waits for it: the index knows pages by numbers of its own, and a tensor on
+    the device maps each number to the page's first slot.
 
     Args:
-        device: where the page table lies.
+        device: device of the page table.
         page_size: tokens of a page.
-        policy: what is evicted first (`kvkeep.core.eviction`); one of those that need not be told
-            what
-            is asked for.
+        policy: eviction policy (`kvkeep.core.eviction`), by name or as an object; one that needs no
+            history of requests.
 
-    Thread safety: none, as mini-sglang's own: its scheduler is one thread. Cost: `match_prefix` and
-    `lock_handle` one memcmp per run of the tree, `evict` about 1.5 µs a run that goes.
+    Thread safety: none, like mini-sglang's own; its scheduler is one thread. Cost: `match_prefix`
+    and `lock_handle` one memcmp per run of the tree, `evict` about 1.5 µs an evicted run.
 
     Raises:
-        InvalidValue: there is no such policy, or it needs to be told.
+        InvalidValue: there is no such policy, or it needs a history of requests.
     """
 
     def __init__(
@@ -114,55 +122,57 @@ class PrefixCache:
         if chosen.remembers:
             others = [name for name in POLICIES if not named_policy(name).remembers]
             raise InvalidValue(
-                f"{chosen.name} decides by what was asked for before, which mini-sglang does not "
-                f"say; these policies do without: {', '.join(others)}"
+                f"{chosen.name} decides by the history of requests, which mini-sglang does not "
+                f"report; these policies do without: {', '.join(others)}"
             )
         self.device = torch.device(device)
         self.page_size = whole("page_size", page_size, 1)
         self._index = RadixIndex(self.page_size, chosen)
-        self._root, _ = self._index.hold(None, _ALL)  # there is always something to match
+        self._root, _ = self._index.hold(None, _ONE)  # so that every prompt matches something
         self._locked: Counter[Node] = Counter()
-        self._free: PageArray = np.empty(0, np.int32)  # numbers without a page
+        self._free: PageArray = np.empty(0, np.int32)  # page numbers that are not in use
         self._starts = torch.empty(0, dtype=torch.int32, device=self.device)
         self._offsets = torch.arange(self.page_size, dtype=torch.int32, device=self.device)
 
     def match_prefix(self, input_ids: torch.Tensor) -> MatchResult:
-        """The longest stored beginning of ``input_ids`` (int, on the CPU), in whole pages."""
+        """Return the longest stored prefix of ``input_ids`` (int, on the CPU), in whole pages."""
         symbols = self._symbols(input_ids)
         pages = self._match(symbols).pages
         symbols = symbols[: len(pages) * self.page_size * TOKEN_BYTES]
         return MatchResult(Handle(self, symbols, pages, found=True))
 
     def lock_handle(self, handle: Handle, unlock: bool = False) -> None:
-        """Protect what the handle stands for from eviction, or (``unlock``) no longer.
+        """Protect the prefix of ``handle`` from eviction, or end that with ``unlock``.
+
+        Locks are counted.
 
         Raises:
-            IllegalStep: it was evicted before it was locked, or is not locked.
+            IllegalStep: the prefix was evicted before this first lock; or it is not locked.
         """
         if unlock:
-            if handle._hold is None:
+            if handle.hold is None:
                 raise IllegalStep(f"{handle} is not locked")
-            self._index.release(handle._hold)
-            self._locked -= Counter((handle._hold,))
-            handle._locks -= 1
-            if not handle._locks:
-                handle._hold = None
+            self._index.release(handle.hold)
+            self._locked -= Counter((handle.hold,))
+            handle.locks -= 1
+            if not handle.locks:
+                handle.hold = None
             return
-        if handle._hold is None:
-            found = self._match(handle._symbols)
+        if handle.hold is None:
+            found = self._match(handle.symbols)
             if len(found.pages) * self.page_size < handle.cached_len:
                 raise IllegalStep(f"{handle} was evicted since; match again, and lock at once")
-            handle._pages = found.pages
-            handle._hold, _ = self._index.hold(found, _ALL, used=handle._found)
+            handle.pages = found.pages
+            handle.hold, _ = self._index.hold(found, _ONE, used=handle.found)
         else:
-            self._index.again(handle._hold)
-        handle._locks += 1
-        self._locked[handle._hold] += 1
+            self._index.again(handle.hold)
+        handle.locks += 1
+        self._locked[handle.hold] += 1
 
     def insert_prefix(self, input_ids: torch.Tensor, indices: torch.Tensor) -> InsertResult:
-        """Store the whole pages of ``input_ids``, which are in the slots ``indices``.
+        """Store the whole pages of ``input_ids``, whose KV is in the slots ``indices``.
 
-        What was stored before stays where it is. ``indices`` are copied.
+        A prefix that is stored already keeps its old slots. ``indices`` are copied.
 
         Raises:
             InvalidValue: fewer slots than tokens.
@@ -170,14 +180,14 @@ class PrefixCache:
         symbols = self._symbols(input_ids)
         tokens = len(symbols) // TOKEN_BYTES
         if len(indices) < tokens:
-            raise InvalidValue(f"{len(indices)} indices for {tokens} tokens; one for each")
+            raise InvalidValue(f"{len(indices)} indices for {tokens} tokens; each token needs one")
         match = self._match(symbols)
         pages = match.pages
         there = len(pages) * self.page_size
         if there < tokens:
             new = self._take((tokens - there) // self.page_size)
             self._starts[self._where(new)] = indices[there : tokens : self.page_size]
-            hold, _ = self._index.hold(match, _ALL, used=False)
+            hold, _ = self._index.hold(match, _ONE, used=False)
             stored = self._index.insert(hold, symbols[there * TOKEN_BYTES :], new, 0)
             assert not len(stored.existing), "what is stored was matched"
             self._index.release(stored.hold)
@@ -185,24 +195,24 @@ class PrefixCache:
         return InsertResult(there, Handle(self, symbols, pages, found=False))
 
     def evict(self, size: int) -> torch.Tensor:
-        """Forget ``size`` tokens, rounded up to whole pages; their slots.
+        """Evict ``size`` tokens, rounded up to whole pages, and return their slots.
 
         Raises:
-            IllegalStep: more than could be evicted; nothing changed.
+            IllegalStep: fewer tokens can be evicted; nothing changed.
         """
         pages = -(-size // self.page_size)
         if pages > self._index.num_evictable:
-            raise IllegalStep(f"{size} tokens are to be evicted, of {self.size_info}")
+            raise IllegalStep(f"cannot evict {size} tokens of {self.size_info}")
         gone = self._index.evict(pages)
         slots = self.slots_of(gone)
         self._free = np.concatenate((self._free, gone))
         return slots
 
     def reset(self) -> None:
-        """Forget everything; the slots are the caller's.
+        """Remove everything; all slots belong to the caller again.
 
         Raises:
-            IllegalStep: something is locked; nothing changed.
+            IllegalStep: a handle is locked; nothing changed.
         """
         if locked := self.size_info.protected_size:
             raise IllegalStep(f"{locked} tokens are locked; unlock them first")
@@ -210,32 +220,32 @@ class PrefixCache:
 
     @property
     def size_info(self) -> SizeInfo:
-        """How much is stored."""
+        """The number of stored tokens."""
         evictable = self._index.num_evictable * self.page_size
         return SizeInfo(evictable, self._index.num_pages * self.page_size - evictable)
 
     def check_integrity(self) -> None:
-        """Recount everything that is stored; an ``AssertionError`` is a fault of kvkeep."""
+        """Recount everything that is stored; an ``AssertionError`` is a bug of kvkeep."""
         stored = self._index.check([self._root, *self._locked.elements()])
         numbers = np.sort(np.concatenate((stored, self._free)))
         assert np.array_equal(numbers, np.arange(len(self._starts))), "a page is lost, or twice"
 
     def slots_of(self, pages: PageArray) -> torch.Tensor:
-        """The slots of ``pages``, in order, int32 on the device."""
+        """Return the slots of ``pages``, in order, int32 on the device."""
         return (self._starts[self._where(pages)][:, None] + self._offsets).flatten()
 
     def _symbols(self, input_ids: torch.Tensor) -> bytes:
-        """The whole pages of a prompt, as the index compares them."""
+        """Return the tokens of a prompt's whole pages, as the index compares them."""
         tokens = as_tokens(input_ids.numpy())
         return tokens[: len(tokens) // self.page_size * self.page_size].tobytes()
 
     def _match(self, symbols: bytes) -> PrefixMatch:
-        match = self._index.match(symbols, _ALL)
+        match = self._index.match(symbols, _ONE)
         assert match is not None, "the root is held"
         return match.without_partial()
 
     def _take(self, count: int) -> PageArray:
-        """Numbers for ``count`` pages; how many there are, nobody says, so there may be more."""
+        """Return ``count`` unused page numbers. mini-sglang gives no limit: add numbers."""
         if count > len(self._free):
             have = len(self._starts)
             more = max(have, count, _LEAST_ROOM)
@@ -245,5 +255,5 @@ class PrefixCache:
         return taken
 
     def _where(self, pages: PageArray) -> torch.Tensor:
-        """``pages`` as torch wants them for an index."""
+        """Return ``pages`` as an index tensor on the device."""
         return torch.from_numpy(pages.astype(np.int64)).to(self.device, non_blocking=True)

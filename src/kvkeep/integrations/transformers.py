@@ -3,9 +3,9 @@
     kept = KeptModel(model, tiers=["memory://1GiB", "file:///var/lib/kvkeep"])
     output = kept.generate(**inputs, max_new_tokens=100)
 
-What the store has of the prompts is loaded, the rest is computed, and the KV of prompts and answers
-is stored for whoever asks next: this process, the next one, or another machine behind the same
-tiers. The model is used as it is: its class, its attention and its weights are not touched.
+The stored KV of the prompts is loaded and the rest is computed. The KV of prompts and answers is
+stored for later calls: of this process, the next one, or another machine with the same tiers. The
+class, attention and weights of the model are not changed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.integrations.transformers_caches import check_cache, fill, grown, held, length_of
-from kvkeep.integrations.transformers_model import (
-    geometry_of,
-    rope_limit,
-)
+from kvkeep.integrations.transformers_model import geometry_of, rope_limit
 from kvkeep.integrations.transformers_prefill import Prefill
 from kvkeep.integrations.transformers_rows import rows_of
 from kvkeep.integrations.transformers_settings import GenerateSettings
@@ -39,15 +36,15 @@ if TYPE_CHECKING:
 __all__ = ["KeptModel", "LoadedPrefix", "ReuseReport", "revision_of"]
 
 revision_of = model_identity
-"""The ``revision`` of a model's KV, for a store of one's own."""
+"""The ``revision`` of a model's KV, to open a store for it."""
 
 _BLOCK_TOKENS: Final = 64
 
 
 class LoadedPrefix(NamedTuple):
-    """What the store had: a cache to go on from, holding the first ``tokens`` tokens of a text.
+    """A cache with the stored KV of the first ``tokens`` tokens of a text, to continue from.
 
-    Of several texts, the first ``tokens`` columns of their batch, pads included.
+    For several texts, ``tokens`` are columns of their batch, pads included.
     """
 
     cache: DynamicCache
@@ -55,11 +52,14 @@ class LoadedPrefix(NamedTuple):
 
 
 class ReuseReport(NamedTuple):
-    """What one `KeptModel.generate` did, in tokens of all its rows.
+    """What one `KeptModel.generate` reused, in tokens of all rows.
 
-    ``prompt``: of all prompts. ``loaded``: of these, taken from the store. ``stored``: newly kept.
-    ``shared``: not computed for one row, as they were computed for another that begins alike. What
-    remains of ``prompt`` was computed.
+    Attributes:
+        prompt: of all prompts.
+        loaded: of these, loaded from the store.
+        stored: newly stored.
+        shared: of the prompts, computed once for several rows that begin alike. The remaining
+            tokens of the prompts were computed for their row.
     """
 
     prompt: int
@@ -71,31 +71,30 @@ class ReuseReport(NamedTuple):
 class KeptModel:
     """A Transformers causal language model whose KV is kept in a store.
 
+    Generates for one text, or a batch padded on the left. Layers with a sliding window are stored
+    whole, so their memory grows with the text as that of full attention does, unless a cache with
+    windows is passed. A model whose rotary embedding changes with the length of the text uses the
+    store for texts up to the length where it begins to.
+
     Args:
-        model: as ``from_pretrained`` gives it, on one device, not in training mode.
-        tiers: where KV is kept, fastest first (`kvkeep.store.KVStore`); closed with this object.
-        store: one that is open already, in layout HND, instead of ``tiers``; it stays open.
-        block_tokens: texts that part are shared in blocks of so many tokens; a text that goes on
-            where a stored one ended is found to the token.
-        tenant: whose KV this is; who names another tenant does not find it. Without one, the
-            store's own.
+        model: as ``from_pretrained`` returns it, on one device, not in training mode.
+        tiers: where KV is stored, fastest first; see `kvkeep.store.KVStore`.
+        store: an open store with layout HND, instead of ``tiers``; it stays open.
+        block_tokens: unit in which texts that differ later share KV, in tokens. A text that
+            continues a stored one reuses it to the token.
+        tenant: whose KV this is; other tenants do not find it. By default that of the store.
 
     Attributes:
-        model: the model itself.
+        model: the model.
         store: the `KVStore`, for its statistics, pins and lookups.
         last: what the latest `generate` reused; None before the first.
 
-    One text or a batch, padded on the left. Unless a cache with windows is asked for, layers with a
-    sliding window are kept whole: their memory grows with the text while it is generated, as full
-    attention's does. A model whose rotary embedding changes with the length of the text is served
-    up to the length where it begins to.
-
-    Thread safety: one call at a time, as the model. Several objects may share a store.
+    Thread safety: one call at a time, like the model. Several objects may share a store.
 
     Raises:
-        UnsupportedModel: the model keeps something else than K and V of each token, or lies on
-            several devices.
-        InvalidValue: the store is one for another model, geometry or layout.
+        UnsupportedModel: the model caches more than K and V of each token, or is on several
+            devices.
+        InvalidValue: the store is for another model, geometry or layout.
     """
 
     def __init__(
@@ -135,44 +134,45 @@ class KeptModel:
         self.store = store
 
     def generate(
-        self, inputs: torch.Tensor | None = None, **settings: Any
+        self, inputs: torch.Tensor | None = None, **arguments: Any
     ) -> GenerateOutput | torch.LongTensor:
-        """``model.generate`` with the same arguments, results and greedy answers, but faster.
+        """Call ``model.generate`` with the same arguments; same results and greedy answers, faster.
 
-        Batches are padded on the left and come with their ``attention_mask``; without one, every
-        token counts as text. A static cache, or an empty cache passed as ``past_key_values``, is
-        used as ``generate`` does. Of a batch that begins alike, the beginning is computed once.
+        A batch is padded on the left and comes with its ``attention_mask``; without one, every
+        token is text. A static cache, or an empty cache passed as ``past_key_values``, is used as
+        ``generate`` does. If the rows begin alike, the common prefix is computed once.
 
         Raises:
             InvalidValue: padding on the right, or a setting that uses the cache in its own way.
-            IllegalStep: the model's weights, configuration or adapters were changed since this
-                object was made, so far as `kvkeep.store.identity.ModelWatch` notices.
+            IllegalStep: the model's weights, configuration or adapters changed since this object
+                was made, as far as `kvkeep.store.identity.ModelWatch` notices.
         """
         self._check_model()
-        asked = GenerateSettings(self.model, inputs, settings)
-        rows = asked.rows
-        chunk = asked.value("prefill_chunk_size")
+        settings = GenerateSettings(self.model, inputs, arguments)
+        rows = settings.rows
+        chunk = settings.value("prefill_chunk_size")
         prefill = Prefill(self.model, self.store.geometry, rows, chunk=chunk)
-        cache, stored = self._begin(asked, prefill)
+        cache, stored = self._begin(settings, prefill)
         output: Any = self.model.generate(  # type: ignore[operator]
-            **asked.passed, past_key_values=cache
+            **settings.passed, past_key_values=cache
         )
-        if asked.cache is None:
-            stored = self._store_prompts(prefill, rows, cache, copies=asked.copies)
-        if asked.copies == 1:  # of several answers, what they share is stored
+        if settings.cache is None:
+            stored = self._store_prompts(prefill, rows, cache, copies=settings.copies)
+        if settings.copies == 1:  # of several answers, only what they share is stored
             sequences: Any = getattr(output, "sequences", output)
-            stored += self._store_answers(asked, sequences, cache)
+            stored += self._store_answers(settings, sequences, cache)
         self.last = ReuseReport(sum(map(len, rows.texts)), prefill.loaded, stored, prefill.shared)
         return output  # type: ignore[no-any-return]
 
     def load(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> LoadedPrefix:
-        """A cache with what the store has of ``input_ids``, all but their last token at most.
+        """Return a cache with the stored KV of ``input_ids``, except their last token.
 
-        ``input_ids``: [tokens], or [rows, tokens] padded on the left; of several rows, the columns
-        that are known of all. The cache is the caller's, on the model's device; hand it to
-        ``model.generate`` with all of ``input_ids``, or to ``model`` with the rest.
+        ``input_ids`` are [tokens], or [rows, tokens] padded on the left; of several rows, the
+        columns that are known of all are loaded. The cache belongs to the caller, on the model's
+        device; pass it to ``model.generate`` with all of ``input_ids``, or to ``model`` with the
+        rest.
         """
         self._check_model()
         rows = rows_of(input_ids, attention_mask)
@@ -188,16 +188,15 @@ class KeptModel:
         past_key_values: Cache,
         attention_mask: torch.Tensor | None = None,
     ) -> int:
-        """Store the KV of ``input_ids`` that ``past_key_values`` holds; tokens newly accepted.
+        """Store the KV of ``input_ids`` in ``past_key_values``; return the tokens newly stored.
 
-        ``past_key_values`` is what the model filled while it computed the first of ``input_ids``,
-        [tokens] or [rows, tokens]: a dynamic or static cache. What is stored already is skipped.
-        Returns before the slower tiers have it; ``store.flush()`` waits for them.
+        ``past_key_values`` is a dynamic or static cache that the model filled while it computed the
+        first of ``input_ids``, [tokens] or [rows, tokens]. Returns before the slower tiers have
+        written the KV; ``store.flush()`` waits for them.
 
         Raises:
-            InvalidValue: it is no cache, holds more tokens than there are, other rows, or not
-                all tokens of a layer (a sliding window that was passed: use the cache that `load`
-                gives).
+            InvalidValue: this is no cache; it holds more tokens than ``input_ids``, other rows, or
+                not all tokens of a layer (a sliding window was exceeded: use the cache of `load`).
         """
         self._check_model()
         rows = rows_of(input_ids, attention_mask)
@@ -220,7 +219,7 @@ class KeptModel:
                 raise InvalidValue(
                     f"layer {layer} of the cache has a window, and holds the last "
                     f"{columns - first} of {columns} tokens; compute with the cache that load() "
-                    "gives"
+                    "returns"
                 )
         return sum(
             self._store(text, past_key_values, row, pad)
@@ -229,7 +228,7 @@ class KeptModel:
         )
 
     def close(self) -> None:
-        """Close the store if it was opened here, with all it still has to write."""
+        """Close the store if this object opened it, after writing what is queued."""
         if self._owned:
             self.store.close()
 
@@ -247,38 +246,38 @@ class KeptModel:
     def __repr__(self) -> str:
         return f"<KeptModel {type(self.model).__name__}, last: {self.last}>"
 
-    def _begin(self, asked: GenerateSettings, prefill: Prefill) -> tuple[Cache, int]:
-        """The cache that `generate` goes on from, and tokens stored already.
+    def _begin(self, settings: GenerateSettings, prefill: Prefill) -> tuple[Cache, int]:
+        """Return the cache that `generate` continues from, and the tokens already stored.
 
-        A cache that was asked for has windows or a fixed size, maybe: it is filled after the
+        A cache that the user passed may have windows or a fixed size. It is filled after the
         prompts were stored, with all but their last token.
         """
-        rows, given = asked.rows, asked.cache
+        rows, given = settings.rows, settings.cache
         if not self._servable(rows.longest):
             return grown(()) if given is None else given, 0
         prefill.load(self._get)
         prefill.share()
         if given is None:
             cache = prefill.reach(rows.columns, last=False)
-            if asked.copies > 1:
-                cache.batch_repeat_interleave(asked.copies)
+            if settings.copies > 1:
+                cache.batch_repeat_interleave(settings.copies)
             return cache, 0
         cache = prefill.reach(rows.columns - 1, last=True)
         stored = self._store_prompts(prefill, rows, cache)
-        if asked.copies > 1:
-            cache.batch_repeat_interleave(asked.copies)
+        if settings.copies > 1:
+            cache.batch_repeat_interleave(settings.copies)
         fill(given, cache)
         return given, stored
 
     def _get(self, text: TokenArray, start: int) -> Any:
-        """What `Prefill` loads by."""
+        """Load KV, for `Prefill`."""
         return self.store.get(text, start, tenant=self._tenant, form="tuples")
 
     def _store_prompts(self, prefill: Prefill, rows: Rows, cache: Cache, *, copies: int = 1) -> int:
-        """Store each prompt without its last token, for who asks it again; tokens accepted.
+        """Store prompts without their last tokens, and common prefixes; return tokens stored.
 
-        And what rows had in common, to the token, for who asks something else about it.
-        ``copies``: rows of the cache for each prompt, which share its KV.
+        A prefix that rows share is stored to the token, for other prompts that begin with it.
+        ``copies`` are the rows of the cache for each prompt, which share its KV.
         """
         if not self._servable(rows.longest + 1):
             return 0
@@ -289,13 +288,17 @@ class KeptModel:
             for row, end in ends
         )
 
-    def _store_answers(self, asked: GenerateSettings, sequences: torch.Tensor, cache: Cache) -> int:
-        """Store the prompts with their answers, up to where these end; tokens accepted."""
-        columns, total = asked.rows.columns, sequences.shape[1]
-        if not self._servable(asked.rows.longest + total - columns + 1):
+    def _store_answers(
+        self, settings: GenerateSettings, sequences: torch.Tensor, cache: Cache
+    ) -> int:
+        """Store prompts with their answers up to the end token; return tokens newly stored."""
+        columns, total = settings.rows.columns, sequences.shape[1]
+        if not self._servable(settings.rows.longest + total - columns + 1):
             return 0
-        ends, accepted = asked.ends, 0
-        for row, (sequence, pad) in enumerate(zip(sequences.cpu(), asked.rows.pads, strict=True)):
+        ends, accepted = settings.ends, 0
+        for row, (sequence, pad) in enumerate(
+            zip(sequences.cpu(), settings.rows.pads, strict=True)
+        ):
             answer = sequence[columns:].tolist()
             length = next((at + 1 for at, token in enumerate(answer) if token in ends), len(answer))
             text = sequence[pad : columns + length].numpy()
@@ -303,9 +306,9 @@ class KeptModel:
         return accepted
 
     def _store(self, text: TokenArray, cache: Cache, row: int, pad: int, *, stored: int = 0) -> int:
-        """Store what ``cache`` has of ``text`` in one row, behind ``pad`` columns of padding.
+        """Store the KV of ``text`` in row ``row`` of ``cache``, behind ``pad`` columns of padding.
 
-        ``stored``: its tokens that were stored just now, where windows have left them behind.
+        ``stored`` of its tokens were stored just now; windows may have dropped them from the cache.
         """
         layers = [
             held(cache, layer)
@@ -317,7 +320,7 @@ class KeptModel:
         start = max(0, max(layer.first for layer in layers) - pad)
         block = self.store.block_tokens
         if -(-start // block) * block > stored:
-            return 0  # nobody would find it behind a gap
+            return 0  # behind a gap, no lookup would find it
         kv = tuple(
             tuple(
                 part[row, :, start + pad - first : tokens + pad - first] for part in (keys, values)
@@ -328,18 +331,18 @@ class KeptModel:
         return put.tokens
 
     def _check_model(self) -> None:
-        """It is the one that this object was made for, and computes KV that holds."""
+        """Raise `IllegalStep` if the model changed, or is in training mode."""
         if (what := self._watch.changed()) is not None:
-            # Moved to another device, or written to with what was there: then it is the same.
+            # Moving to another device, or writing the same numbers, does not change the identity.
             if model_identity(self.model) != self._identity:
                 raise IllegalStep(
-                    f"the model was changed since this KeptModel was made: {what}. The KV in its "
-                    "store is of the model as it was; make another one"
+                    f"the model was changed since this KeptModel was made: {what}. Its store holds "
+                    "KV of the model as it was; make another KeptModel"
                 )
             self._watch = ModelWatch(self.model)
         if self.model.training:
             raise IllegalStep("the model is in training mode; call model.eval() first")
 
     def _servable(self, tokens: int) -> bool:
-        """Whether the KV of a text of ``tokens`` tokens is that of a longer and a shorter one."""
+        """Whether the KV of ``tokens`` tokens is the same in shorter and longer texts."""
         return self._longest is None or tokens < self._longest

@@ -1,7 +1,7 @@
-"""Transformers' caches: reading what they hold, and filling one from another.
+"""Transformers' caches: reading their KV, and filling one from another.
 
-Read are layers that hold keys and values as they were computed, in order: all of them, or the last
-ones, as sliding windows do.
+Supported are layers that hold keys and values as computed, in order: all of them, or the last ones,
+as layers with a sliding window do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PLAIN_LAYERS: Final = {
 
 
 class LayerKV(NamedTuple):
-    """What one layer has: of the columns from ``first`` on, each [rows, heads, columns, dim]."""
+    """KV of one layer for the columns from ``first`` on, each [rows, heads, columns, dim]."""
 
     first: int
     keys: torch.Tensor
@@ -35,12 +35,12 @@ class LayerKV(NamedTuple):
 
 
 def length_of(cache: Cache) -> int:
-    """Columns that went into ``cache``, those that left a window included."""
+    """Return the columns that were put into ``cache``, including those that left a window."""
     return int(cache.get_seq_length())
 
 
 def check_cache(cache: object) -> None:
-    """``cache`` is one of Transformers' own, whose layers can be looked at."""
+    """Raise `InvalidValue` if ``cache`` is not one of Transformers'."""
     if not isinstance(cache, require("transformers", "transformers").Cache):
         raise InvalidValue(
             f"past_key_values is {type(cache).__name__}; give the cache that the model filled: "
@@ -49,10 +49,10 @@ def check_cache(cache: object) -> None:
 
 
 def held(cache: Cache, layer: int) -> LayerKV:
-    """What ``layer`` of ``cache`` has.
+    """Return the KV that ``layer`` of ``cache`` holds.
 
     Raises:
-        InvalidValue: there is no such layer, or what it has is not as the model computed it.
+        InvalidValue: there is no such layer, or it does not hold KV as computed.
     """
     if layer >= len(cache.layers):
         raise InvalidValue(f"the cache has {len(cache.layers)} layers, and the model more")
@@ -71,9 +71,9 @@ def _plain(cache: Cache, layer: int) -> object:
 
 
 def grown(layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
-    """A cache that goes on from these keys and values, and takes their memory over.
+    """Return a cache that continues from these keys and values, and takes over their memory.
 
-    It has no windows: layers with one are kept whole, and masks do the rest.
+    It has no windows: layers with one are kept whole, and attention masks do the rest.
     """
     transformers = require("transformers", "transformers")
     cache: DynamicCache = transformers.DynamicCache()
@@ -86,7 +86,7 @@ def grown(layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
 
 
 def check_fits(cache: object, columns: int) -> None:
-    """``cache`` is one that `fill` can fill with so many columns."""
+    """Raise `InvalidValue` if `fill` cannot put this many columns into ``cache``."""
     transformers = require("transformers", "transformers")
     kinds = transformers.DynamicCache, transformers.StaticCache
     if not isinstance(cache, kinds) or getattr(cache, "offloading", False):
@@ -95,7 +95,7 @@ def check_fits(cache: object, columns: int) -> None:
             "stays on the device, or leave it out"
         )
     for layer, one in enumerate(cache.layers):
-        if type(one).__name__ != "DummyLayer":  # its layer uses another one's keys and values
+        if type(one).__name__ != "DummyLayer":  # a layer that uses the KV of another layer
             _plain(cache, layer)
     if length := length_of(cache):
         raise InvalidValue(
@@ -111,7 +111,7 @@ def check_fits(cache: object, columns: int) -> None:
 
 
 def fill(cache: Cache, source: Cache) -> None:
-    """Put all of ``source``, a cache that `grown` made, into the empty ``cache``."""
+    """Copy all of ``source``, a cache of `grown`, into the empty ``cache``."""
     for layer in range(len(source.layers)):
         _, keys, values = held(source, layer)
         cache.update(keys, values, layer)

@@ -1,4 +1,4 @@
-"""What is read off a Transformers model: the shape and the limits of its KV."""
+"""Shape and limits of a Transformers model's KV."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvkeep.core.geometry import KVGeometry
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "geometry_of",
-    "rope_limit",
-    "takes_positions",
-]
+__all__ = ["geometry_of", "rope_limit", "takes_positions"]
 
-# Rotary embeddings that change for all positions once a text outgrows a length.
+# Rotary embeddings that change at all positions once a text exceeds a length.
 _LENGTH_DEPENDENT_ROPE: Final = {"dynamic", "longrope"}
 
 
 def geometry_of(model: PreTrainedModel) -> KVGeometry:
-    """The shape of the model's KV in Transformers' caches, or a refusal."""
+    """Return the shape of the model's KV in Transformers' caches.
+
+    Raises:
+        UnsupportedModel: the KV of this model cannot be reused, with the reason.
+    """
     transformers = require("transformers", "transformers")
     name = type(model).__name__
     if not isinstance(model, transformers.PreTrainedModel) or not model.can_generate():
@@ -48,7 +48,7 @@ def geometry_of(model: PreTrainedModel) -> KVGeometry:
 
 
 def rope_limit(model: PreTrainedModel) -> int | None:
-    """Tokens from which on the model's rotary embedding depends on the text's length, or None."""
+    """Return the length from which the rotary embedding depends on the text's length, or None."""
     text = model.config.get_text_config()
     ropes = getattr(text, "rope_parameters", None) or {}
     for rope in [value for value in ropes.values() if isinstance(value, dict)] or [ropes]:
@@ -60,5 +60,5 @@ def rope_limit(model: PreTrainedModel) -> int | None:
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether tokens can be told where they stand: else their KV depends on the padding before."""
+    """Return whether the model takes positions; if not, its KV depends on padding."""
     return "position_ids" in inspect.signature(model.forward).parameters

@@ -1,10 +1,10 @@
 """`Prefill`: the KV of a batch's prompts, from the store, from each other, and from the model.
 
-    load      what the store has of each row; what rows begin alike with is read once
-    share     what several rows have in common, and nobody knows, is computed once
-    reach     the rest, in few passes over the rows that need them (`passes`)
+    load      read what the store has of each row; common prefixes are read once
+    share     compute common prefixes of several rows once
+    reach     compute the rest, in few passes over the rows that need them (`passes`)
 
-Nothing is copied until a cache is made: what a row knows are pieces of others' memory.
+Until a cache is made nothing is copied: rows refer to slices of KV, which they may share.
 """
 
 from __future__ import annotations
@@ -28,31 +28,30 @@ if TYPE_CHECKING:
 
     Layers = Sequence[tuple[torch.Tensor, ...]]
     Get = Callable[[TokenArray, int], tuple[Layers | None, int]]
-    """The KV of a text's longest stored prefix beyond so many tokens, and how many."""
+    """Return the KV of a text's longest stored prefix behind a number of tokens, and its tokens."""
 
 __all__ = ["Prefill"]
 
 
 class KVSlice(NamedTuple):
-    """The KV of tokens ``start`` … ``stop`` of a text: K and V of each layer, [heads, …, dim]."""
+    """KV of tokens ``start`` … ``stop - 1`` of a text: K and V a layer, [heads, tokens, dim]."""
 
     start: int
     stop: int
     layers: Layers
 
     def cut(self, stop: int) -> KVSlice:
-        """Its beginning, up to token ``stop``."""
+        """Return its beginning, up to token ``stop``."""
         return self if stop >= self.stop else KVSlice(self.start, stop, self.layers)
 
 
 class Prefill:
-    """What is known of the KV of a batch's prompts, all but the last token of each at most.
+    """The known KV of a batch's prompts, except the last token of each.
 
     Attributes:
-        known: tokens of each row whose KV is known.
-        loaded: tokens that did not have to be computed, as the store had them.
-        shared: tokens that were not computed, as another row's pass had them.
-        parted: the prefixes that were computed for several rows, and end where these part.
+        loaded: tokens that were not computed because the store had them.
+        shared: tokens that were not computed because another row's pass computed them.
+        parted: prefixes that were computed for several rows, and end where these differ.
 
     Thread safety: none; an object belongs to one call.
     """
@@ -60,7 +59,7 @@ class Prefill:
     def __init__(
         self, model: PreTrainedModel, geometry: KVGeometry, rows: Rows, *, chunk: int | None = None
     ) -> None:
-        """``chunk``: columns of one pass, at most."""
+        """``chunk``: the most columns of one pass."""
         self._model = model
         self._geometry = geometry
         self._rows = rows
@@ -83,8 +82,8 @@ class Prefill:
         return [pad + known for pad, known in zip(self._rows.pads, self.known, strict=True)]
 
     def load(self, get: Get) -> None:
-        """Take what the store has; rows that begin as another one ask for what that one lacks."""
-        before: dict[int, int] = {}  # row → tokens it shares with the one before it in order
+        """Read what the store has; rows that begin alike read their common prefix once."""
+        before: dict[int, int] = {}  # row → tokens it shares with the row before it in order
         for shared in self._common:
             before |= dict.fromkeys(shared.rows[1:], shared.tokens)  # longer ones come later
         for at, row in enumerate(self._order):
@@ -95,20 +94,20 @@ class Prefill:
             if layers is not None:
                 moved = [tuple(part.to(self._model.device) for part in one) for one in layers]
                 self._pieces[row] += (KVSlice(start, start + count, moved),)
-        for shared in self._common:  # and back: who came later may have found more
+        for shared in self._common:  # and back: a later row may have loaded more
             best = max(shared.rows, key=self.known.__getitem__)
             for row in shared.rows:
                 self._lend(best, row, shared.tokens)
         self._stored = self.known
 
     def _lend(self, lender: int, row: int, tokens: int) -> None:
-        """Let ``row`` know what ``lender`` does of the ``tokens`` with which both begin."""
+        """Give ``row`` the KV that ``lender`` has of their ``tokens`` common first tokens."""
         pieces = tuple(piece.cut(tokens) for piece in self._pieces[lender] if piece.start < tokens)
         if pieces and pieces[-1].stop > self.known[row]:
             self._pieces[row] = pieces
 
     def share(self) -> None:
-        """Compute once what several rows have in common, where that saves more than a pass."""
+        """Compute each common prefix once, if that saves more than a forward pass costs."""
         for shared in self._common:
             row = max(shared.rows, key=self.known.__getitem__)
             start = min(self.known[row], shared.tokens)
@@ -122,9 +121,9 @@ class Prefill:
                 self._lend(row, other, shared.tokens)
 
     def reach(self, columns: int, *, last: bool) -> DynamicCache:
-        """A cache of all rows up to ``columns``, or without ``last`` to where the last pass begins.
+        """Return a cache of all rows up to ``columns``, or to the last pass without ``last``.
 
-        That one is then the caller's: all rows take part in it.
+        The caller then makes the last pass, in which all rows take part.
         """
         steps = passes(self.levels, columns)
         for row, stored in enumerate(self._stored):
@@ -137,11 +136,11 @@ class Prefill:
         return self.cache(columns)
 
     def cache(self, columns: int) -> DynamicCache:
-        """A cache of all rows up to a column that all of them know."""
+        """Return a cache of all rows up to a column that all of them know."""
         return self._assemble(range(len(self._pieces)), columns, self._rows.pads)
 
     def _compute(self, rows: tuple[int, ...], start: int, stop: int) -> None:
-        """One pass, or as many as ``chunk`` asks for; then these rows know what they had not."""
+        """Compute columns of some rows, in one pass or in chunks, and keep their KV."""
         alone = len(rows) == 1
         skip = self._rows.pads[rows[0]] if alone else 0  # one row needs no pads
         pads = (0,) if alone else tuple(self._rows.pads[row] for row in rows)
@@ -168,7 +167,7 @@ class Prefill:
     def _forward(
         self, cache: Cache, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        """One pass over some columns, as the chunks of `generate`'s own prefill are computed."""
+        """Make one pass over some columns, as the chunked prefill of ``generate`` does."""
         model: Any = self._model
         device = model.device
         settings: dict[str, Any] = {"use_cache": True}
@@ -186,7 +185,7 @@ class Prefill:
         model(**inputs, return_dict=True)
 
     def _assemble(self, rows: Sequence[int], columns: int, pads: Sequence[int]) -> DynamicCache:
-        """A cache of ``rows`` up to a column, each behind so many pads, whose KV is zero."""
+        """Return a cache of ``rows`` up to a column, each behind its pads, whose KV is zero."""
         if not columns:
             return grown(())
         geometry = self._geometry

@@ -1,8 +1,8 @@
-"""Rows of a batch: what is text, what they have in common, and in which passes they are computed.
+"""Rows of a batch: their texts, their common prefixes, and the passes that compute them.
 
-A batch is as `generate` has it: ``ids[row, column]``, padded on the left, and the cache the same
-columns. Pads are in no prefix: a row's KV is found and stored by its text alone, since positions
-count from its first token.
+A batch is as in ``generate``: ``ids[row, column]``, padded on the left, and the cache has the same
+columns. Pads belong to no prefix: the KV of a row is looked up and stored by its text alone, since
+positions count from its first token.
 
     column   0 1 2 3 4 5 6 7 8 9        stored of it
     row 0    . . . a a a a a b b        a a a a a      level 8: known up to this column
@@ -38,11 +38,11 @@ __all__ = [
 ]
 
 PASS_TOKENS: Final = 64
-"""What a forward pass costs besides its tokens, in tokens: weights are read, kernels started."""
+"""Fixed cost of a forward pass (reading weights, starting kernels), in tokens."""
 
 
 class Rows(NamedTuple):
-    """The texts of a batch, and where they lie in it.
+    """The texts of a batch, and their columns.
 
     ``ids``, ``mask`` and ``positions`` are [rows, columns] on the CPU, as `generate` makes them;
     ``texts`` are the rows without their ``pads``.
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of the batch: tokens of its longest text, and pads that all rows have."""
+        """Columns of the batch: tokens of its longest text, and pads that all rows have."""
         return int(self.ids.shape[1])
 
     @property
@@ -66,10 +66,11 @@ class Rows(NamedTuple):
 
 
 def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Rows:
-    """The texts of ``input_ids``, [rows, tokens] or [tokens]; without a mask, all of it is text.
+    """Return the rows of ``input_ids``, [rows, tokens] or [tokens]; no mask: all is text.
 
     Raises:
-        InvalidValue: no tensor, another shape, a row without text, pads that are not on the left.
+        InvalidValue: no tensor, a wrong shape, a row without text, or pads that are not on the
+            left.
     """
     ids = tensor_of(input_ids, "input_ids").detach().cpu()
     ids = ids[None] if ids.ndim == 1 else ids
@@ -97,7 +98,7 @@ def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None)
 
 
 def tensor_of(given: object, name: str) -> torch.Tensor:
-    """``given``, which the caller passed as ``name``, if it is a tensor; else `InvalidValue`."""
+    """Return the argument ``given``, called ``name``; raise `InvalidValue` if it is no tensor."""
     if isinstance(given, torch.Tensor):
         return given
     raise InvalidValue(
@@ -107,7 +108,7 @@ def tensor_of(given: object, name: str) -> torch.Tensor:
 
 
 def _check_left(mask: torch.Tensor) -> None:
-    """Each row is pads, then text."""
+    """Raise `InvalidValue` unless each row is pads, then text."""
     for number, row in enumerate(mask):
         if not bool(row.any()):
             raise InvalidValue(f"row {number} is all padding; leave it out")
@@ -119,23 +120,22 @@ def _check_left(mask: torch.Tensor) -> None:
         if bool((row[1:] < row[:-1]).any()):
             raise InvalidValue(
                 f"row {number} has zeros of attention_mask inside its text; only pads on the left "
-                "can be left out"
+                "can be masked"
             )
 
 
 class SharedRows(NamedTuple):
-    """Some rows, and how many of their first tokens are the same."""
+    """Some rows, and the number of their first tokens that are equal."""
 
     rows: tuple[int, ...]
     tokens: int
 
 
 def shared_prefixes(texts: Sequence[TokenArray]) -> tuple[list[int], list[SharedRows]]:
-    """The rows in an order that puts those next to each other that begin alike; what they share.
+    """Return the rows sorted by text, and the prefixes that several rows share, shortest first.
 
-    Each prefix that two rows or more have in common until one of them goes its own way, shortest
-    first: the inner nodes of the tree of all rows. The last token of a row is never shared: it is
-    computed for its logits. O(rows · tokens), and O(rows²) where all rows share something.
+    These are the inner nodes of the tree of all rows. The last token of a row is never shared: it
+    is computed for its logits. O(rows · tokens), and O(rows²) if all rows share something.
     """
     order = sorted(range(len(texts)), key=lambda row: texts[row].tobytes())
     common = [common_length(texts[left][:-1], texts[right][:-1]) for left, right in pairwise(order)]
@@ -152,7 +152,7 @@ def shared_prefixes(texts: Sequence[TokenArray]) -> tuple[list[int], list[Shared
 
 
 class Pass(NamedTuple):
-    """One forward pass: columns ``start`` … ``stop`` of ``rows``."""
+    """One forward pass: columns ``start`` … ``stop - 1`` of ``rows``."""
 
     rows: tuple[int, ...]
     start: int
@@ -160,11 +160,11 @@ class Pass(NamedTuple):
 
 
 def passes(levels: Sequence[int], columns: int) -> list[Pass]:
-    """How to compute rows that are known up to columns ``levels`` until all reach ``columns``.
+    """Return the passes that compute rows, known up to ``levels``, up to ``columns``.
 
-    Rows that know less go first, and others join when it is their turn. A row may join earlier
-    than it must where that saves a pass: the sum of all columns computed, and `PASS_TOKENS` for
-    each pass, is as low as it can be. O(rows²).
+    Rows that know less begin, and others join later. A row may join earlier than necessary if that
+    saves a pass: the sum of all columns computed, plus `PASS_TOKENS` for each pass, is minimal.
+    O(rows²).
     """
     ordered = sorted(levels)
     starts = sorted({level for level in levels if level < columns})

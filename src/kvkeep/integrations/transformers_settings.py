@@ -1,4 +1,4 @@
-"""What `generate` was asked for: its prompts, its settings, and which of them are refused."""
+"""The arguments of ``generate``: its prompts, its settings, and which settings are refused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GenerateSettings"]
 
-_OWN_CACHE: Final = "it does not go on from a cache that is loaded; leave it out"
-# Settings of `generate` that use the cache in a way of their own, and what to do.
+_OWN_CACHE: Final = "it does not continue from a loaded cache; leave it out"
+# Settings of `generate` that use the cache in their own way, and what to do instead.
 _REFUSED: Final[dict[str, str]] = {
     "inputs_embeds": "the store finds KV by token ids; pass input_ids",
     "custom_generate": "use load() and save() around it",
@@ -31,25 +31,25 @@ _REFUSED: Final[dict[str, str]] = {
 }
 # Settings of `generate` that compute several answers side by side.
 _COPIES: Final = ("num_beams", "num_return_sequences")
-# Settings that may be tensors and have no influence on the KV of the text.
+# Settings that may be tensors and do not change the KV of the text.
 _TENSORS: Final = {"eos_token_id", "pad_token_id", "bos_token_id", "negative_prompt_ids",
                    "negative_prompt_attention_mask"}  # fmt: skip
-# What older models name in their generation configuration: the kind that fits is found anyway.
+# Values in generation configurations of older models; a fitting cache is chosen anyway.
 _NO_CHOICE: Final = {None, "dynamic", "hybrid"}
-_DEFAULT_NEW_TOKENS: Final = 20  # of Transformers, where nothing says how many
+_DEFAULT_NEW_TOKENS: Final = 20  # the default of Transformers
 
 
 class GenerateSettings:
     """The arguments of one `generate`, checked.
 
     Attributes:
-        rows: its prompts.
-        copies: answers that are computed side by side for each prompt: beams or samples.
-        passed: the arguments as ``model.generate`` takes them, all but the cache.
-        cache: the cache that was asked for, empty; None: whichever is best.
+        rows: the prompts.
+        copies: answers computed side by side for each prompt: beams or samples.
+        passed: the arguments for ``model.generate``, except the cache.
+        cache: the empty cache that the user passed or requested; None: no preference.
 
     Raises:
-        InvalidValue: prompts or settings are not served, with the reason.
+        InvalidValue: prompts or settings are not supported, with the reason.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GenerateSettings:
         self.cache = self._cache()
 
     def value(self, name: str) -> Any:
-        """What ``generate`` will take for ``name``: the argument, or what a configuration says."""
+        """Return what ``generate`` takes for ``name``: the argument, or a configured value."""
         if name in self.passed:
             return self.passed[name]
         given = getattr(self.passed.get("generation_config"), name, None)
@@ -71,14 +71,14 @@ class GenerateSettings:
 
     @property
     def ends(self) -> set[int]:
-        """The tokens that end an answer; what follows them in a batch is padding."""
+        """The tokens that end an answer; later tokens of a row are padding."""
         ends = self.value("eos_token_id")
         if ends is None:
             return set()
         return set(torch.as_tensor(ends).flatten().tolist())
 
     def _rows(self, inputs: torch.Tensor | None) -> Rows:
-        """The prompts, and ``passed`` with them and their mask as tensors that all rows have."""
+        """Return the prompts; put them and their mask into `passed` as tensors."""
         named: torch.Tensor | None = self.passed.pop("input_ids", None)
         ids = inputs if named is None else named
         if ids is None or (named is not None and inputs is not None):
@@ -89,8 +89,8 @@ class GenerateSettings:
         pad = self.value("pad_token_id")
         if mask is None and len(ids) > 1 and pad is not None and bool((ids == pad).any()):
             raise InvalidValue(
-                f"there are pads (token {pad}) among input_ids and no attention_mask; pass the one "
-                "that the tokenizer gives, or ones if they are text"
+                f"there are pads (token {pad}) among input_ids and no attention_mask; pass the "
+                "tokenizer's attention_mask, or ones if they are text"
             )
         rows = rows_of(ids, mask)
         if any(rows.pads) and not takes_positions(self._model):
@@ -103,13 +103,13 @@ class GenerateSettings:
         return rows
 
     def _check(self) -> None:
-        """Nothing but tokens decides on the KV, and ``generate`` goes on from what is loaded."""
+        """Refuse settings that change the KV of tokens, or with which loaded KV is ignored."""
         for name, why in _REFUSED.items():
             value = self.value(name)
             if value is not None and value is not False:
                 raise InvalidValue(f"generate does not take {name}: {why}")
         if self.value("use_cache") is False:
-            raise InvalidValue("use_cache is False; there is nothing to keep then")
+            raise InvalidValue("use_cache is False; then there is no KV to store")
         others = [
             name
             for name, value in self.passed.items()
@@ -123,24 +123,24 @@ class GenerateSettings:
             )
 
     def _cache(self) -> Cache | None:
-        """The cache that was passed or asked for."""
+        """Return the cache that the user passed or requested."""
         cache: Cache | None = self.passed.pop("past_key_values", None)
         kind = self.value("cache_implementation")
         if kind not in {*_NO_CHOICE, "static"}:
             raise InvalidValue(
-                f"cache_implementation {kind!r} is not served: its keys and values are not there, "
-                "or not as computed; 'static' and 'dynamic' are"
+                f"cache_implementation {kind!r} is not supported: its keys and values cannot be "
+                "read, or are not as computed; 'static' and 'dynamic' are supported"
             )
         if cache is not None:
             check_fits(cache, self.rows.columns)
         elif kind == "static":
             cache = self._static()
-        if kind is not None:  # `generate` wants one of the two, and gets a cache
+        if kind is not None:  # `generate` refuses both, and is given a cache
             self.passed["cache_implementation"] = None
         return cache
 
     def _static(self) -> Cache:
-        """As long as ``generate`` makes it: for prompt and answer, or ``max_cache_len``."""
+        """Return a static cache of the length ``generate`` would choose."""
         transformers = require("transformers", "transformers")
         columns = self.rows.columns
         if (new := self.value("max_new_tokens")) is not None:

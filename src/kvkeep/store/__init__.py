@@ -1,13 +1,13 @@
 """The store: KV that outlives the GPU, the process and the machine.
 
-kv/        KVStore: put, get, lookup, prefetch of tokens and tensors
-blocks/    BlockStore: the same for opaque bytes under block keys
-identity/  `model_identity`: what decides the numbers of a model's KV, for the namespace
-tiers/     memory, disks and servers, one behind the other: what is where, what moves
+kv/        KVStore: put, get, lookup and prefetch of KV tensors, by tokens
+blocks/    BlockStore: the same for opaque bytes, by block keys
+identity/  `model_identity`: a digest of everything that decides the numbers of a model's KV
+tiers/     memory, disks and servers, fastest first; which blocks are where, and what moves
 codecs/    KV to bytes and back: raw, lossless, quantised, encrypted
 backends/  the places: memory, a directory, Valkey or Redis, object stores
 
-`KVStore` and `model_identity` need torch; nothing else here imports it.
+`KVStore` and `model_identity` need torch; the rest of the store is imported without it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used: most of them do without torch."""
+    """Import a public name at its first use, so that torch is imported only for names that need
+    it.
+    """
     if name not in _ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(f"kvkeep.store.{_ROOMS[name]}"), name)

@@ -1,10 +1,10 @@
-"""What pages are called: the namespace of a rank, and in it the keys of each pool.
+"""The namespace of a rank, and the keys of the pages of each pool.
 
-SGLang hands over bare hashes of tokens: SHA-256, chained from the first token of the prompt, with
-salts and adapters in them. All else that makes a page's bytes other bytes is in what stands here.
+SGLang passes bare hashes of tokens: SHA-256, chained from the first token of the prompt, over salts
+and adapter names too. Everything else on which the bytes of a page depend is named here.
 
-    namespace   weights, adapters, the model's configuration, settings (settings.py); tenant; of the
-                pool of KV: dtype, layout and page size, geometry; the rank
+    namespace   weights, adapters, the model's configuration, settings (settings.py), tenant; dtype,
+                layout, page size and geometry of the pool of KV; the rank
     key         SHA-256( the pool's digest + the hash )
     digest      the pool's name, dtype, layout, page size, geometry; its rank; a draft's weights
 """
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.keys import Namespace
-from kvkeep.integrations import loaded
+from kvkeep.integrations.loaded import SAFETENSORS_FORMATS, loaded_identity
 from kvkeep.integrations.sglang.settings import server_setting, settings_digest
 
 if TYPE_CHECKING:
@@ -32,19 +32,17 @@ if TYPE_CHECKING:
 __all__ = ["is_replicated", "namespace_of", "page_keys", "pool_digest"]
 
 _LOG = logging.getLogger("kvkeep.sglang")
-_FORMAT = 1  # of our records: a page in its pool's own layout
+_FORMAT = 1  # version of our records: a page in its pool's own layout
 _SHAPE = ("start_layer", "end_layer", "layer_num", "target_layer_num", "head_num", "head_dim",
           "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "head_group_num",
           "storage_format_tag")  # fmt: skip
-# Formats that read safetensors files of the model's directory; all of those are in its identity.
-_SAFETENSORS = {"auto", "safetensors", "mistral", "layered", "fastsafetensors", "runai_streamer",
-                "bitsandbytes"}  # fmt: skip
+_SAFETENSORS = SAFETENSORS_FORMATS | {"layered", "bitsandbytes"}
 
 
 def namespace_of(
     config: HiCacheStorageConfig, options: StorageOptions, pool: Any, page_bytes: int
 ) -> Namespace:
-    """What must never be mixed with what this rank keeps; ``pool`` is that of its KV."""
+    """Return the namespace of this rank's pages; ``pool`` is the pool of KV."""
     path = str(server_setting("model_path") or config.model_name or "model")
     return Namespace(
         tenant=options.tenant,
@@ -59,7 +57,7 @@ def namespace_of(
 
 
 def pool_digest(config: HiCacheStorageConfig, name: str, pool: Any, page_bytes: int) -> bytes:
-    """What parts the keys of one pool from those of every other; 32 bytes."""
+    """Return a digest (32 bytes) that separates the keys of one pool from those of others."""
     parts = [name, _dtype(pool), _layout(pool), _geometry(pool, page_bytes)]
     parts.append(_rank(config, replicated=is_replicated(config, name, pool)))
     drafted = getattr(pool, "layer_num", 0) > getattr(pool, "target_layer_num", 1 << 30)
@@ -69,13 +67,13 @@ def pool_digest(config: HiCacheStorageConfig, name: str, pool: Any, page_bytes: 
 
 
 def page_keys(digest: bytes, hashes: list[str]) -> list[bytes]:
-    """The store's keys of pages. Cost: 0.6 µs each."""
+    """Return the store's keys of pages. Cost: 0.6 µs each."""
     sha256 = hashlib.sha256
     return [sha256(digest + name.encode()).digest() for name in hashes]
 
 
 def is_replicated(config: HiCacheStorageConfig, name: str, pool: Any) -> bool:
-    """Whether all tensor-parallel ranks hold the same: latent KV, but no state and no heads."""
+    """Whether all tensor-parallel ranks hold the same pages: latent KV, without states or heads."""
     return config.is_mla_model and name != "mamba" and not hasattr(pool, "head_num")
 
 
@@ -92,7 +90,7 @@ def _rank(config: HiCacheStorageConfig, *, replicated: bool) -> str:
 
 def _dtype(pool: Any) -> str:
     name = str(getattr(pool, "dtype", "")).removeprefix("torch.")
-    # SGLang stores every fp8 as uint8; which one it is, only the server knows.
+    # SGLang stores every fp8 dtype as uint8; the server's setting says which one it is.
     return f"{name}:{server_setting('kv_cache_dtype')}" if name == "uint8" else name
 
 
@@ -106,20 +104,20 @@ def _geometry(pool: Any, page_bytes: int) -> str:
 
 
 def _revision(config: HiCacheStorageConfig, path: str) -> str:
-    """Which weights these are; what nobody else has where that cannot be known."""
+    """Return the identity of the weights; one that only this start has if it cannot be known."""
     load_format = str(server_setting("load_format") or "auto")
     if load_format == "dummy":
         why = "its weights are dummies"
     elif load_format not in _SAFETENSORS or server_setting("custom_weight_loader"):
-        why = f"--load-format {load_format} may read files that are not looked at"
+        why = f"--load-format {load_format} may read files that kvkeep does not check"
     else:
         try:
             return _loaded(path, str(server_setting("revision") or ""))
         except InvalidValue as error:
             why = str(error)
     _LOG.warning(
-        "What is kept of %s cannot be told from what another revision of it would leave (%s), so "
-        "no other start of this server will find it. Name the revision: "
+        "The weights of %s cannot be identified (%s), so no other start of this server will find "
+        "their KV. Name the revision: "
         '"revision" in --hicache-storage-backend-extra-config',
         path,
         why,
@@ -128,20 +126,17 @@ def _revision(config: HiCacheStorageConfig, path: str) -> str:
 
 
 def _loaded(path: str, revision: str) -> str:
-    """The identity of what was loaded: a directory, or a model of the hub.
+    """Return the identity of loaded weights in a directory, or of a hub model.
 
     Raises:
-        InvalidValue: that is not known.
+        InvalidValue: it cannot be known.
     """
-    began = loaded.process_began()
-    if Path(path).is_dir():
-        return loaded.identity_since(path, began)
     cache = server_setting("download_dir")
-    return loaded.hub_identity(path, revision or None, None if cache is None else str(cache), began)
+    return loaded_identity(path, revision or None, None if cache is None else str(cache))
 
 
 def _configuration(path: str) -> str:
-    """A digest of ``config.json``, which counts where the revision is given by hand, too."""
+    """Return a digest of ``config.json``, which counts even if the user names the revision."""
     file = Path(path, "config.json")
     if not file.is_file():
         return ""
@@ -149,10 +144,10 @@ def _configuration(path: str) -> str:
 
 
 def _adapters(config: HiCacheStorageConfig) -> str:
-    """A digest of the adapters that the server starts with; empty: none.
+    """Return a digest of the adapters that the server starts with; empty without any.
 
-    SGLang names such an adapter by its name and path, in every start alike, and hands only hashes
-    to a storage. An adapter that a request loads later has a name that no other start has.
+    SGLang names such an adapter by its name and path, equally in every start, and passes only
+    hashes to a storage. An adapter that a request loads later has a name that no other start has.
     """
     given = server_setting("lora_paths", "lora")
     if not isinstance(given, list | tuple) or not given:
@@ -163,8 +158,8 @@ def _adapters(config: HiCacheStorageConfig) -> str:
             identity = _loaded(path, "")
         except InvalidValue as error:
             _LOG.warning(
-                "The weights of LoRA %s cannot be told (%s), so no other start of this server will "
-                "find what is kept", name, error,
+                "The weights of LoRA %s cannot be identified (%s), so no other start of this "
+                "server will find their KV", name, error,
             )  # fmt: skip
             identity = _this_start(config)
         digest.update(repr((name, path, identity)).encode())
@@ -172,7 +167,7 @@ def _adapters(config: HiCacheStorageConfig) -> str:
 
 
 def _this_start(config: HiCacheStorageConfig) -> str:
-    """A name for this start of the server; ranks that share their KV share it."""
+    """Return a name for this start of the server; ranks with the same KV share it."""
     if config.is_mla_model and config.tp_size > 1:
         stat = Path(f"/proc/{os.getppid()}/stat")  # the ranks of one machine have one parent
         if stat.exists():
@@ -182,7 +177,7 @@ def _this_start(config: HiCacheStorageConfig) -> str:
 
 
 def _draft() -> str:
-    """Which weights the draft model has, where there is one beside the target's own."""
+    """Return the identity of a draft model with weights of its own; empty without one."""
     path = str(server_setting("speculative_draft_model_path", "spec") or "")
     revision = str(server_setting("speculative_draft_model_revision", "spec") or "")
     if not path:
@@ -190,5 +185,5 @@ def _draft() -> str:
     try:
         return _loaded(path, revision)
     except InvalidValue as error:
-        _LOG.warning("The weights of the draft model cannot be told: %s", error)
+        _LOG.warning("The weights of the draft model cannot be identified: %s", error)
         return f"start {secrets.token_hex(16)}"

@@ -1,7 +1,7 @@
-"""The pages of SGLang's host pools as bytes: out of a pool into a record, and back.
+"""Pages of SGLang's host pools as bytes: from a pool into a record, and back.
 
-A record is a page in its pool's own layout: what `get_data_page` gives, flattened. SGLang names a
-page by the number of its first token. Copies leave Python's lock to others.
+A record is a page in its pool's own layout: the flattened result of ``get_data_page``. SGLang names
+a page by the index of its first token. Copies release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from kvkeep.core.errors import UnsupportedModel
+from kvkeep.integrations.records import gather, scatter
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Bytes = npt.NDArray[np.uint8]
+    from kvkeep.integrations.records import Bytes
 
 __all__ = ["HostPages", "bytes_of", "first_tokens", "pages_of"]
 
@@ -41,15 +40,15 @@ class HostPages(ABC):
 
     @abstractmethod
     def save(self, index: int, raw: memoryview) -> None:
-        """Write page ``index`` into ``raw``, `size` long."""
+        """Copy page ``index`` into the record ``raw``, which has `size` bytes."""
 
     @abstractmethod
     def load(self, index: int, raw: memoryview) -> None:
-        """Write ``raw`` into page ``index``."""
+        """Copy the record ``raw`` into page ``index``."""
 
 
 class _Views(HostPages):
-    """A page is a part of a tensor, strided where layers or K and V lie apart."""
+    """Pages that are views of one tensor, strided where layers, or K and V, are apart."""
 
     def __init__(self, pool: Any) -> None:
         super().__init__(pool)
@@ -65,7 +64,7 @@ class _Views(HostPages):
 
 
 class _Joined(HostPages):
-    """A page is several tensors that the pool joins for us, and parts again."""
+    """Pages of several tensors, which the pool joins into one and splits again."""
 
     def __init__(self, pool: Any) -> None:
         super().__init__(pool)
@@ -84,23 +83,17 @@ class _Joined(HostPages):
 
 
 class _Spans(HostPages):
-    """A page is spans of memory, for pools that tell their addresses and nothing else."""
+    """Pages of several spans of memory, for pools that give only addresses."""
 
     def __init__(self, pool: Any) -> None:
         super().__init__(pool)
         self.size = sum(map(len, self._spans(0)))
 
     def save(self, index: int, raw: memoryview) -> None:
-        record, start = np.frombuffer(raw, np.uint8), 0
-        for span in self._spans(index):
-            np.copyto(record[start : start + len(span)], span)
-            start += len(span)
+        gather(self._spans(index), raw)
 
     def load(self, index: int, raw: memoryview) -> None:
-        record, start = np.frombuffer(raw, np.uint8), 0
-        for span in self._spans(index):
-            np.copyto(span, record[start : start + len(span)])
-            start += len(span)
+        scatter(raw, self._spans(index))
 
     def _spans(self, index: int) -> list[Bytes]:
         if not 0 <= index <= self.pool.size - self.tokens:
@@ -113,7 +106,7 @@ class _Spans(HostPages):
 
 
 class _Marks(HostPages):
-    """Pages without bytes: the pool only numbers them for others. A record says that one is."""
+    """Pages without bytes, which a pool only numbers for other pools; a record marks one."""
 
     size = 1
 
@@ -125,19 +118,19 @@ class _Marks(HostPages):
 
 
 def pages_of(pool: Any) -> HostPages:
-    """The pages of ``pool``, a host pool of SGLang's, in any layout.
+    """Return the pages of ``pool``, a host pool of SGLang in any layout.
 
     Raises:
-        UnsupportedModel: it does not give its pages to storage.
+        UnsupportedModel: the pool gives no access to its pages.
     """
     try:
         first, again = _page(pool, 0), _page(pool, 0)
         if not first.numel():
             return _Marks(pool)
-        # Both are alive, so where they are one and the same memory, it is the pool's.
+        # Both are alive, so if they have the same address, it is memory of the pool.
         return (_Views if first.data_ptr() == again.data_ptr() else _Joined)(pool)
     except (NotImplementedError, ValueError):
-        pass  # this pool has no such page; it may have addresses
+        pass  # the pool has no such method; it may give addresses
     try:
         return _Spans(pool)
     except (NotImplementedError, ValueError) as error:
@@ -148,10 +141,10 @@ def pages_of(pool: Any) -> HostPages:
 
 
 def first_tokens(host_indices: torch.Tensor | None, count: int, pages: HostPages) -> list[int]:
-    """The first token of each of ``count`` pages, by which pools know them.
+    """Return the first token of each of ``count`` pages, by which pools name them.
 
     Raises:
-        ValueError: ``host_indices`` are not those of so many pages.
+        ValueError: ``host_indices`` has not as many entries as these pages have tokens.
     """
     if host_indices is None or host_indices.numel() != count * pages.tokens:
         given = None if host_indices is None else host_indices.numel()
@@ -161,13 +154,13 @@ def first_tokens(host_indices: torch.Tensor | None, count: int, pages: HostPages
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """The memory of ``tensor``, which is on the CPU and contiguous."""
+    """Return the memory of ``tensor``, which is contiguous and on the CPU."""
     flat: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
     return flat
 
 
 def _page(pool: Any, index: int) -> torch.Tensor:
-    if pool.layout == "page_unified":  # whole pages, but not for `get_data_page`
+    if pool.layout == "page_unified":  # `get_data_page` does not support it
         at = index // pool.page_size
         page: torch.Tensor = pool.kv_buffer[at : at + 1]
     else:

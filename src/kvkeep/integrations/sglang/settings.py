@@ -1,8 +1,8 @@
-"""What of SGLang's settings decides the numbers of KV, as its process resolved them.
+"""Settings of SGLang that decide the numbers of KV, as its process resolved them.
 
-Whole groups of settings, but for what is named here as neutral: an option of a later SGLang in one
-of them is part of the namespace until somebody shows that it need not be. The model's own
-configuration is told by its files, which are part of the revision.
+Whole groups of settings count, except those listed here as neutral: a setting that a later SGLang
+adds to a group is part of the namespace until it is known to be neutral. The model's own
+configuration is in its files, which are part of the revision.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["server_setting", "settings_digest"]
 
 _GROUPS: Final = {
     "model": {
-        # told in another way
+        # in the namespace otherwise
         "model_path", "revision",
         # how weights come into memory
         "trust_remote_code", "download_dir", "startup_weight_load_mode",
@@ -58,32 +58,32 @@ _SINGLE: Final = {
     "mm": ("mm_attention_backend", "mm_process_config", "image_processor_backend",
            "disable_fast_image_processor", "mm_enable_dp_encoder"),
 }  # fmt: skip
-# Switches in the environment that are about something else, or differ between ranks.
+# Environment variables that do not change numbers, or differ between ranks.
 _OTHER_SWITCHES: Final = re.compile(
     "RANK|LOG|DEBUG|METRIC|_CI|TEST|HEALTH|TRACE|PROFIL|NVTX|CHECK|DISAGG|CRASH|COREDUMP|MOONCAKE"
 )
 
 
 def settings_digest() -> str:
-    """16 hexadecimal digits of every setting that may decide a number."""
-    told: list[str] = []
+    """Return 16 hexadecimal digits of every setting that may decide a number."""
+    settings: list[str] = []
     for path, neutral in _GROUPS.items():
         group = _group(path)
-        told += [f"{path}.{name}={group[name]}" for name in sorted(set(group) - neutral)]
+        settings += [f"{path}.{name}={group[name]}" for name in sorted(set(group) - neutral)]
     for path, names in _SINGLE.items():
         group = _group(path)
-        told += [f"{path}.{name}={group.get(name)}" for name in names]
-    told += _switches()
-    return hashlib.blake2b("\n".join(told).encode(), digest_size=8).hexdigest()
+        settings += [f"{path}.{name}={group.get(name)}" for name in names]
+    settings += _switches()
+    return hashlib.blake2b("\n".join(settings).encode(), digest_size=8).hexdigest()
 
 
 def server_setting(name: str, group: str = "model") -> object:
-    """A setting of the server that this process is a part of; None where it is of none."""
+    """Return a setting of the server in this process; None without a server."""
     return _group(group).get(name)
 
 
 def _group(path: str) -> dict[str, object]:
-    """The settings of a group; none where nothing was published: no server runs here."""
+    """Return the settings of a group; none without a server in this process."""
     from sglang.srt import runtime_context  # noqa: PLC0415 - imports much of SGLang
 
     first, *rest = path.split(".")
@@ -97,7 +97,7 @@ def _group(path: str) -> dict[str, object]:
 
 
 def _switches() -> list[str]:
-    """Variables of the environment that SGLang reads as true or false, where they are set."""
+    """Return the environment variables that are set and that SGLang reads as true or false."""
     from sglang.srt import environ  # noqa: PLC0415 - as above
 
     switches = vars(type(environ.envs))

@@ -1,4 +1,4 @@
-"""Pools beside that of KV: states, windows, indexes. Which prefixes they let SGLang restore."""
+"""Pools beside that of KV (states, windows, indexes): which prefixes they let SGLang restore."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["restorable_prefixes"]
 def restorable_prefixes(
     transport: Transport, transfer: PoolTransfer, keys: Sequence[bytes], until: float
 ) -> set[int] | None:
-    """Lengths of prefixes of ``keys`` for which one pool has what it needs; None: it has no say.
+    """Return the lengths of the prefixes of ``keys`` for which one pool has all it needs, in pages.
 
-    Places that others write to are asked until ``until``; pages that only the end of a prefix needs
-    from the last one on, because SGLang wants the longest prefix.
+    None: the pool sets no condition. Shared tiers are queried until ``until``. Pages that only the
+    end of a prefix needs are queried from the last one on, because SGLang wants the longest prefix.
     """
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         return set(range(1, transport.lookup(keys, until) + 1))
@@ -30,7 +30,7 @@ def restorable_prefixes(
         return None
     window = max(1, len(transfer.keys or []))
     found: set[int] = set()
-    run = 0  # pages that are there one behind the other, from the one at hand on
+    run = 0  # consecutive stored pages from ``at`` on
     for at in reversed(range(len(keys))):
         run = run + 1 if transport.lookup(keys[at : at + 1], until) else 0
         if run >= window:

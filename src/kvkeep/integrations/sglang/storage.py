@@ -1,4 +1,4 @@
-"""`KVKeepStorage`: what SGLang calls."""
+"""`KVKeepStorage`: the storage backend that SGLang calls."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
-    PoolTransferResult,
-)
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
 from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.sglang.naming import is_replicated, namespace_of, page_keys, pool_digest
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
     )
     from sglang.srt.observability.metrics_collector import StorageMetrics
 
-    from kvkeep.integrations.sglang.pages import Bytes
+    from kvkeep.integrations.records import Bytes
     from kvkeep.store.tiers import TierStats
 
 __all__ = ["KVKeepStorage"]
@@ -46,9 +43,9 @@ R = TypeVar("R")
 
 
 def _at_worst(answer: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have a method say ``answer`` of its arguments, and log why, instead of raising.
+    """Make a method log an exception and return ``answer(*arguments)``, a miss.
 
-    SGLang's threads go on after an exception, but count it as a fault of theirs.
+    SGLang's threads survive an exception but count it as a fault of their own.
     """
 
     def wrap(method: Callable[P, R]) -> Callable[P, R]:
@@ -57,7 +54,7 @@ def _at_worst(answer: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P
             try:
                 return method(*args, **kwargs)
             except (KVKeepError, ValueError, IndexError, TypeError, RuntimeError):
-                _LOG.exception("%s failed and is taken for a miss", method.__name__)
+                _LOG.exception("%s failed and counts as a miss", method.__name__)
                 return answer(*args, **kwargs)
 
         return call
@@ -67,44 +64,46 @@ def _at_worst(answer: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """A host pool's pages, and what parts their keys from those of other pools."""
+    """A host pool's pages, and the digest that separates their keys from those of other pools."""
 
     pages: HostPages
     digest: bytes
-    written_here: bool  # of ranks that hold the same, one writes
+    written_here: bool  # of ranks with the same pages, one writes
 
 
 class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang is not installed
-    """SGLang's third level of KV, over tiers of kvkeep's.
+    """The third level of SGLang's hierarchical cache, over tiers of kvkeep.
 
-    SGLang makes one in every rank, names its host pools, and then calls from three threads: one
-    that looks up, one that loads, one that saves. What is saved is in memory when a call returns;
-    slower tiers follow. No call raises because a place fails: a load is shorter, a save is dropped.
+    SGLang makes one in every rank, registers its host pools, and then calls from three threads: one
+    looks up, one loads, one saves. Saved pages are in memory when a call returns; slower tiers
+    follow. A failing tier makes no call raise: fewer pages are loaded, or pages are dropped.
+
+    Options are those of `kvkeep.integrations.sglang.options.StorageOptions`.
 
     Thread safety: all methods, once the pools are registered.
 
     Raises:
-        InvalidValue: an option that there is not, or a value that it cannot have.
+        InvalidValue: an unknown option, or a value that an option cannot have.
     """
 
     def __init__(
         self, storage_config: HiCacheStorageConfig, kwargs: dict[str, object] | None = None
     ) -> None:
-        del kwargs  # SGLang has nothing to say there
+        del kwargs  # empty in SGLang
         self._config = storage_config
         self._options = StorageOptions.parse(storage_config.extra_config)
         self._transport: Transport | None = None
         self._pools: dict[str, _Pool] = {}
         self.registered_pools: dict[str, Any] = {}
 
-    # --- what SGLang has -------------------------------------------------------------------------
+    # --- host pools ------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the store for the pool of KV.
 
         Raises:
             InvalidValue: a tier's URL is wrong.
-            UnsupportedModel: the pool does not give its pages to storage.
+            UnsupportedModel: the pool gives no access to its pages.
         """
         self.close()
         self.mem_pool_host = mem_pool_host
@@ -115,13 +114,13 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         self._transport.counting = bool(self._config.enable_storage_metrics)
         self._pools = {_KV: self._pool(_KV, mem_pool_host, pages)}
         atexit.register(self.close)
-        _LOG.info("Pages of %d bytes are kept in %r as %s", pages.size, store, namespace)
+        _LOG.info("Pages of %d bytes are stored in %r as %s", pages.size, store, namespace)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """Keep pages of another pool beside those of KV.
+        """Store pages of another pool beside those of KV.
 
         Raises:
-            UnsupportedModel: the pool does not give its pages to storage.
+            UnsupportedModel: the pool gives no access to its pages.
         """
         name = str(host_pool_name)
         self.registered_pools[host_pool_name] = host_pool
@@ -137,16 +136,13 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
     # --- one page of KV, as a tensor -------------------------------------------------------------
 
     def exists(self, key: str) -> bool:
-        """Whether a page is there."""
+        """Return whether a page is stored."""
         return self.batch_exists([key]) == 1
 
     def get(
-        self,
-        key: str,
-        target_location: torch.Tensor | None = None,
-        target_sizes: object = None,
+        self, key: str, target_location: torch.Tensor | None = None, target_sizes: object = None
     ) -> torch.Tensor | None:
-        """Fill ``target_location`` with a page and give it back; None: it is not there."""
+        """Load a page into ``target_location`` and return it; None: it is not stored."""
         pages: list[torch.Tensor | None] = self.batch_get([key], [target_location])
         return pages[0]
 
@@ -157,7 +153,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         target_location: object = None,
         target_sizes: object = None,
     ) -> bool:
-        """Keep ``value`` as a page; whether it is kept."""
+        """Store ``value`` as a page; return whether it is stored."""
         return self.batch_set([key], [value])
 
     @_at_worst(lambda _self, keys, *_args, **_kwargs: [None] * len(keys))
@@ -167,7 +163,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         target_locations: Sequence[torch.Tensor | None] | None = None,
         target_sizes: object = None,
     ) -> list[torch.Tensor | None]:
-        """Fill ``target_locations`` with pages; None for each that did not come."""
+        """Load pages into ``target_locations`` and return them, None for each that is missing."""
         nothing: list[torch.Tensor | None] = [None] * len(keys)
         if self._transport is None:
             return nothing
@@ -197,7 +193,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         target_locations: object = None,
         target_sizes: object = None,
     ) -> bool:
-        """Keep ``values`` as pages; whether all of them are kept."""
+        """Store ``values`` as pages; return whether all of them are stored."""
         if self._transport is None or values is None:
             return False
         pages = self._pools[_KV].pages
@@ -221,7 +217,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """How many of ``keys`` are there before the first that is not."""
+        """Return how many leading ``keys`` are stored."""
         if self._transport is None:
             return 0
         return self._transport.lookup(self._keys(_KV, keys))
@@ -234,7 +230,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Write pages into the pool at ``host_indices``; which of them came."""
+        """Load pages into the pool at ``host_indices``; return which of them were loaded."""
         return self._load(_KV, keys, host_indices)
 
     def batch_set_v1(
@@ -243,7 +239,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Keep pages that are in the pool at ``host_indices``; which of them are kept."""
+        """Store the pages in the pool at ``host_indices``; return which of them are stored."""
         return self._save(_KV, keys, host_indices)
 
     @_at_worst(lambda _self, _name, keys, *_args: [False] * len(keys))
@@ -273,7 +269,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Write pages into each pool; which of them came, by pool."""
+        """Load pages into each pool; return which of them were loaded, by pool."""
         return {
             transfer.name: self._load(
                 str(transfer.name), transfer.keys or [], transfer.host_indices
@@ -284,7 +280,7 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Keep pages of each pool; which of them are kept, by pool."""
+        """Store pages of each pool; return which of them are stored, by pool."""
         return {
             transfer.name: self._save(
                 str(transfer.name), transfer.keys or [], transfer.host_indices
@@ -299,11 +295,11 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """The prefixes of ``keys`` that can be restored, from all pools that each of them needs.
+        """Return the prefixes of ``keys`` that can be restored from all the pools they need.
 
-        A pool with `ALL_PAGES` needs every page of a prefix, one with `TRAILING_PAGES` as many at
-        its end as its transfer has keys. Where the time for looking up runs out, shorter prefixes
-        are not found any more.
+        A pool with `ALL_PAGES` needs every page of a prefix, one with `TRAILING_PAGES` as many
+        pages at its end as the transfer has keys. After ``lookup_timeout`` shorter prefixes are not
+        looked for.
         """
         if self._transport is None:
             return PoolTransferResult.empty()
@@ -326,33 +322,33 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
     # --- the rest --------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Delete what is kept in this rank's namespace, in every tier."""
+        """Delete all blocks of this rank's namespace from every tier."""
         if self._transport is not None:
             self._transport.store.clear()
 
     def close(self) -> None:
-        """Write what waits, for ``flush_timeout`` at most, and give everything back."""
+        """Write what is queued, for at most ``flush_timeout``, and release everything."""
         transport, self._transport = self._transport, None
         if transport is None:
             return
         atexit.unregister(self.close)
         if not transport.close():
             _LOG.warning(
-                "Not all that was kept is in the slower tiers: %s s were not enough "
+                "Some saved pages are not in the slower tiers: %s s were not enough to write them "
                 '("flush_timeout")',
                 self._options.flush_timeout,
             )
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Have the slower tiers hold what was saved; whether they do."""
+        """Wait until the slower tiers hold everything saved; return whether they do."""
         return self._transport is not None and self._transport.store.flush(timeout)
 
     def stats(self) -> list[TierStats]:
-        """Every tier at this moment, fastest first; none before a pool is registered."""
+        """Return the state of every tier, fastest first; empty before a pool is registered."""
         return [] if self._transport is None else self._transport.store.stats()
 
     def get_stats(self) -> StorageMetrics | None:
-        """For SGLang's metrics: pages and GB/s of each call since the last time."""
+        """Return pages and GB/s of each call since the last time, for SGLang's metrics."""
         if self._transport is None or not self._transport.counting:
             return None
         from sglang.srt.observability.metrics_collector import (  # noqa: PLC0415 - heavy
@@ -368,12 +364,12 @@ class KVKeepStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
         )
 
     def _keys(self, name: str, hashes: list[str]) -> list[bytes]:
-        """The keys of pages; none in a pool that is not registered."""
+        """Return the keys of pages; none for a pool that is not registered."""
         return page_keys(self._pools[name].digest, hashes) if name in self._pools else []
 
     @staticmethod
     def _page_bytes(tensor: torch.Tensor | None, pages: HostPages) -> Bytes | None:
-        """A page's memory, or None where a tensor is none of this pool's size."""
+        """Return a page's memory, or None if the tensor has not the size of this pool's pages."""
         if tensor is None or not tensor.is_contiguous() or tensor.device.type != "cpu":
             return None
         array = bytes_of(tensor)

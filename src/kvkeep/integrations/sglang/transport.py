@@ -1,4 +1,4 @@
-"""Batches of pages into the store and out of it, by several threads, and counted."""
+"""Loads and saves of many pages, split among threads, and their statistics."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Transfer", "Transport"]
 
-_SLICE_BYTES = 1 << 20  # less is not worth another thread
-_SLICE_MEMORY = 64  # pages in memory for each slice that is read: reading ahead, twice over
+_SLICE_BYTES = 1 << 20  # smaller slices are not worth another thread
+_SLICE_MEMORY = 64  # pages of memory for each slice being read: twice the read-ahead
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What one call moved: pages, bytes, and in how many seconds."""
+    """Pages and bytes that one call moved, and its seconds."""
 
     pages: int
     bytes: int
@@ -35,20 +35,23 @@ class Transfer:
 
     @property
     def bandwidth(self) -> float:
-        """GB/s."""
+        """GB/s; 0 without a duration."""
         return self.bytes / 1e9 / self.seconds if self.seconds else 0.0
 
 
 class Transport:
-    """Moves pages between what a caller has and a store, in slices beside each other.
+    """Moves pages between a caller's memory and a store, in slices side by side.
 
-    Thread safety: all methods. A closed store has nothing, and takes nothing.
+    Thread safety: all methods. After `close` everything is a miss and nothing is stored.
+
+    Attributes:
+        counting: whether `batches` collects transfers.
     """
 
     def __init__(self, store: BlockStore, options: StorageOptions) -> None:
         self.store = store
         self._options = options
-        # One for each direction: what waits for a slow place does not hold up the other.
+        # One for each direction, so that a slow tier delays only one of them.
         self._loading = ThreadPoolExecutor(options.threads, "kvkeep load")
         self._saving = ThreadPoolExecutor(options.threads, "kvkeep save")
         self._lock = threading.Lock()
@@ -58,7 +61,7 @@ class Transport:
         self.counting = False
 
     def lookup(self, keys: Sequence[bytes], until: float | None = None) -> int:
-        """Leading ``keys`` that are there; places that others write to are asked until then."""
+        """Return how many leading ``keys`` are stored; shared tiers are queried until ``until``."""
         left = self._options.lookup_timeout
         if until is not None:
             left = min(left, max(0.0, until - time.monotonic()))
@@ -68,7 +71,7 @@ class Transport:
             return 0
 
     def load(self, keys: Sequence[bytes], size: int, sink: Copy) -> list[bool]:
-        """Hand each page to ``sink(i, raw)``; which of them came, in ``load_timeout``."""
+        """Hand each page to ``sink(i, raw)``; return which of them came within ``load_timeout``."""
         began = time.monotonic()
         until = began + self._options.load_timeout
 
@@ -86,10 +89,10 @@ class Transport:
         return came
 
     def save(self, keys: Sequence[bytes], size: int, fill: Copy) -> list[bool]:
-        """Keep pages that ``fill(i, raw)`` writes; which of them are kept.
+        """Store pages that ``fill(i, raw)`` writes; return which of them are stored.
 
-        Returns when memory has them; where it has not much room left, when the slower tiers have
-        them, or ``save_timeout`` later.
+        Returns when memory has them. If memory is nearly full of pages that still have to be
+        written, returns when the slower tiers have them, or after ``save_timeout``.
         """
         began = time.monotonic()
         wait_s = self._options.save_timeout if self._crowded(len(keys) * size) else None
@@ -107,14 +110,14 @@ class Transport:
         return kept
 
     def batches(self) -> tuple[list[Transfer], list[Transfer]]:
-        """What was loaded, and what was saved, since this was asked last."""
+        """Return the loads and the saves since the last call."""
         with self._lock:
             both = self._loaded, self._saved
             self._loaded, self._saved = [], []
         return both
 
     def close(self) -> bool:
-        """Write what waits, for ``flush_timeout`` at most; whether all of it is written."""
+        """Write queued blocks, for at most ``flush_timeout``; return whether all were written."""
         self._closed = True
         good = self.store.close(self._options.flush_timeout)
         self._loading.shutdown(wait=False)
@@ -129,7 +132,7 @@ class Transport:
         size: int,
         limit: int,
     ) -> list[bool]:
-        """``move(start, stop)`` for slices of ``count`` pages, the first of them in this thread."""
+        """Call ``move(start, stop)`` for slices of ``count`` pages, the first in this thread."""
         if not count:
             return []
         slices = max(1, min(limit, count, count * size // _SLICE_BYTES))
@@ -140,25 +143,25 @@ class Transport:
             moved = move(*edges[:2])
             for other in others:
                 moved += other.result()
-        except (IllegalStep, RuntimeError):  # of the store; of threads that were given back
+        except (IllegalStep, RuntimeError):  # the store, or the thread pool, was closed
             if not self._closed:
                 raise
             return [False] * count
         finally:
-            wait(others)  # whatever happened: they copy from and to the caller's memory
+            wait(others)  # even after an error: they use the caller's memory
         return moved
 
     def _crowded(self, more: int) -> bool:
-        """Whether so many bytes may not fit behind what waits to be written: then they wait, too.
+        """Whether this many bytes may not fit behind the queued writes, so that a save must wait.
 
-        Else they would be dropped for the slower tiers, and lost where memory evicts them.
+        Otherwise the slower tiers would drop them, and they would be lost when memory evicts them.
         """
         front, *below = self.store.stats()
         waiting = max((tier.queued_bytes for tier in below), default=0)
         return bool(below) and waiting + more > (front.capacity or 0) // 2
 
     def _readable(self, size: int) -> int:
-        """Slices that may read at once: all that they read ahead has to be in memory."""
+        """Return how many slices may read at once, so that their read-ahead fits into memory."""
         capacity = self.store.stats()[0].capacity or 0
         return max(1, min(self._options.threads, capacity // (_SLICE_MEMORY * size)))
 

@@ -1,11 +1,11 @@
 """Which LoRA weights a request is computed with.
 
-vLLM's hashes hold an adapter's name and path. An adapter that is trained anew into the same files
-has the same ones, so the identity of its files goes into the keys as well. It is taken with the
-first request for an adapter. vLLM may have loaded it long before (``--lora-modules``,
-``/v1/load_lora_adapter``), so files that were written after this process began may not be what was
-loaded: KV of such an adapter is found by this process alone. If the files change later, it is
-unknown which of the two are in use: nothing of that adapter is kept from then on, until a restart.
+vLLM's hashes contain an adapter's name and path, which stay the same when the adapter is trained
+again into the same files. So the identity of its files goes into the keys as well, taken at the
+first request for the adapter. vLLM may have loaded the adapter earlier (``--lora-modules``,
+``/v1/load_lora_adapter``): if its files were written after this process began, they may not be what
+was loaded, and only this process finds KV of that adapter. If the files change later, it is unknown
+which version is in use, and no KV of that adapter is stored until a restart.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Adapters:
         self._seen: dict[int, tuple[str, _Files, bytes | None]] = {}
 
     def digest(self, adapter: LoRARequest) -> bytes | None:
-        """What its keys are mixed with; None where its KV cannot be kept."""
+        """Return the digest to mix into the adapter's keys; None if its KV cannot be stored."""
         path, number = str(adapter.lora_path), int(adapter.lora_int_id)
         files = _files(path)
         known = self._seen.get(number)
@@ -47,7 +47,7 @@ class Adapters:
             if adapter.load_inplace and digest is not None:
                 _LOG.warning(
                     "LoRA %s is loaded in place, so it is not known which weights a request is "
-                    "computed with; kvkeep does not keep its KV", adapter.lora_name,
+                    "computed with; kvkeep does not store its KV", adapter.lora_name,
                 )  # fmt: skip
                 digest = None
             self._seen[number] = (path, files, digest)
@@ -55,7 +55,7 @@ class Adapters:
         if known[2] is not None and known[:2] != (path, files):
             _LOG.warning(
                 "the files of LoRA %s changed while vLLM may still use the old ones; kvkeep does "
-                "not keep its KV until vLLM is started again", adapter.lora_name,
+                "not store its KV until vLLM is restarted", adapter.lora_name,
             )  # fmt: skip
             self._seen[number] = (path, files, None)
             return None
@@ -71,22 +71,22 @@ class Adapters:
             else:
                 if changed := loaded.changed_since(Path(path), loaded.process_began()):
                     _LOG.info(
-                        "%s was written after this process began: KV of LoRA %s will be found by "
-                        "this process alone", changed, name,
+                        "%s was written after this process began: only this process will find KV "
+                        "of LoRA %s", changed, name,
                     )  # fmt: skip
                     identity += secrets.token_hex(16)
                 return hashlib.sha256(identity.encode()).digest()
-        _LOG.warning("kvkeep does not keep KV of LoRA %s (%s): %s", name, path, reason)
+        _LOG.warning("kvkeep does not store KV of LoRA %s (%s): %s", name, path, reason)
         return None
 
     @staticmethod
     def mixed(hashes: Sequence[bytes], digest: bytes) -> list[bytes]:
-        """Hashes of blocks for one adapter. Cost: 0.5 µs each."""
+        """Return the hashes of blocks for one adapter. Cost: 0.5 µs each."""
         return [hashlib.sha256(digest + each).digest() for each in hashes]
 
 
 def _files(path: str) -> _Files:
-    """Identities of an adapter's files; none if it is no directory."""
+    """Return name, size, time and inode of an adapter's files; empty if it is no directory."""
     try:
         found = sorted(Path(path).iterdir())
         stats = [(file.name, file.stat()) for file in found if file.is_file()]

@@ -1,4 +1,4 @@
-"""`KVKeepConnector`: what vLLM calls, on both of its sides."""
+"""`KVKeepConnector`: the KV connector that vLLM calls, in its scheduler and in its workers."""
 
 from __future__ import annotations
 
@@ -47,12 +47,21 @@ _LOG = logging.getLogger("kvkeep.vllm")
 
 
 class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
-    """A cache behind vLLM's: blocks that were computed once are loaded, not computed again.
+    """A cache behind vLLM's prefix cache: blocks computed once are loaded, not computed again.
 
-    Everything is asynchronous. Whole pages move, opaque, under vLLM's own block hashes. What cannot
-    be loaded, for whatever reason, is computed: a request never fails because of the store.
+    All transfers are asynchronous. Whole pages are stored as opaque bytes under vLLM's own block
+    hashes. What cannot be loaded is computed: no request fails because of the store.
 
-    vLLM makes two: one in the scheduler, one in each worker.
+    vLLM makes one connector in the scheduler and one in each worker.
+
+    Options, in ``kv_connector_extra_config``, are those of
+    `kvkeep.integrations.vllm.options.ConnectorOptions`; a request's, in
+    ``kv_transfer_params["kvkeep"]``, those of `RequestOptions` there.
+
+    Raises:
+        InvalidValue: an option is wrong, or the configuration of an outer connector breaks a
+            promise.
+        UnsupportedModel: the model has KV of a kind that cannot be stored.
     """
 
     _cache_hit_source = CacheHitSource.HOST
@@ -62,12 +71,12 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        require_outer(transfer)  # before the scheduler reads it
+        require_outer(transfer)  # before the scheduler reads kv_load_failure_policy
         options = ConnectorOptions.parse(transfer.kv_connector_extra_config)
         groups = Groups.of(vllm_config, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        # Either side is imported where it is: the front end has none.
+        # Each side is imported only where it runs; vLLM's front end has neither.
         if role is KVConnectorRole.SCHEDULER:
             from kvkeep.integrations.vllm.scheduler import SchedulerSide  # noqa: PLC0415
 
@@ -85,11 +94,11 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: what is not saved is computed again."""
+        """False: what is not saved is computed again."""
         return False
 
     @property
-    def _deciding(self) -> SchedulerSide:
+    def _scheduling(self) -> SchedulerSide:
         assert self._scheduler is not None, "this is the worker's side"
         return self._scheduler
 
@@ -107,15 +116,15 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     # --- the worker's side -----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The engine's memory is there."""
+        """Open the store for the engine's memory."""
         self._moving.register(kv_caches)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin the loads of this step."""
+        """Start the loads of this step."""
         self._moving.start(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request is computed when all of its load is there."""
+        """Do nothing: vLLM schedules a request only after its whole load."""
 
     def save_kv_layer(
         self,
@@ -124,83 +133,81 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Nothing yet: blocks are saved with all their layers."""
+        """Do nothing: blocks are saved with all their layers, in `wait_for_save`."""
 
     def wait_for_save(self) -> None:
-        """Save what this step completed."""
+        """Save the blocks that this step completed."""
         self._moving.save(self._plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads that are done."""
+        """Return the loads that have ended."""
         return self._moving.finished(finished_req_ids, self._plan)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Pages that were to be loaded and are not."""
+        """Return the pages that a load did not fill."""
         return self._moving.take_errors()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What was found for the scheduler."""
-        return self._moving.answers()
+        """Return the results of lookups, for the scheduler."""
+        return self._moving.lookup_results()
 
     # --- the scheduler's side --------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """Follow it."""
-        self._deciding.follow(request)
+        """Start to follow a request."""
+        self._scheduling.follow(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond those that vLLM has; None: to be asked again."""
-        tokens = self._deciding.matched(request, num_computed_tokens)
+        """Return the tokens that can be loaded behind the computed ones; None: ask again."""
+        tokens = self._scheduling.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """There are pages to load into."""
-        self._deciding.allocated(request, blocks, num_external_tokens)
+        """Plan the load of a request that has pages now."""
+        self._scheduling.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """What the workers are to do with this step."""
-        return self._deciding.plan(scheduler_output)
+        """Return the plan of this step for the workers."""
+        return self._scheduling.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What the workers found."""
-        self._deciding.heard(connector_output)
+        """Take the results of the workers' lookups."""
+        self._scheduling.receive(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget it. Its pages may go: whatever was to be saved is copied."""
+        """Forget a request. vLLM may free its pages: what is to be saved was copied."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
-        self,
-        request: Request,
-        block_ids: tuple[list[int], ...],
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`."""
-        self._deciding.finished(request)
+        """As `request_finished`, for several groups of layers."""
+        self._scheduling.finished(request)
         return False, None
 
     def reset_cache(self) -> bool:
-        """Delete the namespace: all that engines with these weights and settings stored."""
-        return self._deciding.clear()
+        """Delete the namespace: everything that engines with these weights and settings stored."""
+        return self._scheduling.clear()
 
     # --- both ------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was counted since the last call."""
+        """Return the counts since the last call."""
         if self._worker is not None:
             return self._worker.counts.take()
-        return self._deciding.counts.take()
+        return self._scheduling.counts.take()
 
     @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        """Counts that crossed a process."""
+        """Return counts that came from another process."""
         return KVKeepStats(data=data or {})
 
     @classmethod
@@ -211,11 +218,11 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """Metrics of kvkeep on vLLM's Prometheus page."""
+        """Return kvkeep's metrics for vLLM's Prometheus page."""
         return KVKeepPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Write what waits, ``flush_timeout`` seconds at most, and give everything back."""
+        """Write what is queued, for at most ``flush_timeout`` seconds, and release everything."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

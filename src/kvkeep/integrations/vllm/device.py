@@ -1,10 +1,11 @@
-"""Pages on a GPU: copied aside in the order of its work, and carried to the store behind it.
+"""Pages on a GPU: copied aside in the order of its work, then to the store.
 
     pages ─ in vLLM's stream ─▶ a copy on the GPU ─ in a stream of ours ─▶ the store's memory
 
-Once the first copy is in vLLM's stream, whatever it does next to the pages comes later: preemption
-and reuse need no fence. The copies take room on the GPU, so there are few at a time, and what finds
-no room is dropped. Loads go from the store's memory, which is pinned, straight into the pages.
+The first copy is in vLLM's stream, so whatever vLLM does to the pages comes after it: preemption
+and reuse need no fence. Copies take memory of the GPU, so at most `_ASIDE_BYTES` exist at a time;
+what does not fit is dropped. Loads copy from the store's page-locked memory straight into the
+pages.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _AT_ONCE = 64  # blocks of one copy
 
 
 class DeviceCopies:
-    """Moves pages of a GPU. vLLM's thread calls `mark` and `save`, loaders what `sinker` gives."""
+    """Moves pages of a GPU.
+
+    Thread safety: vLLM's thread calls `mark` and `save`; loader threads call what `sinker` returns.
+    """
 
     def __init__(
         self,
@@ -46,13 +50,13 @@ class DeviceCopies:
         self._aside = 0  # bytes
 
     def mark(self) -> torch.cuda.Event:
-        """What vLLM's stream was given so far: loads come after it."""
+        """Return an event behind all work in vLLM's stream so far; loads wait for it."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def save(self, save: Save) -> None:
-        """Copy pages aside and return; they may be overwritten by what the stream is given next."""
+        """Copy pages aside and return; later work in the stream may overwrite them."""
         for span in save.spans:
             for start in range(0, len(span.keys), _AT_ONCE):
                 end = start + _AT_ONCE
@@ -76,7 +80,7 @@ class DeviceCopies:
         size: int,
         ttl: float | None,
     ) -> None:
-        """In a thread: from the copies into the store's memory."""
+        """In a thread: copy from the GPU into the store's memory."""
 
         def fill(at: int, raw: memoryview) -> None:
             record, start = torch.frombuffer(raw, dtype=torch.uint8), 0
@@ -95,7 +99,7 @@ class DeviceCopies:
                 self._aside -= size
 
     def sinker(self, span: BlockSpan, begun: torch.cuda.Event) -> Callable[[int, memoryview], None]:
-        """For one loader: writes the record it is given into page ``span.pages[i]``."""
+        """Return ``sink(i, raw)`` for one loader: it copies ``raw`` into page ``span.pages[i]``."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_event(begun)
         runs = self._pages[span.group].tensors
@@ -112,5 +116,5 @@ class DeviceCopies:
         return sink
 
     def close(self) -> None:
-        """Carry what is aside."""
+        """Wait until all copies are in the store."""
         self._saver.shutdown(wait=True)

@@ -1,4 +1,4 @@
-"""What of a model's KV can be kept: its groups of layers, each with pages of its own."""
+"""Groups of layers, each with pages of its own, and which kinds of KV can be stored."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _ADVICE = "serve it without kvkeep: leave out --kv-transfer-config"
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that share a table of blocks.
+    """Layers that share a block table.
 
     Attributes:
-        layers: their names, in the order in which their pages lie in a record.
-        window: tokens that their attention sees, itself included; None: all.
+        layers: their names, in the order of their pages in a record.
+        window: tokens that their attention sees, the current one included; None: all.
     """
 
     layers: tuple[str, ...]
     window: int | None
 
     def first_needed(self, tokens: int, block_tokens: int) -> int:
-        """The first block that computing on from ``tokens`` needs."""
+        """Return the first block that is needed to continue from token ``tokens``."""
         if self.window is None:
             return 0
         return max(0, tokens - self.window + 1) // block_tokens
@@ -47,12 +47,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """All groups of a model, whose blocks are of the same number of tokens.
+    """All groups of a model; their blocks have the same number of tokens.
 
     Attributes:
         block_tokens: tokens of a block, over all ranks.
-        drops_last: draft layers compute the end of a block from what follows it, so the last one
-            that is found is of no use.
+        drops_last: draft layers compute the end of a block from later tokens, so the last block
+            found is not used.
     """
 
     groups: tuple[Group, ...]
@@ -61,18 +61,18 @@ class Groups:
 
     @property
     def windowed(self) -> bool:
-        """Whether some layers see a window only."""
+        """Whether some layers have a sliding window."""
         return any(group.window is not None for group in self.groups)
 
     def reach(
         self, hashes: Sequence[bytes], first: int, count: Callable[[list[bytes]], int]
     ) -> int:
-        """Up to which block a request could go on from what is stored, blocks before ``first`` had.
+        """Return up to which block a request can continue; it has those before ``first``.
 
-        ``count`` says how many of some keys are there before the first that is not.
+        ``count`` returns how many leading keys are stored.
         """
         groups = list(enumerate(self.groups))
-        # Where all layers see a window, the blocks before it are asked for, too: it is simpler.
+        # If all layers have a window, the blocks before it are required too, for simplicity.
         whole = [at for at, group in groups if group.window is None] or [0]
         end = len(hashes)
         for at in whole:
@@ -91,15 +91,15 @@ class Groups:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups:
-        """Read them from what vLLM made of the model.
+        """Read the groups from vLLM's configuration of the model's KV cache.
 
         Raises:
-            UnsupportedModel: there is KV of a kind of which it is not known what it depends on.
+            UnsupportedModel: the model has no KV, or KV of a kind that cannot be stored.
         """
         found = kv_cache_config.kv_cache_groups
         if not found:
             raise UnsupportedModel(
-                f"the model has no KV cache, so there is nothing to keep; {_ADVICE}"
+                f"the model has no KV cache, so there is nothing to store; {_ADVICE}"
             )
         groups = tuple(_group(spec) for spec in found)
         dcp = vllm_config.parallel_config.decode_context_parallel_size
@@ -112,14 +112,14 @@ class Groups:
         if others or hashed not in (None, size):
             raise UnsupportedModel(
                 f"the model's layers have blocks of {sorted(sizes)} tokens, hashed by {hashed}; "
-                "kvkeep keeps models whose layers have blocks of one size: if they can, give "
+                "kvkeep supports models whose layers have blocks of one size: if they can, give "
                 f"--block-size, else {_ADVICE}"
             )
         speculative = vllm_config.speculative_config
         drops = speculative is not None and bool(speculative.use_eagle())
         if drops and len(groups) > 1:
             raise UnsupportedModel(
-                "kvkeep does not keep models with several groups of layers together with draft "
+                "kvkeep does not support models with several groups of layers together with draft "
                 f"layers (eagle, mtp): leave out --speculative-config, or {_ADVICE}"
             )
         return cls(groups, size, drops)
@@ -136,7 +136,7 @@ def _group(found: KVCacheGroupSpec) -> Group:
 
 
 def _window(spec: KVCacheSpec, layers: tuple[str, ...]) -> int | None:
-    """Exact types alone: a kind derived from one of them may depend on more."""
+    """Return the window of a layer. Only exact types: a subclass may depend on more."""
     if type(spec) is FullAttentionSpec and spec.tokens_per_state == 1 and not spec.non_causal:
         return None
     if type(spec) is MLAAttentionSpec and spec.tokens_per_state == 1 and not spec.model_version:
@@ -148,6 +148,6 @@ def _window(spec: KVCacheSpec, layers: tuple[str, ...]) -> int | None:
 
 def _not_kept(spec: KVCacheSpec, layers: tuple[str, ...]) -> UnsupportedModel:
     return UnsupportedModel(
-        f"the cache of layer {layers[0]} is a {type(spec).__name__}, which kvkeep does not keep: "
-        f"it keeps full and sliding attention, and MLA; {_ADVICE}"
+        f"the cache of layer {layers[0]} is a {type(spec).__name__}, which kvkeep does not "
+        f"support: it stores full and sliding attention, and MLA; {_ADVICE}"
     )

@@ -1,4 +1,4 @@
-"""The keys of blocks, from vLLM's own hashes of them."""
+"""Keys of blocks, from vLLM's block hashes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["keys_of"]
 
 
 def keys_of(hashes: Sequence[bytes], group: int) -> list[bytes]:
-    """The keys of one group's blocks, from vLLM's own hashes of them. Cost: 0.1 µs each, or none.
+    """Return the keys of one group's blocks, from vLLM's hashes of them. Cost: at most 0.1 µs each.
 
-    vLLM's hash covers all tokens up to the block's end, images, LoRA and cache salt. Those of 16
-    bytes are filled up. In groups but the first the last byte is changed: keys of two groups can
-    only be equal where 31 bytes of two hashes are.
+    vLLM's hash covers all tokens up to the block's end, images, LoRA and cache salt. Hashes of 16
+    bytes are padded. In all groups but the first, the last byte is changed, so keys of two groups
+    are equal only if 31 bytes of two hashes are.
     """
     if not hashes:
         return []

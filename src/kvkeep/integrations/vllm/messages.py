@@ -1,4 +1,4 @@
-"""What the two sides tell each other: one message each way with every step."""
+"""Messages between the two sides: one each way with every step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-__all__ = ["Answers", "BlockSpan", "PageLoad", "RankLookup", "Save", "StepPlan"]
+__all__ = ["BlockSpan", "LookupResults", "PageLoad", "RankLookup", "Save", "StepPlan"]
 
 
 @dataclass(slots=True)
@@ -20,10 +20,19 @@ class BlockSpan:
     keys: list[bytes]
     pages: list[int]
 
+    def only(self, positions: list[int]) -> BlockSpan:
+        """Return the blocks at these positions."""
+        if len(positions) == len(self.keys):
+            return self
+        keys, pages = self.keys, self.pages
+        return BlockSpan(
+            self.group, [keys[at] for at in positions], [pages[at] for at in positions]
+        )
+
 
 @dataclass(slots=True)
 class PageLoad:
-    """Pages of a waiting request to be filled; ``tokens`` are what it saves if all of it comes."""
+    """Pages of a waiting request to fill; ``tokens`` need not be computed if all of them arrive."""
 
     request: str
     spans: list[BlockSpan]
@@ -32,7 +41,7 @@ class PageLoad:
 
 @dataclass(slots=True)
 class Save:
-    """Pages that are complete after this step; ``ttl`` seconds later they are to be deleted."""
+    """Pages that are complete after this step; their blocks are deleted ``ttl`` seconds later."""
 
     spans: list[BlockSpan]
     ttl: float | None = None
@@ -40,7 +49,7 @@ class Save:
 
 @dataclass(slots=True)
 class RankLookup:
-    """How much of a request is in the stores of all ranks, from block ``first`` on."""
+    """A lookup of a request's blocks, from ``first`` on, in the stores of all ranks."""
 
     request: str
     number: int
@@ -54,29 +63,29 @@ class StepPlan(KVConnectorMetadata):
 
     Attributes:
         idle: nothing is computed in this step.
-        asking: a request waits for the answer to a question.
+        waiting: a request waits for the result of a lookup.
+        clear: how often everything was to be deleted so far, for workers with stores of their own.
     """
 
     idle: bool = False
-    asking: bool = False
+    waiting: bool = False
     loads: list[PageLoad] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     pins: list[tuple[list[bytes], float]] = field(default_factory=list)
-    questions: list[RankLookup] = field(default_factory=list)
+    lookups: list[RankLookup] = field(default_factory=list)
     clear: int = 0
-    """How often everything was to be deleted, so far; for workers with stores of their own."""
 
 
 @dataclass(slots=True)
-class Answers(KVConnectorWorkerMetadata):
-    """From the workers: by question, what each of those that answered found."""
+class LookupResults(KVConnectorWorkerMetadata):
+    """From the workers: for each lookup, the block up to which each rank found the request."""
 
     found: dict[int, list[int]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """With those of another rank."""
-        assert isinstance(other, Answers)
+        """Return these results together with those of another rank."""
+        assert isinstance(other, LookupResults)
         merged = {number: list(found) for number, found in self.found.items()}
         for number, found in other.found.items():
             merged.setdefault(number, []).extend(found)
-        return Answers(merged)
+        return LookupResults(merged)

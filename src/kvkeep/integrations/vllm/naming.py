@@ -1,9 +1,9 @@
 """The namespace of an engine's KV.
 
-A page is opaque: what wrote it must be what reads it. So the namespace names everything that makes
-bytes other bytes: the weights that were loaded (weights.py), the configuration and the version of
-vLLM (numbers.py); and here dtypes, the layout of pages, the attention backend and what it packs
-for, block size, groups of layers, and ranks.
+A page is opaque bytes, so only an engine that writes the same bytes may read it. The namespace
+names everything they depend on: the loaded weights (weights.py), the configuration and the version
+of vLLM (numbers.py), and here dtypes, the layout of pages, the attention backend and the hardware
+it packs for, block size, groups of layers, and ranks.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 __all__ = ["machine_of", "namespace_of", "warn_of_seeds"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
-_FORMAT = 1  # of our records: the pages of a group's layers, one behind the other
+_FORMAT = 1  # version of our records: the pages of a group's layers, one after another
 
 
 def warn_of_seeds(vllm_config: VllmConfig) -> None:
-    """Say it where no later process will name the same blocks the same."""
+    """Warn if block hashes are seeded, so that no later process computes the same ones."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if algorithm.startswith("xxhash") and os.getenv("PYTHONHASHSEED") is None:
         _LOG.warning(
-            "--prefix-caching-hash-algo %s is seeded anew by every process: what kvkeep stores "
-            "will not be found by another one, nor after a restart. Use sha256, the default",
+            "--prefix-caching-hash-algo %s is seeded anew by every process: no other process, and "
+            "none after a restart, will find what kvkeep stores. Use sha256, the default",
             algorithm,
         )
 
@@ -48,7 +48,7 @@ def warn_of_seeds(vllm_config: VllmConfig) -> None:
 def namespace_of(
     vllm_config: VllmConfig, options: ConnectorOptions, groups: Groups, pages: str
 ) -> Namespace:
-    """What must never be mixed with this engine's KV; ``pages`` says how they lie in memory."""
+    """Return the engine's namespace; ``pages`` describes the layout of its pages in memory."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parts = {
         "format": _FORMAT,
@@ -70,7 +70,7 @@ def namespace_of(
 
 
 def machine_of(vllm_config: VllmConfig, groups: Groups, device: torch.device) -> str:
-    """What computes and packs the pages: attention backends, and the instructions they use."""
+    """Return what computes and packs the pages: attention backends and instruction sets."""
     layers = vllm_config.compilation_config.static_forward_context
     names = [name for group in groups.groups for name in group.layers]
     backends = sorted({layers[name].get_attn_backend().get_name() for name in names})
@@ -81,7 +81,7 @@ def machine_of(vllm_config: VllmConfig, groups: Groups, device: torch.device) ->
 
 
 def _rank(vllm_config: VllmConfig) -> str:
-    """This worker's share of the KV; empty where there is one worker."""
+    """Return this worker's share of the KV; empty with one worker."""
     parallel = vllm_config.parallel_config
     sizes = {
         "tp": parallel.tensor_parallel_size,
@@ -97,7 +97,7 @@ def _rank(vllm_config: VllmConfig) -> str:
 
 
 def _speculative(vllm_config: VllmConfig) -> list[object] | None:
-    """Draft layers are layers of the cache; wrong drafts cost time, never a token."""
+    """Return the draft model, whose layers are layers of the cache; None without one."""
     config = vllm_config.speculative_config
     if config is None or not config.use_eagle():
         return None

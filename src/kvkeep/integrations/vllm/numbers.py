@@ -1,11 +1,11 @@
-"""What of vLLM's configuration decides the numbers of KV.
+"""Which settings of vLLM decide the numbers of KV.
 
-Everything, but for what is named here as neutral: an option of a later vLLM is part of the
-namespace until somebody shows that it need not be. Values are those that vLLM resolved, so that
-``--hf-overrides`` and a default that is given by hand are told apart by what they do.
+All of them, except those listed here as neutral: a setting that a later vLLM adds is part of the
+namespace until it is known to be neutral. Values are those that vLLM resolved, so
+``--hf-overrides`` and a default given by hand count by their effect.
 
-Neutral is what serves, logs, samples, sizes and schedules. How a batch is made up is neutral too:
-it changes the last bits of sums, and vLLM's own prefix cache does not part by it either.
+Neutral settings are about serving, logs, sampling, sizes and scheduling. The composition of a batch
+is neutral too: it changes the last bits of sums, and vLLM's own prefix cache ignores it as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import vllm
 from vllm import envs
 
-from kvkeep.store.identity.values import NEUTRAL_CONFIG
+from kvkeep.store.identity.neutral import NEUTRAL_CONFIG
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -41,7 +41,7 @@ _MODEL: Final = {
     # access
     "allowed_local_media_path", "allowed_media_domains", "hf_token", "trust_remote_code",
     "allow_deprecated_quantization",
-    # memory; what is compiled is told by the compilation's mode
+    # memory; compilation is described by its mode
     "enforce_eager", "enable_sleep_mode", "sleep_preserve_parameter_names", "sleep_mode_backend",
     "sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend", "enable_cumem_allocator",
 }  # fmt: skip
@@ -61,7 +61,7 @@ _CACHE: Final = {
     "kv_offloading_size", "kv_offloading_backend", "enable_prefix_caching", "prefix_match_unit",
     "prefix_cache_retention_interval", "cache_hit_alignment_tokens",
 }  # fmt: skip
-_ATTENTION: Final = {"backend", "backend_per_kind"}  # those that were chosen are in the namespace
+_ATTENTION: Final = {"backend", "backend_per_kind"}  # the chosen ones are in the namespace
 _KERNELS: Final = {"enable_flashinfer_autotune", "enable_rocm_segmented_attn_autotune",
                    "enable_cutedsl_warmup", "enable_jit_warmup"}  # fmt: skip
 _LORA: Final = {"max_lora_rank", "max_loras", "max_cpu_loras", "max_lora_cls_labels",
@@ -70,7 +70,7 @@ _LOADING: Final = {
     "download_dir", "use_tqdm_on_load", "device", "pt_load_map_location",
     "safetensors_prefetch_num_threads", "safetensors_prefetch_block_size",
 }  # fmt: skip
-# Set in the environment, not on vLLM's own list of neutral ones, and neutral all the same.
+# Environment variables that are neutral, although vLLM's own list of neutral ones lacks them.
 _ENVIRONMENT: Final = {
     "CUDA_HOME", "VLLM_NCCL_SO_PATH", "VLLM_CONFIGURE_LOGGING", "VLLM_PLUGINS",
     "VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU",
@@ -79,13 +79,13 @@ _ENVIRONMENT: Final = {
     "VLLM_DP_RANK_LOCAL", "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "VLLM_MSGPACK_ZERO_COPY_THRESHOLD",
     "VLLM_PROCESS_NAME_PREFIX", "VLLM_LOG_BATCHSIZE_INTERVAL", "VLLM_LOG_MODEL_INSPECTION",
 }  # fmt: skip
-# With other kinds of rotary embedding, and with Llama 4, the longest text decides how all are
-# embedded: vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py, llama4.py.
+# With other kinds of rotary embedding, and with Llama 4, the maximum length changes all positions:
+# vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py, llama4.py.
 _ANY_LENGTH: Final = {"default", "linear", "llama3", "yarn", "mrope", "proportional"}
 
 
 def numbers_of(vllm_config: VllmConfig) -> dict[str, object]:
-    """Every setting that may decide a number, as JSON can write it."""
+    """Return every setting that may decide a number, in JSON's types."""
     model, compilation = vllm_config.model_config, vllm_config.compilation_config
     images, lora = model.multimodal_config, vllm_config.lora_config
     described: dict[str, object] = {
@@ -117,7 +117,7 @@ def numbers_of(vllm_config: VllmConfig) -> dict[str, object]:
 
 
 def plain(value: object) -> object:
-    """``value`` in JSON's types, the same in every process."""
+    """Return ``value`` in JSON's types, the same in every process."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, enum.Enum):
@@ -142,7 +142,7 @@ def plain(value: object) -> object:
 
 
 def _fields(config: Any, neutral: set[str] | frozenset[str]) -> dict[str, object]:
-    """The fields of a dataclass without those that are ``neutral``."""
+    """Return the fields of a dataclass, except those that are ``neutral``."""
     return {
         field.name: plain(getattr(config, field.name, None))
         for field in dataclasses.fields(config)
@@ -151,14 +151,14 @@ def _fields(config: Any, neutral: set[str] | frozenset[str]) -> dict[str, object
 
 
 def _configuration(config: Any) -> dict[str, object]:
-    """A model's configuration with all overrides, and the class that vLLM computes it with."""
+    """Return a model's configuration with all overrides, and the class that computes it."""
     named: dict[str, object] = config.to_dict()
     kept = {name: value for name, value in named.items() if name not in NEUTRAL_CONFIG}
     return kept | {"architectures": named.get("architectures")}
 
 
 def _length_decides(model: ModelConfig) -> bool:
-    """Whether the numbers of a short text depend on ``--max-model-len``."""
+    """Return whether the numbers of a short text depend on ``--max-model-len``."""
     text = model.hf_text_config
     if "llama4" in str(getattr(text, "model_type", "")):
         return True
@@ -166,7 +166,7 @@ def _length_decides(model: ModelConfig) -> bool:
 
 
 def _kinds(rope: object) -> list[str]:
-    """The kinds of rotary embedding in ``rope_parameters``, which may have one set a layer type."""
+    """Return the kinds of rotary embedding in ``rope_parameters``, of all layer types."""
     if not isinstance(rope, Mapping):
         return []
     kinds = [str(rope[name]) for name in ("rope_type", "type") if rope.get(name) is not None]
@@ -174,7 +174,7 @@ def _kinds(rope: object) -> list[str]:
 
 
 def _environment() -> dict[str, object]:
-    """Variables of vLLM's that are set, without those that change no number."""
+    """Return vLLM's environment variables that are set, except those that change no number."""
     return {
         name: value
         for name, value in envs.compile_factors().items()

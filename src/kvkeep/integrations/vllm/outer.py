@@ -1,19 +1,19 @@
-"""What vLLM reads from the outer configuration when the connector is a part of another one.
+"""What vLLM reads from the outer configuration if the connector is inside another one.
 
 `MultiConnector` gives each of its connectors a copy of the configuration with a
-``kv_transfer_config`` of its own. A connector may set an option there, but vLLM's scheduler reads
-the outer one. Of these the connector depends on two:
+``kv_transfer_config`` of its own. vLLM's scheduler, however, reads the outer one, also for two
+options on which the connector depends:
 
     kv_load_failure_policy   "fail" ends a request whose load fails with an empty answer
     kv_role                  without "consumer" vLLM reuses pages that a load may still write to
 
-The outer configuration belongs to all connectors in it, so it is not changed here: a start with
-options that would break a promise is refused. Only a worker can see the outer configuration; vLLM
-makes workers first, so the scheduler's side never starts. At that time the weights are loaded:
-vLLM gives a connector nothing earlier.
+The outer configuration belongs to all connectors in it and is not changed here; options that would
+break a promise are refused. Only a worker can see the outer configuration. vLLM makes workers
+first, so the scheduler's side never starts, although the weights are loaded by then: vLLM makes no
+connector earlier.
 
 A process of vLLM has one worker's side, even if a script makes two engines in it: the second engine
-gets the first one's, which would name its KV as the first one's.
+gets the connector of the first, which would name its KV as the first one's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def require_outer(own: KVTransferConfig) -> None:
     """Set what the connector needs in ``own``, and check that vLLM will follow it.
 
     Raises:
-        InvalidValue: the outer configuration says something else; with the option to set there.
+        InvalidValue: the outer configuration differs, with the option to set there.
     """
     own.kv_load_failure_policy = _POLICY  # vLLM's default makes a lost file an error of a request
     current = get_current_vllm_config_or_none()
@@ -60,10 +60,10 @@ def require_outer(own: KVTransferConfig) -> None:
 
 
 def require_own_engine(own: KVTransferConfig) -> None:
-    """Check that the engine that starts is the one that the connector was made for.
+    """Check that the starting engine is the one for which the connector was made.
 
     Raises:
-        InvalidValue: it is another one.
+        InvalidValue: it is another engine.
     """
     current = get_current_vllm_config_or_none()
     if current is None:
@@ -71,7 +71,7 @@ def require_own_engine(own: KVTransferConfig) -> None:
     outer = current.kv_transfer_config
     if outer is None or outer.engine_id != own.engine_id:
         raise InvalidValue(
-            "vLLM gave a second engine in this process the connector of the first, whose KV is "
-            "another; end the first engine before, or let engines have processes of their own "
+            "vLLM gave a second engine in this process the connector of the first, which has other "
+            "KV; end the first engine before, or run each engine in its own process "
             "(VLLM_ENABLE_V1_MULTIPROCESSING=1, the default)"
         )

@@ -1,7 +1,7 @@
-"""The engine's memory, page by page: out of it into a record, and back.
+"""The engine's memory, page by page: from it into a record, and back.
 
-A record is the pages of one block in all layers of a group, one behind the other. Where layers of a
-block lie side by side in memory they are one run, and one copy.
+A record is the pages of one block in all layers of a group, one after another. Layers whose pages
+are adjacent in memory form one run, and are copied at once.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs, group_kernel_blocks
 
 from kvkeep.core.errors import UnsupportedModel
+from kvkeep.integrations.records import gather, scatter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import numpy.typing as npt
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from kvkeep.integrations.records import Bytes
     from kvkeep.integrations.vllm.groups import Groups
 
 __all__ = ["GroupPages", "pages_of"]
@@ -28,7 +28,7 @@ __all__ = ["GroupPages", "pages_of"]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Bytes of every block: ``width`` of them, in blocks that are ``stride`` apart."""
+    """A range of ``width`` bytes in every block; blocks are ``stride`` bytes apart."""
 
     storage: torch.UntypedStorage
     offset: int
@@ -36,7 +36,7 @@ class _Run:
     width: int
 
     def joined(self, other: _Run) -> _Run | None:
-        """With ``other`` behind it, if that is where it lies in every block."""
+        """Return the run of both, if ``other`` directly follows in every block."""
         beside = self.storage.data_ptr() == other.storage.data_ptr() and self.stride == other.stride
         if not beside or self.offset + self.width != other.offset:
             return None
@@ -45,7 +45,7 @@ class _Run:
         return _Run(self.storage, self.offset, self.stride, self.width + other.width)
 
     def tensor(self, blocks: int, device: torch.device) -> torch.Tensor:
-        """(blocks, width) bytes."""
+        """Return a view of uint8 [blocks, width]."""
         return torch.tensor([], dtype=torch.uint8, device=device).set_(
             self.storage, self.offset, (blocks, self.width), (self.stride, 1)
         )
@@ -54,40 +54,32 @@ class _Run:
 class GroupPages:
     """The pages of one group's layers.
 
-    `fill` and `sink` copy without the interpreter's lock. Thread safety: any, on different pages.
+    Copies release the interpreter lock. Thread safety: any, on different pages.
     """
 
     def __init__(self, runs: Sequence[torch.Tensor]) -> None:
         self.tensors = list(runs)
         self.record_bytes = sum(run.shape[1] for run in runs)
         self.device = self.tensors[0].device
-        self._arrays: list[npt.NDArray[np.uint8]] = []
+        self._arrays: list[Bytes] = []
         if self.device.type == "cpu":
             self._arrays = [run.numpy() for run in runs]
 
     def filler(self, pages: Sequence[int]) -> Callable[[int, memoryview], None]:
-        """Writes page ``pages[i]`` into the record it is given."""
+        """Return ``fill(i, raw)``, which copies page ``pages[i]`` into the record ``raw``."""
         arrays = self._arrays
 
         def fill(at: int, raw: memoryview) -> None:
-            record, page, start = np.frombuffer(raw, dtype=np.uint8), pages[at], 0
-            for array in arrays:
-                end = start + array.shape[1]
-                record[start:end] = array[page]
-                start = end
+            gather((array[pages[at]] for array in arrays), raw)
 
         return fill
 
     def sinker(self, pages: Sequence[int]) -> Callable[[int, memoryview], None]:
-        """Writes the record it is given into page ``pages[i]``."""
+        """Return ``sink(i, raw)``, which copies the record ``raw`` into page ``pages[i]``."""
         arrays = self._arrays
 
         def sink(at: int, raw: memoryview) -> None:
-            record, page, start = np.frombuffer(raw, dtype=np.uint8), pages[at], 0
-            for array in arrays:
-                end = start + array.shape[1]
-                array[page] = record[start:end]
-                start = end
+            scatter(raw, (array[pages[at]] for array in arrays))
 
         return sink
 
@@ -95,10 +87,10 @@ class GroupPages:
 def pages_of(
     groups: Groups, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> tuple[list[GroupPages], str]:
-    """The pages of each group, and a description of how they lie there.
+    """Return the pages of each group, and a description of their layout in memory.
 
     Raises:
-        UnsupportedModel: a page is not one run of memory.
+        UnsupportedModel: a page is not one piece of memory.
     """
     blocks = kv_cache_config.num_blocks
     found: list[GroupPages] = []

@@ -1,4 +1,4 @@
-"""`Recorder`: what a capture is told of vLLM's requests, so that they can be replayed."""
+"""`Recorder`: writes a trace of vLLM's requests, to be replayed."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Recorder"]
 
-# Their numbers are not: vLLM counts on from release to release.
-_WELL = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
+# By name: vLLM renumbers statuses from release to release.
+_SUCCEEDED = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 
 
 class Recorder:
-    """Writes a line for each request that ends: times, lengths, keyed hashes, never what was said.
+    """Writes a line for each request that ends: times, lengths and keyed hashes, no text.
 
-    An id stands for a block of the engine. What a scheduler does not know is not there: the time to
-    the first token is that to its first step. Requests of embeddings alone are left out. Raises
-    `InvalidValue` for a file that is there.
+    An id stands for a block of the engine. The scheduler does not know when the first token was
+    sent: the trace has the time to the first step instead. Requests with embeddings only are left
+    out. Raises `InvalidValue` if the file exists.
 
-    Thread safety: the scheduler's thread. Cost: a copy of the tokens; the rest is a thread's.
+    Thread safety: the scheduler's thread. Cost: a copy of the tokens; a thread does the rest.
     """
 
     def __init__(self, path: str, vllm_config: VllmConfig, groups: Groups) -> None:
         parallel = vllm_config.parallel_config
         file = Path(path)
-        if parallel.data_parallel_size > 1:  # each rank schedules by itself
+        if parallel.data_parallel_size > 1:  # each rank has a scheduler
             file = file.with_name(f"rank{parallel.data_parallel_rank}-{file.name}")
         self._capture = Capture(
             file,
@@ -48,13 +48,13 @@ class Recorder:
     def ended(
         self, request: Request, *, cached: int, loaded: int, first: float | None, store: bool
     ) -> None:
-        """It came to an end; ``first`` is when it was first computed, in `time.time`."""
+        """Record a request that ended; ``first`` is when it was first computed, by `time.time`."""
         if request.prompt_token_ids is None:
             return
         now = time.time()
         arrived = time.perf_counter() - (now - request.arrival_time)
         served = None
-        if request.status.name in _WELL and first is not None:
+        if request.status.name in _SUCCEEDED and first is not None:
             since = request.arrival_time
             served = Served(cached, loaded, max(0.0, first - since), max(0.0, now - since))
         self._capture.note(
@@ -69,12 +69,12 @@ class Recorder:
         )
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write what is queued."""
         self._capture.close()
 
 
 def _namespace(request: Request) -> Namespace:
-    """What keeps a request from reusing another's KV, though its tokens are the same."""
+    """Return what keeps a request from reusing another's KV although its tokens are equal."""
     seen = [feature.identifier for feature in getattr(request, "mm_features", None) or ()]
     lora = request.lora_request
     return Namespace(

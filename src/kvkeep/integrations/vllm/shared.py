@@ -8,13 +8,13 @@ import logging
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from kvkeep.integrations.vllm.groups import Groups
@@ -25,25 +25,28 @@ if TYPE_CHECKING:
 __all__ = ["SharedStore", "log_fault"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
-_PATIENCE_S = 0.05
+_DELETE_WAIT_S = 0.05
+T = TypeVar("T")
 
-# By vLLM's engine id. vLLM makes both sides itself and lets them know nothing of each other, so
-# this is how they meet; it holds nothing alive.
+# By vLLM's engine id. vLLM makes both sides and gives neither a reference to the other, so they
+# meet here. Weak: it keeps no store alive.
 _ENGINES: WeakValueDictionary[str, SharedStore] = WeakValueDictionary()
 
 
 class SharedStore:
-    """One store with what both sides do with it. Thread safety: all methods.
+    """A worker's store, with what both sides do with it. Thread safety: all methods.
 
-    vLLM ends its two sides in any order, so the scheduler may ask after the worker has closed the
-    store. `lookup`, `knows`, `unknown` and `pin` answer for a closed store that it has nothing and
-    takes nothing, where the store itself raises.
+    vLLM closes its two sides in any order, so the scheduler may still use a store that the worker
+    has closed. Then `lookup`, `knows`, `unknown`, `must_ask` and `pin` behave as if it were empty
+    and full, where the store itself raises.
 
     Attributes:
-        news: set when something that a request waits for is done.
+        sizes: bytes of a record, by group.
+        news: set when a load or a lookup has ended.
+        closed: whether `close` was called.
 
     Raises:
-        InvalidValue: the engine has one already.
+        InvalidValue: the engine has another open store.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class SharedStore:
     ) -> None:
         self.store = store
         self.groups = groups
-        self.sizes = sizes  # bytes of a record, by group
+        self.sizes = sizes
         self.news = threading.Event()
         self._options = options
         self._lock = threading.Lock()
@@ -64,59 +67,46 @@ class SharedStore:
         self._due: dict[bytes, float] = {}
         self._counting = threading.Lock()
         self._hits: dict[str, float] = {}
-        self._closed = False
+        self.closed = False
         other = _ENGINES.get(engine)
-        if other is not None and not other._closed:
+        if other is not None and not other.closed:
             store.close(0)
             raise InvalidValue(
                 "there are two KVKeepConnectors in one engine, which would find each other's "
                 "blocks; leave one of them, with the tiers of both"
             )
         _ENGINES[engine] = self
-        # Where vLLM runs in a script's own process, nobody may tell us that it ends.
+        # If vLLM runs in a script's own process, it may exit without closing the connector.
         atexit.register(self.close)
 
     @staticmethod
     def find(engine: str) -> SharedStore | None:
-        """That of a worker in this process."""
+        """Return the store of a worker in this process, by vLLM's engine id."""
         return _ENGINES.get(engine)
 
     def lookup(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See `BlockStore.lookup`; 0 once the store is closed."""
-        try:
-            return self.store.lookup(keys, deadline=deadline)
-        except IllegalStep:
-            return 0
+        """As `BlockStore.lookup`; 0 if the store is closed."""
+        return _unless_closed(lambda: self.store.lookup(keys, deadline=deadline), 0)
 
     def knows(self, keys: Sequence[bytes]) -> int:
-        """See `BlockStore.knows`; 0 once the store is closed."""
-        try:
-            return self.store.knows(keys)
-        except IllegalStep:
-            return 0
+        """As `BlockStore.knows`; 0 if the store is closed."""
+        return _unless_closed(lambda: self.store.knows(keys), 0)
 
     @property
     def must_ask(self) -> bool:
-        """See `BlockStore.must_ask`; False once the store is closed."""
-        try:
-            return self.store.must_ask
-        except IllegalStep:
-            return False
+        """As `BlockStore.must_ask`; False if the store is closed."""
+        return _unless_closed(lambda: self.store.must_ask, False)
 
     def unknown(self, keys: Sequence[bytes]) -> list[int]:
-        """See `BlockStore.unknown`; none once the store is closed: it keeps nothing more."""
-        try:
-            return self.store.unknown(keys)
-        except IllegalStep:
-            return []
+        """As `BlockStore.unknown`; empty if the store is closed, so that nothing is saved."""
+        return _unless_closed(lambda: self.store.unknown(keys), [])
 
     def pin(self, keys: Sequence[bytes], seconds: float) -> None:
-        """See `BlockStore.pin`; nothing once the store is closed."""
-        with suppress(IllegalStep):
-            self.store.pin(keys, seconds)
+        """As `BlockStore.pin`; does nothing if the store is closed."""
+        _unless_closed(lambda: self.store.pin(keys, seconds), 0)
 
     def expire(self, keys: Sequence[bytes], ttl: float) -> None:
-        """Have blocks deleted ``ttl`` seconds from now; an earlier word on them is forgotten."""
+        """Delete blocks ``ttl`` seconds from now; replaces an earlier ``ttl``."""
         end = time.monotonic() + ttl
         with self._lock:
             for key in keys:
@@ -124,9 +114,9 @@ class SharedStore:
                 heapq.heappush(self._ends, (end, len(self._ends), key))
 
     def delete_expired(self) -> int:
-        """Have deleted what is due; how many blocks. Cost: next to nothing where nothing is.
+        """Start to delete the blocks that are due; return how many. Costs nothing if none are.
 
-        It is waited for a moment, and goes on behind that: a place that hangs holds up nobody.
+        Waits for a moment only: a tier that hangs delays no request.
         """
         if not self._ends or self._ends[0][0] > time.monotonic():
             return 0
@@ -143,7 +133,7 @@ class SharedStore:
                 target=self._remove, args=(keys,), name="kvkeep ttl", daemon=True
             )
             deleting.start()
-            deleting.join(_PATIENCE_S)
+            deleting.join(_DELETE_WAIT_S)
         return len(keys)
 
     def _remove(self, keys: Sequence[bytes]) -> None:
@@ -151,12 +141,12 @@ class SharedStore:
             removed = self.store.remove(keys)
             if not removed.complete:
                 _LOG.warning(
-                    "kvkeep could not delete expired blocks from %s", ", ".join(removed.failed)
+                    "kvkeep failed to delete expired blocks from %s", ", ".join(removed.failed)
                 )
 
     def count_hits(self, counts: Counts) -> None:
-        """Count what the tiers handed out since the last call."""
-        with self._counting:  # loads end side by side, and a Prometheus counter never goes back
+        """Count the blocks that were read from each tier since the last call."""
+        with self._counting:  # loads end concurrently, and a Prometheus counter cannot decrease
             for tier in self.store.stats():
                 hits = tier.counters["hits"]
                 before = self._hits.get(tier.name, 0)
@@ -164,34 +154,41 @@ class SharedStore:
                 counts.hits(tier.name, hits - before)
 
     def clear(self) -> bool:
-        """Delete the namespace; False: a tier could not be asked to, and may have it still."""
+        """Delete the namespace; False: a tier failed and may still hold blocks."""
         try:
             removed = self.store.clear()
-        except IllegalStep:  # closed: its slower tiers have all they had
+        except IllegalStep:  # closed: the slower tiers still hold their blocks
             return False
         _LOG.info("kvkeep deleted %.1f MiB", removed.bytes / 2**20)
         if not removed.complete:
             _LOG.warning(
-                "kvkeep could not delete all there is: %s failed. Try again later",
+                "kvkeep failed to delete all blocks: %s failed. Try again later",
                 ", ".join(removed.failed),
             )
         return removed.complete
 
     def close(self) -> None:
-        """Write what waits, for ``flush_timeout`` at most; a second call does nothing."""
+        """Write what is queued, for at most ``flush_timeout``; a second call does nothing."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
         atexit.unregister(self.close)
         if not self.store.close(self._options.flush_timeout):
             _LOG.warning(
-                "kvkeep did not write all it had within %g s (flush_timeout)",
+                "kvkeep did not write all queued blocks within %g s (flush_timeout)",
                 self._options.flush_timeout,
             )
 
 
+def _unless_closed(call: Callable[[], T], closed: T) -> T:
+    try:
+        return call()
+    except IllegalStep:
+        return closed
+
+
 def log_fault(future: Future[Any]) -> None:
-    """What ended a thread's work unforeseen is told: those who wait see a miss."""
+    """Log what ended a thread's work unexpectedly; for the request it is a miss."""
     if not future.cancelled() and (error := future.exception()) is not None:
-        _LOG.error("a fault of kvkeep; what was to be loaded is computed", exc_info=error)
+        _LOG.error("a bug of kvkeep; tokens that were not loaded are computed", exc_info=error)

@@ -1,4 +1,4 @@
-"""What vLLM's log and its Prometheus page show of kvkeep."""
+"""Counts of kvkeep for vLLM's log and its Prometheus page."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Counts", "KVKeepPromMetrics", "KVKeepStats"]
 
-_HITS = "hits "  # and the name of a tier
-_SHOWN = {
-    "hit_tokens": "Tokens that the store had when a request asked for them",
-    "loaded_tokens": "Tokens whose KV was loaded and not computed",
-    "failed_tokens": "Tokens that were to be loaded and had to be computed",
-    "late_tokens": "Of those, tokens whose load took longer than load_timeout",
-    "saved_tokens": "Tokens whose KV was handed to the store",
-    "dropped_tokens": "Tokens whose KV the store had no room for",
-    "load_seconds": "Seconds that loads took, all of them together",
+_HITS = "hits "  # prefix of the name of a tier
+_METRICS = {
+    "hit_tokens": "Tokens that were found in the store for requests",
+    "loaded_tokens": "Tokens whose KV was loaded instead of computed",
+    "failed_tokens": "Tokens whose load failed, so that they were computed",
+    "late_tokens": "Failed tokens whose load took longer than load_timeout",
+    "saved_tokens": "Tokens whose KV was stored",
+    "dropped_tokens": "Tokens whose KV was dropped for lack of room",
+    "load_seconds": "Seconds of all loads together",
     "save_seconds": "Seconds that the model waited for its KV to be copied",
-    "late_lookups": "Questions to shared tiers without an answer within lookup_timeout",
-    "ignored_params": "Requests whose kv_transfer_params were wrong and not followed",
+    "late_lookups": "Lookups in shared tiers that took longer than lookup_timeout",
+    "ignored_params": "Requests with wrong kv_transfer_params, which were ignored",
 }
 
 
@@ -40,18 +40,18 @@ class Counts:
         self._counts: dict[str, float] = {}
 
     def add(self, **more: float) -> None:
-        """Add to some of them at once."""
+        """Add to several counts at once."""
         with self._lock:
             for name, amount in more.items():
                 if amount:
                     self._counts[name] = self._counts.get(name, 0) + amount
 
     def hits(self, tier: str, blocks: float) -> None:
-        """Blocks that came from one tier."""
+        """Add blocks that were read from one tier."""
         self.add(**{_HITS + tier: blocks})
 
     def take(self) -> KVKeepStats | None:
-        """What was counted since the last call; None: nothing."""
+        """Return and reset the counts; None if all are zero."""
         if not self._counts:
             return None
         with self._lock:
@@ -60,30 +60,30 @@ class Counts:
 
 
 class KVKeepStats(KVConnectorStats):
-    """Counts of one interval, by name: all of them add up."""
+    """Counts of one interval, by name, which add up."""
 
     def reset(self) -> None:
-        """Forget them."""
+        """Remove all counts."""
         self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another interval's, or another rank's."""
+        """Return the sum with another interval or rank."""
         data: dict[str, float] = dict(self.data)
         for name, amount in other.data.items():
             data[name] = data.get(name, 0) + amount
         return KVKeepStats(data=data)
 
     def reduce(self) -> dict[str, int | float]:
-        """For a line of the log."""
+        """Return the counts for a line of vLLM's log."""
         return {f"kvkeep {name}": _short(amount) for name, amount in sorted(self.data.items())}
 
     def is_empty(self) -> bool:
-        """Nothing was counted."""
+        """Return whether there are no counts."""
         return not self.data
 
 
 class KVKeepPromMetrics(KVConnectorPromMetrics):
-    """``vllm:kvkeep_…`` on vLLM's Prometheus page."""
+    """``vllm:kvkeep_…`` metrics on vLLM's Prometheus page."""
 
     def __init__(
         self,
@@ -97,19 +97,19 @@ class KVKeepPromMetrics(KVConnectorPromMetrics):
             name: self._counter_cls(
                 name=f"vllm:kvkeep_{name}", documentation=text, labelnames=labelnames
             )
-            for name, text in _SHOWN.items()
+            for name, text in _METRICS.items()
         }
         self._hits = self._counter_cls(
             name="vllm:kvkeep_hit_blocks",
-            documentation="Blocks that were loaded, by the tier that they came from",
+            documentation="Loaded blocks, by the tier they were read from",
             labelnames=[*labelnames, "tier"],
         )
         for labels in per_engine_labelvalues.values():
             for metric in self._metrics.values():
-                metric.labels(*labels)  # they are there, and zero, from the start
+                metric.labels(*labels)  # shown as zero from the start
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what was counted."""
+        """Add the counts of an interval."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, amount in transfer_stats_data.items():
             if name.startswith(_HITS):

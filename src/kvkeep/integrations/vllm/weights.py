@@ -1,11 +1,11 @@
 """Which weights vLLM loaded, as the revision of a namespace.
 
-vLLM loads the weights itself, and packs them before a connector is made. So they are named by the
-files that it read:
+vLLM loads and packs the weights before it makes a connector. So they are named by the files it
+read:
 
     a directory     its identity, if nothing in it changed since the process began
-    the hub         the same of what was downloaded, or the commit, if the branch did not move
-    anything else   a name that no other process has, and a warning that says why
+    the hub         the same for the downloaded files, or the commit, if the branch did not move
+    anything else   a name that no other process has, and a warning with the reason
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from vllm import envs
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.integrations import loaded
+from kvkeep.integrations.loaded import SAFETENSORS_FORMATS, loaded_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,15 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["revision_of"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
-# Formats that read safetensors files of the model's directory; all of those are in its identity.
-_SAFETENSORS: Final = {
-    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer",
-}  # fmt: skip
+_SAFETENSORS: Final = SAFETENSORS_FORMATS | {"hf", "instanttensor"}
 _ADVICE: Final = 'kv_connector_extra_config: {"revision": "…"}'
 
 
 def revision_of(vllm_config: VllmConfig, given: str) -> str:
-    """Name the weights; ``given`` is the option ``revision``, which is believed."""
+    """Return the revision of the weights; the option ``revision``, ``given``, is trusted."""
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return _own("the scales of its KV are computed anew by every process", "")
     if vllm_config.weight_transfer_config is not None:
@@ -46,23 +43,21 @@ def revision_of(vllm_config: VllmConfig, given: str) -> str:
     if load_format == "dummy":
         return _own("its weights are dummies")
     if load_format not in _SAFETENSORS or (model.model_weights or model.model) != model.model:
-        return _own(f"--load-format {load_format} may read files that are not looked at")
+        return _own(f"--load-format {load_format} may read files that kvkeep does not check")
     if envs.VLLM_USE_MODELSCOPE and not Path(model.model).is_dir():
-        return _own("ModelScope says no commit")
+        return _own("ModelScope gives no commit")
     try:
-        began = loaded.process_began()
-        if Path(model.model).is_dir():
-            return loaded.identity_since(str(model.model), began)
-        return loaded.hub_identity(str(model.model), model.revision, load.download_dir, began)
+        return loaded_identity(str(model.model), model.revision, load.download_dir)
     except InvalidValue as error:
         return _own(str(error))
 
 
 def _own(reason: str, advice: str = _ADVICE) -> str:
+    """Return a name that no other process has, and warn."""
     _LOG.warning(
-        "kvkeep cannot tell which weights the model has: %s. What it stores will be found by this "
-        "process alone%s",
+        "kvkeep cannot identify the weights of the model: %s. Only this process will find what it "
+        "stores%s",
         reason,
-        f"; to keep it, say which weights they are: {advice}" if advice else "",
+        f"; to reuse it later, name the weights: {advice}" if advice else "",
     )
     return f"process {secrets.token_hex(16)}"

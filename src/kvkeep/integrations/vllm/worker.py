@@ -1,4 +1,4 @@
-"""The side that has the pages: it loads and saves what the scheduler's side plans."""
+"""The worker's side: loads and saves the pages that the scheduler's side plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvkeep.core.errors import KVKeepError
 from kvkeep.integrations.vllm.device import DeviceCopies
-from kvkeep.integrations.vllm.messages import Answers, BlockSpan, Save
+from kvkeep.integrations.vllm.messages import BlockSpan, LookupResults, Save
 from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
 from kvkeep.integrations.vllm.outer import require_own_engine
 from kvkeep.integrations.vllm.pages import pages_of
@@ -37,14 +37,15 @@ __all__ = ["WorkerSide"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
 _LOADERS = 4
-# While nothing can be computed vLLM steps in a circle, and every turn takes the interpreter from
-# those who load. So an idle step waits for news, this long: a new request waits as long at most.
+# While no request can be computed vLLM runs idle steps in a loop, which takes the interpreter lock
+# from the loading threads. So an idle step waits this long for a load or a lookup to end; a new
+# request is delayed by as much at most.
 _PAUSE_S = 0.002
 
 
 @dataclass(slots=True)
 class _Loading:
-    """A load under way, or done: ``missing`` pages were not filled."""
+    """A load in progress or done; ``missing`` are the pages that were not filled."""
 
     load: PageLoad
     until: float
@@ -53,10 +54,10 @@ class _Loading:
 
 
 class WorkerSide:
-    """Moves pages of one rank. vLLM's thread calls it; loads run in threads of its own.
+    """Moves the pages of one rank. vLLM's thread calls it; threads of its own load.
 
-    Nothing that a store does or does not do is raised: what was not loaded is reported as such,
-    what was not saved is counted.
+    It raises nothing because of the store: pages that were not loaded are reported, blocks that
+    were not saved are counted.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class WorkerSide:
         self._pool = ThreadPoolExecutor(_LOADERS, "kvkeep load")
         self._loading: dict[str, _Loading] = {}
         self._done: deque[_Loading] = deque()
-        self._answers: deque[tuple[int, int]] = deque()
+        self._lookup_results: deque[tuple[int, int]] = deque()
         self._errors: set[int] = set()
         self._cleared = 0
         self._pages: list[GroupPages] = []
@@ -82,15 +83,15 @@ class WorkerSide:
         self.shared: SharedStore | None = None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Learn where the pages are, and open the store.
+        """Describe the engine's pages, and open the store for them.
 
         Raises:
-            UnsupportedModel: they do not lie in memory as they should.
-            InvalidValue: a tier's URL is wrong, or the pages are another engine's.
+            UnsupportedModel: a page is not one piece of memory.
+            InvalidValue: a tier's URL is wrong, or the pages belong to another engine.
         """
         require_own_engine(self._vllm_config.kv_transfer_config)
         self._pages, described = pages_of(self._groups, self._kv_cache_config, kv_caches)
-        if self.shared is None:  # else vLLM allocated its caches anew, and the store stays
+        if self.shared is None:  # otherwise vLLM allocated its caches anew: the store stays
             self.shared = self._share(described)
         if self._device is not None:
             self._device.close()
@@ -99,7 +100,7 @@ class WorkerSide:
             self._device = DeviceCopies(self._pages, self._write, self._drop)
 
     def _share(self, described: str) -> SharedStore:
-        """Open the store for pages that lie in memory as ``described``."""
+        """Open the store; ``described`` is the layout of the pages in memory."""
         config = self._vllm_config
         warn_of_seeds(config)
         where = f"{machine_of(config, self._groups, self._pages[0].device)} {described}"
@@ -109,7 +110,7 @@ class WorkerSide:
         engine = config.kv_transfer_config.engine_id
         shared = SharedStore(engine, store, self._groups, sizes, self._options)
         _LOG.info(
-            "kvkeep keeps blocks of %d tokens, %d bytes, in %s",
+            "kvkeep stores blocks of %d tokens, %d bytes, in %s",
             self._groups.block_tokens, sum(sizes), ", ".join(t.place for t in store.stats()),
         )  # fmt: skip
         return shared
@@ -117,7 +118,7 @@ class WorkerSide:
     # --- loads -----------------------------------------------------------------------------------
 
     def start(self, plan: StepPlan) -> None:
-        """Begin what the plan wants loaded and asked; returns at once."""
+        """Start the loads and lookups of a step; return at once."""
         shared = self._open()
         if plan.clear != self._cleared:
             self._cleared = plan.clear
@@ -128,11 +129,11 @@ class WorkerSide:
             loading = _Loading(load, time.monotonic() + self._options.load_timeout)
             self._loading[load.request] = loading
             self._pool.submit(self._load, loading, begun).add_done_callback(log_fault)
-        for question in plan.questions:
-            self._pool.submit(self._answer, question).add_done_callback(log_fault)
+        for lookup in plan.lookups:
+            self._pool.submit(self._look_up, lookup).add_done_callback(log_fault)
 
     def _load(self, loading: _Loading, begun: torch.cuda.Event | None) -> None:
-        """In a thread: fill pages in order; at the first that does not come all is over."""
+        """In a thread: fill pages in order, up to the first block that does not arrive."""
         shared = self._open()
         started = time.monotonic()
         spans = loading.load.spans
@@ -176,31 +177,31 @@ class WorkerSide:
         )  # fmt: skip
         shared.count_hits(self.counts)
 
-    def _answer(self, question: RankLookup) -> None:
-        """In a thread: ask the store, the tiers that others write to included."""
-        shared, there = self._open(), question.first
+    def _look_up(self, lookup: RankLookup) -> None:
+        """In a thread: look up blocks in the store, in shared tiers too."""
+        shared, there = self._open(), lookup.first
         until = time.monotonic() + self._options.lookup_timeout
         try:
             there = self._groups.reach(
-                question.hashes,
-                question.first,
+                lookup.hashes,
+                lookup.first,
                 lambda keys: shared.lookup(keys, max(0.0, until - time.monotonic())),
             )
         except KVKeepError as error:
             _LOG.warning("a lookup failed: %s", error)
         finally:
-            self._answers.append((question.number, there))
+            self._lookup_results.append((lookup.number, there))
             shared.news.set()
 
     def finished(self, ended: set[str], plan: StepPlan) -> KVConnectorTransferResults:
-        """Loads that are done since the last call; those of requests that ``ended`` stop."""
+        """Return loads that ended since the last call; cancel those of requests in ``ended``."""
         for request in ended:
             if request in self._loading:
                 self._loading[request].cancelled = True
         news = self._open().news
-        if plan.idle and (plan.asking or self._loading):
+        if plan.idle and (plan.waiting or self._loading):
             news.clear()
-            if not self._done and not self._answers:
+            if not self._done and not self._lookup_results:
                 news.wait(_PAUSE_S)
         results = KVConnectorTransferResults()
         several = len(self._groups.groups) > 1
@@ -216,29 +217,30 @@ class WorkerSide:
         return results
 
     def take_errors(self) -> set[int]:
-        """Pages that were not filled."""
+        """Return and forget the pages that were not filled."""
         errors, self._errors = self._errors, set()
         return errors
 
-    def answers(self) -> Answers | None:
-        """What was found since the last call."""
-        if not self._answers:
+    def lookup_results(self) -> LookupResults | None:
+        """Return the results of lookups since the last call."""
+        if not self._lookup_results:
             return None
         found: dict[int, list[int]] = {}
-        while self._answers:
-            number, there = self._answers.popleft()
+        while self._lookup_results:
+            number, there = self._lookup_results.popleft()
             found[number] = [there]
-        return Answers(found)
+        return LookupResults(found)
 
     # --- saves -----------------------------------------------------------------------------------
 
     def save(self, plan: StepPlan) -> None:
-        """Copy what is complete out of the pages; they may be used again when this returns."""
+        """Copy complete blocks out of the pages, which may be overwritten when this returns."""
         if plan.saves:
             started = time.monotonic()
             for save in plan.saves:
-                # A scheduler in another process does not know what this store has.
-                spans = [span for each in save.spans if (span := self._unknown(each)).keys]
+                # Again: a scheduler in another process does not know what this store has.
+                new = [span.only(self._open().unknown(span.keys)) for span in save.spans]
+                spans = [span for span in new if span.keys]
                 if self._device is not None:
                     self._device.save(Save(spans, save.ttl))
                     continue
@@ -247,14 +249,6 @@ class WorkerSide:
             self.counts.add(save_seconds=time.monotonic() - started)
         for keys, seconds in plan.pins:
             self._open().pin(keys, seconds)
-
-    def _unknown(self, span: BlockSpan) -> BlockSpan:
-        wanted = self._open().unknown(span.keys)
-        if len(wanted) == len(span.keys):
-            return span
-        return BlockSpan(
-            span.group, [span.keys[at] for at in wanted], [span.pages[at] for at in wanted]
-        )
 
     def _write(
         self, span: BlockSpan, fill: Callable[[int, memoryview], None], ttl: float | None
@@ -279,7 +273,7 @@ class WorkerSide:
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Call loads off, and have the store write what waits."""
+        """Cancel loads, and let the store write what is queued."""
         for loading in self._loading.values():
             loading.cancelled = True
         self._pool.shutdown(wait=False, cancel_futures=True)

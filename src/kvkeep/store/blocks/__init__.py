@@ -1,10 +1,11 @@
 """`BlockStore`: opaque bytes under block keys, over tiers; and what it shares with `KVStore`.
 
 store.py    BlockStore
-stats.py    what is answered and reported
-shared.py   one store a name in a process
-timing.py   how long puts and gets take
-pinning.py  memory that a GPU copies fast
+base.py     what both stores have: life cycle, hooks, pinned memory, sharing by name
+shared.py   the shared stores of a process, by name
+stats.py    results and statistics
+timing.py   one `Operation` for each put and get
+pinning.py  page-locked memory, which a GPU copies at full speed
 """
 
 from __future__ import annotations

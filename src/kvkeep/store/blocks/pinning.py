@@ -1,4 +1,4 @@
-"""Pinned memory: what a GPU copies to and from at full speed."""
+"""Page-locked ("pinned") memory, which a GPU copies at full speed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LOG = logging.getLogger("kvkeep.store")
 
 
 def pin_memory(backend: MemoryBackend) -> Callable[[], None]:
-    """Pin the memory of ``backend`` when CUDA is there; the call that undoes it.
+    """Page-lock the memory of ``backend`` if CUDA is available; return a call that undoes it.
 
-    All of it is taken from the system then. Where CUDA refuses, copies are slower, not wrong. A
-    process that never imported torch copies nothing to a GPU: torch is not imported for this.
+    This allocates all of that memory. If CUDA refuses, copies are slower but right. torch is not
+    imported for this: a process that never imported it copies nothing to a GPU.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():

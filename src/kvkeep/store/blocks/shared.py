@@ -24,7 +24,10 @@ S = TypeVar("S")
 
 @dataclass(slots=True)
 class _Open(Generic[S]):
-    """The store of one name, closed if ``users`` is 0. The lock is held to open and close it."""
+    """The open store of one name and the number of its users; closed if that is 0.
+
+    The lock is held while the store is opened or closed.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     store: S | None = None
@@ -35,7 +38,7 @@ class _Open(Generic[S]):
 class SharedStores(Generic[S]):
     """The open stores of one class, by name.
 
-    A forked process begins with none. Thread safety: all methods. Opening one name does not wait
+    A forked process starts with none. Thread safety: all methods. Opening one name does not wait
     for another name.
     """
 
@@ -49,9 +52,9 @@ class SharedStores(Generic[S]):
         self._named: dict[str, _Open[S]] = {}
 
     def take(self, name: object, given: Mapping[str, object], make: Callable[[], S]) -> S:
-        """Count one more user of ``name`` and return its store; ``make`` opens it for the first.
+        """Return a shallow copy of the store ``name`` for a new user; ``make`` opens it if closed.
 
-        Each user gets a shallow copy, which is closed for that user alone. Call `give_back` once.
+        Each user closes its copy alone, and calls `give_back` once.
 
         Raises:
             InvalidValue: the store is open with another configuration than ``given``.
@@ -69,7 +72,7 @@ class SharedStores(Generic[S]):
             return copy.copy(one.store)
 
     def give_back(self, name: str, close: Callable[[S], bool]) -> bool:
-        """Count one user less. The last one calls ``close`` and returns its result, others True."""
+        """Remove a user. The last one calls ``close`` for its result; others return True."""
         one = self._named[name]
         with one.lock:
             one.users -= 1
@@ -82,46 +85,40 @@ class SharedStores(Generic[S]):
     def _check(self, name: str, before: Mapping[str, object], now: Mapping[str, object]) -> None:
         for what in before:
             if before[what] != now[what]:
-                at, was, asked = _where(what, before[what], now[what])
-                there, here = repr(was), repr(asked)
+                at, was, given = _where(what, before[what], now[what])
+                there, here = repr(was), repr(given)
                 if there == here:  # URLs are shown without their options
                     here = "the same with other options"
                 raise InvalidValue(
                     f"the shared {self._kind} {name!r} is open with {at}={there}, and {here} is "
-                    "asked for; give the same configuration or another name"
+                    "requested; give the same configuration or another name"
                 )
 
 
 def places_of(tiers: Sequence[str | Backend]) -> tuple[_Place, ...]:
-    """Wrap tiers so that they can be compared, and shown without their secrets."""
+    """Wrap tiers so that they can be compared, and printed without secrets."""
     if isinstance(tiers, str):
         raise InvalidValue("tiers are a list of URLs, fastest first, and not one text")
     return tuple(_Place(tier) for tier in tiers)
 
 
+@dataclass(frozen=True, repr=False)
 class _Place:
-    """A tier, compared by its URL or by equality of the object; its repr has no password."""
+    """A tier, compared by its URL or by equality of the backend; its repr has no password."""
 
-    def __init__(self, tier: str | Backend) -> None:
-        self._tier = tier
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Place) and self._tier == other._tier
-
-    def __hash__(self) -> int:
-        return hash(self._tier)
+    tier: str | Backend
 
     def __repr__(self) -> str:
-        return TierURL(self._tier).safe if isinstance(self._tier, str) else repr(self._tier)
+        return TierURL(self.tier).safe if isinstance(self.tier, str) else repr(self.tier)
 
 
 def _where(what: str, before: Any, now: Any) -> tuple[str, object, object]:
-    """Return what differs, a field or a tier where possible, with both values."""
+    """Return the field or tier that differs where possible, else ``what``, with both values."""
     if is_dataclass(before) and is_dataclass(now) and type(before) is type(now):
         for one in fields(before):
-            was, asked = getattr(before, one.name), getattr(now, one.name)
-            if was != asked:
-                return f"{what}.{one.name}", was, asked
+            was, given = getattr(before, one.name), getattr(now, one.name)
+            if was != given:
+                return f"{what}.{one.name}", was, given
     if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
         at = next(at for at, was in enumerate(before) if was != now[at])
         return f"{what}[{at}]", before[at], now[at]
@@ -129,9 +126,9 @@ def _where(what: str, before: Any, now: Any) -> tuple[str, object, object]:
 
 
 class ClosedUse:
-    """Replaces the tiers of a shared store for a user who has closed it.
+    """Stands in for the tiers in a closed handle of a shared store.
 
-    Other users may still have them open: only statistics and checks are passed on.
+    Other users may still have the store open: only statistics and checks are passed on.
     """
 
     def __init__(self, tiered: TieredStore) -> None:

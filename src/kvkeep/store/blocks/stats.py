@@ -1,4 +1,4 @@
-"""What a store is asked, answers and reports."""
+"""Results and statistics of stores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 @contextmanager
 def closed_is_illegal() -> Iterator[None]:
-    """Raise `IllegalStep` where memory says that it was closed while it was being used."""
+    """Raise `IllegalStep` where another thread closed the memory tier during the operation."""
     try:
         yield
     except BackendFailed as error:
@@ -37,12 +37,12 @@ def closed_is_illegal() -> Iterator[None]:
 
 
 def seconds_of(name: str, value: object, *, ends: bool = False) -> float:
-    """A time as callers give it, in seconds; one that ``ends`` is above zero and not infinite.
+    """Return a time given by a caller, in seconds; with ``ends``, it must be positive and finite.
 
-    What is longer than a thread can wait is as long as that: some hundred years.
+    Times longer than a thread can wait are cut to that, some hundred years.
 
     Raises:
-        InvalidValue: it is none.
+        InvalidValue: ``value`` is no such number.
     """
     number = float("nan")
     if not isinstance(value, bool) and isinstance(value, Real):
@@ -50,20 +50,20 @@ def seconds_of(name: str, value: object, *, ends: bool = False) -> float:
     if isnan(number) or (ends and not 0 < number < inf):
         kind = "a time above zero that ends" if ends else "a number"
         raise InvalidValue(f"{name} is {value!r}; {kind}, in seconds, is needed")
-    return min(number, threading.TIMEOUT_MAX / 2)  # a time of day may come on top
+    return min(number, threading.TIMEOUT_MAX / 2)  # half: it is added to the clock
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """What became of the tokens that were put.
+    """What a put did with the tokens it was given.
 
     Attributes:
-        tokens: kept now.
+        tokens: newly stored.
         skipped: stored before; their bytes were not touched.
-        dropped: for which there was no room.
-        partial: at the ends, in no whole block, so not kept (see ``tail``).
-        failed: with ``replace``, the tiers that may hold older KV still, because they failed. This
-            store does not read it; others may.
+        dropped: not stored for lack of room.
+        partial: not stored because they are in no whole block, at either end (see ``tail``).
+        failed: with ``replace``, the tiers that failed to delete older KV. This store does not read
+            it any more; others may.
     """
 
     tokens: int
@@ -75,7 +75,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Tokens stored as a prefix of a prompt, and where: ``(tier name, tokens)`` in order."""
+    """The number of tokens stored as a prefix of a prompt, and ``(tier name, tokens)`` in order."""
 
     tokens: int
     tiers: tuple[tuple[str, int], ...]
@@ -85,7 +85,7 @@ class Lookup:
 
 
 def runs_of(parts: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    """``(tier, tokens)`` of blocks in order, neighbours of one tier as one."""
+    """Merge neighbouring ``(tier, tokens)`` of the same tier."""
     runs: list[tuple[str, int]] = []
     for name, tokens in parts:
         if runs and runs[-1][0] == name:
@@ -97,10 +97,11 @@ def runs_of(parts: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """A store at one moment: tokens since the start, and its tiers, fastest first.
+    """Counts of tokens since the store was opened, and the state of its tiers, fastest first.
 
-    ``hit_tokens`` of ``asked_tokens`` were returned by `get`; ``put_tokens`` were kept by `put`,
-    ``skipped_tokens`` were stored before, ``dropped_tokens`` found no room.
+    `get` was asked for ``asked_tokens`` and returned ``hit_tokens``; `put` stored ``put_tokens``,
+    skipped ``skipped_tokens`` that were stored before, and dropped ``dropped_tokens`` for lack of
+    room.
     """
 
     gets: int
@@ -114,16 +115,16 @@ class StoreStats:
 
     @property
     def hit_rate(self) -> float:
-        """Returned tokens / asked tokens; 0 before anything was asked."""
+        """``hit_tokens / asked_tokens``; 0 before the first get."""
         return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self) | {"hit_rate": self.hit_rate}
 
 
 class StoreCounters:
-    """The counts of `StoreStats`, added up. Thread safety: all methods."""
+    """Running counts for `StoreStats`. Thread safety: all methods."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -133,12 +134,12 @@ class StoreCounters:
         )  # fmt: skip
 
     def count(self, **more: int) -> None:
-        """Add to some of them at once."""
+        """Add to several counts at once."""
         with self._lock:
             for name, amount in more.items():
                 self._counts[name] += amount
 
     def stats(self, tiers: tuple[TierStats, ...]) -> StoreStats:
-        """All of them at one moment."""
+        """Return all counts at one moment, with these tiers."""
         with self._lock:
             return StoreStats(tiers=tiers, **self._counts)

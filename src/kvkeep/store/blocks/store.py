@@ -1,47 +1,53 @@
-"""BlockStore: opaque bytes under block keys, over the same tiers; for who moves whole pages."""
+"""BlockStore: opaque bytes under block keys, over the same tiers as `KVStore`."""
 
 from __future__ import annotations
 
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.keys import KEY_BYTES, as_namespace, space_of
-from kvkeep.store.blocks.pinning import pin_memory
-from kvkeep.store.blocks.shared import ClosedUse, SharedStores, places_of
+from kvkeep.store.blocks.base import Store
+from kvkeep.store.blocks.shared import places_of
 from kvkeep.store.blocks.stats import closed_is_illegal, runs_of, seconds_of
-from kvkeep.store.blocks.timing import Timing
 from kvkeep.store.tiers import Inclusive, TieredStore, TieringPolicy, note_of, open_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.store.backends import Backend
-    from kvkeep.store.blocks.timing import Operation
     from kvkeep.store.tiers import BlockPrefetch, Removed, TierStats
 
 __all__ = ["BlockStore"]
 
 
-_SHARED: SharedStores[BlockStore] = SharedStores("BlockStore")
+class BlockStore(Store):
+    """Opaque bytes under 32-byte keys, for engines that move whole pages of KV.
 
+    A key must stand for the bytes and everything they depend on, as the keys of
+    `kvkeep.core.keys.chain_keys` do. The namespace separates what must never be mixed. Only codecs
+    that do not interpret the bytes can be used: raw and lossless, encrypted or not.
 
-class BlockStore:
-    """Bytes under 32-byte block keys: what they mean is known to who puts them.
+    A failing tier is a miss, as in `KVStore`. Several methods take a sequence of keys and process
+    its leading part: they stop at the first key that is missing, or finds no room, and return the
+    number of keys before it.
 
-    Keys must name the bytes and all that they depend on, as `kvkeep.core.keys.chain_keys` does; the
-    namespace keeps apart what must never be mixed. Codecs here are those that need not know what
-    the bytes are: raw and lossless, encrypted or not.
+    Args:
+        namespace: what the keys belong to; another namespace never finds these blocks.
+        tiers: URLs, fastest first, or backends; see `KVStore`.
+        policy: decides which blocks move to which tier; `kvkeep.store.tiers.Inclusive` by default.
 
-    Failing places are misses, as in `KVStore`. Once it is closed, or another thread closes it
-    meanwhile, all methods raise `IllegalStep` but `close`, `stats` and `check`.
+    Raises:
+        InvalidValue: an argument is wrong; nothing stays open.
 
-    Thread safety: all methods. Cost: a few µs a block,
-    and one copy each way; `write` and `read` let the caller make that copy, from and into whatever
-    memory it has, so there is none besides.
+    Notes
+    -----
+    Thread safety: all methods. After the store is closed, also by another thread during a call,
+    all methods raise `IllegalStep`, except `close`, `stats` and `check`.
+
+    Cost: a few µs a block, and one copy each way. With `write` and `read` the caller makes that
+    copy, from and to any memory.
     """
 
     def __init__(
@@ -57,11 +63,8 @@ class BlockStore:
         self._space = space_of(self.namespace)
         front, below = open_tiers(tiers)
         notes = {self._space: note_of(self.namespace)}
-        self._tiered = TieredStore(front, below, policy, notes=notes)
+        super().__init__(TieredStore(front, below, policy, notes=notes), "blocks")
         self._tiered.expect(self._space)
-        self._timing = Timing("blocks")
-        self._unpin_memory: Callable[[], None] | None = None
-        self._shared_as: list[str] = []  # one name, until its user closes it
 
     @staticmethod
     def shared(
@@ -71,25 +74,23 @@ class BlockStore:
         tiers: Sequence[str | Backend] = ("memory://1GiB",),
         policy: TieringPolicy | None = None,
     ) -> BlockStore:
-        """The store called ``name`` in this process; see `KVStore.shared`."""
+        """Return the store called ``name`` in this process; see `KVStore.shared`."""
         given = {
             "namespace": as_namespace(namespace),
             "tiers": places_of(tiers),
             "policy": repr(policy or Inclusive()),
         }
-        store = _SHARED.take(name, given, lambda: BlockStore(namespace, tiers=tiers, policy=policy))
-        store._shared_as = [name]
-        return store
+        return BlockStore._take(
+            name, given, lambda: BlockStore(namespace, tiers=tiers, policy=policy)
+        )
 
     def pin_memory(self) -> None:
-        """Have a GPU copy from and to the first tier's memory at full speed, until `close`.
+        """Page-lock the memory of the first tier until `close`, so that a GPU copies at full speed.
 
-        All of that memory is taken from the system now. Without CUDA, or if it refuses, nothing
-        changes.
+        All of that memory is allocated now. Does nothing without CUDA, or where CUDA refuses.
         """
         self._tiered.check_open()
-        if self._unpin_memory is None:
-            self._unpin_memory = pin_memory(self._tiered.memory.backend)
+        self._pin_memory()
 
     def put(
         self,
@@ -98,13 +99,14 @@ class BlockStore:
         *,
         wait: float | None = None,
     ) -> int:
-        """Keep each of ``buffers`` under its key; how many are in memory now or known below.
+        """Store each of ``buffers`` under its key; return how many leading blocks are stored now.
 
-        In order, up to the first that finds no room. With ``wait`` it returns when slower tiers
-        have them, or so many seconds later.
+        Blocks that are stored already count and are skipped. With ``wait``, return when the slower
+        tiers have written the blocks, or after that many seconds.
 
         Raises:
-            InvalidValue: not as many buffers as keys, a key that is no 32 bytes, an empty buffer.
+            InvalidValue: the numbers of keys and buffers differ, a key is not 32 bytes, or a buffer
+                is empty.
         """
         views = _views(buffers, len(keys))
 
@@ -121,10 +123,10 @@ class BlockStore:
         *,
         wait: float | None = None,
     ) -> int:
-        """Keep blocks whose bytes ``fill(i, raw)`` writes into ``raw``, ``sizes[i]`` long.
+        """As `put`, for blocks of ``sizes[i]`` bytes that ``fill(i, raw)`` writes into ``raw``.
 
-        It is called for those that are not here yet, in this thread, before this returns; what it
-        raises is raised here, and that block is not kept. Else as `put`.
+        ``fill`` is called in this thread, before this returns, for blocks that are not stored yet.
+        If it raises, the exception is passed on and that block is not stored.
         """
         began = self._timing.begin()
         blocks = self._blocks(keys)
@@ -140,19 +142,15 @@ class BlockStore:
         return len(written.kept) + len(written.already)
 
     def get(
-        self,
-        keys: Sequence[bytes],
-        buffers: Sequence[memoryview],
-        *,
-        deadline: float | None = None,
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], *, deadline: float | None = None
     ) -> int:
-        """Fill ``buffers``, each as long as what was put, up to the first key not there; how many.
+        """Copy blocks into ``buffers`` of their lengths; return how many leading ones were read.
 
-        What is in the buffers behind that is undefined. ``deadline`` seconds from now it ends with
-        what arrived.
+        The content of the other buffers is undefined. After ``deadline`` seconds, blocks that have
+        not arrived are missing.
 
         Raises:
-            InvalidValue: see `put`; or a buffer that cannot be written.
+            InvalidValue: as `put`; or a buffer is read-only.
         """
         views = _views(buffers, len(keys))
         if any(view.readonly for view in views):
@@ -172,11 +170,11 @@ class BlockStore:
         deadline: float | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> int:
-        """Hand the bytes of blocks to ``sink(i, raw)``, up to the first key not there; how many.
+        """As `get`, handing each block of ``sizes[i]`` bytes to ``sink(i, raw)``.
 
-        In order, in this thread; ``raw`` is the store's memory, to be copied and not to be written.
-        ``sizes`` are what was put. ``deadline`` seconds from now it ends with what arrived, and
-        when ``cancelled`` says so between two blocks.
+        ``sink`` is called in order, in this thread; it must copy from ``raw``, which is the store's
+        memory, and not write to it. Between two blocks ``cancelled()`` is called; True ends the
+        read.
         """
         began = self._timing.begin()
         blocks = self._blocks(keys)
@@ -195,25 +193,25 @@ class BlockStore:
         return count
 
     def lookup(self, keys: Sequence[bytes], *, deadline: float | None = None) -> int:
-        """How many of ``keys`` are there before the first that is not; transfers nothing.
+        """Return how many leading ``keys`` are stored; read no block.
 
-        Places that others write to are asked, for as long as their timeout, and not for longer
-        than ``deadline`` seconds.
+        Shared tiers are queried about unknown keys, for at most their timeout and ``deadline``
+        seconds.
         """
         until = None if deadline is None else time.monotonic() + seconds_of("deadline", deadline)
         with closed_is_illegal():
             return len(self._tiered.locate(self._blocks(keys), until))
 
     def knows(self, keys: Sequence[bytes]) -> int:
-        """How many of ``keys`` are known to be there before the first that is not; asks nobody.
+        """Return how many leading ``keys`` are known to be stored, without querying shared tiers.
 
-        Where `must_ask`, there may be more. What others took away meanwhile still counts. Cost:
-        about 0.15 µs a block.
+        There may be more where `must_ask`; blocks that another process deleted meanwhile still
+        count. Cost: about 0.15 µs a block.
         """
         self._tiered.check_open()
         space = self._space
         blocks = [space + key for key in keys]
-        # A tier that hides records, or is not read now, is looked at block by block.
+        # Tiers that hide records, or are not read now, are checked block by block below.
         quick = [tier.catalogue for tier in self._tiered.tiers if tier.serves_all]
         catalogues = [self._tiered.memory.catalogue, *quick]
         count = 0
@@ -230,9 +228,9 @@ class BlockStore:
         return count
 
     def unknown(self, keys: Sequence[bytes]) -> list[int]:
-        """Positions of ``keys`` that are not known to be anywhere: what a `write` would keep.
+        """Return the positions of ``keys`` not known to be stored: what `write` would store.
 
-        Cost: as `knows`, and up to a microsecond for each that is not.
+        Cost: as `knows`, and up to a microsecond for each unknown key.
         """
         positions: list[int] = []
         at = self.knows(keys)
@@ -247,68 +245,38 @@ class BlockStore:
 
     @property
     def must_ask(self) -> bool:
-        """Whether there may be more than is known: others write to one of the places."""
+        """Whether other processes may have stored blocks that are not known here."""
         self._tiered.check_open()
         return any(tier.queried for tier in self._tiered.tiers)
 
     def prefetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> BlockPrefetch:
-        """Start bringing blocks of so many bytes into memory; returns at once.
+        """Start to read blocks of these sizes into memory; return at once.
 
         Raises:
-            InvalidValue: not as many sizes as keys, or a size that is none.
+            InvalidValue: the numbers of keys and sizes differ, or a size is not positive.
         """
         blocks = self._blocks(keys)
         sizes = _sizes(sizes, len(blocks))
         return self._tiered.prefetch(lambda: (blocks, sizes))
 
     def pin(self, keys: Sequence[bytes], seconds: float) -> int:
-        """Keep leading blocks from eviction for so long; how many are pinned."""
+        """Protect leading blocks from eviction for ``seconds``; return how many are pinned."""
         seconds = seconds_of("seconds", seconds, ends=True)
         return self._tiered.pin(self._blocks(keys), seconds)
 
     def remove(self, keys: Sequence[bytes]) -> Removed:
-        """Delete blocks everywhere; `Removed.failed` names tiers that may have some still."""
+        """Delete blocks from every tier; `Removed.failed` names tiers that may still hold some."""
         with closed_is_illegal():
             return self._tiered.remove(self._blocks(keys))
 
     def clear(self) -> Removed:
-        """Delete the namespace; see `Removed`."""
+        """Delete all blocks of the namespace; see `Removed` for failures."""
         with closed_is_illegal():
             return self._tiered.clear(self._space)
 
-    def watch(self, hook: Callable[[Operation], object]) -> Callable[[], None]:
-        """Call ``hook`` after each write and read; see `KVStore.watch`."""
-        self._tiered.check_open()
-        return self._timing.watch(hook)
-
-    def flush(self, timeout: float | None = 60.0) -> bool:
-        """Have the slower tiers hold what was put; see `KVStore.flush`."""
-        timeout = None if timeout is None else seconds_of("timeout", timeout)
-        with closed_is_illegal():
-            return self._tiered.flush(timeout)
-
-    def close(self, timeout: float = 10.0) -> bool:
-        """Flush and give everything back; a second call does nothing."""
-        timeout = seconds_of("timeout", timeout)
-        if isinstance(self._tiered, ClosedUse) or self._tiered.inherited:
-            return True
-        if self._shared_as:
-            with suppress(IndexError):  # two threads close it at once
-                name = self._shared_as.pop()
-                self._tiered = cast("TieredStore", ClosedUse(self._tiered))
-                return _SHARED.give_back(name, lambda store: store.close(timeout))
-            return True
-        if self._unpin_memory is not None:
-            self._unpin_memory()
-        return self._tiered.close(timeout)
-
     def stats(self) -> list[TierStats]:
-        """Every tier at this moment, fastest first."""
+        """Return the state of every tier, fastest first."""
         return self._tiered.stats()
-
-    def check(self) -> None:
-        """Recount everything while nothing is on its way; AssertionError: a fault of kvkeep."""
-        self._tiered.check()
 
     def _blocks(self, keys: Sequence[bytes]) -> list[bytes]:
         for key in keys:
@@ -316,20 +284,8 @@ class BlockStore:
                 raise InvalidValue(f"a block key is {KEY_BYTES} bytes, got {key!r}")
         return [self._space + key for key in keys]
 
-    def __enter__(self) -> Self:
-        self._tiered.check_open()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
-        return f"<BlockStore over {', '.join(tier.place for tier in self.stats())}>"
+        return f"<BlockStore over {self._places}>"
 
 
 def _sizes(sizes: Sequence[int], count: int) -> list[int]:
@@ -351,7 +307,7 @@ def _view(buffer: memoryview | bytes) -> memoryview:
             return view.cast("B")
     except (TypeError, BufferError) as error:
         raise InvalidValue(
-            f"a buffer is {type(buffer).__name__}; bytes are needed, or what gives its memory in "
-            f"one piece, in C order: {error}"
+            f"a buffer is {type(buffer).__name__}; bytes are needed, or an object with one piece "
+            f"of memory in C order: {error}"
         ) from error
     raise InvalidValue("a block has at least one byte; an empty buffer is given")

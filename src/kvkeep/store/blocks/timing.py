@@ -24,13 +24,13 @@ class Operation:
 
     Attributes:
         what: "put" or "get".
-        asked: tokens that the caller gave or asked for; of a `BlockStore`, blocks.
-        moved: how many of these were stored by this put, or returned by this get.
-        bytes: raw bytes of the tokens that were moved.
-        seconds: from the call to its return.
+        asked: tokens given or requested by the caller; blocks in a `BlockStore`.
+        moved: how many of them this put stored, or this get returned.
+        bytes: raw bytes of the tokens moved.
+        seconds: duration of the call.
         tiers: ``(tier, moved)`` in order, the tiers that a get read from. A put names the first
-            tier alone: slower tiers are written later.
-        at: when it returned, in Unix seconds.
+            tier only; slower tiers are written later.
+        at: when the call returned, in Unix seconds.
     """
 
     what: Literal["put", "get"]
@@ -43,15 +43,15 @@ class Operation:
 
     @property
     def bandwidth(self) -> float:
-        """GB/s; 0 where nothing was moved."""
+        """GB/s; 0 if nothing was moved."""
         return self.bytes / 1e9 / self.seconds if self.seconds > 0 else 0.0
 
 
 class Timing:
-    """Times the operations of one store, whose ``unit`` is "tokens" or "blocks".
+    """Times the operations of one store; ``unit`` is "tokens" or "blocks".
 
-    Thread safety: all methods. Cost: below a microsecond while there is no hook and the logger
-    ``kvkeep.store`` is above DEBUG.
+    Thread safety: all methods. Cost: below a microsecond without hooks, with the logger
+    ``kvkeep.store`` above DEBUG.
     """
 
     def __init__(self, unit: str) -> None:
@@ -60,15 +60,11 @@ class Timing:
         self._hooks: tuple[Callable[[Operation], object], ...] = ()
 
     def watch(self, hook: Callable[[Operation], object]) -> Callable[[], None]:
-        """Call ``hook`` after each operation, in the thread that made it.
-
-        Returns a function that removes the hook. An exception of the hook is logged and has no
-        other effect. Raises `InvalidValue` if ``hook`` cannot be called.
-        """
+        """Call ``hook`` after each operation; return a call that removes it. See `Store.watch`."""
         if not callable(hook):
             raise InvalidValue(f"hook is {told(hook)}; a function of one Operation is needed")
 
-        def call(operation: Operation) -> None:  # each `watch` is another one
+        def call(operation: Operation) -> None:  # a new object: one hook may be watched twice
             hook(operation)
 
         with self._lock:
@@ -81,7 +77,7 @@ class Timing:
         return stop
 
     def begin(self) -> float:
-        """Return the time at which an operation begins, or 0.0 if nothing is to be timed."""
+        """Return the start time of an operation, or 0.0 if nothing is to be reported."""
         if self._hooks or _LOG.isEnabledFor(logging.DEBUG):
             return time.perf_counter()
         return 0.0
@@ -96,13 +92,13 @@ class Timing:
         size: int,
         tiers: Sequence[tuple[str, int]],
     ) -> None:
-        """Report an operation that has ended, and that `begin` gave a time for."""
+        """Report an operation for which `begin` returned ``began``, not 0."""
         seconds = time.perf_counter() - began
         done = Operation(what, asked, moved, size, seconds, tuple(tiers), time.time())
         for hook in self._hooks:
             try:
                 hook(done)
-            except Exception:  # noqa: BLE001 - a fault of a hook must not make a put fail
+            except Exception:  # noqa: BLE001 - a hook that fails must not make a put fail
                 _LOG.exception("a hook of KVStore.watch or BlockStore.watch failed")
         if _LOG.isEnabledFor(logging.DEBUG):
             _LOG.debug(

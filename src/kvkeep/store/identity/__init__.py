@@ -1,12 +1,13 @@
-"""Identity of a model: one text that names everything which decides the numbers in its KV.
+"""Identity of a model: a digest of everything that decides the numbers in its KV.
 
 base.py      `model_identity`, of a loaded module or of a directory
 modules.py   what a module computes, as lines of text
+neutral.py   attributes that are left out, because they change no KV
 values.py    attributes, functions and classes as text
 tensors.py   digests of tensors: every byte is read
 files.py     the identity of a model directory that another process loads
 watch.py     `ModelWatch`: notices that a loaded model changed
-weights.py   a digest of the weights in files, kept in weights_cache.py
+weights.py   a digest of weights in files, cached by weights_cache.py
 """
 
 from __future__ import annotations

@@ -29,24 +29,25 @@ _FORM: Final = re.compile(rf"{_LOADED}[0-9a-f]{{{_DIGITS}}}")
 def model_identity(source: ModelLike, *, full: bool = False) -> str:
     """Return the identity of the KV that ``source`` computes: the ``revision`` of a namespace.
 
-    Of a ``torch.nn.Module``, everything that was really loaded: every byte of its parameters and
-    buffers, its classes, their attributes, hooks, adapters, its resolved configuration and the
-    version of Transformers (`kvkeep.store.identity.modules` lists them, docs/keys.md explains
-    them). Take it before anything changes the module for the sake of speed. The text is
+    Of a ``torch.nn.Module``: everything that was really loaded. That is every byte of its
+    parameters and buffers, its classes, their attributes, hooks and adapters, its resolved
+    configuration, and the version of Transformers (`kvkeep.store.identity.modules` lists them,
+    docs/keys.md explains them). Call it before the module is changed for speed. The text is
     ``loaded-`` and 40 hexadecimal digits, equal in every process and on every device.
 
-    Of a path, what lies there: the weights (`kvkeep.store.weights_digest`; ``full`` reads every
-    byte of them, not samples), configuration files, code and adapters beside them. The text is
-    ``files-`` and 40 hexadecimal digits. It says nothing about a module that was loaded before the
-    files changed, or with arguments that the files do not hold: prefer the module where there is
-    one. The two forms are never equal.
+    Of a path: the files there. That is the weights (`kvkeep.store.weights_digest`; ``full`` reads
+    every byte, not samples), configuration files, code, and adapters beside them. The text is
+    ``files-`` and 40 hexadecimal digits. It cannot describe a module that was loaded before the
+    files changed, or with arguments that the files do not hold, so prefer the module. The two forms
+    are never equal.
 
     Cost of a module: about 0.15 s a GiB and thread on a CPU, at most 8 threads; on a GPU the
-    bandwidth to the host, in pieces of 16 MiB; and about 10 µs a submodule. Of a path: what
-    `kvkeep.store.weights_digest` costs. Thread safety: any; the module must not change meanwhile.
+    bandwidth to the host, in pieces of 16 MiB; and about 10 µs a submodule. Of a path: as
+    `kvkeep.store.weights_digest`. Thread safety: any; the module must not change during the call.
 
     Raises:
-        InvalidValue: a tensor whose bytes are not in memory, or files that cannot be told apart.
+        InvalidValue: the bytes of a tensor are not in memory, or the files do not identify the
+            weights.
     """
     if isinstance(source, torch.nn.Module):
         digest = hashlib.sha256(_MAGIC)
@@ -61,5 +62,5 @@ def model_identity(source: ModelLike, *, full: bool = False) -> str:
 
 
 def is_loaded(revision: object) -> bool:
-    """Whether ``revision`` is the identity of a loaded module, by its form."""
+    """Return whether ``revision`` has the form of the identity of a loaded module."""
     return isinstance(revision, str) and _FORM.fullmatch(revision) is not None

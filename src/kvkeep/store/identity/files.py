@@ -1,11 +1,11 @@
-"""The identity of a model's directory, for engines that load it themselves.
+"""The identity of a model directory, for engines that load it themselves.
 
     weights      `kvkeep.store.weights_digest` of the model's own safetensors files
-    beside them  other safetensors files (an adapter's above all), configuration and code, by name
-                 and content
+    other files  other safetensors files (such as adapters), configuration and code, by name and
+                 content
 
-Files that do not change the numbers are left out: tokenizers (their results are the tokens),
-generation settings, chat templates, shard indexes, pictures and texts.
+Files that change no numbers are left out: tokenizers (their results are the tokens), generation
+settings, chat templates, shard indexes, pictures and texts.
 """
 
 from __future__ import annotations

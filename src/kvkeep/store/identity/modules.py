@@ -2,23 +2,21 @@
 
 For each module, in the order in which its parent holds it:
 
-    path, class     of classes outside of the known libraries the byte code, too; the function that
-                    is called as ``forward``, if it is not the class's own
-    attributes      numbers, texts and containers of them (norm epsilon, scaling, window, scaling
-                    and state of adapters), tensors that are no buffers
-    tensors         parameters and buffers, also those that are not saved, by name, dtype, shape
-                    and every byte, and the attributes they carry (the state of a quantisation)
-    hooks           those of ``forward``, by their code; not the ones that Transformers registers
-                    itself to collect outputs
+    path, class     for classes outside of the known libraries, also their byte code; the function
+                    called as ``forward``, if it is not that of the class
+    attributes      numbers, texts and containers of them (norm epsilon, scaling, window, state of
+                    adapters), and tensors that are no buffers
+    tensors         parameters and buffers, saved or not: name, dtype, shape, every byte, and
+                    attributes of the tensor (the state of a quantisation)
+    saved           what the module saves besides: packed weights of a quantised layer
+    hooks           code of the hooks of ``forward``, except those with which Transformers
+                    collects outputs
     configuration   every attribute, defaults included, of each configuration object once
-
-    saved           what a module saves besides: the packed weights of a quantised layer
     attention       the functions registered for the attention implementation
 
-and once: the versions of Transformers and PEFT where classes of theirs are part of the tree,
-functions that were put in the place of theirs (`patches_of`), and `settings` of the process.
-Modules that hooks and functions call and that are not part of the tree are described where they are
-met. `NEUTRAL` and `NEUTRAL_CONFIG` (values.py) name what is left out.
+And once: the versions of Transformers and PEFT if the tree has classes of theirs, functions that
+replace some of theirs (`patches_of`), and `settings` of the process. Modules outside of the tree
+that hooks or functions call are described where they are met. neutral.py names what is left out.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch.nn.modules import module as torch_module
 
+from kvkeep.store.identity.neutral import NEUTRAL
 from kvkeep.store.identity.tensors import TensorDigests
 from kvkeep.store.identity.values import (
     LIBRARIES,
@@ -63,24 +62,6 @@ __all__ = [
     "tensors_of",
 ]  # fmt: skip
 
-NEUTRAL: Final = frozenset(torch.nn.Module().__dict__) | {
-    # names and notes
-    "config", "name_or_path", "generation_config", "model_tags", "warnings_issued",
-    # how it was loaded, saved and divided among devices
-    "_is_hf_initialized", "_is_buffer", "persistent", "_use_kernels",
-    "_weight_conversions", "all_tied_weights_keys", "hf_device_map",
-    "_hf_hook", "_old_forward", "_keys_to_ignore_on_load_missing",
-    "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_no_split_modules",
-    "_skip_keys_device_placement", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan",
-    # of training, and of what is returned besides
-    "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
-    "_require_grads_hooks",
-    "loss_type", "_loss_function", "_output_capturing_hooks_installed",
-    # the same operations, compiled, and what `generate` remembers between its calls
-    "_compiled_call", "_compiled_call_impl", "_last_compile_config", "_previous_max_cache_length",
-}  # fmt: skip
-"""Attributes of modules that do not change KV, or that are described elsewhere."""
-
 # Where Transformers looks up the function of an attention implementation, and of its masks.
 _REGISTERS: Final = (
     ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
@@ -91,16 +72,16 @@ _MODEL_CODE: Final = ("transformers.models.", "peft.tuners.")
 
 
 class PlacedModule(NamedTuple):
-    """A module and its path in the tree; a module at several places gives several of these."""
+    """A module and its path in the tree; one module may have several places."""
 
     path: str
     module: nn.Module
 
 
 def placed_modules(root: nn.Module) -> Iterator[PlacedModule]:
-    """Yield ``root`` and the modules below it, parents first, in order.
+    """Yield ``root`` and the modules below it with their paths, parents first, in order.
 
-    Modules that are held in a plain list, tuple or dictionary are yielded once.
+    Modules in a plain list, tuple or dictionary are yielded once.
     """
     seen = {id(module) for module in root.modules()}
     stack: list[tuple[str, nn.Module, frozenset[int]]] = [("", root, frozenset())]
@@ -121,7 +102,7 @@ def placed_modules(root: nn.Module) -> Iterator[PlacedModule]:
 
 
 def _hidden(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules in plain containers, where they are not registered."""
+    """Yield modules in plain containers, in which PyTorch does not register them."""
     for name, value in module.__dict__.items():
         if name not in NEUTRAL and isinstance(value, list | tuple | dict):
             held = value.items() if isinstance(value, dict) else enumerate(value)
@@ -131,13 +112,13 @@ def _hidden(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def lines_of(root: nn.Module) -> Iterator[str]:
-    """Everything that is part of the identity of ``root``, line by line."""
+    """Yield everything that is part of the identity of ``root``, line by line."""
     yield f"settings {settings()!r}"
     yield from _tree_of(root, set(), TensorDigests())
 
 
 def _tree_of(root: nn.Module, above: set[int], digests: TensorDigests) -> Iterator[str]:
-    """The lines of a tree; ``above``: ids of modules that are described elsewhere."""
+    """Yield the lines of a tree; modules with ids in ``above`` are described elsewhere."""
     root = getattr(root, "_orig_mod", root)  # what torch.compile wraps
     nodes = list(placed_modules(root))
     tensors = [(node, name, value) for node in nodes for name, value in tensors_of(node.module)]
@@ -145,7 +126,7 @@ def _tree_of(root: nn.Module, above: set[int], digests: TensorDigests) -> Iterat
     inside = above | {id(node.module) for node in nodes}
     writer = ValueWriter(digests, inside, lambda module: _digest_of(module, inside, digests))
     packages: set[str] = set()
-    configs: dict[int, int] = {}  # the number of each configuration object
+    configs: dict[int, int] = {}  # configuration objects, numbered as they are met
     kinds: dict[type, str] = {}
     for node in nodes:
         module, path = node.module, node.path
@@ -186,13 +167,13 @@ def _config_lines(config: Any, writer: ValueWriter) -> Iterator[str]:
 
 
 def _digest_of(root: nn.Module, above: set[int], digests: TensorDigests) -> str:
-    """A module outside of the tree, which a hook or a function calls, as one word."""
+    """Return a digest of a module outside of the tree, which a hook or a function calls."""
     lines = "\n".join(_tree_of(root, above, digests))
     return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Its own parameters and buffers."""
+    """Return the module's own parameters and buffers, by name."""
     recomputed = _recomputed(module)
     return [
         (name, value)
@@ -203,7 +184,7 @@ def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Its own attributes that may decide a number."""
+    """Return the module's own attributes that may decide a number."""
     recomputed = _recomputed(module)
     return {
         name: value
@@ -213,7 +194,7 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def packed_of(module: nn.Module) -> dict[str, Any]:
-    """What it saves besides parameters and buffers: packed weights of a quantised layer, as one."""
+    """Return what the module saves besides parameters and buffers: packed quantised weights."""
     kind = type(module)
     base = torch.nn.Module
     if (
@@ -228,16 +209,13 @@ def packed_of(module: nn.Module) -> dict[str, Any]:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """Hooks of its ``forward`` that do not come from a library."""
+    """Return the hooks of the module's ``forward`` that do not come from a library."""
     every = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return [hook for hook in every if not is_library(hook)]
 
 
 def settings() -> dict[str, object]:
-    """What changes numbers and belongs to the process, or to the thread, as autocast does.
-
-    Cost: about 3 µs.
-    """
+    """Return settings of process and thread (as autocast) that change numbers. Cost: 3 µs."""
     cuda: Any = torch.backends.cuda
     cpu: Any = torch.backends.mkldnn
     return {
@@ -264,7 +242,7 @@ def settings() -> dict[str, object]:
 
 
 def attention_of(config: Any) -> list[Any]:
-    """The functions that Transformers has registered under the names of a configuration."""
+    """Return the functions that Transformers registered under the names in a configuration."""
     registered = []
     for module, name in _REGISTERS:
         register = getattr(sys.modules.get(module), name, None)
@@ -275,7 +253,7 @@ def attention_of(config: Any) -> list[Any]:
 
 
 def patchable(kinds: Iterable[type]) -> list[tuple[str, Any]]:
-    """Classes of libraries and modules of code that `patches_of` looks at, by name."""
+    """Return the classes of libraries and the modules of code that `patches_of` checks, by name."""
     bases = {base for kind in kinds for base in kind.__mro__ if package_of(base) in LIBRARIES}
     names = {base.__module__ for base in bases if base.__module__.startswith(_MODEL_CODE)}
     places: list[tuple[str, Any]] = [(_full_name(base), base) for base in bases]
@@ -288,10 +266,11 @@ def _full_name(kind: type) -> str:
 
 
 def patches_of(kinds: Iterable[type]) -> list[tuple[str, Any]]:
-    """Functions from elsewhere in the place of a library's: in classes, and beside them.
+    """Return functions from elsewhere that replace those of a library, by name.
 
-    As ``LlamaMLP.forward = mine`` and ``modeling_llama.apply_rotary_pos_emb = mine``. Modules of
-    Transformers and PEFT that ``kinds`` come from are looked at, and ``torch.nn.functional``.
+    Such as ``LlamaMLP.forward = mine`` or ``modeling_llama.apply_rotary_pos_emb = mine``. Checked
+    are the modules of Transformers and PEFT in which ``kinds`` are defined, and
+    ``torch.nn.functional``.
     """
     return sorted(
         (
@@ -307,9 +286,9 @@ def patches_of(kinds: Iterable[type]) -> list[tuple[str, Any]]:
 
 
 def _recomputed(module: nn.Module) -> frozenset[str]:
-    """Names of tensors and attributes that ``module`` computes anew by the length of a text.
+    """Return names of tensors and attributes that ``module`` recomputes by the text's length.
 
-    A table in use (``inv_freq``) is one of them only while it may be that of a long text: one that
+    A table in use (``inv_freq``) counts only while it may be the table of a long text: a table that
     was edited in its first state stays in use.
     """
     kinds = module.__dict__.get("rope_type", "")
@@ -332,14 +311,14 @@ def _recomputed(module: nn.Module) -> frozenset[str]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two tensors of any devices hold the same."""
+    """Return whether two tensors, on any devices, hold the same numbers."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
     return one is other or torch.equal(one.detach().cpu(), other.detach().cpu())
 
 
 def global_hooks() -> list[Any]:
-    """Hooks of the ``forward`` of every module, as `hooks_of`."""
+    """Return the hooks that PyTorch calls for every module, as `hooks_of`."""
     every = (
         *torch_module._global_forward_pre_hooks.values(),
         *torch_module._global_forward_hooks.values(),

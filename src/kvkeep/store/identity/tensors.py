@@ -33,18 +33,18 @@ _THREADS: Final = min(8, os.cpu_count() or 1)
 
 
 class TensorDigests:
-    """Digests of the tensors of one model. Memory that several tensors share is read once.
+    """Digests of the tensors of one model; memory that several tensors share is read once.
 
-    Thread safety: none. Valid as long as the tensors do not change.
+    Valid as long as the tensors do not change. Thread safety: none.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], str] = {}
-        # What was read: as long as it is here, no other tensor can lie where it lies.
+        # Tensors that were read; kept alive so that no other tensor can take their address.
         self._held: list[Tensor] = []
 
     def read(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Read ``(name, tensor)`` pairs, so that `of` answers for each without reading."""
+        """Read ``(name, tensor)`` pairs, so that `of` need not read them."""
         self._read_parts([part for name, tensor in tensors for part in _parts(name, tensor)])
 
     def _read_parts(self, parts: Sequence[tuple[str, Tensor]]) -> None:
@@ -58,7 +58,7 @@ class TensorDigests:
             digests = threads.map(lambda part: _digest(part[0], part[1], map), small.values())
             self._known.update(zip(small, digests, strict=True))
             for key in new.keys() - small.keys():
-                # One after another: their pieces share the threads, and one copy exists at a time.
+                # One at a time: its pieces use all threads, and only one copy exists.
                 name, tensor = new[key]
                 self._known[key] = _digest(name, tensor, threads.map)
 
@@ -80,7 +80,7 @@ class TensorDigests:
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield ``tensor``, or the inner tensors of a subclass that wraps some (a quantised tensor).
 
-    Raises `InvalidValue` for a tensor that cannot be read.
+    Raises `InvalidValue` if the tensor cannot be read.
     """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:

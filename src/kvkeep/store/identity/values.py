@@ -1,13 +1,13 @@
 """Attributes, functions and classes as text: equal texts, equal behaviour, in every process.
 
-Plain values are written out. Of functions and classes that come from `LIBRARIES`, the name is
-written, because their version decides what they do; of all others the byte code, the defaults and
-what their closures hold, so that a class of the same name with another ``forward`` is another one.
-An object of an unknown class is written as its class and its attributes. Of the globals that such
-a function reads, functions, classes, tensors and plain constants are followed.
+Plain values are written out. Functions and classes of `LIBRARIES` are written by name, because the
+version of the library decides what they do. Others are written as byte code, defaults and closures,
+so that a class of the same name with another ``forward`` differs; of the globals that such a
+function reads, functions, classes, tensors and plain constants are followed. An object of an
+unknown class is written as its class and attributes.
 
-Where a function comes from is read off its globals: `functools.wraps` copies the name of another
-module into ``__module__``.
+The package of a function is read from its globals, because `functools.wraps` copies the name of
+another module into ``__module__``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from kvkeep.core.errors import require
+from kvkeep.store.identity.neutral import NEUTRAL_CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from kvkeep.store.identity.tensors import TensorDigests
 
 __all__ = [
-    "LIBRARIES", "NEUTRAL_CONFIG", "ValueWriter", "config_of", "is_config", "is_library",
+    "LIBRARIES", "ValueWriter", "config_of", "is_config", "is_library",
     "is_plain", "package_of", "parts_of",
 ]  # fmt: skip
 
@@ -37,16 +38,6 @@ LIBRARIES: Final = frozenset(
     {"torch", "transformers", "peft", "accelerate", "builtins", "functools", "numpy", "kvkeep"}
 )
 """Packages whose classes and functions are written by name."""
-
-NEUTRAL_CONFIG: Final = frozenset({
-    # names and notes
-    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures",
-    "_post_init_done", "model_type",
-    # what is made of logits, and what is returned besides
-    "bos_token_id", "eos_token_id", "id2label", "label2id", "output_hidden_states",
-    "pad_token_id", "problem_type", "return_dict", "use_cache",
-})  # fmt: skip
-"""Attributes of configurations that do not change KV; a test changes each of them."""
 
 _PLAIN: Final = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device,
@@ -57,14 +48,14 @@ _DEPTH: Final = 6  # of objects in objects; deeper ones are named by their class
 
 
 def package_of(value: object) -> str:
-    """The package that ``value``, a class or function, comes from."""
+    """Return the package that ``value``, a class or function, comes from."""
     return str(getattr(value, "__module__", None) or "builtins").partition(".")[0]
 
 
 def is_library(function: object) -> bool:
-    """Whether ``function``, and each function that it wraps, comes from one of `LIBRARIES`.
+    """Return whether ``function``, and each function that it wraps, comes from one of `LIBRARIES`.
 
-    A ``functools.partial`` never does: it carries arguments of somebody's choice.
+    A ``functools.partial`` never does: its arguments are the user's.
     """
     while function is not None:
         if isinstance(function, functools.partial):
@@ -78,17 +69,18 @@ def is_library(function: object) -> bool:
 
 
 def _home(value: object) -> str:
-    """The package whose code ``value`` runs, whatever name it was given."""
+    """Return the package whose code ``value`` runs, whatever its name is."""
     if isinstance(value, types.FunctionType):
         return str(value.__globals__.get("__name__", "")).partition(".")[0]
     return package_of(value)
 
 
 def parts_of(value: Any) -> list[Any] | None:
-    """What ``value`` is made of, where its behaviour depends on that; None for what has no parts.
+    """Return the parts of ``value`` on which its behaviour depends; None if it has none.
 
-    Elements of containers, arguments of a partial function, closures and defaults of functions,
-    and attributes of objects from outside of `LIBRARIES`. Modules and tensors have none.
+    Parts are elements of containers, arguments of a partial function, closures and defaults of
+    functions, and attributes of objects from outside of `LIBRARIES`. Modules and tensors have no
+    parts.
     """
     if isinstance(value, dict):
         return [each for pair in value.items() for each in pair]
@@ -108,7 +100,7 @@ def parts_of(value: Any) -> list[Any] | None:
 
 
 def _held_by(function: types.FunctionType) -> list[Any]:
-    """Defaults and what the closure of ``function`` holds."""
+    """Return the defaults and the closure of ``function``."""
     parts: list[Any] = [function.__defaults__, function.__kwdefaults__]
     for cell in function.__closure__ or ():
         try:
@@ -119,7 +111,7 @@ def _held_by(function: types.FunctionType) -> list[Any]:
 
 
 def is_plain(value: object) -> bool:
-    """Whether ``value`` is made of numbers, texts and containers of these alone."""
+    """Return whether ``value`` consists only of numbers, texts and containers of these."""
     if isinstance(value, dict):
         return all(is_plain(key) and is_plain(each) for key, each in value.items())
     if isinstance(value, list | tuple | set | frozenset):
@@ -128,12 +120,12 @@ def is_plain(value: object) -> bool:
 
 
 def is_config(value: object) -> bool:
-    """Whether ``value`` is a model's configuration, as Transformers makes them."""
+    """Return whether ``value`` is a model configuration of Transformers."""
     return hasattr(value, "to_dict") and hasattr(value, "model_type")
 
 
 def config_of(config: Any) -> dict[str, Any]:
-    """The attributes of a configuration that may decide a number, defaults included."""
+    """Return the attributes of a configuration that may decide a number, defaults included."""
     return {name: value for name, value in vars(config).items() if name not in NEUTRAL_CONFIG}
 
 
@@ -148,20 +140,20 @@ class ValueWriter:
     ) -> None:
         self._digests = digests
         self._inside = inside  # ids of modules whose tree is described elsewhere
-        self._describe = describe  # of another module, such as one that a hook calls
-        self._above: list[int] = []  # what is being written, for cycles
-        self._depth = 0  # in objects of unknown classes
-        # Functions and classes that were written; each is kept alive by the model.
+        self._describe = describe  # writes a module outside of the tree, such as a hook calls
+        self._above: list[int] = []  # ids of the values being written, to end cycles
+        self._depth = 0  # of objects of unknown classes inside of each other
+        # Texts of functions and classes by id; the model keeps them alive.
         self._written: dict[int, str] = {}
 
     def write(self, value: object) -> str:
-        """The text of ``value``."""
+        """Return the text of ``value``."""
         if isinstance(value, torch.device):
-            return "device"  # where numbers are computed is no part of the identity
+            return "device"  # the device is no part of the identity
         if isinstance(value, enum.Enum):
             return f"{type(value).__qualname__}.{value.name}"
         if isinstance(value, torch.dtype):
-            value = str(value).removeprefix("torch.")  # configurations hold either
+            value = str(value).removeprefix("torch.")  # configurations hold dtypes or their names
         if isinstance(value, _PLAIN):
             return repr(value)
         if isinstance(value, torch.Tensor):
@@ -211,7 +203,7 @@ class ValueWriter:
         return text
 
     def _object(self, value: Any) -> str:
-        """Class and attributes; of a library's object its class, and its name if it has one."""
+        """Return class and attributes; of an object of a library, its class and any name."""
         kind = type(value)
         if package_of(kind) in LIBRARIES or not hasattr(value, "__dict__"):
             name = getattr(value, "__qualname__", None) or getattr(value, "__name__", "")
@@ -225,7 +217,7 @@ class ValueWriter:
             self._depth -= 1
 
     def _class(self, kind: type) -> str:
-        """Name, and what classes outside of `LIBRARIES` define."""
+        """Return the name, and what classes outside of `LIBRARIES` define."""
         own = [base for base in kind.__mro__ if package_of(base) not in LIBRARIES]
         if not own:
             return _name(kind)
@@ -241,7 +233,7 @@ class ValueWriter:
         code = function.__code__
         name = f"{function.__globals__.get('__name__', '')}.{code.co_qualname}"
         if _home(function) in LIBRARIES:
-            # A version decides its code, and not what a decorator was given.
+            # The version decides its code, but not the arguments of a decorator.
             return f"{name}{self.write(_held_by(function))}" if "<locals>" in name else name
         read = [
             [each, function.__globals__[each]]
@@ -253,13 +245,13 @@ class ValueWriter:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The names of globals and attributes in ``code`` and the functions in it."""
+    """Return the names of globals and attributes in ``code`` and in the functions inside of it."""
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     return set(code.co_names).union(*map(_names, inner))
 
 
 def _decides(value: object) -> bool:
-    """Whether a global can change what a function computes: no module, logger or cache can."""
+    """Return whether a global can change results; modules, loggers and caches cannot."""
     if isinstance(value, types.FunctionType | type):
         return _home(value) not in LIBRARIES and _home(value) not in sys.stdlib_module_names
     if isinstance(value, tuple | frozenset):
@@ -268,7 +260,7 @@ def _decides(value: object) -> bool:
 
 
 def _code(code: types.CodeType) -> str:
-    """Byte code with its constants and names; without the file and the lines it stands at."""
+    """Return byte code with its constants and names, without file and line numbers."""
     constants = [
         _code(each) if isinstance(each, types.CodeType) else _constant(each)
         for each in code.co_consts
@@ -278,7 +270,7 @@ def _code(code: types.CodeType) -> str:
 
 
 def _constant(value: object) -> str:
-    if isinstance(value, frozenset):  # its order differs between processes
+    if isinstance(value, frozenset):  # the order differs between processes
         return repr(sorted(map(repr, value)))
     return repr(value)
 

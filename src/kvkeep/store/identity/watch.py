@@ -1,9 +1,9 @@
 """`ModelWatch`: notices that a loaded model changed since its identity was taken.
 
 A snapshot holds what `kvkeep.store.identity.modules` describes. Where reading would cost too much,
-objects are compared by identity: modules, parameters, buffers, hooks and attributes that are not
-plain. Plain attributes are compared by value, tensors by memory, strides and version, and by
-`SAMPLES` bytes of each tensor, in one operation a device.
+objects are compared by identity: modules, parameters, buffers, hooks, and attributes that are not
+plain. Plain attributes are compared by value; tensors by memory, strides and version, and by
+`SAMPLES` bytes of each, in one operation a device.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ SAMPLES: Final = 16
 """Bytes of each tensor that are compared, spread over all of it."""
 
 _MISSING: Final = object()
-_MOST_PARTS: Final = 1000  # of one value; what has more is compared as an object
+_MOST_PARTS: Final = 1000  # a value with more parts is compared by identity
 
 
 class ModelWatch:
     """A snapshot of ``root`` that can be compared with the model as it is now.
 
-    Noticed is another module, parameter, buffer, hook or class in any place, another attribute,
-    another configuration, every change to a tensor that PyTorch counts, a tensor whose memory is
-    another, and a change through ``tensor.data`` that reaches one of `SAMPLES` bytes. Not noticed
-    is a change through ``tensor.data`` (or by another library, in place) that misses all of them,
-    such as one row of an embedding, and code that is replaced in the globals of a module outside of
-    Transformers and PEFT. Of hooks, functions and objects that modules hold, what they are made of
-    is compared, too: closures, arguments, attributes, and the tensors and modules among these.
+    Noticed are: a replaced module, parameter, buffer, hook or class; a changed attribute,
+    configuration or setting of the process; every change to a tensor that PyTorch counts; a tensor
+    with other memory; a change through ``tensor.data`` that reaches one of the `SAMPLES` bytes; and
+    changed parts of hooks, functions and objects that modules hold, such as closures, arguments,
+    attributes, and tensors and modules among these.
+
+    Not noticed are: a change through ``tensor.data``, or in place by another library, that misses
+    all samples, such as one row of an embedding; and code replaced in the globals of a module
+    outside of Transformers and PEFT.
 
     The watch keeps the tensors alive: drop it together with the model. Thread safety: none.
     """
@@ -77,9 +79,9 @@ class ModelWatch:
     def changed(self, *, samples: bool = True) -> str | None:
         """Return what changed since the snapshot, in words, or None.
 
-        Without ``samples`` no byte of a tensor is read, and no other device is waited for. Cost:
-        3 to 10 µs a tensor with the modules around it; with samples 1 to 3 µs a tensor more on a
-        CPU, and one wait for a GPU (`benchmarks/identity.py`).
+        Without ``samples``, no byte of a tensor is read, and no device is waited for. Cost: 3 to 10
+        µs a tensor with the modules around it; with samples 1 to 3 µs a tensor more on a CPU, and
+        one wait for a GPU (`benchmarks/identity.py`).
         """
         for module in self._modules:
             if module.differs() and (what := module.what()) is not None:
@@ -96,7 +98,7 @@ class ModelWatch:
         return None
 
     def _changed_around(self) -> str | None:
-        """What changed of what is in no module: configurations, settings and code."""
+        """Return what changed outside of modules: configurations, settings and code."""
         for config, kept in self._configs:
             if (name := _unlike(kept, config_of(config))) is not None:
                 return f"config.{name} was changed"
@@ -113,7 +115,7 @@ class ModelWatch:
 
 
 class _Module:
-    """The state of one module. It is compared in two steps: `differs` is quick, `what` exact."""
+    """The state of one module, compared in two steps: `differs` is quick, `what` exact."""
 
     __slots__ = (
         "_attributes", "_children", "_containers", "_empty", "_held", "_hooks", "_kind", "_module",
@@ -155,7 +157,7 @@ class _Module:
         try:
             if now != self._seen:  # compares objects by identity first
                 return True
-        except (RuntimeError, ValueError):  # tensors and arrays, which are others
+        except (RuntimeError, ValueError):  # a tensor or array was replaced: "==" has no truth
             return True
         for held, ids in self._held:
             if list(map(id, held.values())) != ids:
@@ -191,7 +193,7 @@ class _Module:
 
 
 class _Parts:
-    """What a value is made of, down to tensors, modules, numbers and texts."""
+    """The parts of a value, down to tensors, modules, numbers and texts."""
 
     __slots__ = ("_value", "leaves")
 
@@ -201,7 +203,7 @@ class _Parts:
 
     @property
     def several(self) -> bool:
-        """Whether there is more to compare than the value as an object."""
+        """Whether the value has more to compare than its own identity."""
         return len(self.leaves) != 1 or self.leaves[0] is not self._value
 
     def differ(self) -> bool:
@@ -212,7 +214,7 @@ class _Parts:
 
 
 class _Code:
-    """The methods of classes, and the functions beside them, as they were: see `patches_of`."""
+    """The methods of classes, and the functions beside them, as they were; see `patches_of`."""
 
     def __init__(self, kinds: set[type[nn.Module]]) -> None:
         self._kinds = sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__))
@@ -227,7 +229,7 @@ class _Code:
         self._seen = [dict(vars(place)) for place in self._places.values()]
 
     def changed(self) -> str | None:
-        """The name of what was replaced; None if nothing that decides a number."""
+        """Return the name of a replaced function that decides a number, or None."""
         try:
             if all(map(_equal_names, self._places.values(), self._seen)):
                 return None
@@ -255,7 +257,7 @@ def _equal_names(place: object, seen: dict[str, Any]) -> bool:
 
 
 class _Tensor(NamedTuple):
-    """A tensor, with what shows that it was written to or moved."""
+    """A tensor, with values that change when it is written to or moved."""
 
     name: str
     tensor: Tensor
@@ -293,12 +295,12 @@ class _Sample:
 
 
 def _values_of(module: nn.Module) -> list[tuple[str, Any]]:
-    """Attributes and hooks, by name."""
+    """Return attributes and hooks, by name."""
     return [*attributes_of(module).items(), *(("hook", hook) for hook in hooks_of(module))]
 
 
 def _with_called(nodes: list[PlacedModule]) -> list[PlacedModule]:
-    """``nodes``, and modules outside of the tree that their hooks and attributes call."""
+    """Return ``nodes``, and modules outside of the tree that their hooks and attributes call."""
     known = {id(node.module) for node in nodes}
     waiting = [
         *((node.path, value) for node in nodes for _, value in _values_of(node.module)),
@@ -320,7 +322,7 @@ def _with_called(nodes: list[PlacedModule]) -> list[PlacedModule]:
 
 
 def _leaves_of(value: object) -> list[Any]:
-    """What ``value`` is made of, in order: what has no parts, and the objects that have.
+    """Return the parts of ``value`` in order: those without parts, and the objects that have parts.
 
     Cost: about 1 µs a part.
     """
@@ -346,19 +348,19 @@ def _once(nodes: list[Any]) -> list[Any]:
 
 
 def _samples(tensors: list[_Tensor]) -> list[_Sample]:
-    """Views of a few bytes of each tensor, by device."""
+    """Return views of a few bytes of each tensor, by device."""
     views: dict[torch.device, list[Tensor]] = {}
     with torch.inference_mode():
         for kept in tensors:
             tensor = kept.tensor
             if not _has_memory(tensor) or not tensor.numel():
-                continue  # seen as an object alone
+                continue  # compared by identity only
             storage = tensor.untyped_storage()
             begin = tensor.storage_offset() * tensor.element_size()
             room = min(tensor.nbytes, storage.nbytes() - begin)
             count = min(SAMPLES, room)
             step = max(1, room // count)
-            step -= step > 1 and step % 2 == 0  # odd: another byte of an element each time
+            step -= step > 1 and step % 2 == 0  # odd, to sample different bytes of elements
             view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             view.set_(storage, begin, (count,), (step,))
             views.setdefault(tensor.device, []).append(view)

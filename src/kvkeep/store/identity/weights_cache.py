@@ -1,7 +1,7 @@
-"""Digests of weights that were made before, remembered by what the files are.
+"""A cache of weight digests, by the identity of the files.
 
-One small JSON file in the user's cache directory. It holds no paths, only digests of them. Whatever
-is wrong with it (broken, not writable, not ours), digests are made again: it can cost time only.
+It is one small JSON file in the user's cache directory, which holds digests of paths, not paths. If
+it is damaged, not writable or foreign, digests are made again: that costs time only.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from kvkeep.core.errors import InvalidValue
 __all__ = ["FileIdentity", "WeightsCache"]
 
 _VERSION: Final = 1
-_ENTRIES: Final = 512  # the latest are kept
-_FILE_MAX: Final = 1 << 20  # bytes; ours has about 120 an entry
-# A file that is younger may be written to again within one tick of its clock, unseen.
+_ENTRIES: Final = 512  # the latest ones
+_FILE_MAX: Final = 1 << 20  # bytes; an entry takes about 120
+# A younger file may be written to again within one tick of its clock, without a new ctime.
 _SETTLED_NS: Final = 2_000_000_000
 _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """What makes a file the same one, unchanged. Another ctime: written to, even if mtime was set
-    back; renamed or linked files get one too, and are then read again.
+    """What identifies an unchanged file.
+
+    Writing to a file changes its ctime even if mtime is set back. Renaming or linking changes it
+    too, and the file is then read again.
     """
 
     path: str
@@ -44,7 +46,7 @@ class FileIdentity:
 
     @classmethod
     def of(cls, file: Path) -> Self:
-        """The identity of ``file``; links are followed. Raises `InvalidValue`: it is not there."""
+        """Return the identity of ``file``, following links, or raise `InvalidValue`."""
         try:
             path = file.resolve(strict=True)
             stat = path.stat()
@@ -64,8 +66,8 @@ class FileIdentity:
 class WeightsCache:
     """Digests by key, in ``$XDG_CACHE_HOME/kvkeep/weights.json`` (else ``~/.cache``), mode 0600.
 
-    Written to a temporary name, then renamed: who reads sees the file before or after. Of two who
-    write at once one is forgotten. Thread safety: any.
+    The file is written under a temporary name and then renamed, so readers see the old or the new
+    one. Of two concurrent writes, one may be lost. Thread safety: any.
     """
 
     def __init__(self) -> None:
@@ -73,24 +75,24 @@ class WeightsCache:
 
     @staticmethod
     def key(files: list[FileIdentity], *, full: bool) -> str:
-        """The name under which the digest of ``files`` is remembered."""
+        """Return the key of the digest of ``files``."""
         named = json.dumps([_VERSION, full, *(astuple(file) for file in files)])
         return hashlib.blake2b(named.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def find(self, key: str) -> str | None:
-        """The digest that was remembered under ``key``."""
+        """Return the digest under ``key``, or None."""
         return self._read().get(key)
 
     def remember(self, key: str, digest: str, files: list[FileIdentity]) -> None:
-        """Remember ``digest``, unless one of ``files`` was changed only just now."""
+        """Store ``digest``, unless one of ``files`` changed within the last seconds."""
         newest = max((max(file.mtime_ns, file.ctime_ns) for file in files), default=0)
         if self._file is None or newest > time.time_ns() - _SETTLED_NS:
             return
         entries = self._read()
         entries.pop(key, None)
-        entries[key] = digest  # at the end, where the latest are
+        entries[key] = digest  # at the end, with the latest
         kept = dict(list(entries.items())[-_ENTRIES:])
-        with contextlib.suppress(OSError):  # a read-only home: it is made again next time
+        with contextlib.suppress(OSError):  # a read-only home: the digest is made again next time
             _replace(self._file, json.dumps({"version": _VERSION, "digests": kept}))
 
     def _read(self) -> dict[str, str]:
@@ -113,9 +115,9 @@ class WeightsCache:
 
 
 def _cache_file() -> Path | None:
-    """Where the file is by the XDG base directory specification; None without a home."""
+    """Return the path by the XDG base directory specification; None without a home directory."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not folder.is_absolute():  # as the specification says: to be ignored
+    if not folder.is_absolute():  # the specification says to ignore it
         try:
             folder = Path.home() / ".cache"
         except RuntimeError:

@@ -1,11 +1,11 @@
-"""Weights in safetensors files: which files a model has, and what their headers say.
+"""Weights in safetensors files: which files a model has, and the tensors in their headers.
 
 A file is an unsigned 64-bit length, a JSON header of that many bytes (tensor → dtype, shape, first
-and last offset), and the tensors' bytes behind it. The format is small enough to be read here, by
-seeking, without mapping the file: https://huggingface.co/docs/safetensors#format
+and last offset), and the tensors' bytes. It is read here by seeking, without mapping the file:
+https://huggingface.co/docs/safetensors#format
 
-Files come from anywhere, so a header is believed only after it was checked: its length before
-memory is taken, its JSON, and that its tensors fill the rest of the file without gap or overlap.
+Files may come from anywhere, so a header is checked before it is used: its length before memory is
+allocated, its JSON, and that its tensors fill the rest of the file without gap or overlap.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 __all__ = ["Spans", "Weights", "find_files", "read_header"]
 
 _LENGTH: Final = struct.Struct("<Q")
-_HEADER_MAX: Final = 100_000_000  # bytes; what the format's own library takes
+_HEADER_MAX: Final = 100_000_000  # bytes; the limit of the format's own library
 _INDEX_MAX: Final = 100_000_000
-# Bits of an element. Of types that came later the size is not checked, only the offsets.
+# Bits of an element. The sizes of newer types are not checked, only their offsets.
 _BITS: Final = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 _OTHERS: Final = {".bin", ".pt", ".pth", ".gguf"}
-# What a trainer leaves beside a model, and no loader takes for weights.
+# Files that a trainer leaves beside a model; no loader takes them for weights.
 _OF_TRAINING: Final = ("optimizer", "rng_state", "scaler", "scheduler", "training_args")
 
 Spans = list[tuple[int, int]]
-"""(offset, bytes) in a tensor's bytes, in order."""
+"""``(offset, bytes)`` in a tensor's bytes, in order."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A tensor that can be sampled: ``read`` gives the bytes of spans, one after another."""
+    """A tensor in a file; ``read`` yields the bytes of spans, one after another."""
 
     name: str
     dtype: str
@@ -54,10 +54,10 @@ class Weights:
 
 
 def find_files(path: Path) -> list[Path]:
-    """The safetensors files of the model at ``path``, a directory or one file; sorted.
+    """Return the safetensors files of the model at ``path``, a directory or one file, sorted.
 
     Raises:
-        InvalidValue: there are none, or an index that names files elsewhere.
+        InvalidValue: there are none, or an index names files elsewhere.
     """
     try:
         if path.is_dir():
@@ -82,9 +82,9 @@ def find_files(path: Path) -> list[Path]:
 
 
 def _in_folder(path: Path) -> list[Path]:
-    """As Transformers looks: one file, an index, an adapter; else every file there is.
+    """Return the files that Transformers loads: one file, an index, an adapter, else all files.
 
-    An adapter or other files beside a model are not its own weights, and left out here.
+    An adapter or other files beside a model are not the model's own weights and are left out.
     """
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     adapter = path / "adapter_model.safetensors"
@@ -120,10 +120,10 @@ def _in_folder(path: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> list[Weights]:
-    """The tensors of ``file``, from its header alone.
+    """Return the tensors of ``file``, from its header.
 
     Raises:
-        InvalidValue: it cannot be read, or is no whole safetensors file.
+        InvalidValue: the file cannot be read, or is no whole safetensors file.
     """
     try:
         with file.open("rb") as opened:
@@ -161,7 +161,7 @@ def _tensors(file: Path, header: dict[str, Any], start: int, payload: int) -> It
 def _entry(
     file: Path, name: str, entry: object, payload: int
 ) -> tuple[int, int, str, tuple[int, ...]]:
-    """One tensor's first offset, last offset, dtype and shape, or a refusal."""
+    """Return one tensor's first offset, last offset, dtype and shape, or refuse the file."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
             pass
@@ -178,7 +178,7 @@ def _entry(
 
 
 def _reader(file: Path, start: int) -> Callable[[Spans], Iterable[bytes]]:
-    """Reads spans of what begins at ``start`` in ``file``; opens it anew, so from any thread."""
+    """Return a reader of spans from ``start`` on. It opens ``file`` anew, for any thread."""
 
     def read(spans: Spans) -> Iterator[bytes]:
         try:
@@ -196,7 +196,7 @@ def _reader(file: Path, start: int) -> Callable[[Spans], Iterable[bytes]]:
 
 
 def _shards(index: Path) -> set[str]:
-    """The files that an index of shards names, all of them beside it."""
+    """Return the files that an index of shards names, all of them beside it."""
     try:
         if index.stat().st_size > _INDEX_MAX:
             _refuse(index, f"an index has at most {_INDEX_MAX} bytes")
@@ -217,7 +217,7 @@ def _shards(index: Path) -> set[str]:
 
 
 def _parse(file: Path, content: bytes) -> dict[str, Any]:
-    """A JSON object in which no key comes twice."""
+    """Return a JSON object in which no key occurs twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)

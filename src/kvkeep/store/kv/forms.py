@@ -1,4 +1,4 @@
-"""The forms in which engines hold KV, and the one in which the store keeps it."""
+"""Layouts of KV: the tensors that engines hold, and the raw bytes of a stored block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import BlockShape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -26,15 +26,18 @@ __all__ = ["Form", "Layout"]
 Layout = Literal["NHD", "HND"]
 
 _LARGE: Final = 16 << 20
-"""Bytes: smaller tensors are in memory that the process keeps and has touched before."""
+"""Bytes from which memory is mapped anew; smaller tensors reuse memory that the process has
+touched.
+"""
 
 
 class Form:
     """KV of one geometry and layout: as tensors, and as the raw bytes of a block.
 
-    Raw bytes are the parts one after another: K of the first layer, its V, K of the second …, each
-    ``[tokens, heads, dim]`` (NHD) or ``[heads, tokens, dim]`` (HND); with latent attention one part
-    a layer. Where keys and values are as wide, that is one tensor ``[layers, 2, …]``.
+    Raw bytes are the parts one after another: K of the first layer, its V, K of the second layer …,
+    each ``[tokens, heads, dim]`` (NHD) or ``[heads, tokens, dim]`` (HND); with latent attention,
+    one part for each layer. If keys and values have the same width, that equals one tensor
+    ``[layers, 2, …]``.
     """
 
     def __init__(self, geometry: KVGeometry, layout: Layout) -> None:
@@ -51,19 +54,23 @@ class Form:
         widths = [geometry.head_dim] if self.latent else [geometry.head_dim, geometry.value_dim]
         self._parts = tuple((heads, width) for width in widths)
         self.blockwise = self.latent or geometry.head_dim == geometry.value_dim
-        """Whether one tensor holds it all."""
+        """Whether one tensor can hold the KV of all layers."""
 
     @property
     def block_shape(self) -> BlockShape:
-        """What a codec may know of the raw bytes."""
+        """The shape of the raw bytes, for codecs."""
         return BlockShape(self.geometry.dtype, self.layout, self._parts * self.geometry.layers)
 
     def raw_bytes(self, tokens: int) -> int:
-        """Bytes of so many tokens."""
+        """Return the raw bytes of this many tokens."""
         return tokens * self.geometry.bytes_per_token
 
+    def sizes(self, lengths: Iterable[int]) -> list[int]:
+        """Return the raw bytes of blocks with these numbers of tokens."""
+        return [self.raw_bytes(tokens) for tokens in lengths]
+
     def shape(self, tokens: int) -> tuple[int, ...]:
-        """Of one tensor with all of it."""
+        """Return the shape of one tensor with the KV of this many tokens."""
         layers, (heads, width) = self.geometry.layers, self._parts[0]
         if self.latent:
             return layers, tokens, width
@@ -73,15 +80,15 @@ class Form:
 
     @property
     def token_axis(self) -> int:
-        """Where tokens are counted, from the end."""
+        """The axis of tokens, counted from the last."""
         if self.latent:
             return -2
         return -3 if self.layout == "NHD" else -2
 
-    # --- what callers give -----------------------------------------------------------------------
+    # --- tensors of callers ----------------------------------------------------------------------
 
     def check(self, kv: KV, tokens: int) -> None:
-        """Refuse ``kv`` that is not of this geometry and layout, or not of so many tokens."""
+        """Raise `InvalidValue` if ``kv`` has not this geometry, layout and number of tokens."""
         if isinstance(kv, torch.Tensor):
             self._check_tensor(kv, tokens)
             return
@@ -94,15 +101,15 @@ class Form:
                 self._check_part(part, number, heads, width, tokens)
 
     def check_room(self, out: KV, tokens: int) -> None:
-        """Refuse what `check` does, and memory in which a number has no place of its own."""
+        """Raise `InvalidValue` as `check`, or if elements of ``out`` share memory."""
         self.check(out, tokens)
         parts = [out] if isinstance(out, torch.Tensor) else self._flat(out)
         for part in parts:
             sizes = zip(part.shape, part.stride(), strict=True)
             if any(size > 1 and not stride for size, stride in sizes):
                 raise InvalidValue(
-                    f"out has the strides {part.stride()}, so several of its elements are one: "
-                    "give memory with a place for each, as torch.empty does"
+                    f"out has the strides {part.stride()}, so several of its elements share "
+                    "memory; give memory for each element, as torch.empty does"
                 )
 
     @staticmethod
@@ -153,10 +160,10 @@ class Form:
                 f"layer {layer} of kv is {part.dtype}; the geometry says {self.dtype}"
             )
 
-    # --- what moves ------------------------------------------------------------------------------
+    # --- copies ----------------------------------------------------------------------------------
 
     def empty(self, tokens: int, *, tuples: bool = False) -> KV:
-        """Room for so many tokens, in memory of its own."""
+        """Allocate KV for this many tokens: one tensor, or ``tuples`` for each layer."""
         if self.blockwise and not tuples:
             return self._new(self.shape(tokens))
         return [
@@ -168,11 +175,11 @@ class Form:
         size = math.prod(shape) * self.dtype.itemsize
         if size < _LARGE:
             return torch.empty(shape, dtype=self.dtype)
-        # What costs most of a copy into new memory is touching it; in huge pages that is a third.
+        # First touching new memory costs most of a copy; with huge pages it costs a third.
         return torch.frombuffer(aligned(size), dtype=self.dtype).view(shape)
 
     def cut(self, kv: KV, start: int, stop: int) -> KV:
-        """Tokens ``start`` … ``stop`` of ``kv``, sharing its memory."""
+        """Return a view of tokens ``start`` … ``stop - 1`` of ``kv``."""
         axis = self.token_axis
         if isinstance(kv, torch.Tensor):
             return kv.narrow(axis, start, stop - start)
@@ -181,12 +188,12 @@ class Form:
             for number, layer in enumerate(kv)
         )
 
-    # Inference mode: nothing here is of use to autograd, which would refuse to copy from or into
-    # some tensors that it knows, and into those that were made in inference mode.
+    # Inference mode: autograd refuses copies from or into some tensors it tracks, and into tensors
+    # that were made in inference mode.
 
     @torch.inference_mode()
     def write(self, kv: KV, raw: memoryview, tokens: int) -> None:
-        """Copy ``kv``, of so many tokens, into the raw bytes of a block."""
+        """Copy ``kv``, of this many tokens, into the raw bytes of a block."""
         if isinstance(kv, torch.Tensor):
             self._block(raw, tokens).copy_(kv)
             return
@@ -195,7 +202,7 @@ class Form:
 
     @torch.inference_mode()
     def read(self, raw: memoryview, tokens: int, kv: KV, *, skip: int = 0) -> None:
-        """Copy raw bytes of a block of so many tokens, but the first ``skip``, into ``kv``."""
+        """Copy the raw bytes of a block of ``tokens``, without the first ``skip``, into ``kv``."""
         axis, count = self.token_axis, tokens - skip
         if isinstance(kv, torch.Tensor):
             kv.copy_(self._block(raw, tokens).narrow(axis, skip, count))

@@ -1,11 +1,11 @@
-"""The names of blocks: from tokens, and from what the store is of."""
+"""Names of blocks: the namespace of a store, and block ids of tokens in it."""
 
 from __future__ import annotations
 
 import hashlib
-from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from kvkeep.core.extras import extra_bytes, extras_between
 from kvkeep.core.keys import Namespace, chain_keys, root_key, space_of
 from kvkeep.core.tokens import TOKEN_BYTES
 from kvkeep.store.identity import model_identity
+from kvkeep.store.tiers import note_of
 
 if TYPE_CHECKING:
     from kvkeep.core.extras import Extras
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.store.kv.forms import Layout
 
-__all__ = ["Names", "store_namespace"]
+__all__ = ["Names", "PromptBlocks", "TenantNames", "store_namespace"]
+
+_MOST_TENANTS: Final = 4096
 
 
 def store_namespace(
@@ -35,13 +38,13 @@ def store_namespace(
     lora: str,
     rank: str,
 ) -> Namespace:
-    """The namespace of a store: everything that makes KV another KV.
+    """Return the namespace of a store: everything on which the bytes of its KV depend.
 
-    ``model`` is a loaded module or a model directory, whose identity is then taken,
+    ``model`` is a loaded module or a model directory, whose identity becomes the revision, or
     ``name@revision``, or a name with ``revision`` given.
 
     Raises:
-        InvalidValue: it is not said which model, or which rank of several.
+        InvalidValue: the model has no revision, or there are several ranks and ``rank`` is empty.
     """
     model, revision = _named(model, revision)
     if not model or not revision:
@@ -73,7 +76,7 @@ def store_namespace(
 
 
 def _named(model: str | torch.nn.Module, revision: str) -> tuple[str, str]:
-    """The name and the revision that ``model`` and ``revision`` say."""
+    """Return the name and the revision of the model."""
     if isinstance(model, torch.nn.Module):
         if revision:
             raise InvalidValue(
@@ -86,7 +89,7 @@ def _named(model: str | torch.nn.Module, revision: str) -> tuple[str, str]:
         raise InvalidValue(
             f"model is {model!r}; it is a torch.nn.Module, 'name@revision', or a directory"
         )
-    # A directory first: its path may have an "@" that parts no revision from a name.
+    # Check for a directory first: its path may contain an "@" that precedes no revision.
     if model and not revision and Path(model).is_dir():
         folder = Path(model).resolve()
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -100,60 +103,114 @@ def _named(model: str | torch.nn.Module, revision: str) -> tuple[str, str]:
     return model, revision
 
 
+@dataclass(frozen=True, slots=True)
 class Names:
-    """The block ids of one namespace, of prompts without extras or, `having` them, of one with."""
+    """The block ids of the prompts of one namespace, or, `having` extras, of one prompt.
 
-    __slots__ = ("_block_bytes", "_extras", "_root", "block_tokens", "space")
+    Attributes:
+        space: the first bytes of every block id, which stand for the namespace.
+        root_key: the key before the first block.
+        extras: extras of the prompt; positions count from its first token.
+    """
 
-    def __init__(self, namespace: Namespace, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
-        self.space = space_of(namespace)
-        self._root = root_key(namespace)
-        self._block_bytes = block_tokens * TOKEN_BYTES
-        self._extras: Extras = ()
+    space: bytes
+    root_key: bytes
+    block_tokens: int
+    extras: Extras = ()
+
+    @classmethod
+    def of(cls, namespace: Namespace, block_tokens: int) -> Names:
+        """Return the names of prompts without extras."""
+        return cls(space_of(namespace), root_key(namespace), block_tokens)
 
     def having(self, extras: Extras) -> Names:
-        """The names of a prompt with these extras; positions count from its first token."""
-        if not extras:
-            return self
-        names = copy(self)
-        names._extras = extras
-        return names
+        """Return the names of a prompt with these extras."""
+        return replace(self, extras=extras) if extras else self
 
     @property
     def root(self) -> bytes:
-        """What stands before the first block, as if it were one."""
-        return self.space + self._root
+        """The block id before the first block: `space` and `root_key`."""
+        return self.space + self.root_key
 
     def full(self, tokens: TokenArray) -> list[bytes]:
-        """Ids of the full blocks of a prompt. Cost: a SHA-256 each, about 1 µs for 256 tokens."""
-        space = self.space
-        keys = chain_keys(self._root, tokens.tobytes(), self._block_bytes, self._extras)
-        return [space + key for key in keys]
+        """Return the ids of a prompt's full blocks. Cost: about 1 µs a block of 256 tokens."""
+        space, size = self.space, self.block_tokens * TOKEN_BYTES
+        return [
+            space + key for key in chain_keys(self.root_key, tokens.tobytes(), size, self.extras)
+        ]
 
     def tails(
         self, blocks: list[bytes], tokens: TokenArray, *, start: int | None = None
     ) -> list[bytes]:
-        """Ids of all tails that may follow ``blocks``: of ``tokens[:1]``, ``tokens[:2]``, …
+        """Return the ids of all tails behind ``blocks``: of ``tokens[:1]``, ``tokens[:2]``, …
 
-        ``start`` is where in the prompt they begin; without it ``blocks`` are all that come before
-        them, with it the last one is enough. A tail's key is hashed as a block's is. Cost: about
-        1 µs each.
+        ``start`` is the position of ``tokens`` in the prompt. Without it, ``blocks`` must be all
+        blocks before them; with it, the last one is enough. The key of a tail is hashed as that of
+        a block is. Cost: about 1 µs a tail.
         """
-        parent = blocks[-1][len(self.space) :] if blocks else self._root
+        parent = blocks[-1][len(self.space) :] if blocks else self.root_key
         digest = hashlib.sha256(parent)
         raw = tokens.tobytes()
+        if start is None:
+            start = len(blocks) * self.block_tokens
+        extras = extras_between(self.extras, start, start + len(tokens)) if self.extras else ()
         ids = []
-        if self._extras:
-            start = len(blocks) * self.block_tokens if start is None else start
-            extras = extras_between(self._extras, start, start + len(tokens))
-            for length in range(1, len(tokens) + 1):
-                digest.update(raw[(length - 1) * TOKEN_BYTES : length * TOKEN_BYTES])
+        for end in range(TOKEN_BYTES, len(raw) + 1, TOKEN_BYTES):
+            digest.update(raw[end - TOKEN_BYTES : end])
+            tail = digest
+            if extras:
                 tail = digest.copy()
-                tail.update(extra_bytes(extras_between(extras, 0, length)))
-                ids.append(self.space + tail.digest())
-            return ids
-        for at in range(0, len(raw), TOKEN_BYTES):
-            digest.update(raw[at : at + TOKEN_BYTES])
-            ids.append(self.space + digest.digest())
+                tail.update(extra_bytes(extras_between(extras, 0, end // TOKEN_BYTES)))
+            ids.append(self.space + tail.digest())
         return ids
+
+
+class PromptBlocks(NamedTuple):
+    """A prompt as one call to a store names it.
+
+    Attributes:
+        row: its tokens.
+        start: the first token that the call is about.
+        names: the names of its blocks.
+    """
+
+    row: TokenArray
+    start: int
+    names: Names
+
+
+class TenantNames:
+    """The `Names` of every tenant of a store, made when a tenant is first named.
+
+    Attributes:
+        notes: for each tenant's space, the note that tiers keep beside its blocks.
+
+    Thread safety: all methods; two threads may make the same names, which are equal.
+    """
+
+    def __init__(self, namespace: Namespace, block_tokens: int) -> None:
+        self._namespace = namespace
+        self._block_tokens = block_tokens
+        self._names: dict[str, Names] = {}
+        self.notes: dict[bytes, bytes] = {}
+
+    def of(self, tenant: str | None) -> Names:
+        """Return the names of ``tenant``, by default the store's own.
+
+        Raises:
+            InvalidValue: ``tenant`` is no text.
+        """
+        if tenant is None:
+            tenant = self._namespace.tenant
+        if not isinstance(tenant, str):
+            raise InvalidValue(f"tenant is {tenant!r}; text is needed")
+        names = self._names.get(tenant)
+        if names is None:
+            if len(self._names) > _MOST_TENANTS:  # bounded: a server may take names from clients
+                self._names.clear()
+                self.notes.clear()
+            namespace = replace(self._namespace, tenant=tenant)
+            names = Names.of(namespace, self._block_tokens)
+            self.notes[names.space] = note_of(namespace)
+            self._names[tenant] = names
+        return names

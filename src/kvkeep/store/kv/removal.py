@@ -8,22 +8,38 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from kvkeep.core.tokens import TokenArray
-    from kvkeep.store.kv.names import Names
+    from kvkeep.store.kv.names import PromptBlocks
+    from kvkeep.store.tiers import Removed, TieredStore
 
-__all__ = ["Followers", "ids_of"]
+__all__ = ["Followers", "delete_from"]
 
 _MOST_LINKS = 1 << 15
 
 
-def ids_of(names: Names, row: TokenArray, start: int = 0) -> list[bytes]:
-    """Return the ids of all blocks of ``row`` that have a token from ``start`` on.
+def delete_from(
+    tiered: TieredStore,
+    prompt: PromptBlocks,
+    followers: Followers,
+    delete: Callable[[list[bytes]], Removed],
+) -> Removed:
+    """Delete every block with a token from ``prompt.start`` on, and the blocks known to follow.
+
+    ``delete`` is ``tiered.remove`` or ``tiered.supersede``.
+    """
+    tiered.check_open()
+    ids = _ids_from(prompt)
+    return delete([*ids, *followers.take(ids)])
+
+
+def _ids_from(prompt: PromptBlocks) -> list[bytes]:
+    """Return the ids of all blocks of a prompt that have a token from its ``start`` on.
 
     These are its full blocks and every tail, also those that shorter prompts put within a full
     block. Cost: about 1 µs a token.
     """
+    row, start, names = prompt
     size = names.block_tokens
     full = names.full(row)
     ids: list[bytes] = []
@@ -36,10 +52,10 @@ def ids_of(names: Names, row: TokenArray, start: int = 0) -> list[bytes]:
 
 
 class Followers:
-    """Remembers which blocks follow which, so that they can be deleted with them.
+    """Remembers which blocks follow which, so that a removal can delete them too.
 
-    Ids are hashes and do not tell it. The last ``most`` links of prompts that this store put or
-    read are kept.
+    Block ids are hashes, from which the order cannot be read. The latest ``most`` links of prompts
+    that this store put or read are kept.
 
     Thread safety: all methods. Cost: about 0.1 µs a block, and up to 500 bytes a link.
     """
@@ -51,7 +67,7 @@ class Followers:
         self._links = 0
 
     def note(self, blocks: Sequence[bytes]) -> None:
-        """Note that a prompt consists of ``blocks``, in this order."""
+        """Record that a prompt consists of ``blocks``, in this order."""
         known = self._next
         new = [
             (before, block)

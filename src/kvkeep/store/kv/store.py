@@ -2,169 +2,77 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import partial
-from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, Required, Self, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.extras import as_extras
-from kvkeep.core.geometry import KVGeometry, parse_bytes
+from kvkeep.core.geometry import parse_bytes
 from kvkeep.core.tokens import as_tokens
-from kvkeep.store.blocks.pinning import pin_memory
-from kvkeep.store.blocks.shared import ClosedUse, SharedStores, places_of
-from kvkeep.store.blocks.stats import (
-    Lookup,
-    Put,
-    StoreCounters,
-    closed_is_illegal,
-    runs_of,
-    seconds_of,
-)
-from kvkeep.store.blocks.timing import Timing
-from kvkeep.store.identity import is_loaded
-from kvkeep.store.kv.forms import Form
-from kvkeep.store.kv.names import Names, store_namespace
-from kvkeep.store.kv.removal import Followers, ids_of
-from kvkeep.store.kv.why import fates_behind
-from kvkeep.store.tiers import Inclusive, TieredStore, TieringPolicy, note_of, open_tiers
+from kvkeep.store.blocks.base import Store
+from kvkeep.store.blocks.stats import Lookup, closed_is_illegal, runs_of, seconds_of
+from kvkeep.store.kv.binding import ModelBinding
+from kvkeep.store.kv.lookup import find_stored
+from kvkeep.store.kv.names import Names, PromptBlocks, TenantNames
+from kvkeep.store.kv.options import StoreConfig, StoreOptions
+from kvkeep.store.kv.prefetch import Prefetch, start_prefetch
+from kvkeep.store.kv.removal import Followers, delete_from
+from kvkeep.store.kv.reporting import KVReporter
+from kvkeep.store.kv.transfers import KVTransfers
+from kvkeep.store.kv.why import misses_behind
+from kvkeep.store.tiers import TieredStore, open_tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from kvkeep.core.extras import ExtraLike
-    from kvkeep.core.tokens import TokenArray, TokensLike
+    from kvkeep.core.geometry import KVGeometry
+    from kvkeep.core.tokens import TokensLike
     from kvkeep.store.backends import Backend
-    from kvkeep.store.blocks.stats import StoreStats
-    from kvkeep.store.blocks.timing import Operation
+    from kvkeep.store.blocks.stats import Put, StoreStats
     from kvkeep.store.kv.forms import KV, Layout
-    from kvkeep.store.tiers import BlockPrefetch, Miss, Removed
+    from kvkeep.store.tiers import Miss, Removed, TieringPolicy
 
-__all__ = ["KVStore", "Prefetch"]
-
-_SHARED: SharedStores[KVStore] = SharedStores("KVStore")
-PATIENCE = 60.0
-"""Seconds that `KVStore.put` with ``wait`` gives every tier."""
+__all__ = ["KVStore"]
 
 
-class StoreOptions(TypedDict, total=False):
-    """What `KVStore` takes by name."""
+class KVStore(Store):
+    """The KV of one model, stored in blocks of ``block_tokens`` tokens over several tiers.
 
-    model: Required[str | torch.nn.Module]
-    revision: str
-    tiers: Sequence[str | Backend]
-    layout: Layout
-    block_tokens: int
-    tenant: str
-    lora: str
-    rank: str
-    policy: TieringPolicy | None
-    quotas: Mapping[str, int | str] | None
+    A block's key is a hash of all tokens up to its end and of a namespace: model, revision, dtype,
+    geometry, layout, block size, tenant, LoRA and rank. Two stores over the same tiers find each
+    other's blocks when all of these agree.
 
-
-def _configuration(geometry: KVGeometry, options: StoreOptions) -> dict[str, object]:
-    """All that makes a store another store, as it is compared."""
-    layout, block_tokens = options.get("layout", "NHD"), options.get("block_tokens", 256)
-    namespace = store_namespace(
-        geometry, layout, block_tokens,
-        model=options.get("model", ""), revision=options.get("revision", ""),
-        tenant=options.get("tenant", ""), lora=options.get("lora", ""),
-        rank=options.get("rank", ""),
-    )  # fmt: skip
-    return {
-        "geometry": geometry,
-        "layout": layout,
-        "block_tokens": block_tokens,
-        "namespace": namespace,
-        "tiers": places_of(options.get("tiers", ("memory://1GiB",))),
-        "policy": repr(options.get("policy") or Inclusive()),
-        "quotas": dict(options.get("quotas") or {}),
-    }
-
-
-class Prefetch:
-    """A prompt's KV on its way into memory.
-
-    Once the store is closed it is `done` and can be cancelled; all else raises `IllegalStep`.
-
-    Thread safety: all methods.
-    """
-
-    __slots__ = ("_blocks", "_lengths", "start")
-
-    def __init__(self, blocks: BlockPrefetch, start: int, lengths: Sequence[int]) -> None:
-        self._blocks = blocks
-        self._lengths = lengths  # filled when it is known what there is
-        self.start = start
-        """The first token of the first block that was asked for."""
-
-    @property
-    def done(self) -> bool:
-        """Nothing more comes: all is in memory, or the rest is not to be had."""
-        return self._blocks.done
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the prompt, from its beginning, that are in memory by now."""
-        return self._count(self._blocks.ready)
-
-    @property
-    def sources(self) -> tuple[tuple[str, int], ...]:
-        """``(tier, tokens)`` of what is in memory by now, in order from `start` on."""
-        names = self._blocks.sources
-        return runs_of(zip(names, self._lengths, strict=False))
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait until `done`, ``timeout`` seconds at most; `tokens` then."""
-        timeout = None if timeout is None else seconds_of("timeout", timeout)
-        return self._count(self._blocks.wait(timeout))
-
-    def cancel(self) -> None:
-        """Start no more reads; what is on its way still arrives."""
-        self._blocks.cancel()
-
-    def _count(self, ready: int) -> int:
-        return self.start + sum(self._lengths[:ready]) if ready else 0
-
-
-class KVStore:
-    """The KV of one model, kept in blocks of ``block_tokens`` under hashes of their tokens.
-
-    Two stores find each other's blocks when they agree on model, revision, dtype, geometry, layout,
-    block size, LoRA, rank and tenant: all of that is part of every key.
-
-    A place that fails, hangs or returns wrong bytes never makes a call fail: `get` returns less,
-    `put` drops, and `stats` says so. Exceptions are for the caller's mistakes.
+    A tier that fails, hangs or returns wrong bytes makes no call fail: `get` returns less, `put`
+    drops blocks, and `stats` counts both. Exceptions report mistakes of the caller.
 
     Args:
-        geometry: of the model, or of one rank.
-        model: a loaded ``torch.nn.Module``, or a model directory, whose identity is then taken
-            (`kvkeep.store.model_identity`), or ``"name@revision"``, or a name together with
-            ``revision``.
-        tiers: URLs, fastest first, or backends; see docs/store.md. What is read and written passes
-            through memory, so if the first is no ``memory://``, a buffer of 256 MiB is put there.
-        layout: of the caller's tensors, "NHD" or "HND"; blocks are stored as they are.
-        block_tokens: tokens of a block: what is found and moved as one.
-        tenant, lora, rank: further parts of the namespace; ``tenant`` can be given at each call.
-        policy: what moves where; `kvkeep.store.tiers.Inclusive` unless given.
-        quotas: bytes that a tenant may hold in each tier, by tenant.
+        geometry: KV shape of the model, or of one rank.
+        model: a loaded ``torch.nn.Module`` or a model directory, whose
+            `kvkeep.store.model_identity` becomes the revision; or ``"name@revision"``; or a name
+            together with ``revision``.
+        tiers: URLs, fastest first, or backends; see docs/store.md. All reads and writes pass
+            through memory, so a buffer of 256 MiB is put in front if the first tier is no
+            ``memory://``.
+        layout: layout of the caller's tensors, "NHD" or "HND"; blocks are stored in it.
+        block_tokens: tokens of a block, the unit in which KV is found and moved.
+        tenant: the default tenant; calls can name another one.
+        lora, rank: further parts of the namespace.
+        policy: decides which blocks move to which tier; `kvkeep.store.tiers.Inclusive` by default.
+        quotas: for tenants with a limit, the bytes that each may hold in a tier.
 
     Raises:
-        InvalidValue: one of them is wrong; nothing stays open.
+        InvalidValue: an argument is wrong; nothing stays open.
 
     Notes
     -----
-    Thread safety: all methods, from any thread. Once the store is closed, or another thread closes
-    it meanwhile, all methods raise `IllegalStep` but `close`, `root`, `stats` and `check`.
+    Thread safety: all methods. After the store is closed, also by another thread during a call,
+    all methods raise `IllegalStep`, except `close`, `root`, `stats` and `check`.
 
-    Cost: `put` hashes the prompt and copies what is new once; slower tiers follow in threads of
-    theirs. `get` copies once, and reads what is not in memory ahead in several threads.
+    Cost: `put` hashes the prompt and copies new blocks once; background threads write the slower
+    tiers. `get` copies once; several threads read ahead what is not in memory.
     """
 
     def __init__(
@@ -182,92 +90,64 @@ class KVStore:
         policy: TieringPolicy | None = None,
         quotas: Mapping[str, int | str] | None = None,
     ) -> None:
-        if not isinstance(geometry, KVGeometry):
-            raise InvalidValue(f"geometry is {geometry!r}; a KVGeometry is needed")
-        if policy is not None and not isinstance(policy, TieringPolicy):
-            raise InvalidValue(f"policy is {policy!r}; a TieringPolicy is needed, as Inclusive()")
+        config = StoreConfig.of(
+            geometry, model=model, revision=revision, tiers=tiers, layout=layout,
+            block_tokens=block_tokens, tenant=tenant, lora=lora, rank=rank, policy=policy,
+            quotas=quotas,
+        )  # fmt: skip
         self.geometry = geometry
         self.layout = layout
-        self.block_tokens = whole("block_tokens", block_tokens, 1, 1 << 20)
-        self._form = Form(geometry, layout)
-        self.namespace = store_namespace(
-            geometry, layout, block_tokens,
-            model=model, revision=revision, tenant=tenant, lora=lora, rank=rank,
-        )  # fmt: skip
-        revision = self.namespace.revision
-        # Whose KV this is, once known; a list, so that all users of a `shared` store have the same.
-        self._bound = [revision] if is_loaded(revision) else []
-        self._binding = threading.Lock()
-        self._replacing = threading.Lock()
-        self._names: dict[str, Names] = {}
-        self._notes: dict[bytes, bytes] = {}
-        self._asked = StoreCounters()
-        self._timing = Timing("tokens")
+        self.block_tokens = config.block_tokens
+        self.namespace = config.namespace
+        self._binding = ModelBinding(self.namespace.model, self.namespace.revision)
+        self._form = config.form
+        self._names = TenantNames(self.namespace, self.block_tokens)
         self._followers = Followers()
+        self._transfers = KVTransfers(self._form, self._followers)
         limits = {
-            self._names_of(tenant).space: parse_bytes(limit)
-            for tenant, limit in (quotas or {}).items()
+            self._names_of(name).space: parse_bytes(limit) for name, limit in config.quotas.items()
         }
         front, below = open_tiers(tiers, self._form.block_shape)
-        self._tiered = TieredStore(front, below, policy, notes=self._notes)
-        self._unpin = pin_memory(front.backend)
+        super().__init__(TieredStore(front, below, policy, notes=self._names.notes), "tokens")
+        self._reporter = KVReporter(self._form, self._timing)
+        self._pin_memory()
         for space, limit in limits.items():
             self._tiered.set_quota(space, limit)
-        self._tiered.expect(self._names_of(None).space)
-        self._shared_as: list[str] = []  # one name, until its user closes it
+        self._tiered.expect(self._names_of().space)
 
     @staticmethod
     def shared(name: str, geometry: KVGeometry, **options: Unpack[StoreOptions]) -> KVStore:
-        """The store called ``name`` in this process, opened by whoever asks first.
+        """Return the store called ``name`` in this process; the first caller opens it.
 
-        Everybody who gives the same name and the same configuration gets the same tiers, counters
-        and subscribers. Each user closes it once; then it is closed for that user, and the last
-        one closes it for all. ``options`` are those of the constructor.
+        All callers with the same name and configuration share tiers, counters and hooks. Each
+        closes its own handle; the last `close` closes the store. ``options`` are the keyword
+        arguments of the constructor.
 
         Raises:
-            InvalidValue: the name is open with another configuration; it names what differs.
+            InvalidValue: the store is open with another configuration; the message names the
+                difference.
         """
-        unknown = sorted(options.keys() - StoreOptions.__annotations__.keys())
-        if unknown:
-            raise TypeError(f"KVStore.shared() got an unexpected keyword argument {unknown[0]!r}")
-        given = _configuration(geometry, options)
-        store = _SHARED.take(name, given, lambda: KVStore(geometry, **options))
-        store._shared_as = [name]
-        return store
+        given = StoreConfig.of(geometry, **options).compared()
+        return KVStore._take(name, given, lambda: KVStore(geometry, **options))
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """The names of its tiers, fastest first: what is read and written passes the first."""
+        """The names of the tiers, fastest first. The first one is in memory."""
         return (self._tiered.memory.name, *(tier.name for tier in self._tiered.tiers))
 
     def bind(self, identity: str) -> None:
-        """Say that the KV to come is of the model with this `kvkeep.store.model_identity`.
+        """Reserve the store for the loaded model with this `kvkeep.store.model_identity`.
 
-        Engines call it before their first `put` and `get`. A store whose revision is the identity
-        of a loaded model takes no other. One that was named in another way belongs to the first
-        model that it is given to, for as long as it is open: its name alone says which model's KV
-        was stored before.
+        Engines call it before their first `put` or `get`. A store whose revision is the identity
+        of a loaded model accepts no other model. A store that was named otherwise is reserved for
+        the first model it is bound to until it is closed; which model computed the KV stored
+        earlier, only its name says.
 
         Raises:
-            InvalidValue: the store is another model's.
+            InvalidValue: the store is reserved for another model.
         """
         self._tiered.check_open()
-        if not is_loaded(identity):
-            raise InvalidValue(
-                f"the identity is {identity!r}; what kvkeep.store.model_identity says of a loaded "
-                "model is needed"
-            )
-        with self._binding:
-            if not self._bound:
-                self._bound.append(identity)
-        if self._bound != [identity]:
-            raise InvalidValue(
-                f"the store {self.namespace.model!r} holds KV of the model {self._bound[0]}, and "
-                f"this model is {identity}: its weights, configuration or adapters are others; "
-                "open a store for it with KVStore(geometry, model=…)"
-            )
-
-    # --- the three that matter -------------------------------------------------------------------
+        self._binding.bind(identity)
 
     def put(
         self,
@@ -281,66 +161,34 @@ class KVStore:
         tenant: str | None = None,
         extra: ExtraLike | None = None,
     ) -> Put:
-        """Keep the KV of ``tokens[start:]``.
+        """Store the KV of ``tokens[start:]``; blocks that are stored already are skipped.
 
-        ``kv`` is ``[layers, 2, tokens, heads, dim]`` (NHD), ``[layers, 2, heads, tokens, dim]``
-        (HND), ``[layers, tokens, width]`` for latent attention, or a pair ``(k, v)`` a layer, each
-        with or without a leading batch of 1; on any device. ``start`` may lie anywhere: what comes
-        before the first whole block is left out. What is stored already is skipped, and its bytes
-        are not touched. ``tail`` keeps what comes behind the last whole block as well, to be found
-        by prompts that go on just so. ``extra`` are bytes that belong to tokens, as those of an
-        image to its placeholder: ``[(position, bytes)]``, positions counted from the first of
-        ``tokens`` whatever ``start`` is. They are part of the names of the blocks from there on.
-
-        ``replace`` puts it in place of what is stored: that goes first, as by `remove` from the
-        first whole block on, and what is known to continue the prompt goes with it. A `get` that
-        began before returns old KV alone, one that begins later new KV alone, and less of it until
-        this returns. `Put.failed` names tiers that could not delete the old. Replacements wait for
-        each other; a put of the old without ``replace`` that goes on meanwhile may be kept.
-
-        Returns as soon as memory has it. With ``wait`` it returns when the slower tiers have it,
-        too, or have failed to: 60 seconds at most for each.
+        Args:
+            kv: ``[layers, 2, tokens, heads, dim]`` (NHD), ``[layers, 2, heads, tokens, dim]``
+                (HND) or ``[layers, tokens, width]`` (latent attention), or a pair ``(k, v)`` for
+                each layer, with or without a leading batch of 1; on any device.
+            start: the first token of ``kv``; tokens before the first whole block are not stored.
+            wait: return when the slower tiers have written the blocks, or failed to, after at most
+                60 seconds a tier; otherwise return when memory has them.
+            tail: also store the tokens behind the last whole block. They are found by prompts that
+                continue with exactly these tokens.
+            replace: delete what is stored first, as `remove` from the first whole block on. A
+                `get` that began before returns old KV only, a later one new KV only, and less of
+                it until this call returns. Replacements wait for each other; a concurrent put of
+                old KV without ``replace`` may be stored.
+            extra: ``[(position, bytes)]``: bytes that belong to tokens, such as an image to its
+                placeholder. Positions count from ``tokens[0]``. They become part of the keys of
+                all blocks from there on.
 
         Raises:
             InvalidValue: tokens, ``start``, or the shape or dtype of ``kv`` are wrong.
             IllegalStep: the store is closed.
         """
         began = self._timing.begin()
-        row = as_tokens(tokens)
-        whole("start", start, 0, len(row))
-        self._form.check(kv, len(row) - start)
-        names, size = self._names_of(tenant, extra, len(row)), self.block_tokens
-        first = -(-start // size)  # the first block that is all there
-        full = names.full(row)
-        blocks, lengths = full[first:], [size] * max(0, len(full) - first)
-        end = len(full) * size
-        if tail and max(end, start) < len(row) and start <= end:
-            blocks.append(names.tails(full, row[end:])[-1])
-            lengths.append(len(row) - end)
-        failed: tuple[str, ...] = ()
-
-        def fill(at: int, raw: memoryview) -> None:
-            begin = (first + at) * size - start
-            self._form.write(self._form.cut(kv, begin, begin + lengths[at]), raw, lengths[at])
-
-        with self._replacing if replace else nullcontext(), closed_is_illegal():
-            if replace:
-                failed = self._remove(names, row, first * size, self._tiered.supersede).failed
-            self._followers.note([*full[:first], *blocks])
-            written = self._tiered.write(
-                blocks, self._sizes(lengths), fill, wait=PATIENCE if wait else None
-            )
-        kept = sum(lengths[at] for at in written.kept)
-        skipped = sum(lengths[at] for at in written.already)
-        dropped = sum(lengths) - kept - skipped
-        partial = len(row) - start - sum(lengths)
-        self._asked.count(puts=1, put_tokens=kept, skipped_tokens=skipped, dropped_tokens=dropped)
-        if began:
-            self._timing.end(
-                began, "put", asked=len(row) - start, moved=kept,
-                size=self._form.raw_bytes(kept), tiers=[(self.tiers[0], kept)] if kept else [],
-            )  # fmt: skip
-        return Put(kept, skipped, dropped, partial, failed)
+        prompt = self._prompt(tokens, start, tenant, extra)
+        put = self._transfers.put(self._tiered, prompt, kv, wait=wait, tail=tail, replace=replace)
+        self._reporter.put(began, len(prompt.row) - start, put, self._tiered.memory.name)
+        return put
 
     def get(
         self,
@@ -354,97 +202,59 @@ class KVStore:
         sources: list[tuple[str, int]] | None = None,
         extra: ExtraLike | None = None,
     ) -> tuple[KV | None, int]:
-        """The KV of the longest stored prefix of ``tokens`` beyond ``start``, and its tokens.
+        """Return the KV of the longest stored prefix of ``tokens`` from ``start`` on.
 
-        ``(kv, n)``: kv is of ``tokens[start : start + n]``, ``(None, 0)`` when nothing is stored.
-        Blocks are read in parallel, and end at the first that is missing, bad, or not there
-        ``deadline`` seconds from now. ``out`` is room for all of ``tokens[start:]``, in any form
-        that `put` takes, to copy into; kv is then its front. Otherwise new CPU memory is taken:
-        one tensor, or ``form="tuples"``. ``sources`` is given ``(tier, tokens)`` of what comes, in
-        order: where each was read from. ``extra`` as in `put`.
+        The result is ``(kv, n)`` with the KV of ``tokens[start : start + n]``, or ``(None, 0)``.
+        It ends before the first block that is missing, damaged, or not read in time.
+
+        Args:
+            deadline: seconds from now.
+            out: room for all of ``tokens[start:]``, in any form that `put` takes; the result is
+                its beginning. Otherwise new CPU memory is allocated.
+            form: of new memory: one tensor, or "tuples", a pair for each layer.
+            sources: a list to which ``(tier, tokens)`` is appended, in order, for what was read.
+            extra: as in `put`.
 
         Raises:
             InvalidValue: tokens, ``start``, ``out`` or ``form`` are wrong.
             IllegalStep: the store is closed.
         """
         began = self._timing.begin()
-        row = as_tokens(tokens)
-        whole("start", start, 0, len(row))
         if form not in ("tensor", "tuples"):
             raise InvalidValue(f"form is {form!r}; it is 'tensor' or 'tuples'")
-        if out is not None:
-            self._form.check_room(out, len(row) - start)
-        until = None
-        if deadline is not None:
-            until = time.monotonic() + seconds_of("deadline", deadline)
-        names = self._names_of(tenant, extra, len(row))
-        blocks, levels, lengths = self._find(names, row, start, until)
-        skip = start % self.block_tokens if lengths else 0
-        if sum(lengths) <= skip:
-            self._got(began, len(row) - start, 0, ())
-            return None, 0
-        into = (
-            self._form.empty(sum(lengths) - skip, tuples=form == "tuples") if out is None else out
-        )
-        ends = [end - skip for end in accumulate(lengths)]
-
-        def take(at: int, raw: memoryview) -> None:
-            begin = ends[at - 1] if at else 0
-            part = self._form.cut(into, begin, ends[at])
-            self._form.read(raw, lengths[at], part, skip=0 if at else skip)
-
-        left = None if until is None else max(0.0, until - time.monotonic())
-        sizes = self._sizes(lengths)
-        with closed_is_illegal():
-            places: list[str] | None = [] if began or sources is not None else None
-            count = self._tiered.read(
-                blocks, sizes, take, levels=levels, deadline=left, sources=places
-            )
-        self._followers.note(blocks[:count])
-        got = ends[count - 1] if count else 0
-        came: tuple[tuple[str, int], ...] = ()
-        if places:
-            came = runs_of(zip(places, [lengths[0] - skip, *lengths[1:]], strict=False))
+        prompt = self._prompt(tokens, start, tenant, extra)
+        loaded = self._transfers.get(
+            self._tiered, prompt, out, tuples=form == "tuples", deadline=deadline,
+            sources=bool(began) or sources is not None,
+        )  # fmt: skip
         if sources is not None:
-            sources += came
-        self._got(began, len(row) - start, got, came)
-        return (self._form.cut(into, 0, got), got) if got else (None, 0)
-
-    def _got(self, began: float, asked: int, got: int, tiers: tuple[tuple[str, int], ...]) -> None:
-        self._asked.count(gets=1, asked_tokens=asked, hit_tokens=got)
-        if began:
-            size = self._form.raw_bytes(got)
-            self._timing.end(began, "get", asked=asked, moved=got, size=size, tiers=tiers)
+            sources += loaded.tiers
+        self._reporter.get(began, len(prompt.row) - start, loaded)
+        return loaded.kv, loaded.tokens
 
     def lookup(
-        self,
-        tokens: TokensLike,
-        *,
-        tenant: str | None = None,
-        extra: ExtraLike | None = None,
+        self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
     ) -> Lookup:
-        """How many tokens are stored as a prefix, and in which tiers; transfers nothing.
+        """Return how many tokens are stored as a prefix, and in which tiers; read no KV.
 
-        A promise it is not: what is found now may be evicted, or turn out bad, before it is read.
-        Tiers that others may write to are asked about what is not known here. ``extra`` as in
-        `put`.
+        Blocks may be evicted, or prove damaged, before a later `get`. Shared tiers are queried
+        about blocks that are not known here. ``extra`` as in `put`.
         """
-        row = as_tokens(tokens)
-        _, levels, lengths = self._find(self._names_of(tenant, extra, len(row)), row, 0)
-        tiers = self.tiers
-        names = [tiers[level] for level in levels]
-        return Lookup(sum(lengths), runs_of(zip(names, lengths, strict=True)))
+        found = find_stored(self._tiered, self._prompt(tokens, 0, tenant, extra))
+        names = [self.tiers[level] for level in found.levels]
+        return Lookup(sum(found.lengths), runs_of(zip(names, found.lengths, strict=True)))
 
     def root(self, *, tenant: str | None = None) -> bytes:
-        """The name that stands before the first block of a tenant, for `keepers`."""
+        """Return the block id before the first block of a tenant's prompts, for `keepers`."""
         return self._names_of(tenant).root
 
     def keepers(self, blocks: Sequence[bytes]) -> list[tuple[str, ...]]:
-        """The tiers that each of some blocks is known to be in, fastest first, by their names.
+        """Return, for each block id, the names of the tiers known to hold it, fastest first.
 
-        A name is `root` without its last 32 bytes, and a key chained to those by
-        `kvkeep.core.keys.chain_keys`. Asks nobody: what others wrote to a shared tier, and was not
-        looked up here since, may be missing. Cost: about 1 µs a block and tier.
+        A block id is `root` without its last 32 bytes, followed by a key of the chain that
+        `kvkeep.core.keys.chain_keys` makes from these 32 bytes. Shared tiers are not queried, so
+        blocks of other writers that were never looked up here are missing. Cost: about 1 µs a
+        block and tier.
         """
         tiers = self.tiers
         return [tuple(tiers[level] for level in levels) for levels in self._tiered.holders(blocks)]
@@ -458,25 +268,21 @@ class KVStore:
         since: float | None = None,
         extra: ExtraLike | None = None,
     ) -> tuple[Miss, ...]:
-        """What became of what is missing of a prompt, behind the first ``start`` tokens.
+        """Return why tokens of a prompt are missing: in order, without gaps, to its end.
 
-        ``start`` is what `lookup` found; without it, what is known to be there without asking
-        anybody is passed over. In order and without gaps, to the end of the prompt. What lies
-        behind a block that is missing, and is there, shares its fate: it cannot be used.
+        ``start`` is the length of the stored prefix, as `lookup` returned it; stored blocks from
+        ``start`` on are passed over as well. Stored blocks behind a missing one cannot be used and
+        share its fate. ``since`` (Unix seconds): a tier that failed or was late since then counts
+        as unavailable even for blocks it holds; give it after a `get` that returned less than was
+        found. ``extra`` as in `put`.
 
-        ``since`` (Unix seconds): a tier that failed or was late since then counts as unavailable,
-        also for what it holds: to be asked after a read that brought less than was found.
-        ``extra`` as in `put`.
-
-        Reads nothing and waits for nobody. Cost: a few µs a block behind ``start``.
+        Reads and queries nothing. Cost: a few µs a block behind ``start``.
 
         Raises:
             InvalidValue: tokens or ``start`` are wrong.
         """
-        row = as_tokens(tokens)
-        whole("start", start, 0, len(row))
-        fates_of = partial(self._tiered.losses_of, since=since)
-        return fates_behind(self._names_of(tenant, extra, len(row)), fates_of, row, start)
+        row, start, names = self._prompt(tokens, start, tenant, extra)
+        return misses_behind(names, partial(self._tiered.losses_of, since=since), row, start)
 
     def unkept(
         self,
@@ -487,15 +293,13 @@ class KVStore:
         answer: bool = False,
         extra: ExtraLike | None = None,
     ) -> None:
-        """Say that the full blocks of ``tokens[start:]`` were never put.
+        """Record that the full blocks of ``tokens[start:]`` were never put, for `why`.
 
-        For want of time or room; or because they are an ``answer`` that is not to be stored.
-        Nothing changes but what `why` tells of them. ``extra`` as in `put`.
+        The recorded reason is a full queue or, with ``answer``, that generated tokens are not to be
+        stored. ``extra`` as in `put`.
         """
         self._tiered.check_open()
-        row = as_tokens(tokens)
-        whole("start", start, 0, len(row))
-        names = self._names_of(tenant, extra, len(row))
+        row, start, names = self._prompt(tokens, start, tenant, extra)
         blocks = names.full(row)[-(-start // self.block_tokens) :]
         if answer:
             self._tiered.losses.note(blocks, "", "refused", "answer")
@@ -503,21 +307,17 @@ class KVStore:
             self._tiered.losses.note(blocks, self._tiered.memory.name, "dropped", "queue full")
 
     def touch(
-        self,
-        tokens: TokensLike,
-        *,
-        tenant: str | None = None,
-        extra: ExtraLike | None = None,
+        self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
     ) -> None:
-        """Say that a prompt used the KV of ``tokens``, found elsewhere; transfers nothing.
+        """Count a use of the stored blocks of ``tokens``, whose KV was found elsewhere.
 
-        `get` and `put` say so themselves. Without it, what an engine has in its own memory all the
-        time would be what goes first here. Blocks that are not stored are passed over. ``extra`` as
-        in `put`.
+        Engines call it on hits in their own memory; otherwise the most used prefixes would be the
+        first to be evicted here. `get` and `put` count as uses themselves. Transfers nothing.
+        ``extra`` as in `put`.
         """
-        row = as_tokens(tokens)
+        prompt = self._prompt(tokens, 0, tenant, extra)
         with closed_is_illegal():
-            self._tiered.used(self._names_of(tenant, extra, len(row)).full(row))
+            self._tiered.used(prompt.names.full(prompt.row))
 
     def prefetch(
         self,
@@ -527,25 +327,12 @@ class KVStore:
         tenant: str | None = None,
         extra: ExtraLike | None = None,
     ) -> Prefetch:
-        """Start bringing the KV of ``tokens`` beyond ``start`` into memory; returns at once.
+        """Start to read the KV of ``tokens[start:]`` into memory, for a later `get`.
 
-        As much as half of the memory tier holds. `get` then finds it there. ``extra`` as in `put`.
+        Returns at once. Reads at most as much as half of the memory tier holds. ``extra`` as in
+        `put`.
         """
-        row = as_tokens(tokens)
-        whole("start", start, 0, len(row))
-        names = self._names_of(tenant, extra, len(row))
-        base = start - start % self.block_tokens
-        found: list[int] = []
-
-        def plan() -> tuple[list[bytes], list[int]]:
-            blocks, _, lengths = self._find(names, row, start)
-            found.extend(lengths)
-            return blocks, self._sizes(lengths)
-
-        handle = self._tiered.prefetch(plan)
-        return Prefetch(handle, base, found)
-
-    # --- keeping and letting go ------------------------------------------------------------------
+        return start_prefetch(self._tiered, self._form, self._prompt(tokens, start, tenant, extra))
 
     def pin(
         self,
@@ -555,29 +342,21 @@ class KVStore:
         tenant: str | None = None,
         extra: ExtraLike | None = None,
     ) -> int:
-        """Keep what is stored of a prompt from eviction for so long; tokens that are pinned now.
+        """Protect the stored prefix of ``tokens`` from eviction; return the tokens pinned.
 
-        In every tier that has it, each up to half of the tier. ``extra`` as in `put`.
+        The pin ends after ``seconds``. It holds in every tier that has the blocks, for at most half
+        of each tier. ``extra`` as in `put`.
         """
         seconds = seconds_of("seconds", seconds, ends=True)
-        row = as_tokens(tokens)
-        blocks, _, lengths = self._find(self._names_of(tenant, extra, len(row)), row, 0)
-        return sum(lengths[: self._tiered.pin(blocks, seconds)])
+        found = find_stored(self._tiered, self._prompt(tokens, 0, tenant, extra))
+        return sum(found.lengths[: self._tiered.pin(found.ids, seconds)])
 
     def unpin(
-        self,
-        tokens: TokensLike,
-        *,
-        tenant: str | None = None,
-        extra: ExtraLike | None = None,
+        self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
     ) -> int:
-        """Let a prompt's blocks be evicted again; tokens that were pinned.
-
-        ``extra`` as in `put`.
-        """
-        row = as_tokens(tokens)
-        blocks, _, lengths = self._find(self._names_of(tenant, extra, len(row)), row, 0)
-        return sum(lengths[: self._tiered.unpin(blocks)])
+        """End the pin of a prompt; return the tokens that were pinned. ``extra`` as in `put`."""
+        found = find_stored(self._tiered, self._prompt(tokens, 0, tenant, extra))
+        return sum(found.lengths[: self._tiered.unpin(found.ids)])
 
     def remove(
         self,
@@ -587,168 +366,54 @@ class KVStore:
         tenant: str | None = None,
         extra: ExtraLike | None = None,
     ) -> Removed:
-        """Delete what is stored of ``tokens[start:]`` in every tier, pinned or not.
+        """Delete the stored blocks of ``tokens[start:]`` from every tier, pinned or not.
 
-        That is each block with a token from ``start`` on, so ``tokens[:start]`` is kept up to the
-        last whole block, and each tail, also those that shorter prompts with the same beginning
-        put. Blocks of longer prompts behind that were put or read by this store go with them, as
-        far as it remembers them (some 32,000 blocks); others lie there until they are evicted, and
-        are found again only when the same prompt is put again. Writes and reads that are on their
-        way do not bring it back.
+        Deleted are all blocks with a token from ``start`` on, so ``tokens[:start]`` remains up to
+        its last whole block; all tails there, also of shorter prompts; and known blocks of longer
+        prompts behind them. This store knows some 32,000 links between blocks that it put or read;
+        other blocks behind remain until they are evicted, and are found only if the same prompt is
+        put again. Reads and writes in progress do not bring a block back.
 
-        `Removed.complete` says whether all tiers did; where it is False, `Removed.failed` names
-        those that may have some of it still. What other processes hold in their memory, or are
-        about to write to a shared tier, is theirs to remove. A `put` of the same prompt in another
-        thread comes before or after it, as a whole or in part. ``extra`` as in `put`.
+        `Removed.complete` says whether all tiers deleted their blocks; `Removed.failed` names the
+        others. Memory of other processes, and their pending writes to shared tiers, are not
+        reached. A concurrent `put` of the prompt comes before or after, as a whole or in part.
+        ``extra`` as in `put`.
 
-        Cost: about 1 µs a token, and a deletion of as many names in tiers that have to be asked.
+        Cost: about 1 µs a token, and one delete of as many names in each shared tier.
 
         Raises:
             InvalidValue: tokens or ``start`` are wrong.
             IllegalStep: the store is closed.
         """
-        row = as_tokens(tokens)
-        whole("start", start, 0, len(row))
-        names = self._names_of(tenant, extra, len(row))
-        return self._remove(names, row, start, self._tiered.remove)
-
-    def _remove(
-        self, names: Names, row: TokenArray, start: int, by: Callable[[list[bytes]], Removed]
-    ) -> Removed:
-        self._tiered.check_open()
-        ids = ids_of(names, row, start)
+        prompt = self._prompt(tokens, start, tenant, extra)
         with closed_is_illegal():
-            return by([*ids, *self._followers.take(ids)])
+            return delete_from(self._tiered, prompt, self._followers, self._tiered.remove)
 
     def clear(self, *, tenant: str | None = None) -> Removed:
-        """Delete all blocks of the tenant (of this model, in this store's form).
+        """Delete all blocks of a tenant in this store's namespace; see `Removed` for failures.
 
-        Tiers that failed are named; see `Removed`. Takes as long as listing the tiers takes.
+        Cost: that of listing every tier.
         """
         with closed_is_illegal():
             return self._tiered.clear(self._names_of(tenant).space)
 
-    def watch(self, hook: Callable[[Operation], object]) -> Callable[[], None]:
-        """Call ``hook`` with an `Operation` after each put and get; returns what ends that.
-
-        In the thread that made the call, before it returns. The logger ``kvkeep.store`` has the
-        same at DEBUG.
-        """
-        self._tiered.check_open()
-        return self._timing.watch(hook)
-
-    def flush(self, timeout: float | None = PATIENCE) -> bool:
-        """Have the slower tiers hold, as durably as their options say, what was put before.
-
-        True promises it for all that was not dropped; False: some tier could not, or not in
-        ``timeout`` seconds.
-
-        Raises `IllegalStep` when another thread closes the store meanwhile.
-        """
-        timeout = None if timeout is None else seconds_of("timeout", timeout)
-        with closed_is_illegal():
-            return self._tiered.flush(timeout)
-
-    def close(self, timeout: float = 10.0) -> bool:
-        """`flush`, then give threads, files and memory back; a second call does nothing.
-
-        Of a `shared` store, the last user's call does so.
-        """
-        timeout = seconds_of("timeout", timeout)
-        if isinstance(self._tiered, ClosedUse) or self._tiered.inherited:
-            return True
-        if self._shared_as:
-            with suppress(IndexError):  # two threads close it at once
-                name = self._shared_as.pop()
-                self._tiered = cast("TieredStore", ClosedUse(self._tiered))
-                return _SHARED.give_back(name, lambda store: store.close(timeout))
-            return True
-        self._unpin()
-        return self._tiered.close(timeout)
-
     def stats(self) -> StoreStats:
-        """Counts since the start, and every tier at this moment."""
-        return self._asked.stats(tuple(self._tiered.stats()))
+        """Return the counts since the store was opened, and the state of every tier."""
+        return self._reporter.counters.stats(tuple(self._tiered.stats()))
 
-    def check(self) -> None:
-        """Recount everything while nothing is on its way; AssertionError: a fault of kvkeep."""
-        self._tiered.check()
+    def _names_of(self, tenant: str | None = None) -> Names:
+        return self._names.of(tenant)
 
-    # --- inside ----------------------------------------------------------------------------------
-
-    def _names_of(
-        self, tenant: str | None, extra: ExtraLike | None = None, length: int = 0
-    ) -> Names:
-        """The names of a tenant's blocks; of a prompt of that length with ``extra``, its own."""
-        if tenant is None:
-            tenant = self.namespace.tenant
-        if not isinstance(tenant, str):
-            raise InvalidValue(f"tenant is {tenant!r}; it is text")
-        names = self._names.get(tenant)
-        if names is None:
-            if len(self._names) > 4096:
-                self._names.clear()
-                self._notes.clear()
-            namespace = replace(self.namespace, tenant=tenant)
-            names = Names(namespace, self.block_tokens)
-            self._notes[names.space] = note_of(namespace)
-            self._names[tenant] = names
-        return names if extra is None else names.having(as_extras(extra, length))
-
-    def _sizes(self, lengths: Sequence[int]) -> list[int]:
-        return [self._form.raw_bytes(tokens) for tokens in lengths]
-
-    def _find(
-        self, names: Names, row: TokenArray, start: int, until: float | None = None
-    ) -> tuple[list[bytes], list[int], list[int]]:
-        """Blocks stored of ``row``, from the one with token ``start`` on: ids, levels, tokens."""
-        full = names.full(row)
-        first = start // self.block_tokens
-        with closed_is_illegal():
-            levels = self._tiered.locate(full[first:], until)
-        upto = first + len(levels)
-        blocks, lengths = full[first:upto], [self.block_tokens] * len(levels)
-        tail = self._find_tail(names, full[:upto], row[upto * self.block_tokens :], until)
-        if tail is not None:
-            level = self._tiered.locate([tail[0]], until)
-            if level:
-                blocks.append(tail[0])
-                levels += level
-                lengths.append(tail[1])
-        return blocks, levels, lengths
-
-    def _find_tail(
-        self, names: Names, blocks: list[bytes], rest: TokenArray, until: float | None
-    ) -> tuple[bytes, int] | None:
-        """The longest tail that is known to follow ``blocks``, and its tokens.
-
-        Places that have to be asked are asked for the whole rest alone.
-        """
-        rest = rest[: self.block_tokens]
-        if not len(rest):
-            return None
-        ids = names.tails(blocks, rest)
-        if len(ids) == self.block_tokens:
-            ids.pop()  # that is a whole block, and it was not there
-        elif self._tiered.locate(ids[-1:], until):
-            return ids[-1], len(ids)
-        for count in range(len(ids), 0, -1):
-            if self._tiered.knows(ids[count - 1]):
-                return ids[count - 1], count
-        return None
-
-    def __enter__(self) -> Self:
-        self._tiered.check_open()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def _prompt(
+        self, tokens: TokensLike, start: int, tenant: str | None, extra: ExtraLike | None
+    ) -> PromptBlocks:
+        """Check the arguments that name a prompt."""
+        row = as_tokens(tokens)
+        whole("start", start, 0, len(row))
+        names = self._names_of(tenant)
+        if extra is not None:
+            names = names.having(as_extras(extra, len(row)))
+        return PromptBlocks(row, start, names)
 
     def __repr__(self) -> str:
-        places = ", ".join(tier.place for tier in self._tiered.stats())
-        return f"<KVStore of {self.namespace.model} over {places}>"
+        return f"<KVStore of {self.namespace.model} over {self._places}>"

@@ -1,4 +1,4 @@
-"""Why tokens of a prompt are not in a store: from what its tiers remember of blocks."""
+"""Why tokens of a prompt are missing from a store, by what its tiers remember of their blocks."""
 
 from __future__ import annotations
 
@@ -12,76 +12,83 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.store.kv.names import Names
 
-    FatesOf = Callable[[Sequence[bytes]], list[Loss | None]]
+    LossesOf = Callable[[Sequence[bytes]], list[Loss | None]]
 
-__all__ = ["fates_behind"]
+__all__ = ["misses_behind"]
 
 _NEVER = Loss("", "never", None, "")
 
 
-def fates_behind(names: Names, fates_of: FatesOf, row: TokenArray, start: int) -> tuple[Miss, ...]:
-    """What became of ``row`` behind its first ``start`` tokens, in order and without gaps.
+def misses_behind(
+    names: Names, losses_of: LossesOf, row: TokenArray, start: int
+) -> tuple[Miss, ...]:
+    """Return why ``row`` is missing behind its first ``start`` tokens, in order and without gaps.
 
-    ``fates_of`` says of blocks what happened to each, None where it is there. What is there at the
-    beginning is passed over, what is there behind a gap shares the fate before it.
+    ``losses_of`` returns the last loss of each block, or None if it is stored. Stored blocks at the
+    beginning are passed over; stored blocks behind a gap share the reason before them.
     """
     size = names.block_tokens
     full = names.full(row)
-    story = _Story(start)
+    found = _MissList(start)
     first = start // size
-    for number, happened in enumerate(fates_of(full[first:]), start=first):
+    for number, loss in enumerate(losses_of(full[first:]), start=first):
         begin, end = number * size, (number + 1) * size
-        if happened is not None and not story.fates:
-            # A prompt that ended within it may be here, or have been.
+        if loss is not None and not found.misses:
+            # A tail of a shorter prompt, within this block, may be stored or may have been.
             ids = names.tails(full[:number], row[begin:end])
-            _tell_tail(story, ids, fates_of, begin, known=happened.what != "never")
-        story.tell(end, happened)
+            _add_tail(found, ids, losses_of, begin, block_known=loss.what != "never")
+        found.add(end, loss)
     rest = len(full) * size
     if rest < len(row):
-        _tell_tail(story, names.tails(full, row[rest:]), fates_of, rest)
-        story.tell(len(row), _NEVER)
-    return tuple(story.fates)
+        _add_tail(found, names.tails(full, row[rest:]), losses_of, rest)
+        found.add(len(row), _NEVER)
+    return tuple(found.misses)
 
 
-def _tell_tail(
-    story: _Story, tails: list[bytes], fates_of: FatesOf, begin: int, *, known: bool = False
+def _add_tail(
+    found: _MissList,
+    tails: list[bytes],
+    losses_of: LossesOf,
+    begin: int,
+    *,
+    block_known: bool = False,
 ) -> None:
-    """Tell of the longest of ``tails``, all from token ``begin`` on, of which anything is known.
+    """Add the loss of the longest of ``tails`` of which anything is known; all begin at ``begin``.
 
-    Where more is ``known``, only of one that is there and can be used.
+    If the loss of the whole block is known, only a stored tail counts, as part of the prefix.
     """
-    happened = fates_of(tails)
-    if not story.fates and None in happened:  # the longest one that is there can be used
-        there = len(happened) - happened[::-1].index(None)
-        story.tell(begin + there, None)
-    if known:
+    losses = losses_of(tails)
+    if not found.misses and None in losses:  # the longest stored tail can be used
+        there = len(losses) - losses[::-1].index(None)
+        found.add(begin + there, None)
+    if block_known:
         return
-    for count in range(len(happened), 0, -1):
-        one = happened[count - 1]
+    for count in range(len(losses), 0, -1):
+        one = losses[count - 1]
         if one is None or one.what != "never":
-            story.tell(begin + count, one)
+            found.add(begin + count, one)
             return
 
 
-class _Story:
-    """Fates one behind the other; neighbours of which only the time differs become one."""
+class _MissList:
+    """Misses in order; neighbours that differ only in time are merged."""
 
     def __init__(self, start: int) -> None:
-        self.fates: list[Miss] = []
+        self.misses: list[Miss] = []
         self._at = start
 
-    def tell(self, end: int, happened: Loss | None) -> None:
-        """It goes on to token ``end``; None: what is there, and of use only at the beginning."""
+    def add(self, end: int, loss: Loss | None) -> None:
+        """Add the reason for the tokens up to ``end``; None: stored, and usable only at the beginning."""
         start, self._at = self._at, max(self._at, end)
-        last = self.fates[-1] if self.fates else None
-        if end <= start or (happened is None and last is None):
+        last = self.misses[-1] if self.misses else None
+        if end <= start or (loss is None and last is None):
             return
-        if happened is None:
+        if loss is None:
             assert last is not None
-            happened = Loss(last.tier, last.what, last.at, last.detail)
-        tier, what, at, detail = happened
+            loss = Loss(last.tier, last.what, last.at, last.detail)
+        tier, what, at, detail = loss
         if last is not None and (last.tier, last.what, last.detail) == (tier, what, detail):
             start = last.start
             at = max((time for time in (last.at, at) if time is not None), default=None)
-            self.fates.pop()
-        self.fates.append(Miss(start, end, tier, what, at, detail))
+            self.misses.pop()
+        self.misses.append(Miss(start, end, tier, what, at, detail))

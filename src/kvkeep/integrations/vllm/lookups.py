@@ -1,0 +1,150 @@
+"""Lookups of a request's blocks, whose results the scheduler's side may have to wait for."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvkeep.integrations.vllm.messages import RankLookup
+from kvkeep.integrations.vllm.shared import log_fault
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvkeep.integrations.vllm.groups import Groups
+    from kvkeep.integrations.vllm.messages import LookupResults
+    from kvkeep.integrations.vllm.requests import FollowedRequest
+    from kvkeep.integrations.vllm.shared import SharedStore
+    from kvkeep.integrations.vllm.stats import Counts
+
+__all__ = ["BlockLookups", "PendingLookup"]
+
+_THREADS = 4
+
+
+@dataclass(slots=True)
+class PendingLookup:
+    """A lookup of the blocks ``first`` … ``limit - 1`` that takes longer than one step.
+
+    ``result`` is the block up to which a request can be loaded, once it is known.
+    """
+
+    first: int
+    limit: int
+    since: float
+    number: int = 0
+    future: Future[int] | None = None
+    result: int | None = None
+
+
+class BlockLookups:
+    """Finds up to which block requests are stored.
+
+    With the store in the same process, known blocks are found at once, and threads query shared
+    tiers. Otherwise the workers look them up, with the plan of the next step.
+
+    Thread safety: none; it belongs to the scheduler's thread.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        shared: SharedStore | None,
+        counts: Counts,
+        *,
+        ranks: int,
+        timeout: float,
+    ) -> None:
+        self._groups = groups
+        self._shared = shared
+        self._counts = counts
+        self._ranks = ranks
+        self._timeout = timeout
+        self._threads = ThreadPoolExecutor(_THREADS, "kvkeep lookup")
+        self._number = 0
+        self._pending: dict[int, PendingLookup] = {}  # by number, those of workers
+        self._found: dict[int, list[int]] = {}  # by number, the results of ranks so far
+        self._messages: list[RankLookup] = []
+
+    def reach(self, followed: FollowedRequest, first: int, limit: int) -> int | None:
+        """Return the block up to which the request is stored; None: not known yet.
+
+        After ``lookup_timeout`` the result is what is known.
+        """
+        lookup = followed.lookup
+        if lookup is None or (lookup.first, lookup.limit) != (first, limit):
+            hashes = followed.hashes(0, limit)
+            if self._shared is not None:
+                self._shared.delete_expired()
+                known = self._groups.reach(hashes, first, self._shared.knows)
+                if known == limit or not self._shared.must_ask:
+                    return known
+            lookup = followed.lookup = self._start(followed, hashes, first, limit)
+        if lookup.future is not None and lookup.future.done():
+            lookup.result = first if lookup.future.exception() else lookup.future.result()
+        if lookup.result is not None:
+            return lookup.result
+        if time.monotonic() - lookup.since < self._timeout:
+            return None
+        self._counts.add(late_lookups=1)
+        lookup.result = first
+        if self._shared is not None:
+            hashes = followed.hashes(0, limit)
+            lookup.result = self._groups.reach(hashes, first, self._shared.knows)
+        return lookup.result
+
+    def _start(
+        self, followed: FollowedRequest, hashes: Sequence[bytes], first: int, limit: int
+    ) -> PendingLookup:
+        lookup = PendingLookup(first, limit, time.monotonic())
+        if self._shared is not None:
+            lookup.future = self._threads.submit(self._query, self._shared, list(hashes), first)
+            lookup.future.add_done_callback(log_fault)
+            return lookup
+        self._number += 1
+        lookup.number = self._number
+        self._pending[lookup.number] = lookup
+        self._messages.append(
+            RankLookup(followed.request.request_id, lookup.number, first, list(hashes))
+        )
+        return lookup
+
+    def _query(self, shared: SharedStore, hashes: list[bytes], first: int) -> int:
+        """In a thread: look the blocks up, in shared tiers too."""
+        until = time.monotonic() + self._timeout
+
+        def count(keys: list[bytes]) -> int:
+            return shared.lookup(keys, max(0.0, until - time.monotonic()))
+
+        try:
+            return self._groups.reach(hashes, first, count)
+        finally:
+            shared.news.set()
+
+    def take_messages(self) -> list[RankLookup]:
+        """Return and forget the lookups that the workers have not been sent."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def receive(self, results: LookupResults) -> None:
+        """Take results of workers; a block counts as stored if all ranks have it."""
+        for number, found in results.found.items():
+            lookup = self._pending.get(number)
+            if lookup is None:
+                continue
+            all_found = self._found.setdefault(number, [])
+            all_found += found
+            if len(all_found) == self._ranks:
+                lookup.result = min(all_found)
+                self.forget(lookup)
+
+    def forget(self, lookup: PendingLookup) -> None:
+        """Ignore later results of a lookup."""
+        self._pending.pop(lookup.number, None)
+        self._found.pop(lookup.number, None)
+
+    def close(self) -> None:
+        """Cancel the lookups that have not begun."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,122 @@
+"""`Store`: what `KVStore` and `BlockStore` have in common."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+
+from kvkeep.store.blocks.pinning import pin_memory
+from kvkeep.store.blocks.shared import ClosedUse, SharedStores
+from kvkeep.store.blocks.stats import closed_is_illegal, seconds_of
+from kvkeep.store.blocks.timing import Timing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+    from kvkeep.store.blocks.timing import Operation
+    from kvkeep.store.tiers import TieredStore
+
+__all__ = ["Store"]
+
+
+class Store:
+    """Open tiers with hooks, pinned memory and a life cycle; sharable by name in a process.
+
+    A shared store is one object with a shallow copy for each user. State that all users share must
+    therefore be mutable objects; closing replaces ``_tiered`` in one copy alone.
+
+    Thread safety: all methods.
+    """
+
+    _by_name: ClassVar[SharedStores[Any]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._by_name = SharedStores(cls.__name__)
+
+    def __init__(self, tiered: TieredStore, unit: str) -> None:
+        self._tiered = tiered
+        self._timing = Timing(unit)
+        self._unpin: list[Callable[[], None]] = []  # one call while memory is pinned
+        self._shared_as: list[str] = []  # the name of a shared store until its user closes it
+
+    @classmethod
+    def _take(cls, name: str, given: Mapping[str, object], make: Callable[[], Self]) -> Self:
+        """Return a handle of the shared store ``name``; ``make`` opens it for the first user."""
+        store: Self = cls._by_name.take(name, given, make)
+        store._shared_as = [name]
+        return store
+
+    def _pin_memory(self) -> None:
+        if not self._unpin:
+            self._unpin.append(pin_memory(self._tiered.memory.backend))
+
+    @property
+    def _places(self) -> str:
+        return ", ".join(tier.place for tier in self._tiered.stats())
+
+    def watch(self, hook: Callable[[Operation], object]) -> Callable[[], None]:
+        """Call ``hook`` with an `Operation` after each put and get; return a call that stops it.
+
+        The hook runs in the thread of the put or get, before that returns. An exception of the
+        hook is logged and has no other effect. The logger ``kvkeep.store`` reports the same
+        operations at DEBUG.
+
+        Raises:
+            InvalidValue: ``hook`` is not callable.
+        """
+        self._tiered.check_open()
+        return self._timing.watch(hook)
+
+    def flush(self, timeout: float | None = 60.0) -> bool:
+        """Wait until the slower tiers hold everything that was put before this call.
+
+        "Hold" is as durable as the options of each tier say. Blocks that were dropped are not
+        waited for. Return False if a tier failed, or needed more than ``timeout`` seconds.
+
+        Raises:
+            IllegalStep: the store is closed, or another thread closes it meanwhile.
+        """
+        timeout = None if timeout is None else seconds_of("timeout", timeout)
+        with closed_is_illegal():
+            return self._tiered.flush(timeout)
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """`flush`, then release threads, files and memory. A second call does nothing.
+
+        Each user of a shared store closes its own handle; the last call closes the store. Return
+        what `flush` returned; True where other users remain.
+        """
+        timeout = seconds_of("timeout", timeout)
+        if isinstance(self._tiered, ClosedUse) or self._tiered.inherited:
+            return True
+        if self._shared_as:
+            with suppress(IndexError):  # two threads close this handle at once
+                name = self._shared_as.pop()
+                self._tiered = cast("TieredStore", ClosedUse(self._tiered))
+                return self._by_name.give_back(name, lambda store: store.close(timeout))
+            return True
+        while self._unpin:
+            self._unpin.pop()()
+        return self._tiered.close(timeout)
+
+    def check(self) -> None:
+        """Recount every tier; for tests, while nothing is read or written.
+
+        Raises:
+            AssertionError: the books of a tier are wrong, which is a bug of kvkeep.
+        """
+        self._tiered.check()
+
+    def __enter__(self) -> Self:
+        self._tiered.check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

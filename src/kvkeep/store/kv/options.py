@@ -1,0 +1,101 @@
+"""What a `KVStore` is opened with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Required, TypedDict
+
+from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.geometry import KVGeometry
+from kvkeep.store.blocks.shared import places_of
+from kvkeep.store.kv.forms import Form
+from kvkeep.store.kv.names import store_namespace
+from kvkeep.store.tiers import Inclusive, TieringPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from kvkeep.core.keys import Namespace
+    from kvkeep.store.backends import Backend
+    from kvkeep.store.kv.forms import Layout
+
+__all__ = ["StoreConfig", "StoreOptions"]
+
+
+class StoreOptions(TypedDict, total=False):
+    """The keyword arguments of `KVStore`, for `KVStore.shared`."""
+
+    model: Required[str | torch.nn.Module]
+    revision: str
+    tiers: Sequence[str | Backend]
+    layout: Layout
+    block_tokens: int
+    tenant: str
+    lora: str
+    rank: str
+    policy: TieringPolicy | None
+    quotas: Mapping[str, int | str] | None
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """The arguments of a `KVStore`, checked.
+
+    Attributes:
+        form: geometry and layout.
+        namespace: model, revision, tenant, LoRA and rank, with the form and the block size.
+    """
+
+    form: Form
+    block_tokens: int
+    namespace: Namespace
+    tiers: Sequence[str | Backend]
+    policy: TieringPolicy | None
+    quotas: Mapping[str, int | str]
+
+    @classmethod
+    def of(
+        cls,
+        geometry: KVGeometry,
+        *,
+        model: str | torch.nn.Module,
+        revision: str = "",
+        tiers: Sequence[str | Backend] = ("memory://1GiB",),
+        layout: Layout = "NHD",
+        block_tokens: int = 256,
+        tenant: str = "",
+        lora: str = "",
+        rank: str = "",
+        policy: TieringPolicy | None = None,
+        quotas: Mapping[str, int | str] | None = None,
+    ) -> StoreConfig:
+        """Check the arguments of a `KVStore`; a loaded ``model`` is read for its identity.
+
+        Raises:
+            InvalidValue: one of them is wrong.
+        """
+        if not isinstance(geometry, KVGeometry):
+            raise InvalidValue(f"geometry is {geometry!r}; a KVGeometry is needed")
+        if policy is not None and not isinstance(policy, TieringPolicy):
+            raise InvalidValue(f"policy is {policy!r}; a TieringPolicy is needed, as Inclusive()")
+        block_tokens = whole("block_tokens", block_tokens, 1, 1 << 20)
+        form = Form(geometry, layout)
+        namespace = store_namespace(
+            geometry, layout, block_tokens,
+            model=model, revision=revision, tenant=tenant, lora=lora, rank=rank,
+        )  # fmt: skip
+        return cls(form, block_tokens, namespace, tiers, policy, quotas or {})
+
+    def compared(self) -> dict[str, object]:
+        """Return the values that two users of one shared store must agree on, by name."""
+        return {
+            "geometry": self.form.geometry,
+            "layout": self.form.layout,
+            "block_tokens": self.block_tokens,
+            "namespace": self.namespace,
+            "tiers": places_of(self.tiers),
+            "policy": repr(self.policy or Inclusive()),
+            "quotas": dict(self.quotas),
+        }

@@ -1,0 +1,47 @@
+"""What a `KVStore` tells its users about puts and gets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvkeep.store.blocks.stats import StoreCounters
+
+if TYPE_CHECKING:
+    from kvkeep.store.blocks.stats import Put
+    from kvkeep.store.blocks.timing import Timing
+    from kvkeep.store.kv.forms import Form
+    from kvkeep.store.kv.transfers import LoadedKV
+
+__all__ = ["KVReporter"]
+
+
+class KVReporter:
+    """Counts the tokens of puts and gets, and reports each operation to hooks and the log.
+
+    ``began`` is what `Timing.begin` returned. Thread safety: all methods.
+    """
+
+    def __init__(self, form: Form, timing: Timing) -> None:
+        self._form = form
+        self._timing = timing
+        self.counters = StoreCounters()
+
+    def put(self, began: float, given: int, put: Put, tier: str) -> None:
+        """Report a put of ``given`` tokens; ``tier`` is the first one."""
+        self.counters.count(
+            puts=1, put_tokens=put.tokens, skipped_tokens=put.skipped, dropped_tokens=put.dropped
+        )
+        if began:
+            tiers = [(tier, put.tokens)] if put.tokens else []
+            size = self._form.raw_bytes(put.tokens)
+            self._timing.end(began, "put", asked=given, moved=put.tokens, size=size, tiers=tiers)
+
+    def get(self, began: float, requested: int, loaded: LoadedKV) -> None:
+        """Report a get of ``requested`` tokens."""
+        tokens = loaded.tokens
+        self.counters.count(gets=1, asked_tokens=requested, hit_tokens=tokens)
+        if began:
+            size = self._form.raw_bytes(tokens)
+            self._timing.end(
+                began, "get", asked=requested, moved=tokens, size=size, tiers=loaded.tiers
+            )

@@ -1,0 +1,136 @@
+"""Puts and gets of KV: between a caller's tensors and the blocks in tiers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import nullcontext
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_of
+from kvkeep.store.kv.lookup import find_stored
+from kvkeep.store.kv.removal import delete_from
+
+if TYPE_CHECKING:
+    from kvkeep.store.kv.forms import KV, Form
+    from kvkeep.store.kv.names import PromptBlocks
+    from kvkeep.store.kv.removal import Followers
+    from kvkeep.store.tiers import TieredStore
+
+__all__ = ["KVTransfers", "LoadedKV"]
+
+_WAIT_S: Final = 60.0
+"""Seconds that each slower tier has to write blocks for which a put waits."""
+
+
+class LoadedKV(NamedTuple):
+    """KV of the first ``tokens`` tokens from a prompt's ``start`` on.
+
+    ``tiers`` are ``(tier, tokens)`` in order, the tiers the KV was read from; empty unless they
+    were requested.
+    """
+
+    kv: KV | None
+    tokens: int
+    tiers: tuple[tuple[str, int], ...] = ()
+
+
+class KVTransfers:
+    """Copies KV, in the form of one store, into blocks and out of them.
+
+    Thread safety: all methods. Replacements of any prompts wait for each other.
+    """
+
+    def __init__(self, form: Form, followers: Followers) -> None:
+        self._form = form
+        self._followers = followers
+        self._replacing = threading.Lock()
+
+    def put(
+        self,
+        tiered: TieredStore,
+        prompt: PromptBlocks,
+        kv: KV,
+        *,
+        wait: bool,
+        tail: bool,
+        replace: bool,
+    ) -> Put:
+        """See `KVStore.put`; ``kv`` is that of the prompt from its ``start`` on."""
+        row, start, names = prompt
+        self._form.check(kv, len(row) - start)
+        size = names.block_tokens
+        first = -(-start // size)  # the first block of which kv has all tokens
+        full = names.full(row)
+        blocks, lengths = full[first:], [size] * max(0, len(full) - first)
+        end = len(full) * size
+        if tail and start <= end < len(row):
+            blocks.append(names.tails(full, row[end:])[-1])
+            lengths.append(len(row) - end)
+        failed: tuple[str, ...] = ()
+
+        def fill(at: int, raw: memoryview) -> None:
+            begin = (first + at) * size - start
+            self._form.write(self._form.cut(kv, begin, begin + lengths[at]), raw, lengths[at])
+
+        with self._replacing if replace else nullcontext(), closed_is_illegal():
+            if replace:
+                old = prompt._replace(start=first * size)
+                failed = delete_from(tiered, old, self._followers, tiered.supersede).failed
+            self._followers.note([*full[:first], *blocks])
+            written = tiered.write(
+                blocks, self._form.sizes(lengths), fill, wait=_WAIT_S if wait else None
+            )
+        kept = sum(lengths[at] for at in written.kept)
+        skipped = sum(lengths[at] for at in written.already)
+        dropped = sum(lengths) - kept - skipped
+        partial = len(row) - start - sum(lengths)
+        return Put(kept, skipped, dropped, partial, failed)
+
+    def get(
+        self,
+        tiered: TieredStore,
+        prompt: PromptBlocks,
+        out: KV | None,
+        *,
+        tuples: bool,
+        deadline: float | None,
+        sources: bool,
+    ) -> LoadedKV:
+        """See `KVStore.get`; ``sources``: whether the tiers are to be named."""
+        row, start, names = prompt
+        if out is not None:
+            self._form.check_room(out, len(row) - start)
+        until = None
+        if deadline is not None:
+            until = time.monotonic() + seconds_of("deadline", deadline)
+        blocks, levels, lengths = find_stored(tiered, prompt, until)
+        skip = start % names.block_tokens if lengths else 0
+        total = sum(lengths) - skip
+        if total <= 0:
+            return LoadedKV(None, 0)
+        into = self._form.empty(total, tuples=tuples) if out is None else out
+        ends = [end - skip for end in accumulate(lengths)]
+
+        def take(at: int, raw: memoryview) -> None:
+            begin = ends[at - 1] if at else 0
+            part = self._form.cut(into, begin, ends[at])
+            self._form.read(raw, lengths[at], part, skip=0 if at else skip)
+
+        left = None if until is None else max(0.0, until - time.monotonic())
+        read_from: list[str] | None = [] if sources else None
+        with closed_is_illegal():
+            count = tiered.read(
+                blocks,
+                self._form.sizes(lengths),
+                take,
+                levels=levels,
+                deadline=left,
+                sources=read_from,
+            )
+        if not count:
+            return LoadedKV(None, 0)
+        self._followers.note(blocks[:count])
+        parts = zip(read_from or (), [lengths[0] - skip, *lengths[1:]], strict=False)
+        return LoadedKV(self._form.cut(into, 0, ends[count - 1]), ends[count - 1], runs_of(parts))
