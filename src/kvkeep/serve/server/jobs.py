@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine import SamplingParams, Tokenizer
-    from kvkeep.serve.server.schemas.base import SamplingQuestion
-    from kvkeep.serve.server.schemas.chat import ChatQuestion, Message
-    from kvkeep.serve.server.schemas.completions import CompletionQuestion, Prompt
-    from kvkeep.serve.server.schemas.kv import RemoveQuestion
-    from kvkeep.serve.server.schemas.see import ExplainQuestion
+    from kvkeep.serve.server.schemas.base import SamplingRequest
+    from kvkeep.serve.server.schemas.chat import ChatRequest, Message
+    from kvkeep.serve.server.schemas.completions import CompletionRequest, Prompt
+    from kvkeep.serve.server.schemas.kv import RemoveRequest
+    from kvkeep.serve.server.schemas.see import ExplainRequest
     from kvkeep.serve.server.service import Service
 
 __all__ = [
@@ -40,7 +40,7 @@ _LONG_TOKEN = 16
 _PIECE = 1 << 16
 
 
-def chat_jobs(service: Service, asked: ChatQuestion) -> list[Job]:
+def chat_jobs(service: Service, asked: ChatRequest) -> list[Job]:
     """The one job of a conversation."""
     asked.check_bias(service.engine.runner.vocabulary)
     prompt = conversation_tokens(service, asked.messages)
@@ -55,7 +55,7 @@ def chat_jobs(service: Service, asked: ChatQuestion) -> list[Job]:
     return [_job(service, asked, prompt, params, space)]
 
 
-def completion_jobs(service: Service, asked: CompletionQuestion) -> list[Job]:
+def completion_jobs(service: Service, asked: CompletionRequest) -> list[Job]:
     """A job for each prompt, all or none."""
     asked.check_bias(service.engine.runner.vocabulary)
     _fits_the_queue(service, len(asked.prompt))
@@ -77,7 +77,7 @@ def completion_jobs(service: Service, asked: CompletionQuestion) -> list[Job]:
 
 def _job(
     service: Service,
-    asked: SamplingQuestion,
+    asked: SamplingRequest,
     prompt: TokenArray,
     params: SamplingParams,
     space: Namespace,
@@ -110,7 +110,7 @@ def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Message]) -> TokenArray
         raise ApiError(400, str(error), param="messages") from error
 
 
-def echoes(service: Service, asked: CompletionQuestion) -> list[str]:
+def echoes(service: Service, asked: CompletionRequest) -> list[str]:
     """The prompts' texts, to be put before each answer. Call it once the prompts were checked."""
     return [
         prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt)
@@ -140,7 +140,7 @@ def conversation_tokens(service: Service, messages: Sequence[Message]) -> TokenA
     return _that_fit(service, "messages", chat_tokens(service.tokenizer, messages))
 
 
-def asked_tokens(service: Service, asked: ExplainQuestion | RemoveQuestion) -> TokenArray:
+def asked_tokens(service: Service, asked: ExplainRequest | RemoveRequest) -> TokenArray:
     """The tokens of the prompt or the conversation that is asked about, as `prompt_tokens`."""
     if asked.messages is not None:
         return conversation_tokens(service, asked.messages)

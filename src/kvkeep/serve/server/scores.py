@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from typing import TYPE_CHECKING
 
-from kvkeep.serve.server.schemas.answers import (
+from kvkeep.serve.server.schemas.responses import (
     ChatLogprobs,
     CompletionLogprobs,
     ScoredToken,

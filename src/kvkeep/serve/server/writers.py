@@ -7,15 +7,15 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from kvkeep.serve.server.schemas.answers import (
-    ChatAnswer,
+from kvkeep.serve.server.schemas.responses import (
+    AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
-    CompletionAnswer,
+    ChatResponse,
     CompletionChoice,
+    CompletionResponse,
     ExtraUsage,
-    MessageAnswer,
     MessageDelta,
     PromptDetails,
     Usage,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvkeep.serve.engine import Choice, Completion, Delta, Tokenizer, TokenLogprob
-    from kvkeep.serve.server.schemas.answers import ChatLogprobs, CompletionLogprobs
+    from kvkeep.serve.server.schemas.responses import ChatLogprobs, CompletionLogprobs
 
 __all__ = ["ChatWriter", "CompletionWriter", "usage_of"]
 
@@ -69,10 +69,10 @@ class ChatWriter:
             chunk.usage = usage_of(completions)
             yield chunk
 
-    def whole(self, completions: Sequence[Completion]) -> ChatAnswer:
+    def whole(self, completions: Sequence[Completion]) -> ChatResponse:
         """All of it at once."""
         (completion,) = completions
-        return ChatAnswer(
+        return ChatResponse(
             id=self.id,
             created=self._created,
             model=self._model,
@@ -83,7 +83,7 @@ class ChatWriter:
     def _choice(self, choice: Choice) -> ChatChoice:
         return ChatChoice(
             index=choice.index,
-            message=MessageAnswer(content=choice.text),
+            message=AssistantMessage(content=choice.text),
             logprobs=self._scores(choice.logprobs),
             finish_reason=choice.finish_reason,
         )
@@ -126,13 +126,13 @@ class CompletionWriter:
         self._model = model
         self._created = int(time.time())
 
-    def begin(self) -> Iterator[CompletionAnswer]:
+    def begin(self) -> Iterator[CompletionResponse]:
         """Each choice's echo."""
         for number, echo in enumerate(self.echoes):
             for index in range(self._n) if echo else ():
                 yield self._answer(CompletionChoice(index=number * self._n + index, text=echo))
 
-    def more(self, number: int, delta: Delta) -> Iterator[CompletionAnswer]:
+    def more(self, number: int, delta: Delta) -> Iterator[CompletionResponse]:
         """The text that has become final, and the end."""
         if delta.text or delta.logprobs or delta.finish_reason is not None:
             index = number * self._n + delta.index
@@ -145,14 +145,14 @@ class CompletionWriter:
                 )
             )
 
-    def end(self, completions: Sequence[Completion]) -> Iterator[CompletionAnswer]:
+    def end(self, completions: Sequence[Completion]) -> Iterator[CompletionResponse]:
         """The usage, where it was asked for."""
         if self._usage:
             last = self._answer()
             last.usage = usage_of(completions)
             yield last
 
-    def whole(self, completions: Sequence[Completion]) -> CompletionAnswer:
+    def whole(self, completions: Sequence[Completion]) -> CompletionResponse:
         """All of it at once."""
         answer = self._answer(
             *(
@@ -178,8 +178,8 @@ class CompletionWriter:
             return None
         return completion_logprobs(self._tokenizer, scores, self._offsets[index])
 
-    def _answer(self, *choices: CompletionChoice) -> CompletionAnswer:
-        return CompletionAnswer(
+    def _answer(self, *choices: CompletionChoice) -> CompletionResponse:
+        return CompletionResponse(
             id=self.id, created=self._created, model=self._model, choices=list(choices)
         )
 

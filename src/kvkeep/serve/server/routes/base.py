@@ -14,7 +14,7 @@ from starlette.responses import Response
 from kvkeep.serve.http import body_of
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.parsing import question
-from kvkeep.serve.server.schemas.answers import ErrorAnswer
+from kvkeep.serve.server.schemas.responses import ErrorResponse
 from kvkeep.serve.server.service import Service
 
 __all__ = [
@@ -37,7 +37,7 @@ _WHAT: dict[int | str, str] = {
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """These answers, for the OpenAPI document, and that all others have their form too."""
     texts = {status: _WHAT[status] for status in statuses} | {"default": "Any other error."}
-    return {status: {"model": ErrorAnswer, "description": text} for status, text in texts.items()}
+    return {status: {"model": ErrorResponse, "description": text} for status, text in texts.items()}
 
 
 READ_ERRORS = errors(400, 401)

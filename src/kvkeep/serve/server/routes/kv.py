@@ -12,20 +12,20 @@ from kvkeep.serve.server import tree
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.jobs import asked_tokens
 from kvkeep.serve.server.routes.base import ERRORS, READ_ERRORS, JSONRoute, ServiceOf
-from kvkeep.serve.server.schemas.answers import ErrorAnswer
 from kvkeep.serve.server.schemas.chat import characters
 from kvkeep.serve.server.schemas.kv import (
-    ClearAnswer,
-    ClearQuestion,
+    ClearRequest,
+    ClearResponse,
     KVStats,
     KVTree,
     MemoryPoint,
-    RemoveAnswer,
-    RemoveQuestion,
-    SessionAnswer,
-    SessionQuestion,
+    RemoveRequest,
+    RemoveResponse,
+    SessionRequest,
+    SessionResponse,
     TierFreed,
 )
+from kvkeep.serve.server.schemas.responses import ErrorResponse
 
 if TYPE_CHECKING:
     from kvkeep.store.tiers import Removed
@@ -35,7 +35,7 @@ __all__ = ["router"]
 router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
 
 _LOCKED: dict[int | str, dict[str, Any]] = {
-    403: {"model": ErrorAnswer, "description": "This server has no API key, so nobody may."}
+    403: {"model": ErrorResponse, "description": "This server has no API key, so nobody may."}
 }
 
 
@@ -77,15 +77,15 @@ async def show(
 
 
 @router.post("/clear", responses=ERRORS, operation_id="kv_clear")
-async def clear(asked: ClearQuestion, service: ServiceOf) -> ClearAnswer:
+async def clear(asked: ClearRequest, service: ServiceOf) -> ClearResponse:
     """Forget what no running request uses, in the store as well."""
     pages, stored = await service.clear(asked.cache_salt)
     freed = 0 if stored is None else stored.bytes
-    return ClearAnswer(pages=pages, stored_bytes=freed, tiers=_tiers(stored))
+    return ClearResponse(pages=pages, stored_bytes=freed, tiers=_tiers(stored))
 
 
 @router.post("/remove", responses={**ERRORS, **_LOCKED}, operation_id="kv_remove")
-async def remove(asked: RemoveQuestion, service: ServiceOf) -> RemoveAnswer:
+async def remove(asked: RemoveRequest, service: ServiceOf) -> RemoveResponse:
     """Delete the KV of one prompt in the pool and all tiers: on servers with an API key alone.
 
     What continues the prompt goes, too, and so do prompts that share its first page or block.
@@ -96,7 +96,7 @@ async def remove(asked: RemoveQuestion, service: ServiceOf) -> RemoveAnswer:
     size = characters(asked.messages or ()) + len(asked.prompt or ())
     tokens = await service.counting(partial(asked_tokens, service, asked), size)
     pool, stored = await service.remove(tokens, asked.cache_salt)
-    return RemoveAnswer(
+    return RemoveResponse(
         tokens=len(tokens),
         pages=pool.pages,
         pages_in_use=pool.in_use,
@@ -110,12 +110,12 @@ async def session(
     session: Annotated[
         str, Path(min_length=1, max_length=256, description="As in kvkeep.session.")
     ],
-    asked: SessionQuestion,
+    asked: SessionRequest,
     service: ServiceOf,
-) -> SessionAnswer:
+) -> SessionResponse:
     """Say that a session is away, over, or begins anew: what is evicted first follows that."""
     known, pages = await service.hint(session, asked.cache_salt, asked.action, asked.eta_s)
-    return SessionAnswer(known=known, pages=pages)
+    return SessionResponse(known=known, pages=pages)
 
 
 def _tiers(removed: "Removed | None") -> list[TierFreed]:

@@ -11,14 +11,14 @@ from starlette.types import Receive, Scope, Send
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.map import Maps
 from kvkeep.serve.server.routes.base import ERRORS, READ_ERRORS, JSONRoute, ServiceOf
-from kvkeep.serve.server.schemas.answers import ErrorAnswer
 from kvkeep.serve.server.schemas.map import (
-    MapAnswer,
-    NodeAnswer,
-    NodeChanged,
-    NodeQuestion,
-    SearchAnswer,
+    MapResponse,
+    NodeChangeRequest,
+    NodeChangeResponse,
+    NodeResponse,
+    SearchResponse,
 )
+from kvkeep.serve.server.schemas.responses import ErrorResponse
 
 __all__ = ["router"]
 
@@ -29,14 +29,14 @@ _LARGEST_ID = 2**53 - 1
 _MOST_NODES = 5000
 _Answers = dict[int | str, dict[str, Any]]
 _UNKNOWN: _Answers = {
-    404: {"model": ErrorAnswer, "description": "There is no such node (any more)."}
+    404: {"model": ErrorResponse, "description": "There is no such node (any more)."}
 }
 _CHANGES: _Answers = {
-    403: {"model": ErrorAnswer, "description": "This server has no API key, so nobody may."},
+    403: {"model": ErrorResponse, "description": "This server has no API key, so nobody may."},
     **_UNKNOWN,
-    409: {"model": ErrorAnswer, "description": "All of it is in use."},
+    409: {"model": ErrorResponse, "description": "All of it is in use."},
 }
-_NO_TEXT: _Answers = {403: {"model": ErrorAnswer, "description": "This server shows no text."}}
+_NO_TEXT: _Answers = {403: {"model": ErrorResponse, "description": "This server shows no text."}}
 
 
 class _NodeRoute(JSONRoute):
@@ -68,7 +68,7 @@ Salt = Annotated[
 
 
 @router.get(
-    "/map", response_model=MapAnswer, responses={**READ_ERRORS, **_UNKNOWN}, operation_id="kv_map"
+    "/map", response_model=MapResponse, responses={**READ_ERRORS, **_UNKNOWN}, operation_id="kv_map"
 )
 async def show(
     maps: MapsOf,
@@ -88,18 +88,20 @@ async def show(
 
 
 @_nodes.get("/map/{id}", responses={**READ_ERRORS, **_UNKNOWN}, operation_id="kv_node")
-async def node(id: NodeId, maps: MapsOf) -> NodeAnswer:
+async def node(id: NodeId, maps: MapsOf) -> NodeResponse:
     """One node of the map."""
     return await asyncio.to_thread(maps.node, id)
 
 
 @_nodes.post("/map/{id}", responses={**ERRORS, **_CHANGES}, operation_id="kv_change_node")
-async def change(id: NodeId, asked: NodeQuestion, maps: MapsOf, service: ServiceOf) -> NodeChanged:
+async def change(
+    id: NodeId, asked: NodeChangeRequest, maps: MapsOf, service: ServiceOf
+) -> NodeChangeResponse:
     """Pin, unpin or evict a node: on servers with an API key alone."""
     if service.settings.api_key is None:
         message = "this server lets nobody pin or evict; start it with --api-key-file"
         raise ApiError(403, message, code="no_api_key")
-    return NodeChanged(pages=await asyncio.to_thread(maps.change, id, asked))
+    return NodeChangeResponse(pages=await asyncio.to_thread(maps.change, id, asked))
 
 
 @router.get("/search", responses={**READ_ERRORS, **_NO_TEXT}, operation_id="kv_search")
@@ -114,7 +116,7 @@ async def search(
         Query(max_length=2048, pattern=r"^[0-9]{1,10}(,[0-9]{1,10})*$", description="Ids: 1,2,3"),
     ] = None,
     namespace: Salt = None,
-) -> SearchAnswer:
+) -> SearchResponse:
     """Where a text, or a row of tokens, stands in what is cached; give one of the two.
 
     A text is found where it is tokenized as it is by itself, after a space or on a new line.

@@ -16,9 +16,9 @@ from kvkeep.serve.server.routes.base import (
     ServiceOf,
     check_model,
 )
-from kvkeep.serve.server.schemas.answers import ChatAnswer, CompletionAnswer, Model, Models
-from kvkeep.serve.server.schemas.chat import ChatQuestion, characters
-from kvkeep.serve.server.schemas.completions import CompletionQuestion
+from kvkeep.serve.server.schemas.chat import ChatRequest, characters
+from kvkeep.serve.server.schemas.completions import CompletionRequest
+from kvkeep.serve.server.schemas.responses import ChatResponse, CompletionResponse, Model, Models
 from kvkeep.serve.server.service import Service
 from kvkeep.serve.server.worker import Job
 from kvkeep.serve.server.writers import ChatWriter, CompletionWriter
@@ -30,11 +30,11 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JSONRoute)
 
 @router.post(
     "/chat/completions",
-    response_model=ChatAnswer,
+    response_model=ChatResponse,
     responses={200: EVENTS, **TEXT_ERRORS},
     operation_id="chat",
 )
-async def chat(asked: ChatQuestion, request: Request, service: ServiceOf) -> Response:
+async def chat(asked: ChatRequest, request: Request, service: ServiceOf) -> Response:
     """Continue a conversation."""
     writer = ChatWriter(
         check_model(service, asked.model),
@@ -52,11 +52,11 @@ async def chat(asked: ChatQuestion, request: Request, service: ServiceOf) -> Res
 
 @router.post(
     "/completions",
-    response_model=CompletionAnswer,
+    response_model=CompletionResponse,
     responses={200: EVENTS, **TEXT_ERRORS},
     operation_id="complete",
 )
-async def complete(asked: CompletionQuestion, request: Request, service: ServiceOf) -> Response:
+async def complete(asked: CompletionRequest, request: Request, service: ServiceOf) -> Response:
     """Continue texts."""
     writer = CompletionWriter(
         check_model(service, asked.model),

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from kvkeep.serve.server.routes.base import READ_ERRORS, JSONRoute, ServiceOf, errors
-from kvkeep.serve.server.schemas.kv import HealthAnswer
+from kvkeep.serve.server.schemas.kv import HealthResponse
 from kvkeep.serve.server.service import Service
 
 __all__ = ["router"]
@@ -16,10 +16,10 @@ router = APIRouter(tags=["operations"], route_class=JSONRoute)
 
 
 @router.get("/health", responses=errors(503), operation_id="health")
-async def health(service: ServiceOf) -> HealthAnswer:
+async def health(service: ServiceOf) -> HealthResponse:
     """200 while requests are taken; 503 when they no longer are. Needs no API key."""
     service.refuse_if_closed()
-    return HealthAnswer(status="ok")
+    return HealthResponse(status="ok")
 
 
 @router.get(

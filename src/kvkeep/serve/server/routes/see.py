@@ -15,11 +15,11 @@ from kvkeep.serve.server.jobs import asked_tokens
 from kvkeep.serve.server.routes.base import ERRORS, READ_ERRORS, JSONRoute, ServiceOf, errors
 from kvkeep.serve.server.schemas.chat import characters
 from kvkeep.serve.server.schemas.see import (
-    ExplainQuestion,
-    ExplanationAnswer,
-    LiveAnswer,
-    RequestsAnswer,
-    SummaryAnswer,
+    ExplainRequest,
+    ExplainResponse,
+    LiveResponse,
+    RequestsResponse,
+    SummaryResponse,
 )
 from kvkeep.serve.server.service import Service
 from kvkeep.serve.server.stored import stored
@@ -36,11 +36,11 @@ _MOST = 1000
 async def explain(
     id: Annotated[str, Path(min_length=1, max_length=256, description="Of an answer: cmpl-….")],
     service: ServiceOf,
-) -> ExplanationAnswer:
+) -> ExplainResponse:
     """What was reused of a request's prompt, and why the rest was computed; also while it runs."""
     explainer = _explainer(service)
 
-    def look() -> ExplanationAnswer | None:
+    def look() -> ExplainResponse | None:
         explained = explainer.explain(id)
         if explained is None:
             return None
@@ -54,7 +54,7 @@ async def explain(
 
 
 @router.post("/explain", responses={**ERRORS, **_NOT_HERE}, operation_id="kv_explain_prompt")
-async def explain_prompt(asked: ExplainQuestion, service: ServiceOf) -> ExplanationAnswer:
+async def explain_prompt(asked: ExplainRequest, service: ServiceOf) -> ExplainResponse:
     """The same for a prompt, as if it were asked now. Changes nothing."""
     explainer = _explainer(service)
     size = characters(asked.messages or ()) + len(asked.prompt or ())
@@ -63,7 +63,7 @@ async def explain_prompt(asked: ExplainQuestion, service: ServiceOf) -> Explanat
     cached = await asyncio.to_thread(service.engine.cache.match, tokens[:-1], space)
     sources, missing = await stored(service.engine, tokens, space, cached.num_tokens)
 
-    def look() -> ExplanationAnswer:
+    def look() -> ExplainResponse:
         explained = explainer.prompt(
             tokens, space, cached.num_tokens, sources=sources, missing=missing
         )
@@ -75,13 +75,13 @@ async def explain_prompt(asked: ExplainQuestion, service: ServiceOf) -> Explanat
 @router.get("/requests", responses={**READ_ERRORS, **_NOT_HERE}, operation_id="kv_requests")
 async def requests(
     service: ServiceOf, last: Annotated[int, Query(ge=1, le=_MOST)] = 50
-) -> RequestsAnswer:
+) -> RequestsResponse:
     """The last requests, newest first."""
     explainer = _explainer(service)
 
-    def look() -> RequestsAnswer:
+    def look() -> RequestsResponse:
         found = explainer.recent(last)
-        return RequestsAnswer(requests=[explaining.as_line(one, id=one.id) for one in found])
+        return RequestsResponse(requests=[explaining.as_line(one, id=one.id) for one in found])
 
     return await service.counting(look)
 
@@ -89,13 +89,13 @@ async def requests(
 @router.get("/summary", responses={**READ_ERRORS, **_NOT_HERE}, operation_id="kv_summary")
 async def summary(
     service: ServiceOf, last: Annotated[int, Query(ge=1, le=_MOST)] = _MOST
-) -> SummaryAnswer:
+) -> SummaryResponse:
     """What the last requests had to compute, and what of that costs most."""
     explainer = _explainer(service)
     return await service.counting(lambda: explaining.as_summary(explainer.summary(last)))
 
 
-@router.get("/live", response_model=LiveAnswer, responses=READ_ERRORS, operation_id="kv_live")
+@router.get("/live", response_model=LiveResponse, responses=READ_ERRORS, operation_id="kv_live")
 async def live(service: ServiceOf) -> Response:
     """The server at this moment, half a second old at most: to be asked every second."""
     return Response(await service.live.told(), media_type="application/json")

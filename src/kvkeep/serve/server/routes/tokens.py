@@ -6,10 +6,10 @@ from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.jobs import chat_tokens, refuse_far_too_long
 from kvkeep.serve.server.routes.base import ERRORS, JSONRoute, ServiceOf, check_model
 from kvkeep.serve.server.schemas.tokens import (
-    DetokenizeQuestion,
-    TextAnswer,
-    TokenizeQuestion,
-    TokensAnswer,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
 )
 
 __all__ = ["router"]
@@ -18,7 +18,7 @@ router = APIRouter(tags=["tokens"], route_class=JSONRoute)
 
 
 @router.post("/tokenize", responses=ERRORS, operation_id="tokenize")
-async def tokenize(asked: TokenizeQuestion, service: ServiceOf) -> TokensAnswer:
+async def tokenize(asked: TokenizeRequest, service: ServiceOf) -> TokenizeResponse:
     """The tokens of a text or of a conversation, as the endpoints for text see them."""
     check_model(service, asked.model)
 
@@ -36,11 +36,11 @@ async def tokenize(asked: TokenizeQuestion, service: ServiceOf) -> TokensAnswer:
 
     tokens = await service.counting(encode, sum(map(len, given)))
     longest = service.engine.runner.max_tokens
-    return TokensAnswer(count=len(tokens), max_model_len=longest, tokens=tokens)
+    return TokenizeResponse(count=len(tokens), max_model_len=longest, tokens=tokens)
 
 
 @router.post("/detokenize", responses=ERRORS, operation_id="detokenize")
-async def detokenize(asked: DetokenizeQuestion, service: ServiceOf) -> TextAnswer:
+async def detokenize(asked: DetokenizeRequest, service: ServiceOf) -> DetokenizeResponse:
     """The text of tokens, without special ones."""
     check_model(service, asked.model)
     known, most = service.engine.runner.vocabulary, 2 * service.engine.runner.max_tokens
@@ -54,4 +54,4 @@ async def detokenize(asked: DetokenizeQuestion, service: ServiceOf) -> TextAnswe
     text = await service.counting(
         lambda: service.tokenizer.decode(asked.tokens), 4 * len(asked.tokens)
     )
-    return TextAnswer(prompt=text)
+    return DetokenizeResponse(prompt=text)

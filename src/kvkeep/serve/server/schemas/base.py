@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.engine import SamplingParams
 
-__all__ = ["Extras", "RequestModel", "ResponseModel", "SamplingQuestion", "StreamOptions", "wrong"]
+__all__ = ["Extras", "RequestModel", "ResponseModel", "SamplingRequest", "StreamOptions", "wrong"]
 
 _MOST_STOPS = 4
 # A stop text is looked for at every token.
@@ -157,7 +157,7 @@ def _biases(bias: dict[str, float] | None) -> dict[str, float] | None:
     return bias
 
 
-class SamplingQuestion(RequestModel):
+class SamplingRequest(RequestModel):
     """The fields that chat and plain completions share. Null is the same as not there."""
 
     model: str | None = Field(default=None, description="The served model's name; may be left out.")
@@ -200,7 +200,7 @@ class SamplingQuestion(RequestModel):
     )
 
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> "SamplingQuestion":
+    def _options_of_a_stream(self) -> "SamplingRequest":
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "is for streams; set stream, or leave it out")
         return self

@@ -5,9 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from kvkeep.serve.server.schemas.base import RequestModel, SamplingQuestion, wrong
+from kvkeep.serve.server.schemas.base import RequestModel, SamplingRequest, wrong
 
-__all__ = ["ChatQuestion", "Message", "Messages", "TextFormat", "TextPart", "characters"]
+__all__ = ["ChatRequest", "Message", "Messages", "TextFormat", "TextPart", "characters"]
 
 _NO_TOOLS = "models here are not given tools"
 _TEXT_ONLY = "models here read and write text alone"
@@ -80,7 +80,7 @@ class TextFormat(RequestModel):
     type: Literal["text"]
 
 
-class ChatQuestion(SamplingQuestion):
+class ChatRequest(SamplingRequest):
     """A conversation to be continued by the model's next turn."""
 
     model_config = ConfigDict(
@@ -137,7 +137,7 @@ class ChatQuestion(SamplingQuestion):
     response_format: TextFormat | None = None
 
     @model_validator(mode="after")
-    def _go_together(self) -> "ChatQuestion":
+    def _go_together(self) -> "ChatRequest":
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise wrong("max_tokens", "is max_completion_tokens' older name; give one of them")
         if self.top_logprobs is not None and not self.logprobs:

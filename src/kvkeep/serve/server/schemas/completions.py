@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field, PlainValidator, model_validator
 
-from kvkeep.serve.server.schemas.base import SamplingQuestion, wrong
+from kvkeep.serve.server.schemas.base import SamplingRequest, wrong
 
-__all__ = ["CompletionQuestion", "Prompt", "Token"]
+__all__ = ["CompletionRequest", "Prompt", "Token"]
 
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Prompt = str | npt.NDArray[np.int32]
@@ -81,7 +81,7 @@ _PromptForms = (
 )
 
 
-class CompletionQuestion(SamplingQuestion):
+class CompletionRequest(SamplingRequest):
     """Text or tokens to be continued."""
 
     model_config = ConfigDict(
@@ -112,7 +112,7 @@ class CompletionQuestion(SamplingQuestion):
         return sum(len(prompt) for prompt in self.prompt if isinstance(prompt, str))
 
     @model_validator(mode="after")
-    def _go_together(self) -> "CompletionQuestion":
+    def _go_together(self) -> "CompletionRequest":
         if self.echo and self.logprobs is not None:
             raise wrong("echo", "has no logprobs: the prompt's are not computed; leave one out")
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):

@@ -5,11 +5,24 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from kvkeep.serve.server.schemas.base import RequestModel, ResponseModel, wrong
-from kvkeep.serve.server.schemas.prompt import PromptQuestion
+from kvkeep.serve.server.schemas.prompt import PromptRequest
 
-__all__ = ["ClearAnswer", "ClearQuestion", "HealthAnswer", "Hidden", "KVStats", "KVTree",
-           "MemoryPoint", "RemoveAnswer", "RemoveQuestion", "Run",
-           "SessionAnswer", "SessionQuestion", "Space", "TierFreed"]  # fmt: skip
+__all__ = [
+    "ClearRequest",
+    "ClearResponse",
+    "HealthResponse",
+    "Hidden",
+    "KVStats",
+    "KVTree",
+    "MemoryPoint",
+    "RemoveRequest",
+    "RemoveResponse",
+    "Run",
+    "SessionRequest",
+    "SessionResponse",
+    "Space",
+    "TierFreed",
+]  # fmt: skip
 
 
 class MemoryPoint(ResponseModel):
@@ -67,7 +80,7 @@ class KVTree(ResponseModel):
     namespaces: list[Space]
 
 
-class ClearQuestion(RequestModel):
+class ClearRequest(RequestModel):
     """What to forget: everything that no running request uses, or that of one cache_salt."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{}, {"cache_salt": "tenant-1"}]})
@@ -86,7 +99,7 @@ class TierFreed(ResponseModel):
     )
 
 
-class ClearAnswer(ResponseModel):
+class ClearResponse(ResponseModel):
     """What was forgotten."""
 
     pages: int
@@ -94,7 +107,7 @@ class ClearAnswer(ResponseModel):
     tiers: list[TierFreed] = Field(description="Fastest first; empty for a server without tiers.")
 
 
-class RemoveQuestion(PromptQuestion):
+class RemoveRequest(PromptRequest):
     """The prompt whose KV is to go: a text, tokens, or a conversation."""
 
     model_config = ConfigDict(
@@ -108,7 +121,7 @@ class RemoveQuestion(PromptQuestion):
     )
 
 
-class RemoveAnswer(ResponseModel):
+class RemoveResponse(ResponseModel):
     """What was deleted: everything that begins with the prompt's first page or block."""
 
     tokens: int = Field(description="Of the prompt.")
@@ -121,7 +134,7 @@ class RemoveAnswer(ResponseModel):
     complete: bool = Field(description="True: no page is in use, and no tier failed.")
 
 
-class SessionQuestion(RequestModel):
+class SessionRequest(RequestModel):
     """What is said of a session. It orders eviction, and changes nothing else."""
 
     model_config = ConfigDict(
@@ -139,20 +152,20 @@ class SessionQuestion(RequestModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     @model_validator(mode="after")
-    def _seconds_to_suspend(self) -> "SessionQuestion":
+    def _seconds_to_suspend(self) -> "SessionRequest":
         if (self.eta_s is None) == (self.action == "suspend"):
             raise wrong("eta_s", "belongs to suspend, which needs it")
         return self
 
 
-class SessionAnswer(ResponseModel):
+class SessionResponse(ResponseModel):
     """What came of it."""
 
     known: bool = Field(description="Whether this server has heard of the session lately.")
     pages: int = Field(description="Of its own: those that are kept, or those that go first now.")
 
 
-class HealthAnswer(ResponseModel):
+class HealthResponse(ResponseModel):
     """The service takes requests."""
 
     status: str

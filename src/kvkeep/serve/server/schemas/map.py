@@ -6,13 +6,20 @@ from pydantic import ConfigDict, Field, model_validator
 
 from kvkeep.serve.server.schemas.base import RequestModel, ResponseModel, wrong
 
-__all__ = ["MapAnswer", "MapNodeAnswer", "NodeAnswer", "NodeChanged", "NodeQuestion",
-           "SearchAnswer", "SearchMatch"]  # fmt: skip
+__all__ = [
+    "MapResponse",
+    "NodeChangeRequest",
+    "NodeChangeResponse",
+    "NodeResponse",
+    "NodeSummary",
+    "SearchMatch",
+    "SearchResponse",
+]  # fmt: skip
 
 _LONGEST_PIN_S = 366 * 86_400
 
 
-class MapNodeAnswer(ResponseModel):
+class NodeSummary(ResponseModel):
     """A run of the prefix tree, a namespace, or several small siblings together."""
 
     id: int = Field(
@@ -42,7 +49,7 @@ class MapNodeAnswer(ResponseModel):
     count: int = Field(description="How many siblings it stands for; 0 where it is not hidden.")
 
 
-class MapAnswer(ResponseModel):
+class MapResponse(ResponseModel):
     """The largest subtrees one by one, and all others summed up in hidden nodes."""
 
     page_size: int = Field(description="Tokens a page.")
@@ -52,10 +59,10 @@ class MapAnswer(ResponseModel):
     tiers: tuple[str, ...] = Field(
         description="With `tiers`: the pool and those of the store, fastest first."
     )
-    nodes: list[MapNodeAnswer]
+    nodes: list[NodeSummary]
 
 
-class NodeAnswer(MapNodeAnswer):
+class NodeResponse(NodeSummary):
     """One node, and what is known of it."""
 
     namespace: str = Field(description="Its cache_salt.")
@@ -74,13 +81,13 @@ class SearchMatch(ResponseModel):
     text: str | None = Field(description="What stands there. Null with --no-text.")
 
 
-class SearchAnswer(ResponseModel):
+class SearchResponse(ResponseModel):
     """At most 50 places, one for each run, those near the top of the tree first."""
 
     matches: list[SearchMatch]
 
 
-class NodeQuestion(RequestModel):
+class NodeChangeRequest(RequestModel):
     """What to do with a node. It orders eviction, or frees pages; nothing that runs is harmed."""
 
     model_config = ConfigDict(
@@ -96,13 +103,13 @@ class NodeQuestion(RequestModel):
     )
 
     @model_validator(mode="after")
-    def _seconds_to_pin(self) -> "NodeQuestion":
+    def _seconds_to_pin(self) -> "NodeChangeRequest":
         if self.ttl_s is not None and self.action != "pin":
             raise wrong("ttl_s", "belongs to pin")
         return self
 
 
-class NodeChanged(ResponseModel):
+class NodeChangeResponse(ResponseModel):
     """What came of it."""
 
     pages: int = Field(description="Kept by the pin, no longer kept by one, or freed.")

@@ -8,12 +8,12 @@ from kvkeep.serve.server.schemas.base import RequestModel, wrong
 from kvkeep.serve.server.schemas.chat import Messages
 from kvkeep.serve.server.schemas.completions import Token
 
-__all__ = ["PromptQuestion"]
+__all__ = ["PromptRequest"]
 
 _Text = Annotated[str, Field(min_length=1)]
 
 
-class PromptQuestion(RequestModel):
+class PromptRequest(RequestModel):
     """A prompt as text, as token ids or as a conversation, and whose it is."""
 
     prompt: _Text | Annotated[list[Token], Field(min_length=1, fail_fast=True)] | None = Field(
@@ -25,7 +25,7 @@ class PromptQuestion(RequestModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> "PromptQuestion":
+    def _one_of_them(self) -> "PromptRequest":
         if (self.prompt is None) == (self.messages is None):
             raise wrong("prompt", "or messages is needed, one of the two")
         return self

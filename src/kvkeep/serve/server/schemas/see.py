@@ -5,12 +5,26 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from kvkeep.serve.server.schemas.base import ResponseModel
-from kvkeep.serve.server.schemas.prompt import PromptQuestion
+from kvkeep.serve.server.schemas.prompt import PromptRequest
 
 __all__ = [
-    "CauseAnswer", "DivergedText", "ExplainQuestion", "ExplanationAnswer", "LiveAnswer",
-    "LivePages", "LivePoint", "LiveSession", "LiveTenant", "LiveTier", "LiveTimes", "LiveTotals",
-    "LiveTtft", "RequestsAnswer", "SeenRequest", "SpanAnswer", "SummaryAnswer",
+    "DivergedText",
+    "ExplainRequest",
+    "ExplainResponse",
+    "LivePages",
+    "LivePoint",
+    "LiveResponse",
+    "LiveSession",
+    "LiveTenant",
+    "LiveTier",
+    "LiveTimes",
+    "LiveTotals",
+    "LiveTtft",
+    "PrefillCause",
+    "PromptSpan",
+    "RequestSummary",
+    "RequestsResponse",
+    "SummaryResponse",
 ]  # fmt: skip
 
 _REUSED = "Tokens by where they came from: pool, or the name of a tier."
@@ -18,7 +32,7 @@ _COMPUTED = "Tokens by the reason why they were computed."
 _SALT = "The cache_salt; empty for requests without one."
 
 
-class ExplainQuestion(PromptQuestion):
+class ExplainRequest(PromptRequest):
     """A prompt or a conversation; one of the two."""
 
     model_config = ConfigDict(
@@ -31,7 +45,7 @@ class ExplainQuestion(PromptQuestion):
     )
 
 
-class SpanAnswer(ResponseModel):
+class PromptSpan(ResponseModel):
     """Tokens start … stop - 1 of a prompt: reused from somewhere, or computed for a reason."""
 
     start: int
@@ -50,7 +64,7 @@ class DivergedText(ResponseModel):
     at_cached: int
 
 
-class SeenRequest(ResponseModel):
+class RequestSummary(ResponseModel):
     """A request, and what became of its prompt's tokens."""
 
     id: str | None = Field(description="That of the answer; null for a prompt that was not run.")
@@ -68,22 +82,22 @@ class SeenRequest(ResponseModel):
     sentence: str = Field(description="The main reason, for people.")
 
 
-class ExplanationAnswer(SeenRequest):
+class ExplainResponse(RequestSummary):
     """The same, span by span."""
 
-    spans: list[SpanAnswer] = Field(description="In order, without gaps.")
+    spans: list[PromptSpan] = Field(description="In order, without gaps.")
     text: DivergedText | None = Field(
         description="Of the first span that diverged; null without one, and with --no-text."
     )
 
 
-class RequestsAnswer(ResponseModel):
+class RequestsResponse(ResponseModel):
     """The last requests, newest first."""
 
-    requests: list[SeenRequest]
+    requests: list[RequestSummary]
 
 
-class CauseAnswer(ResponseModel):
+class PrefillCause(ResponseModel):
     """One of the things that cost prefill."""
 
     reason: str
@@ -96,14 +110,14 @@ class CauseAnswer(ResponseModel):
     sentence: str
 
 
-class SummaryAnswer(ResponseModel):
+class SummaryResponse(ResponseModel):
     """What the last requests had computed, and why; what costs most comes first."""
 
     requests: int
     prompt_tokens: int
     reused: dict[str, int] = Field(description=_REUSED)
     computed: dict[str, int] = Field(description=_COMPUTED)
-    causes: list[CauseAnswer]
+    causes: list[PrefillCause]
 
 
 # --- live ----------------------------------------------------------------------------------
@@ -197,7 +211,7 @@ class LiveSession(ResponseModel):
     last_at: float = Field(description="Seconds since 1970.")
 
 
-class LiveAnswer(ResponseModel):
+class LiveResponse(ResponseModel):
     """The server at this moment, for those who ask every second."""
 
     at: float = Field(description="Seconds since 1970.")

@@ -8,10 +8,10 @@ from kvkeep.serve.server.schemas.base import RequestModel, ResponseModel, wrong
 from kvkeep.serve.server.schemas.chat import Messages
 from kvkeep.serve.server.schemas.completions import Token
 
-__all__ = ["DetokenizeQuestion", "TextAnswer", "TokenizeQuestion", "TokensAnswer"]
+__all__ = ["DetokenizeRequest", "DetokenizeResponse", "TokenizeRequest", "TokenizeResponse"]
 
 
-class TokenizeQuestion(RequestModel):
+class TokenizeRequest(RequestModel):
     """A text or a conversation; one of the two."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Return a copy of"}]})
@@ -23,13 +23,13 @@ class TokenizeQuestion(RequestModel):
     )
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> "TokenizeQuestion":
+    def _one_of_them(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise wrong("prompt", "or messages is needed, one of the two")
         return self
 
 
-class TokensAnswer(ResponseModel):
+class TokenizeResponse(ResponseModel):
     """Token ids."""
 
     count: int
@@ -37,7 +37,7 @@ class TokensAnswer(ResponseModel):
     tokens: list[int]
 
 
-class DetokenizeQuestion(RequestModel):
+class DetokenizeRequest(RequestModel):
     """Token ids."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [72, 105]}]})
@@ -46,7 +46,7 @@ class DetokenizeQuestion(RequestModel):
     tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
-class TextAnswer(ResponseModel):
+class DetokenizeResponse(ResponseModel):
     """The text of tokens, without special ones."""
 
     prompt: str

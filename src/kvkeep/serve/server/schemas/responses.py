@@ -7,17 +7,17 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from kvkeep.serve.server.schemas.base import ResponseModel
 
 __all__ = [
-    "ChatAnswer",
+    "AssistantMessage",
     "ChatChoice",
     "ChatChunk",
     "ChatChunkChoice",
     "ChatLogprobs",
-    "CompletionAnswer",
+    "ChatResponse",
     "CompletionChoice",
     "CompletionLogprobs",
-    "ErrorAnswer",
+    "CompletionResponse",
+    "ErrorResponse",
     "ExtraUsage",
-    "MessageAnswer",
     "MessageDelta",
     "Model",
     "Models",
@@ -39,7 +39,7 @@ class ErrorBody(ResponseModel):
     code: str | None = Field(description="What a program can go by.")
 
 
-class ErrorAnswer(ResponseModel):
+class ErrorResponse(ResponseModel):
     """Every answer that is no success."""
 
     error: ErrorBody
@@ -88,7 +88,7 @@ class ChatLogprobs(ResponseModel):
     refusal: None = None
 
 
-class MessageAnswer(ResponseModel):
+class AssistantMessage(ResponseModel):
     """The model's turn."""
 
     role: Literal["assistant"] = "assistant"
@@ -100,12 +100,12 @@ class ChatChoice(ResponseModel):
     """One of the n answers."""
 
     index: int
-    message: MessageAnswer
+    message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
 
-class ChatAnswer(ResponseModel):
+class ChatResponse(ResponseModel):
     """The model's next turn."""
 
     id: str
@@ -165,7 +165,7 @@ class CompletionChoice(ResponseModel):
     finish_reason: FinishReason | None = None
 
 
-class CompletionAnswer(ResponseModel):
+class CompletionResponse(ResponseModel):
     """The continuations; in a stream, one event of it."""
 
     id: str
