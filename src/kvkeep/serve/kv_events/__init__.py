@@ -10,7 +10,7 @@ from kvkeep.core.errors import require
 require("msgspec", "events")  # all of this room needs them: say which extra brings them
 require("zmq", "events")
 
-from kvkeep.serve.kv_events.journal import CacheMirror  # noqa: E402 - what is missing was named first
+from kvkeep.serve.kv_events.cache_mirror import CacheMirror  # noqa: E402 - what is missing was named first
 from kvkeep.serve.kv_events.publisher import EventPublisher, PublisherStats  # noqa: E402
 from kvkeep.serve.kv_events.reader import EventReader, Receiver  # noqa: E402
 from kvkeep.serve.kv_events.source import ReaderStats, Source  # noqa: E402

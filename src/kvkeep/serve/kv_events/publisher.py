@@ -16,7 +16,7 @@ import zmq
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.events import Evicted, Stored
-from kvkeep.serve.kv_events.journal import CacheMirror
+from kvkeep.serve.kv_events.cache_mirror import CacheMirror
 from kvkeep.serve.kv_events.source import check_endpoint
 from kvkeep.serve.kv_events.wire import (
     END,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.events import Event, Hook
     from kvkeep.core.keys import Namespace
-    from kvkeep.serve.kv_events.journal import StoredRun
+    from kvkeep.serve.kv_events.cache_mirror import StoredRun
     from kvkeep.serve.kv_events.wire import KVEvent
 
     class Cache(Protocol):

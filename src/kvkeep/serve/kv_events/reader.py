@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import zmq
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.serve.kv_events.line import ReplayRequest, Subscription
+from kvkeep.serve.kv_events.subscription import ReplayRequest, Subscription
 from kvkeep.serve.kv_events.source import MessageAction, ReaderStats, Source
 from kvkeep.serve.kv_events.wire import END, SEQ_BYTES, decode
 
