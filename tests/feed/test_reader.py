@@ -455,19 +455,19 @@ def test_closing_leaves_no_thread(theirs):
 
 def test_numbers():
     stream = Stream()
-    assert stream.live(4) is MessageAction.GAP
-    assert stream.live(0) is MessageAction.TAKE
-    stream.took(0, b"0", live=True)
-    assert stream.live(2) is MessageAction.GAP
-    stream.took(1, b"1")  # from a replay
-    stream.took(2, b"2")
-    assert [stream.live(1), stream.live(2)] == [MessageAction.SKIP, MessageAction.SKIP]
-    assert stream.live(3) is MessageAction.TAKE
-    stream.took(3, b"3", live=True)
-    assert stream.live(3) is MessageAction.RESTART
-    assert stream.live(0) is MessageAction.RESTART
-    assert stream.same(3, b"3")
-    assert not stream.same(3, b"three")
-    assert not stream.same(2, b"2")
+    assert stream.classify(4) is MessageAction.GAP
+    assert stream.classify(0) is MessageAction.TAKE
+    stream.advance(0, b"0", live=True)
+    assert stream.classify(2) is MessageAction.GAP
+    stream.advance(1, b"1")  # from a replay
+    stream.advance(2, b"2")
+    assert [stream.classify(1), stream.classify(2)] == [MessageAction.SKIP, MessageAction.SKIP]
+    assert stream.classify(3) is MessageAction.TAKE
+    stream.advance(3, b"3", live=True)
+    assert stream.classify(3) is MessageAction.RESTART
+    assert stream.classify(0) is MessageAction.RESTART
+    assert stream.is_last(3, b"3")
+    assert not stream.is_last(3, b"three")
+    assert not stream.is_last(2, b"2")
     stream.reset(anywhere=True)
-    assert stream.live(77) is MessageAction.TAKE
+    assert stream.classify(77) is MessageAction.TAKE

@@ -1,4 +1,4 @@
-"""`Subscription`: the sockets of one source and its state; used by the reader's thread alone."""
+"""`Subscription`: sockets and state of one followed publisher, for the reader's thread alone."""
 
 from __future__ import annotations
 
@@ -19,53 +19,54 @@ if TYPE_CHECKING:
 
 __all__ = ["ReplayRequest", "Subscription"]
 
-# Messages that wait here to be read. The others wait at the publisher, which has its own bound;
-# what it drops then is seen as a gap and asked for again.
+# Messages queued in this process per socket. More wait at the publisher, which has a bound of its
+# own; what it drops shows up as a gap and is replayed.
 _QUEUE = 64
-_WATCHED = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+_MONITORED = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
 class ReplayRequest(Enum):
-    """What was asked for on the replay socket."""
+    """Which batches a replay request asks for."""
 
-    SINCE = "since"  # the last batch that was taken, and what came after
+    SINCE = "since"  # the last batch taken, and all after it
     SNAPSHOT = "snapshot"
-    ALL = "all"  # every batch that is still there
+    ALL = "all"  # every batch that the publisher still has
 
 
 class Subscription:
-    """A subscription, at most one question on the replay socket, and what both have brought."""
+    """A subscription to one source, and at most one replay request in flight."""
 
     def __init__(self, context: Context, source: Source) -> None:
         self.source = source
         self.stream = Stream()
         self.stats = ReaderStats()
-        self.ranks: set[int] = set()
-        self.asked: ReplayRequest | None = None
-        self.answered = False  # whether the question at hand has brought anything
-        self.proved = False  # whether the last batch taken was among it
-        self.progress = False
-        self.missing = False  # whether it was asked because something is missing
-        self.deadline = 0.0
+        self.ranks: set[int] = set()  # those whose events were delivered
         self.next_check = 0.0
-        self.silent = 0  # questions in a row that were not answered
+        # The replay request in flight:
+        self.requested: ReplayRequest | None = None
+        self.deadline = 0.0
+        self.after_gap = False  # whether it was sent because batches are missing
+        self.answered = False  # whether any batch has arrived
+        self.verified = False  # whether the last batch taken was among them, unchanged
+        self.progress = False  # whether any of them was new
+        self.timeouts = 0  # of replay requests in a row
         self._context = context
         self.dealer: zmq.Socket[bytes] | None = None
-        self.sub = context.socket(zmq.SUB)
-        self.sub.set_hwm(_QUEUE)
-        self.sub.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)  # whoever sends more is disconnected
-        self.sub.setsockopt(zmq.RECONNECT_IVL, 100)
-        self.sub.setsockopt(zmq.RECONNECT_IVL_MAX, 3000)
-        self.sub.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-        self.sub.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
-        self.monitor = self.sub.get_monitor_socket(_WATCHED)
-        self.sub.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
-        _connect(self.sub, source.endpoint)
+        self.socket = context.socket(zmq.SUB)
+        self.socket.set_hwm(_QUEUE)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)  # disconnects a sender of larger ones
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 3000)
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
+        self.monitor = self.socket.get_monitor_socket(_MONITORED)
+        self.socket.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
+        _connect(self.socket, source.endpoint)
 
     def reconnected(self) -> bool:
-        """Whether the subscription was (re-)connected since this was asked last.
+        """Whether the socket has (re)connected since the last call.
 
-        It is told before the first message of that connection can be read.
+        ZeroMQ reports a connection before the first message of it can be read.
         """
         found = False
         while self.monitor.poll(0):
@@ -74,40 +75,41 @@ class Subscription:
             found = found or self.stats.connected
         return found
 
-    def ask(self, what: ReplayRequest, now: float, patience: float, *, missing: bool) -> None:
-        """Send a question, on a socket of its own: no late answer is taken for another's."""
-        self.hang_up()
+    def request_replay(
+        self, what: ReplayRequest, now: float, timeout: float, *, after_gap: bool
+    ) -> None:
+        """Send a replay request, on a new socket: a late reply to an earlier one goes nowhere."""
+        self.end_replay()
         assert self.source.replay is not None
         self.dealer = self._context.socket(zmq.DEALER)
         self.dealer.set_hwm(_QUEUE)
         self.dealer.setsockopt(zmq.LINGER, 0)
         self.dealer.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         _connect(self.dealer, self.source.replay)
-        taken = self.stream.taken or 0
         start = {
-            ReplayRequest.SINCE: taken,
+            ReplayRequest.SINCE: self.stream.taken or 0,
             ReplayRequest.SNAPSHOT: SNAPSHOT,
             ReplayRequest.ALL: 0,
         }[what]
         self.dealer.send_multipart((b"", seq_frame(start)))
-        self.asked = what
-        self.answered = self.proved = self.progress = False
-        self.missing = missing
-        self.deadline = now + patience
+        self.requested = what
+        self.answered = self.verified = self.progress = False
+        self.after_gap = after_gap
+        self.deadline = now + timeout
 
-    def hang_up(self) -> None:
-        """The question at hand is over."""
-        self.asked = None
+    def end_replay(self) -> None:
+        """Drop the replay request in flight, if any."""
+        self.requested = None
         if self.dealer is not None:
             self.dealer.close(linger=0)
             self.dealer = None
 
     def close(self) -> None:
-        """Give the sockets back."""
-        self.hang_up()
-        self.sub.disable_monitor()
+        """Close all sockets."""
+        self.end_replay()
+        self.socket.disable_monitor()
         self.monitor.close(linger=0)
-        self.sub.close(linger=0)
+        self.socket.close(linger=0)
 
 
 def _connect(to: zmq.Socket[bytes], endpoint: str) -> None:
