@@ -23,6 +23,7 @@ from kvkeep.serve.kv_events import (
     EventReader,
     Source,
 )
+from kvkeep.serve.kv_events.reader import _backoff_s
 from kvkeep.serve.kv_events.source import MessageAction, Stream
 from kvkeep.serve.kv_events.wire import END, Batch, decode, encode, seq_frame
 
@@ -471,3 +472,8 @@ def test_numbers():
     assert not stream.is_last(2, b"2")
     stream.reset(anywhere=True)
     assert stream.classify(77) is MessageAction.TAKE
+
+
+def test_the_backoff_grows_to_a_bound_however_long_a_publisher_is_silent():
+    assert [_backoff_s(5.0, timeouts) for timeouts in (1, 2, 3, 4)] == [10.0, 20.0, 40.0, 60.0]
+    assert _backoff_s(5.0, 10_000) == 60.0

@@ -284,9 +284,14 @@ class EventReader:
     def _replay_timed_out(self, sub: Subscription, now: float) -> None:
         sub.end_replay()
         sub.timeouts += 1
-        backoff = min(_MAX_BACKOFF_S, self._check_s * 2**sub.timeouts)
-        sub.next_check = now + (self._check_s if sub.progress else backoff)
+        pause = self._check_s if sub.progress else _backoff_s(self._check_s, sub.timeouts)
+        sub.next_check = now + pause
         if sub.after_gap and not sub.progress:
             self._reset(sub)
             sub.stats.partial = True
             sub.stream.reset(anywhere=True)
+
+
+def _backoff_s(first_s: float, timeouts: int) -> float:
+    # The exponent is bounded: 2**1024 is no float, and a publisher may be silent for days.
+    return min(_MAX_BACKOFF_S, first_s * 2 ** min(timeouts, 30))
