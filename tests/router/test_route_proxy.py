@@ -20,7 +20,7 @@ from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.http.bodies import FREE_BYTES
 from kvkeep.serve.kv_events import BlockStored
 from kvkeep.serve.router.health import InstanceHealth
-from kvkeep.serve.router.upstreams import Upstreams, passed_on
+from kvkeep.serve.router.upstreams import Upstreams, end_to_end_headers
 
 WHOLE = b"".join(CHUNKS)
 ASK = {"model": "m", "prompt": [1, 2, 3, 4], "stream": True}
@@ -547,4 +547,4 @@ def test_what_is_about_the_connection_stays():
     given = [(b"Connection", b"close, X-Own"), (b"X-Own", b"1"), (b"Host", b"h"),
              (b"X-Other", b"2"), (b"Transfer-Encoding", b"chunked"),
              (b"Authorization", b"Bearer k")]  # fmt: skip
-    assert passed_on(given) == [(b"x-other", b"2"), (b"authorization", b"Bearer k")]
+    assert end_to_end_headers(given) == [(b"x-other", b"2"), (b"authorization", b"Bearer k")]

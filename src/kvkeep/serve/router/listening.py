@@ -1,4 +1,4 @@
-"""A listening server of its own, and its orderly end."""
+"""Runs the router's HTTP server until a signal."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _DRAIN_S = 30
 
 
 class Server(GuardedServer):
-    """A guarded server, whose end is no error: running requests have half a minute to finish.
+    """The router's HTTP server. On a signal, running requests have 30 seconds to finish.
 
-    ``limits`` are about its connections; each of them may need a second one, to an instance.
+    ``limits`` apply to client connections; each may need a second one, to an instance.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Server(GuardedServer):
         super().__init__(
             app,
             limits,
-            date_header=False,  # the instance's own is passed on
+            date_header=False,  # the instance's own is forwarded
             timeout_graceful_shutdown=_DRAIN_S,
         )
         app.state.metrics.connections = self.connections
@@ -45,13 +45,13 @@ class Server(GuardedServer):
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Listen, then call ``ready``."""
         await super().startup(sockets)
         if self.started and self._ready is not None:
             self._ready(self._url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: the first begins the end, the second hurries it."""
+        """Begin a graceful shutdown; on the second signal, exit at once."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -63,5 +63,5 @@ def serve(
     limits: ConnectionLimits | None = None,
     ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until a signal; ``ready`` is called with the address."""
+    """Serve until a signal; call ``ready`` with the URL once the server listens."""
     asyncio.run(Server(app, url_of(bound), ready, limits).serve([bound]))
