@@ -97,9 +97,9 @@ class Theirs:
 
 
 @contextmanager
-def reading(*sources: Source, check_s: float = 30.0, patience_s: float = 0.5):
+def reading(*sources: Source, check_s: float = 30.0, reply_timeout_s: float = 0.5):
     mirror = Mirror()
-    reader = EventReader(sources, mirror, check_s=check_s, patience_s=patience_s)
+    reader = EventReader(sources, mirror, check_s=check_s, reply_timeout_s=reply_timeout_s)
     try:
         yield mirror, reader
     finally:
@@ -226,7 +226,7 @@ def test_a_replay_that_is_silent_is_not_waited_for_forever():
     router.bind(ANY)
     silent = router.getsockopt(zmq.LAST_ENDPOINT).decode()
     try:
-        with reading(Source("a", made.endpoint, silent), patience_s=0.1) as (mirror, _):
+        with reading(Source("a", made.endpoint, silent), reply_timeout_s=0.1) as (mirror, _):
             made.await_reader()
             made.send(block(0))
             eventually(lambda: mirror.of() == {0})

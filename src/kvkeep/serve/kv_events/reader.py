@@ -52,8 +52,8 @@ class EventReader:
     3. a replay of all batches that the publisher still has, which may be a part of its blocks.
 
     Before 2 and 3 it calls `Receiver.clear`, so blocks that may be gone are not kept. A publisher
-    that does not reply within ``patience_s`` is taken for one without replay, and the next message
-    starts anew, with nothing known from before.
+    that does not reply within ``reply_timeout_s`` is treated as one without replay: the next
+    message starts anew, with nothing known from before.
 
     Nothing that a publisher sends ends the thread: unreadable messages are counted and skipped.
 
@@ -66,13 +66,13 @@ class EventReader:
         receiver: Receiver,
         *,
         check_s: float = 5.0,
-        patience_s: float = 2.0,
+        reply_timeout_s: float = 2.0,
     ) -> None:
-        if not (check_s > 0 and patience_s > 0):
-            raise InvalidValue(f"both must be seconds above 0, got {check_s=}, {patience_s=}")
+        if not (check_s > 0 and reply_timeout_s > 0):
+            raise InvalidValue(f"both must be seconds above 0, got {check_s=}, {reply_timeout_s=}")
         self._receiver = receiver
         self._check_s = check_s
-        self._patience_s = patience_s
+        self._reply_timeout_s = reply_timeout_s
         self._closing = False
         self._context = zmq.Context()
         self._subscriptions: list[Subscription] = []
@@ -224,11 +224,11 @@ class EventReader:
     def _request(
         self, sub: Subscription, what: ReplayRequest, now: float, *, after_gap: bool
     ) -> None:
-        sub.request_replay(what, now, self._patience_s, after_gap=after_gap)
+        sub.request_replay(what, now, self._reply_timeout_s, after_gap=after_gap)
         sub.stats.replays += what is not ReplayRequest.SNAPSHOT
 
     def _read_replay(self, sub: Subscription, dealer: zmq.Socket[bytes], now: float) -> None:
-        sub.deadline = now + self._patience_s
+        sub.deadline = now + self._reply_timeout_s
         sub.timeouts = 0
         for _ in range(_AT_ONCE):
             try:

@@ -16,7 +16,7 @@ from kvkeep.core.errors import InvalidValue, whole
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
-__all__ = ["Doubt", "Health", "InstanceHealth", "Patience", "Waiting"]
+__all__ = ["Doubt", "Health", "InstanceHealth", "Timeouts", "Waiting"]
 
 log = logging.getLogger("kvkeep.router")
 
@@ -30,7 +30,7 @@ failed request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class Timeouts:
     """Timeouts towards an instance, in seconds, and the number of tries per request.
 
     ``first_byte_s``: until the first byte of a response body. This covers queueing and the whole

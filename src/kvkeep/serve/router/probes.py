@@ -10,7 +10,7 @@ from kvkeep.serve.router.upstreams import UpstreamFailed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.serve.router.health import Health, Patience
+    from kvkeep.serve.router.health import Health, Timeouts
     from kvkeep.serve.router.upstreams import Upstreams
 
 __all__ = ["Probes"]
@@ -33,12 +33,12 @@ class Probes:
         self,
         upstreams: Upstreams,
         health: Health,
-        patience: Patience,
+        timeouts: Timeouts,
         on_probe: Callable[[str, bool], None],
     ) -> None:
         self._upstreams = upstreams
         self._health = health
-        self._patience = patience
+        self._timeouts = timeouts
         self._on_probe = on_probe
 
     async def run(self) -> None:
@@ -58,9 +58,9 @@ class Probes:
             self._on_probe(name, answered)
             self._health.probed(name, answered=answered)
             times = min(times * 2, _LONGEST_PAUSE) if self._health.silent(name) else 1
-            pause = self._patience.probe_every_s * times - (clock() - begun)
+            pause = self._timeouts.probe_every_s * times - (clock() - begun)
             # A minimum pause, so that doubts in quick succession cause no flood of probes.
-            await asyncio.sleep(min(_LEAST_PAUSE_S, self._patience.probe_every_s))
+            await asyncio.sleep(min(_LEAST_PAUSE_S, self._timeouts.probe_every_s))
             try:
                 async with asyncio.timeout(max(0.0, pause)):
                     await wake.wait()
@@ -70,7 +70,7 @@ class Probes:
     async def _answers(self, name: str) -> bool:
         try:
             async with (
-                asyncio.timeout(self._patience.probe_s),
+                asyncio.timeout(self._timeouts.probe_s),
                 self._upstreams.request(name, "GET", "/health", _HEADERS, b"") as response,
             ):
                 return response.status_code < 500

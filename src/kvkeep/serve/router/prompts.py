@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.router.health import Patience
+    from kvkeep.serve.router.health import Timeouts
     from kvkeep.serve.router.upstreams import Upstreams
 
     Tokenize = Callable[[dict[str, Any]], TokenArray]
@@ -89,20 +89,20 @@ class PromptParser:
 
     ``tokenize`` gets a body with text in ``prompt``, or with ``messages``; it runs in a thread and
     may raise `InvalidValue`. Without it, at most two instances that are up are asked, each within
-    ``patience.tokenize_s``; ``on_outcome`` is called for each. Of several prompts in one request
+    ``timeouts.tokenize_s``; ``on_outcome`` is called for each. Of several prompts in one request
     the first counts.
     """
 
     def __init__(
         self,
         upstreams: Upstreams,
-        patience: Patience,
+        timeouts: Timeouts,
         tokenize: Tokenize | None = None,
         *,
         on_outcome: Callable[[TokenizeOutcome], None] = lambda outcome: None,
     ) -> None:
         self._upstreams = upstreams
-        self._patience = patience
+        self._timeouts = timeouts
         self._tokenize = tokenize
         self._on_outcome = on_outcome
         self._turn = 0
@@ -154,7 +154,7 @@ class PromptParser:
             name = up[self._turn % len(up)]
             tried.add(name)
             try:
-                async with asyncio.timeout(self._patience.tokenize_s):
+                async with asyncio.timeout(self._timeouts.tokenize_s):
                     tokens = await self._request(name, body, own)
             except TimeoutError:
                 outcome = TokenizeOutcome.LATE

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of
-from kvkeep.serve.router.health import InstanceHealth, Patience
+from kvkeep.serve.router.health import InstanceHealth, Timeouts
 from kvkeep.serve.router.metrics import RouterMetrics
 from kvkeep.serve.router.probes import Probes
 from kvkeep.serve.router.prompts import Prompt, PromptParser
@@ -85,19 +85,19 @@ def create_proxy(
     *,
     tokenize: Tokenize | None = None,
     hosts: Sequence[str] | None = ("localhost", "127.0.0.1", "[::1]"),
-    patience: Patience | None = None,
+    timeouts: Timeouts | None = None,
     bodies: BodyBudget | None = None,
 ) -> Starlette:
     """Return an ASGI application in front of ``upstreams``, whose names are the router's instances.
 
     ``reader`` is used for /metrics only. ``hosts`` are the accepted names in the Host header (None:
-    all). See `PromptParser` for ``tokenize``, `Patience` for timeouts and tries, and `BodyBudget`
+    all). See `PromptParser` for ``tokenize``, `Timeouts` for time limits and tries, `BodyBudget`
     for the memory of request bodies. API keys and bodies are forwarded unchanged and never logged.
     """
     bodies = bodies or BodyBudget()
     metrics = RouterMetrics(bodies, router.cost.tiers)
     proxy = _Proxy(
-        router, upstreams, reader, tokenize, patience=patience or Patience(), metrics=metrics
+        router, upstreams, reader, tokenize, timeouts=timeouts or Timeouts(), metrics=metrics
     )
 
     @asynccontextmanager
@@ -183,20 +183,20 @@ class _Proxy:
         reader: EventReader | None,
         tokenize: Tokenize | None,
         *,
-        patience: Patience,
+        timeouts: Timeouts,
         metrics: RouterMetrics,
     ) -> None:
         self._router = router
         self._upstreams = upstreams
         self._health = upstreams.health
         self._reader = reader
-        self._patience = patience
+        self._timeouts = timeouts
         self._metrics = metrics
         self._prompts = PromptParser(
-            upstreams, patience, tokenize, on_outcome=self._metrics.tokenized
+            upstreams, timeouts, tokenize, on_outcome=self._metrics.tokenized
         )
         self._health.subscribe(self._metrics.doubted)
-        self.probes = Probes(upstreams, self._health, patience, self._metrics.probed)
+        self.probes = Probes(upstreams, self._health, timeouts, self._metrics.probed)
 
     async def health(self, request: Request) -> Response:
         """Report the state of each instance; 200 while one is up, else 503."""
@@ -234,7 +234,7 @@ class _Proxy:
             tried.add(name)
             # A request that crashes instances must not be sent to all of them.
             reached = sum(one in _REACHED for one in outcomes)
-            final = len(tried) == len(names) or reached >= self._patience.tries - 1
+            final = len(tried) == len(names) or reached >= self._timeouts.tries - 1
             ticket = self._router.begin(score, prompt.tokens, lora=lora, salt=prompt.salt)
             outcome = _Outcome.GIVEN_UP
             try:
@@ -281,7 +281,7 @@ class _Proxy:
         begun = abandoned = False
         try:
             async with AsyncExitStack() as stack:
-                async with asyncio.timeout(self._patience.first_byte_s) as limit:
+                async with asyncio.timeout(self._timeouts.first_byte_s) as limit:
                     with self._health.waiting(name, others, partial(_expire, limit)) as waiting:
                         try:
                             response = await self._begin(stack, forwarded, score)
@@ -340,7 +340,7 @@ class _Proxy:
                 return _Outcome.NOT_TAKEN
         while True:
             try:
-                async with asyncio.timeout(self._patience.idle_s):
+                async with asyncio.timeout(self._timeouts.idle_s):
                     piece = await anext(pieces, None)
             except TimeoutError:
                 log.warning("%s stalled during a response", name)
@@ -357,7 +357,7 @@ class _Proxy:
     async def _taken(self, send: Send, message: Message) -> bool:
         """Send to the client. Return False if it does not read in time."""
         try:
-            async with asyncio.timeout(self._patience.idle_s):
+            async with asyncio.timeout(self._timeouts.idle_s):
                 await send(message)
         except TimeoutError:
             return False
