@@ -16,8 +16,8 @@ from kvkeep.serve.engine import Tokenizer
 from kvkeep.serve.models import bundled_model
 from kvkeep.serve.server import jobs
 from kvkeep.serve.server.errors import ApiError
-from kvkeep.serve.server.lanes import LARGE
 from kvkeep.serve.server.routes import base
+from kvkeep.serve.server.thread_pools import LARGE
 
 pytestmark = pytest.mark.model
 

@@ -1,10 +1,10 @@
-"""``/tokenize`` and ``/detokenize``: what is asked and answered."""
+"""``/tokenize`` and ``/detokenize``: requests and responses."""
 
 from typing import Annotated
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvkeep.serve.server.schemas.base import RequestModel, ResponseModel, wrong
+from kvkeep.serve.server.schemas.base import RequestModel, ResponseModel, field_error
 from kvkeep.serve.server.schemas.chat import Messages
 from kvkeep.serve.server.schemas.completions import Token
 
@@ -12,7 +12,7 @@ __all__ = ["DetokenizeRequest", "DetokenizeResponse", "TokenizeRequest", "Tokeni
 
 
 class TokenizeRequest(RequestModel):
-    """A text or a conversation; one of the two."""
+    """Either a text or a conversation."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Return a copy of"}]})
 
@@ -25,7 +25,7 @@ class TokenizeRequest(RequestModel):
     @model_validator(mode="after")
     def _one_of_them(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise wrong("prompt", "or messages is needed, one of the two")
+            raise field_error("prompt", "or messages is needed, but not both")
         return self
 
 
@@ -33,7 +33,7 @@ class TokenizeResponse(ResponseModel):
     """Token ids."""
 
     count: int
-    max_model_len: int = Field(description="The longest prompt and answer together, in tokens.")
+    max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
     tokens: list[int]
 
 
@@ -47,6 +47,6 @@ class DetokenizeRequest(RequestModel):
 
 
 class DetokenizeResponse(ResponseModel):
-    """The text of tokens, without special ones."""
+    """The text of tokens, without special tokens."""
 
     prompt: str
