@@ -294,4 +294,4 @@ class EventReader:
 
 def _backoff_s(first_s: float, timeouts: int) -> float:
     # The exponent is bounded: 2**1024 is no float, and a publisher may be silent for days.
-    return min(_MAX_BACKOFF_S, first_s * 2 ** min(timeouts, 30))
+    return min(_MAX_BACKOFF_S, first_s * 2.0 ** min(timeouts, 30))

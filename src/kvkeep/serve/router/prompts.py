@@ -117,7 +117,6 @@ class PromptParser:
             tokens = await self._tokens(fields, headers)
         except (InvalidValue, *_UNREADABLE):
             tokens = None
-            tokens = None
         return Prompt(tokens, _name(fields.model), _name(fields.cache_salt))
 
     async def _tokens(self, fields: _Body, headers: list[tuple[bytes, bytes]]) -> TokenArray | None:

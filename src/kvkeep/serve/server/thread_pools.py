@@ -45,6 +45,7 @@ class ThreadPools:
 
     async def for_parsing(self, function: Callable[[], Result], size: int) -> Result:
         """Run ``function``, which parses ``size`` bytes: in a thread only if they are many."""
+        return await _run(self._parsing, function) if size > LARGE else function()
 
     def close(self) -> None:
         """Wait for running work and drop the rest."""

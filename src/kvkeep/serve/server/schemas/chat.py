@@ -11,7 +11,6 @@ __all__ = ["ChatRequest", "Message", "Messages", "TextFormat", "TextPart", "char
 
 _NO_TOOLS = "this server does not support tools"
 _TEXT_ONLY = "models here read and write text only"
-_TEXT_ONLY = "models here read and write text alone"
 _MOST_MESSAGES = 4096
 _MOST_PARTS = 8192
 
