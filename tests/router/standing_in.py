@@ -175,7 +175,7 @@ class Routing:
         self._socket = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         proxy = create_proxy(self.router, self.upstreams, **options)
-        self._server = Server(proxy, self.url, None)
+        self._server = Server(proxy)
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve([self._socket]))
         )

@@ -14,6 +14,7 @@ require("starlette", "server")
 
 from kvkeep.serve.http.bodies import BodyBudget, BodyGuard, BodyRefused, RequestBody, body_of  # noqa: E402
 from kvkeep.serve.http.connections import ConnectionLimits, Connections  # noqa: E402
+from kvkeep.serve.http.disconnects import unless_disconnected  # noqa: E402
 from kvkeep.serve.http.files import connections_for, raise_file_limit  # noqa: E402
 from kvkeep.serve.http.listening import GuardedServer, bind, url_of  # noqa: E402
 
@@ -29,5 +30,6 @@ __all__ = [
     "body_of",
     "connections_for",
     "raise_file_limit",
+    "unless_disconnected",
     "url_of",
 ]

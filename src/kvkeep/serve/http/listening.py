@@ -14,6 +14,8 @@ from kvkeep.serve.http.connections import ConnectionLimits, Connections, Guarded
 from kvkeep.serve.http.files import connections_for
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.types import ASGIApp
 
 __all__ = ["GuardedServer", "bind", "url_of"]
@@ -23,11 +25,16 @@ class GuardedServer(uvicorn.Server):
     """A uvicorn server for ``app`` that enforces ``limits``; ``options`` go to `uvicorn.Config`.
 
     By default the limits are those of `ConnectionLimits`, with as many connections as the limit on
-    open files allows. Call `serve` with sockets from `bind`.
+    open files allows. Call `serve` with sockets from `bind`; ``ready`` is called once it listens.
     """
 
     def __init__(
-        self, app: ASGIApp, limits: ConnectionLimits | None = None, **options: Any
+        self,
+        app: ASGIApp,
+        limits: ConnectionLimits | None = None,
+        *,
+        ready: Callable[[], None] | None = None,
+        **options: Any,
     ) -> None:
         limits = limits or ConnectionLimits(most=connections_for())
         super().__init__(
@@ -46,6 +53,7 @@ class GuardedServer(uvicorn.Server):
             )
         )
         self.connections = Connections(limits)
+        self._ready = ready
         self._acceptors: list[Acceptor] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -67,6 +75,8 @@ class GuardedServer(uvicorn.Server):
             acceptor = Acceptor(bound, self.connections, make)
             acceptor.start()
             self._acceptors.append(acceptor)
+        if self._ready is not None:
+            self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting and wait for running requests."""

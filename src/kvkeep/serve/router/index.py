@@ -155,10 +155,6 @@ class PlacementIndex:
         found = self._instances.get(instance)
         return (found.blocks, found.evicted) if found is not None else (0, 0)
 
-    def blocks_of(self, place: Place) -> dict[str, int]:
-        """Return the number of blocks at a place, by tier."""
-        return {tier: len(one.blocks) for tier, one in self._places.get(place, {}).items()}
-
     # --- updates -----------------------------------------------------------------------------
 
     # --- what places say ---------------------------------------------------------------------

@@ -30,25 +30,18 @@ class Server(GuardedServer):
     def __init__(
         self,
         app: Starlette,
-        url: str,
-        ready: Callable[[str], None] | None,
         limits: ConnectionLimits | None = None,
+        *,
+        ready: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(
             app,
             limits,
+            ready=ready,
             date_header=False,  # the instance's own is forwarded
             timeout_graceful_shutdown=_DRAIN_S,
         )
         app.state.metrics.connections = self.connections
-        self._url = url
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then call ``ready``."""
-        await super().startup(sockets)
-        if self.started and self._ready is not None:
-            self._ready(self._url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin a graceful shutdown; on the second signal, exit at once."""
@@ -64,4 +57,6 @@ def serve(
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until a signal; call ``ready`` with the URL once the server listens."""
-    asyncio.run(Server(app, url_of(bound), ready, limits).serve([bound]))
+    url = url_of(bound)
+    server = Server(app, limits, ready=None if ready is None else lambda: ready(url))
+    asyncio.run(server.serve([bound]))

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of
+from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unless_disconnected
 from kvkeep.serve.router.health import InstanceHealth, Timeouts
 from kvkeep.serve.router.metrics import RouterMetrics
 from kvkeep.serve.router.probes import Probes
@@ -160,17 +160,9 @@ class _Forward:
             await answer(scope, receive, send)
             return
         # The body stays in memory, and counted, until the end: a retry may need it.
-        passing = asyncio.create_task(
-            self._proxy.forward(request, body.take(), send, placed=self._placed)
-        )
-        gone = asyncio.create_task(_gone(receive))
-        try:
-            await asyncio.wait({passing, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (gone, passing):
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task  # re-raises an error of `forward`
+        forwarding = self._proxy.forward(request, body.take(), send, placed=self._placed)
+        with suppress(ClientDisconnect):
+            await unless_disconnected(receive, forwarding)
 
 
 class _Proxy:
@@ -430,9 +422,3 @@ def _expire(limit: asyncio.Timeout) -> None:
     """Let this timeout expire now, unless it has already."""
     if not limit.expired():
         limit.reschedule(asyncio.get_running_loop().time())
-
-
-async def _gone(receive: Receive) -> None:
-    """Wait until the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

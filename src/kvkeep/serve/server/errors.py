@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from kvkeep.core.errors import InvalidValue, OutOfPages, QueueFull
 from kvkeep.serve.http import BodyRefused
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.requests import Request
 
-__all__ = ["ApiError", "ClientGone", "as_api_error", "install", "outcome_of"]
+__all__ = ["ApiError", "as_api_error", "install", "outcome_of"]
 
 log = logging.getLogger("kvkeep.server")
 
@@ -71,10 +72,6 @@ class ApiError(HTTPException):
         return JSONResponse(self.body(), self.status_code, self.headers)
 
 
-class ClientGone(Exception):
-    """The client has closed the connection, so a response has no reader."""
-
-
 def as_api_error(error: Exception, *, retry_after_s: int = 1) -> ApiError:
     """Return the `ApiError` for ``error``; ``retry_after_s`` is sent where waiting may help."""
     if isinstance(error, ApiError):
@@ -99,7 +96,7 @@ def as_api_error(error: Exception, *, retry_after_s: int = 1) -> ApiError:
 
 def outcome_of(error: Exception) -> str:
     """Return how a request that ended with ``error`` is counted: one word for metrics."""
-    if isinstance(error, ClientGone):
+    if isinstance(error, ClientDisconnect):
         return "gone"
     if isinstance(error, ApiError) and error.code == "timeout":
         return "timeout"

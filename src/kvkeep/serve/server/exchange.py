@@ -7,9 +7,11 @@ import json
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from kvkeep.serve.server.errors import ApiError, ClientGone, as_api_error, outcome_of
+from kvkeep.serve.http import unless_disconnected
+from kvkeep.serve.server.errors import ApiError, as_api_error, outcome_of
 from kvkeep.serve.server.worker import Call
 
 if TYPE_CHECKING:
@@ -77,13 +79,15 @@ async def respond(
         async with AsyncExitStack() as stack:
             ticket = await stack.enter_async_context(service.admitted(call))
             work = _submitted(service, ticket, jobs, characters)
-            await _until_gone(request.receive, _in_time(ticket, work))
+            await unless_disconnected(request.receive, _in_time(ticket, work))
             if stream:
                 return EventStream(service, ticket, writer, stack.pop_all())
-            completions = await _until_gone(request.receive, _in_time(ticket, _completions(ticket)))
+            completions = await unless_disconnected(
+                request.receive, _in_time(ticket, _completions(ticket))
+            )
             body = writer.whole(completions).model_dump_json()
             return Response(body, media_type="application/json")
-    except ClientGone:
+    except ClientDisconnect:
         return Response(status_code=499)  # the client has gone; for the access log
     except Exception as error:
         raise as_api_error(error, retry_after_s=service.retry_after_s) from error
@@ -109,8 +113,8 @@ class EventStream(Response):
         """Send all events; a disconnect is no error."""
         try:
             async with self._stack:
-                await _until_gone(receive, self._write(send))
-        except ClientGone:
+                await unless_disconnected(receive, self._write(send))
+        except ClientDisconnect:
             return
 
     async def _write(self, send: Send) -> None:
@@ -167,26 +171,6 @@ async def _in_time(ticket: ServedRequest, work: Coroutine[Any, Any, Result]) -> 
     except TimeoutError as error:
         message = "the request exceeded this server's time limit; ask for fewer tokens"
         raise ApiError(408, message, code="timeout") from error
-
-
-async def _until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of ``work``; raise `ClientGone` if the client disconnects first."""
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _json(event: ResponseModel) -> bytes:

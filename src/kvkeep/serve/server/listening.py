@@ -38,10 +38,9 @@ class Listener(GuardedServer):
         *,
         ready: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(app, limits, timeout_graceful_shutdown=_LAST_WRITES_S)
+        super().__init__(app, limits, ready=ready, timeout_graceful_shutdown=_LAST_WRITES_S)
         app.state.service.metrics.connections = self.connections
         self._service: Service = app.state.service
-        self._ready = ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._stops = 0
@@ -50,12 +49,6 @@ class Listener(GuardedServer):
         """Serve until `stop`; in the main thread, also until a signal."""
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then call ``ready``."""
-        await super().startup(sockets)
-        if self.started and self._ready is not None:
-            self._ready()
 
     def stop(self) -> None:
         """Begin the drain; on the second call, cut it short. Safe from any thread."""

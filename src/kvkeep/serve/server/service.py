@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvkeep.core.errors import QueueFull
 from kvkeep.core.keys import Namespace
@@ -23,17 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from kvkeep.bench.traces import Capture
-    from kvkeep.core.cache import CacheStats, RemovedPages
-    from kvkeep.core.tokens import TokenArray
+    from kvkeep.core.cache import CacheStats
     from kvkeep.observe.telemetry import RequestWatch
     from kvkeep.serve.engine import Delta, Engine, Tokenizer
     from kvkeep.serve.server.settings import ServerSettings
     from kvkeep.serve.server.worker import Call, Job
-    from kvkeep.store.tiers import Removed
 
 __all__ = ["ServedRequest", "Service"]
-
-Result = TypeVar("Result")
 
 _LONGEST_WAIT_S = 60
 
@@ -128,38 +124,6 @@ class Service:
         """Return the statistics of the engine's store, None without one."""
         store = self.engine.store
         return None if store is None else (await asyncio.to_thread(store.stats)).as_dict()
-
-    async def clear(self, salt: str | None) -> tuple[int, Removed | None]:
-        """Clear one ``cache_salt`` or all: the pool's pages, and what each tier removed.
-
-        The store is cleared first: what is loaded meanwhile lies in the pool, and is cleared too.
-        """
-        space = None if salt is None else self.namespace(salt)
-        stored = await asyncio.to_thread(self.engine.clear_store, space)
-        return await asyncio.to_thread(self.engine.cache.clear, space), stored
-
-    async def remove(
-        self, tokens: TokenArray, salt: str | None
-    ) -> tuple[RemovedPages, Removed | None]:
-        """Remove one prompt of a ``cache_salt`` from the store, then from the pool."""
-        space = self.namespace(salt)
-        stored = await asyncio.to_thread(self.engine.remove_stored, tokens, space)
-        return await asyncio.to_thread(self.engine.cache.remove, tokens, space), stored
-
-    async def hint(
-        self, session: str, salt: str | None, action: str, eta_s: float | None
-    ) -> tuple[bool, int]:
-        """Apply a hint. Return whether the session is known, and the number of its own pages."""
-        hinted = self.engine.cache.session(session, self.namespace(salt))
-
-        def apply() -> tuple[bool, int]:
-            known = hinted.known
-            if action == "suspend":
-                assert eta_s is not None
-                return known, hinted.suspend(eta_s)
-            return known, hinted.supersede() if action == "supersede" else hinted.close()
-
-        return await asyncio.to_thread(apply)
 
     # --- requests ----------------------------------------------------------------------------
 

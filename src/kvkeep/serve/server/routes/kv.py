@@ -77,7 +77,11 @@ async def show(
 @router.post("/clear", responses=ERRORS, operation_id="kv_clear")
 async def clear(body: ClearRequest, service: ServiceOf) -> ClearResponse:
     """Forget everything that no running request uses, in the pool and in the store."""
-    pages, stored = await service.clear(body.cache_salt)
+    salt, engine = body.cache_salt, service.engine
+    space = None if salt is None else service.namespace(salt)
+    # The store first: what is loaded from it meanwhile lies in the pool, and is cleared too.
+    stored = await asyncio.to_thread(engine.clear_store, space)
+    pages = await asyncio.to_thread(engine.cache.clear, space)
     freed = 0 if stored is None else stored.bytes
     return ClearResponse(pages=pages, stored_bytes=freed, tiers=_tiers(stored))
 
@@ -90,7 +94,10 @@ async def remove(body: RemoveRequest, service: ServiceOf) -> RemoveResponse:
     """
     require_key(service, "remove prompts")
     tokens = await read_prompt(service, body)
-    pool, stored = await service.remove(tokens, body.cache_salt)
+    space, engine = service.namespace(body.cache_salt), service.engine
+    # The store first, as in `clear`.
+    stored = await asyncio.to_thread(engine.remove_stored, tokens, space)
+    pool = await asyncio.to_thread(engine.cache.remove, tokens, space)
     return RemoveResponse(
         tokens=len(tokens),
         pages=pool.pages,
@@ -109,8 +116,17 @@ async def session(
     service: ServiceOf,
 ) -> SessionResponse:
     """Say that a session pauses, is over, or begins anew; this orders eviction."""
-    known, pages = await service.hint(session, body.cache_salt, body.action, body.eta_s)
-    return SessionResponse(known=known, pages=pages)
+    hinted = service.engine.cache.session(session, service.namespace(body.cache_salt))
+
+    def apply() -> SessionResponse:
+        known = hinted.known
+        if body.action == "suspend":
+            assert body.eta_s is not None, "SessionRequest checks it"
+            return SessionResponse(known=known, pages=hinted.suspend(body.eta_s))
+        pages = hinted.supersede() if body.action == "supersede" else hinted.close()
+        return SessionResponse(known=known, pages=pages)
+
+    return await asyncio.to_thread(apply)
 
 
 def _tiers(removed: "Removed | None") -> list[TierFreed]:
