@@ -234,7 +234,7 @@ class PrefixRouter:
             return self._scores(len(row), held, among)
 
     def least_loaded(self, among: Collection[str] | None = None) -> list[Score]:
-        """`score` for a prompt whose tokens are unknown."""
+        """Return the scores for a prompt whose tokens are unknown; see `score`."""
         with self._lock:
             return self._scores(1, {}, among)
 

@@ -160,9 +160,9 @@ def _room(service: Service, prompt: TokenArray) -> int:
 def refuse_far_too_long(service: Service, field: str, *texts: str) -> None:
     """Refuse a text by its size or beginning, since megabytes keep a tokenizer busy for seconds.
 
-    A text with more bytes than the longest prompt of the longest token does not fit. Of other long
-    texts the beginning is tokenized, in pieces: if it has twice the tokens that fit, merges across
-    piece boundaries cannot make it fit.
+    A text is too long if it has more bytes than the longest prompt could have, repeating the
+    longest token. Of other long texts the beginning is tokenized, in pieces: if it has twice the
+    tokens that fit, merges across piece boundaries cannot make it fit.
     """
     longest, room = service.longest_prompt, service.longest_text
     size = sum(map(len, texts))  # in characters, of a byte or more each

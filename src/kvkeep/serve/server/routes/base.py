@@ -136,7 +136,7 @@ def check_model(service: Service, requested: str | None) -> str:
 def require_key(service: Service, action: str) -> None:
     """Raise `ApiError` 403 unless the server has an API key, which `KeyGuard` has checked then."""
     if service.settings.api_key is None:
-        message = f"this server lets nobody {action}; start it with --api-key-file"
+        message = f"a server without an API key cannot {action}; start it with --api-key-file"
         raise ApiError(403, message, code="no_api_key")
 
 
