@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.serve.http import GuardedServer, url_of
@@ -58,5 +59,5 @@ def serve(
 ) -> None:
     """Serve until a signal; call ``ready`` with the URL once the server listens."""
     url = url_of(bound)
-    server = Server(app, limits, ready=None if ready is None else lambda: ready(url))
+    server = Server(app, limits, ready=None if ready is None else partial(ready, url))
     asyncio.run(server.serve([bound]))
