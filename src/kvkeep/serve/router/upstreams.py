@@ -51,9 +51,7 @@ class Upstreams:
         self.names: list[str] = []
         for url in instances:
             if "@" in url:  # logs and metrics show the names of instances
-                raise InvalidValue(
-                    "an instance's URL must not contain a password"
-                )
+                raise InvalidValue("an instance's URL must not contain a password")
             if not _is_base_url(url):
                 raise InvalidValue(f"an instance must be http://HOST:PORT, got {url!r}")
             if url in self.names:
