@@ -71,13 +71,13 @@ ROUTE = {
     "--prefill-speed": Option("--prefill-speed 500", "PrefixRouter.cost.token_s", 0.002),
     "--balance": Option("--balance 0.5", "PrefixRouter.cost.balance", 0.5),
     "--first-byte-timeout": Option(
-        "--first-byte-timeout 7", "create_proxy.patience.first_byte_s", 7.0
+        "--first-byte-timeout 7", "create_proxy.timeouts.first_byte_s", 7.0
     ),
-    "--idle-timeout": Option("--idle-timeout 7", "create_proxy.patience.idle_s", 7.0),
-    "--probe-interval": Option("--probe-interval 7", "create_proxy.patience.probe_every_s", 7.0),
-    "--probe-timeout": Option("--probe-timeout 7", "create_proxy.patience.probe_s", 7.0),
-    "--tokenize-timeout": Option("--tokenize-timeout 7", "create_proxy.patience.tokenize_s", 7.0),
-    "--tries": Option("--tries 7", "create_proxy.patience.tries", 7),
+    "--idle-timeout": Option("--idle-timeout 7", "create_proxy.timeouts.idle_s", 7.0),
+    "--probe-interval": Option("--probe-interval 7", "create_proxy.timeouts.probe_every_s", 7.0),
+    "--probe-timeout": Option("--probe-timeout 7", "create_proxy.timeouts.probe_s", 7.0),
+    "--tokenize-timeout": Option("--tokenize-timeout 7", "create_proxy.timeouts.tokenize_s", 7.0),
+    "--tries": Option("--tries 7", "create_proxy.timeouts.tries", 7),
     "--max-connections": Option("--max-connections 7", "serve.limits.most", 7),
     "--head-timeout": Option("--head-timeout 7", "serve.limits.head_s", 7.0),
     "--body-timeout": Option("--body-timeout 7", "create_proxy.bodies.seconds", 7.0),

@@ -179,7 +179,7 @@ def test_a_port_that_is_taken_is_one_line(capsys):
         (["--max-connections", "1000000"], "leaves room for"),
         (["--head-timeout", "0"], "head_s"),
         (["--body-timeout", "-1"], "body_timeout_s"),
-        (["--body-timeout", "0"], "body_timeout_s is a number of seconds above 0"),
+        (["--body-timeout", "0"], "body_timeout_s must be a number of seconds above 0"),
         (["--body-budget", "8"], "body_budget_bytes"),
         (["--step-tokens", "3"], "step_tokens"),
         (["--max-prompt-tokens", "0"], "max_prompt_tokens"),

@@ -321,9 +321,9 @@ def test_what_waits_has_a_bound_in_tokens(monkeypatch):
         for number in range(30):
             fill(cache, list(range(number * 100, number * 100 + 20)))
         fill(cache, list(range(5000, 5200)))  # more than may wait at all
-        eventually(lambda: not publisher._queue and not publisher._lost)
+        eventually(lambda: not publisher._queue and not publisher._resync_due)
         assert publisher.stats.dropped > 0
-        assert publisher._came == publisher._went
+        assert publisher._enqueued == publisher._dequeued
         mirror = Mirror()
         reader = EventReader([Source("a", publisher.endpoint, publisher.replay)], mirror)
         try:

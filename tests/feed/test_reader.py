@@ -23,6 +23,7 @@ from kvkeep.serve.kv_events import (
     EventReader,
     Source,
 )
+from kvkeep.serve.kv_events.reader import _backoff_s
 from kvkeep.serve.kv_events.source import MessageAction, Stream
 from kvkeep.serve.kv_events.wire import END, Batch, decode, encode, seq_frame
 
@@ -96,9 +97,9 @@ class Theirs:
 
 
 @contextmanager
-def reading(*sources: Source, check_s: float = 30.0, patience_s: float = 0.5):
+def reading(*sources: Source, check_s: float = 30.0, reply_timeout_s: float = 0.5):
     mirror = Mirror()
-    reader = EventReader(sources, mirror, check_s=check_s, patience_s=patience_s)
+    reader = EventReader(sources, mirror, check_s=check_s, reply_timeout_s=reply_timeout_s)
     try:
         yield mirror, reader
     finally:
@@ -225,7 +226,7 @@ def test_a_replay_that_is_silent_is_not_waited_for_forever():
     router.bind(ANY)
     silent = router.getsockopt(zmq.LAST_ENDPOINT).decode()
     try:
-        with reading(Source("a", made.endpoint, silent), patience_s=0.1) as (mirror, _):
+        with reading(Source("a", made.endpoint, silent), reply_timeout_s=0.1) as (mirror, _):
             made.await_reader()
             made.send(block(0))
             eventually(lambda: mirror.of() == {0})
@@ -455,19 +456,24 @@ def test_closing_leaves_no_thread(theirs):
 
 def test_numbers():
     stream = Stream()
-    assert stream.live(4) is MessageAction.GAP
-    assert stream.live(0) is MessageAction.TAKE
-    stream.took(0, b"0", live=True)
-    assert stream.live(2) is MessageAction.GAP
-    stream.took(1, b"1")  # from a replay
-    stream.took(2, b"2")
-    assert [stream.live(1), stream.live(2)] == [MessageAction.SKIP, MessageAction.SKIP]
-    assert stream.live(3) is MessageAction.TAKE
-    stream.took(3, b"3", live=True)
-    assert stream.live(3) is MessageAction.RESTART
-    assert stream.live(0) is MessageAction.RESTART
-    assert stream.same(3, b"3")
-    assert not stream.same(3, b"three")
-    assert not stream.same(2, b"2")
+    assert stream.classify(4) is MessageAction.GAP
+    assert stream.classify(0) is MessageAction.TAKE
+    stream.advance(0, b"0", live=True)
+    assert stream.classify(2) is MessageAction.GAP
+    stream.advance(1, b"1")  # from a replay
+    stream.advance(2, b"2")
+    assert [stream.classify(1), stream.classify(2)] == [MessageAction.SKIP, MessageAction.SKIP]
+    assert stream.classify(3) is MessageAction.TAKE
+    stream.advance(3, b"3", live=True)
+    assert stream.classify(3) is MessageAction.RESTART
+    assert stream.classify(0) is MessageAction.RESTART
+    assert stream.is_last(3, b"3")
+    assert not stream.is_last(3, b"three")
+    assert not stream.is_last(2, b"2")
     stream.reset(anywhere=True)
-    assert stream.live(77) is MessageAction.TAKE
+    assert stream.classify(77) is MessageAction.TAKE
+
+
+def test_the_backoff_grows_to_a_bound_however_long_a_publisher_is_silent():
+    assert [_backoff_s(5.0, timeouts) for timeouts in (1, 2, 3, 4)] == [10.0, 20.0, 40.0, 60.0]
+    assert _backoff_s(5.0, 10_000) == 60.0

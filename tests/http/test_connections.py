@@ -152,7 +152,7 @@ def test_files_that_run_out_are_counted_logged_once_and_made_room_for(caplog):
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             for one in clients:
                 one.close()
-        said = [one for one in caplog.records if "no connection can be accepted" in one.message]
+        said = [one for one in caplog.records if "cannot accept a connection" in one.message]
         assert len(said) == 1
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.serve.http import bind
 from kvkeep.serve.router import CostModel, PrefixRouter
-from kvkeep.serve.router.health import Patience
+from kvkeep.serve.router.health import Timeouts
 from kvkeep.serve.router.listening import Server
 from kvkeep.serve.router.proxy import create_proxy
 from kvkeep.serve.router.upstreams import Upstreams
@@ -171,11 +171,11 @@ class Routing:
         self.router = PrefixRouter(urls, cost=options.pop("cost", CostModel(balance=0.0)))
         self.upstreams = Upstreams(urls, connect_s=2.0)
         waits = {"first_byte_s": 20.0, "probe_every_s": 0.05, "probe_s": 1.0}
-        options["patience"] = Patience(**{**waits, **options.pop("patience", {})})
+        options["timeouts"] = Timeouts(**{**waits, **options.pop("timeouts", {})})
         self._socket = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         proxy = create_proxy(self.router, self.upstreams, **options)
-        self._server = Server(proxy, self.url, None)
+        self._server = Server(proxy)
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve([self._socket]))
         )

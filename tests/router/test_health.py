@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.serve.router.health import Doubt, Health, InstanceHealth, Patience
+from kvkeep.serve.router.health import Doubt, Health, InstanceHealth, Timeouts
 
 NAMES = ["a", "b", "c"]
 
@@ -133,12 +133,12 @@ def test_doubts_are_told(health):
 )
 def test_times_that_are_none(name, seconds):
     with pytest.raises(InvalidValue, match=name):
-        Patience(**{name: seconds})
+        Timeouts(**{name: seconds})
 
 
 def test_tries_that_are_none():
     with pytest.raises(InvalidValue, match="tries"):
-        Patience(tries=0)
+        Timeouts(tries=0)
 
 
 class Lives(RuleBasedStateMachine):

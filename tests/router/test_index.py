@@ -207,13 +207,13 @@ class Bounded(Indexing):
         if not hasattr(self, "index"):
             return
         self.index.check()
-        for place, stocks in self.index._stocks.items():
+        for place, stocks in self.index._places.items():
             for tier, stock in stocks.items():
                 for block, key in stock.blocks.items() if place not in self.doubled else ():
                     prefix, _ = self.naive.blocks[place, tier, block]
                     assert length_of(key) == len(prefix) - 1
         for name in ("a", "b"):
-            known, evicted = self.index.share_of(name)
+            known, evicted = self.index.instance_blocks(name)
             told = sum(held[0].instance == name for held in self.naive.blocks)
             assert known <= min(told, self.MOST)
             if not evicted:
@@ -259,7 +259,7 @@ def test_what_was_stored_longest_ago_goes_first(stores, most):
             naive.append(one)
             if len(naive) > most:
                 del naive[: max(len(naive) - most, most // 64)]
-        assert list(index._stocks[PLACES[0]]["GPU"].blocks) == naive, turn
+        assert list(index._places[PLACES[0]]["GPU"].blocks) == naive, turn
     index.check()
 
 
@@ -337,12 +337,12 @@ def test_an_instance_has_so_many_blocks_and_no_more():
         place, tier = PLACES[turn % 2], TIERS[turn // 2 % 2]
         index.store(place, list(range(at, at + 9)), None, [turn] * 9, 1, tier=tier)
         at += 9
-        known, evicted = index.share_of("a")
+        known, evicted = index.instance_blocks("a")
         assert known <= 64
         assert known + evicted == at
         assert index.lookup(row(*[turn] * 9))[place].tokens == 9
     index.check()
-    assert index.share_of("b") == (60, 0)
+    assert index.instance_blocks("b") == (60, 0)
     assert index.evicted == evicted == at - known
     index.remove(PLACES[0], range(at))  # of what was forgotten, too
     index.remove(PLACES[1], range(at), tier="CPU")
@@ -353,7 +353,7 @@ def test_more_blocks_at_once_than_there_may_be():
     index = PlacementIndex(most_blocks=100)
     index.store(PLACES[0], list(range(1000)), None, [1] * 1000, 1)
     index.check()
-    assert index.share_of("a") == (100, 900)
+    assert index.instance_blocks("a") == (100, 900)
     assert index.lookup(row(*[1] * 1000)) == {}  # what is left are the ends
 
 
@@ -391,9 +391,9 @@ def test_what_is_expected_of_a_place_counts_for_nothing_it_may_tell():
     assert len(keys) == len(index) == 20
     for size in range(1, 6):
         index.store(PLACES[0], [size], None, [size] * size, size)
-    assert (index.share_of("a"), index.refused) == ((4, 0), 1)
+    assert (index.instance_blocks("a"), index.refused) == ((4, 0), 1)
     index.store(PLACES[0], list(range(10, 20)), None, [7] * 10, 1)
-    assert index.share_of("a") == (10, 4)
+    assert index.instance_blocks("a") == (10, 4)
     assert index.lookup(row(*[1] * 100))[PLACES[0]].tiers == {"COMING": 100}
     index.remove(PLACES[0], keys, tier="COMING")
     index.check()
@@ -413,7 +413,7 @@ def test_forgetting_looks_at_no_more_than_it_forgets():
                 yield pair
 
     index.store(PLACES[0], [-1], None, [0], 1)
-    index._stocks[PLACES[0]]["GPU"].blocks = Counting(index._stocks[PLACES[0]]["GPU"].blocks)
+    index._places[PLACES[0]]["GPU"].blocks = Counting(index._places[PLACES[0]]["GPU"].blocks)
     for at in range(0, 60_000, 50):
         index.store(PLACES[0], list(range(at, at + 50)), None, [at + 1] * 50, 1)
         index.lookup(row(*[at + 1] * 50))  # everything is looked up: the worst that can be
@@ -440,7 +440,7 @@ def test_a_place_has_few_tiers_and_takes_none_from_others():
     for turn in range(3):
         for number in range(100):
             index.store(PLACES[0], [number], None, [number], 1, tier=f"tier {turn} {number}")
-        assert (index.share_of("a")[0], index.refused) == (8, 92 * (turn + 1))
+        assert (index.instance_blocks("a")[0], index.refused) == (8, 92 * (turn + 1))
         index.store(PLACES[2], [1], None, [1], 1, tier="CPU")
         assert len(index._tiers) == 8 + 2
         index.clear(PLACES[0])

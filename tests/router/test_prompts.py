@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.serve.router.health import Patience
+from kvkeep.serve.router.health import Timeouts
 from kvkeep.serve.router.prompts import Prompt, PromptParser
 from kvkeep.serve.router.upstreams import Upstreams
 
@@ -42,7 +42,7 @@ def read(body: bytes) -> tuple[Prompt, list[Any]]:
         seen.append(asked)
         return np.array([7, 7, 7], np.int32)
 
-    prompts = PromptParser(NOBODY, Patience(), tokenize)
+    prompts = PromptParser(NOBODY, Timeouts(), tokenize)
     return asyncio.run(prompts.read(body, [])), seen
 
 

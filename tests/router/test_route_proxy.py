@@ -20,7 +20,7 @@ from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.http.bodies import FREE_BYTES
 from kvkeep.serve.kv_events import BlockStored
 from kvkeep.serve.router.health import InstanceHealth
-from kvkeep.serve.router.upstreams import Upstreams, passed_on
+from kvkeep.serve.router.upstreams import Upstreams, end_to_end_headers
 
 WHOLE = b"".join(CHUNKS)
 ASK = {"model": "m", "prompt": [1, 2, 3, 4], "stream": True}
@@ -162,7 +162,7 @@ def test_the_second_best_is_asked_next(mood):
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_the_third_is_asked_after_the_second_best(order):
     prompt = list(range(12))
-    with routing("hangs up", "hangs up", "hangs up", patience={"tries": 3}) as (proxy, made):
+    with routing("hangs up", "hangs up", "hangs up", timeouts={"tries": 3}) as (proxy, made):
         best, second, third = (made[at] for at in order)
         for one, tokens in ((best, 8), (second, 6), (third, 2)):
             holds(proxy, one, prompt[:tokens])
@@ -255,7 +255,7 @@ SHORT = {"first_byte_s": 1.0, "idle_s": 1.0, "probe_every_s": 0.05, "probe_s": 1
 @pytest.mark.parametrize("mood", ["waits", "stalls", "garbage"])
 def test_another_one_is_asked_where_no_first_byte_comes(mood):
     """It accepts and never answers, sends a head alone, or what is no HTTP."""
-    with routing(mood, "well", patience=SHORT) as (proxy, (bad, good)):
+    with routing(mood, "well", timeouts=SHORT) as (proxy, (bad, good)):
         holds(proxy, bad, [1, 2, 3, 4])
         answer = ask(proxy)
         assert (answer.status_code, answer.content) == (200, WHOLE)
@@ -267,8 +267,8 @@ def test_another_one_is_asked_where_no_first_byte_comes(mood):
 
 
 def test_a_stopped_instance_is_found_by_probes_however_long_an_answer_may_take():
-    patience = {"first_byte_s": 1000.0, "probe_every_s": 0.05, "probe_s": 0.2}
-    with routing("well", "well", patience=patience) as (proxy, (bad, good)):
+    timeouts = {"first_byte_s": 1000.0, "probe_every_s": 0.05, "probe_s": 0.2}
+    with routing("well", "well", timeouts=timeouts) as (proxy, (bad, good)):
         holds(proxy, bad, [1, 2, 3, 4])
         bad.mood = "waits"
         with ThreadPoolExecutor(4) as pool:
@@ -297,8 +297,8 @@ def test_a_stopped_instance_is_found_by_probes_however_long_an_answer_may_take()
 
 def test_the_last_one_left_is_waited_for():
     """Probes are not answered, and yet it may go on."""
-    patience = {"first_byte_s": 1000.0, "probe_every_s": 0.02, "probe_s": 0.05}
-    with routing("stopped", patience=patience) as (proxy, (one,)):
+    timeouts = {"first_byte_s": 1000.0, "probe_every_s": 0.02, "probe_s": 0.05}
+    with routing("stopped", timeouts=timeouts) as (proxy, (one,)):
         eventually(lambda: proxy.upstreams.health.silent(one.url))
         assert httpx.get(f"{proxy.url}/health").status_code == 503
         with ThreadPoolExecutor(1) as pool:
@@ -312,8 +312,8 @@ def test_the_last_one_left_is_waited_for():
 
 
 def test_one_that_comes_back_takes_over_what_waits_at_one_that_is_stopped():
-    patience = {"first_byte_s": 1000.0, "probe_every_s": 0.02, "probe_s": 0.05}
-    with routing("stopped", "stopped", patience=patience) as (proxy, (one, two)):
+    timeouts = {"first_byte_s": 1000.0, "probe_every_s": 0.02, "probe_s": 0.05}
+    with routing("stopped", "stopped", timeouts=timeouts) as (proxy, (one, two)):
         eventually(lambda: all(map(proxy.upstreams.health.silent, proxy.upstreams.names)))
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(ask, proxy)
@@ -332,7 +332,7 @@ def test_one_that_comes_back_takes_over_what_waits_at_one_that_is_stopped():
     ],
 )
 def test_what_is_said_where_nobody_answers(moods, status, message):
-    with routing(*moods, patience=SHORT) as (proxy, made):
+    with routing(*moods, timeouts=SHORT) as (proxy, made):
         answer = ask(proxy)
         assert answer.status_code == status
         assert answer.json()["error"]["message"] == message
@@ -356,14 +356,14 @@ def test_nobody_can_be_reached():
 
 
 def test_a_refusal_is_passed_on_where_only_suspects_are_left():
-    with routing("429", "stopped", patience={**SHORT, "probe_s": 0.5}) as (proxy, (full, _)):
+    with routing("429", "stopped", timeouts={**SHORT, "probe_s": 0.5}) as (proxy, (full, _)):
         eventually(lambda: states(proxy) == [InstanceHealth.UP, InstanceHealth.SUSPECT])
         assert ask(proxy).status_code == 429
         assert len(full.paths) == 1
 
 
 def test_a_stream_that_stalls_is_broken_off_and_not_asked_for_again():
-    with routing("stops", "well", patience=SHORT) as (proxy, (bad, good)):
+    with routing("stops", "well", timeouts=SHORT) as (proxy, (bad, good)):
         holds(proxy, bad, [1, 2, 3, 4])
         read = b""
         with pytest.raises(httpx.RemoteProtocolError):  # noqa: SIM117, PT012
@@ -378,7 +378,7 @@ def test_a_stream_that_stalls_is_broken_off_and_not_asked_for_again():
 
 
 def test_a_client_that_stops_reading_is_not_waited_for_for_ever():
-    with routing("well", patience={"idle_s": 0.4}) as (proxy, (one,)):
+    with routing("well", timeouts={"idle_s": 0.4}) as (proxy, (one,)):
         one.chunks = [b"x" * (1 << 20)] * 64
         host, port = proxy.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as plain:
@@ -399,8 +399,8 @@ def test_a_client_that_gives_up_makes_its_instance_suspect():
 
 def test_text_is_tokenized_by_who_is_up():
     """One that is stopped holds two questions up at most, for a moment, and then none."""
-    patience = {**SHORT, "first_byte_s": 20.0, "tokenize_s": 0.2, "probe_s": 0.5}
-    with routing("well", "well", patience=patience) as (proxy, (bad, good)):
+    timeouts = {**SHORT, "first_byte_s": 20.0, "tokenize_s": 0.2, "probe_s": 0.5}
+    with routing("well", "well", timeouts=timeouts) as (proxy, (bad, good)):
         holds(proxy, good, list(b"a text"))
         bad.mood = "stopped"
         for _ in range(6):
@@ -547,4 +547,4 @@ def test_what_is_about_the_connection_stays():
     given = [(b"Connection", b"close, X-Own"), (b"X-Own", b"1"), (b"Host", b"h"),
              (b"X-Other", b"2"), (b"Transfer-Encoding", b"chunked"),
              (b"Authorization", b"Bearer k")]  # fmt: skip
-    assert passed_on(given) == [(b"x-other", b"2"), (b"authorization", b"Bearer k")]
+    assert end_to_end_headers(given) == [(b"x-other", b"2"), (b"authorization", b"Bearer k")]

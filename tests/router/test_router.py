@@ -186,7 +186,7 @@ def test_instances_come_and_go(router):
     router.remove("c")
     router.end(ticket)
     assert {score.place.instance for score in router.score(PROMPT)} == {"a", "b"}
-    with pytest.raises(InvalidValue, match="'c' is no instance"):
+    with pytest.raises(InvalidValue, match="unknown instance 'c'"):
         router.apply("c", [AllBlocksCleared()])
     with pytest.raises(InvalidValue, match="not known"):
         router.begin(router.score(PROMPT)[0]._replace(place=ticket.place))

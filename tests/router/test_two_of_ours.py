@@ -211,7 +211,7 @@ def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--instances", "nonsense"], "an instance is http://HOST:PORT, got 'nonsense'"),
+        (["--instances", "nonsense"], "an instance must be http://HOST:PORT, got 'nonsense'"),
         (["--instances", "http://a,http://b", "--events", "tcp://x:1"], "--events names one"),
         (["--instances", "http://a", "--events", "x"], "an endpoint is tcp://HOST:PORT"),
         (["--instances", "http://a", "--prefill-speed", "0"], "--prefill-speed is above 0"),

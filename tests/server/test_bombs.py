@@ -16,8 +16,8 @@ from kvkeep.serve.engine import Tokenizer
 from kvkeep.serve.models import bundled_model
 from kvkeep.serve.server import jobs
 from kvkeep.serve.server.errors import ApiError
-from kvkeep.serve.server.lanes import LARGE
 from kvkeep.serve.server.routes import base
+from kvkeep.serve.server.thread_pools import LARGE
 
 pytestmark = pytest.mark.model
 
@@ -94,8 +94,8 @@ def test_a_text_that_is_a_little_too_long_is_still_counted(server):
     [
         ([[1]] * MILLION, "objects and lists"),
         ([{}] * MILLION, "objects and lists"),
-        ([""] * MILLION, "texts"),
-        ({f"{at}": 0 for at in range(500_000)}, "texts"),
+        ([""] * MILLION, "strings"),
+        ({f"{at}": 0 for at in range(500_000)}, "strings"),
         ([1] * 2 * MILLION, "values"),
         ([["[{,"] * 2 + [[]] * 40_000], "objects and lists"),
     ],
@@ -169,7 +169,7 @@ def test_small_bodies_are_never_behind_large_ones(server, monkeypatch):
     """Large ones are parsed off the event loop, one after the other."""
     go = threading.Event()
     parsing = []
-    before = base.question
+    before = base.parse_body
 
     def slow(body, model):
         if body.size > LARGE:
@@ -177,7 +177,7 @@ def test_small_bodies_are_never_behind_large_ones(server, monkeypatch):
             assert go.wait(60)
         return before(body, model)
 
-    monkeypatch.setattr(base, "question", slow)
+    monkeypatch.setattr(base, "parse_body", slow)
     asked = {"prompt": "a", "max_tokens": 1}
     with ThreadPoolExecutor(3) as clients:
         body = {**asked, "user": "x" * 2 * LARGE}

@@ -107,14 +107,14 @@ def test_the_picture_by_tier(opened, tmp_path):
         planted(server, *LONG, SHORT)
         live(page)
         until(page, "document.querySelectorAll('#picture .box').length === 5")
-        page.get_by_role("button", name="Stop asking the server").click()
+        page.get_by_role("button", name="Pause polling the server").click()
         page.get_by_label("Colour").select_option("tier")
         until(page, "document.querySelectorAll('#picture .h4').length === 3")
         page.locator("#pause").click()
         legend = page.locator("#legend li").all_inner_texts()
         # The first is also for what tiers have in part.
-        none = "no tier has all of it"
-        assert legend == [none, "memory has it too", "file has it too", "cannot be told"]
+        none = "in no tier completely"
+        assert legend == [none, "also in memory", "also in file", "unknown"]
         page.locator("#picture .h4").first.click()
         page.locator("#details dl").wait_for()
         facts = "document.querySelector('#details dl').textContent"
@@ -122,9 +122,9 @@ def test_the_picture_by_tier(opened, tmp_path):
         # Of the short one and of what is no run nothing is said that is not known.
         page.locator("#crumbs button").first.click()
         page.locator("#picture .h0:not(:has(.space))").click()
-        until(page, f"{facts}.includes('the pool, of tiers it cannot be told')")
+        until(page, f"{facts}.includes('the pool, tiers unknown')")
         page.locator("#picture .space").click()
-        until(page, f"{facts}.includes('below400') && !{facts}.includes('kept in')")
+        until(page, f"{facts}.includes('below400') && !{facts}.includes('cached in')")
         page.locator("#picture .h4").first.click()
         server.engine.clear_store(server.service.namespace(None))
         until(page, "document.querySelectorAll('#picture .h2').length === 3")

@@ -182,14 +182,14 @@ def test_the_document_describes_what_there_is(server):
         "/kv/live", "/kv/map", "/kv/map/{id}", "/kv/search",
     }  # fmt: skip
     names = set(document["components"]["schemas"])
-    assert "ErrorAnswer" in names
+    assert "ErrorResponse" in names
     assert "HTTPValidationError" not in names  # nothing here answers so
     for path in document["paths"].values():
         for operation in path.values():
             assert "422" not in operation["responses"]
             refused = operation["responses"]["default"]["content"]["application/json"]
-            assert refused["schema"]["$ref"].endswith("/ErrorAnswer")
-    prompt = document["components"]["schemas"]["CompletionQuestion"]["properties"]["prompt"]
+            assert refused["schema"]["$ref"].endswith("/ErrorResponse")
+    prompt = document["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]
     assert len(prompt["anyOf"]) == 4
 
 

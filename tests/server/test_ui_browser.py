@@ -90,12 +90,12 @@ def test_the_switch_turns_everything_and_stays(server, opened):
     with opened(server, color_scheme="light") as page:
         live(page)
         light = page.evaluate(ground)
-        page.get_by_role("button", name="Show it dark").click()
+        page.get_by_role("button", name="Use the dark theme").click()
         dark = page.evaluate(ground)
         assert dark != light
         page.reload()
         assert page.evaluate(ground) == dark
-        page.get_by_role("button", name="Show it light").click()
+        page.get_by_role("button", name="Use the light theme").click()
         assert page.evaluate(ground) == light
     with opened(server, color_scheme="dark") as page:
         assert page.evaluate(ground) == dark
@@ -267,7 +267,7 @@ def test_a_prompt_can_be_explained_before_it_is_asked(server, opened):
         page.get_by_role("button", name="Explain a prompt…").click()
         page.get_by_label("Prompt", exact=True).fill(WORDS * 5 + "What now?")
         page.get_by_role("button", name="Explain", exact=True).click()
-        page.get_by_text("If it were asked now").wait_for()
+        page.get_by_text("If it were sent now").wait_for()
         assert page.locator("dialog .spans li").first.inner_text().startswith("from the pool")
     assert server.stats()["cache"]["pages_cached"] == before
 

@@ -48,7 +48,7 @@ def test_with_the_key_it_is_pinned_and_evicted(locked, opened):
         page.get_by_text("The server pinned").wait_for()
         assert pinned(locked) > 0
         page.get_by_role("button", name="Unpin").click()
-        page.get_by_text("The server let go of").wait_for()
+        page.get_by_text("The server unpinned").wait_for()
         assert pinned(locked) == 0
         page.get_by_role("button", name="Evict…").click()
         dialog.get_by_role("button", name="Evict", exact=True).click()
@@ -61,7 +61,7 @@ def test_the_key_is_asked_for_and_kept_in_this_tab(locked, opened):
         field = page.get_by_role("textbox", name="API key")
         field.fill("wrong")
         page.keyboard.press("Enter")
-        page.get_by_text("does not take this API key").wait_for()
+        page.get_by_text("rejected this API key").wait_for()
         field.fill(KEY)
         page.keyboard.press("Enter")
         live(page)
@@ -107,12 +107,12 @@ def test_what_is_out_of_sight_is_not_asked_for(server, opened):
 def test_pausing(server, opened):
     with opened(server) as page:
         live(page)
-        page.get_by_role("button", name="Stop asking the server").click()
+        page.get_by_role("button", name="Pause polling the server").click()
         page.wait_for_timeout(300)
         before = len(page.asked)
         page.wait_for_timeout(1500)
         assert len(page.asked) == before
-        page.get_by_role("button", name="Go on asking the server").click()
+        page.get_by_role("button", name="Resume polling the server").click()
         live(page)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvkeep.cli.model import Commands
     from kvkeep.serve.kv_events import Source
     from kvkeep.serve.router import CostModel
-    from kvkeep.serve.router.health import Patience
+    from kvkeep.serve.router.health import Timeouts
     from kvkeep.serve.router.prompts import Tokenize
 
 __all__ = ["add_parser", "run"]
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     from kvkeep.serve.router.proxy import create_proxy  # noqa: PLC0415
     from kvkeep.serve.router.upstreams import Upstreams  # noqa: PLC0415
 
-    patience = _patience(args)
+    timeouts = _timeouts(args)
     http.raise_file_limit()
     limits = http.ConnectionLimits(
         most=http.connections_for(args.max_connections, files_each=2), head_s=args.head_timeout
@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
                 reader,
                 tokenize=tokenize,
                 hosts=_hosts(args.host, args.allow_host),
-                patience=patience,
+                timeouts=timeouts,
                 bodies=bodies,
             )
             serve(proxy, bound, limits=limits, ready=lambda url: _announce(url, names, sources))
@@ -216,8 +216,8 @@ def _cost(args: argparse.Namespace) -> CostModel:
     return CostModel(**given)
 
 
-def _patience(args: argparse.Namespace) -> Patience:
-    from kvkeep.serve.router.health import Patience  # noqa: PLC0415
+def _timeouts(args: argparse.Namespace) -> Timeouts:
+    from kvkeep.serve.router.health import Timeouts  # noqa: PLC0415
 
     for option in ("first_byte_timeout", "idle_timeout", "probe_interval", "probe_timeout",
                    "tokenize_timeout", "head_timeout", "body_timeout"):  # fmt: skip
@@ -225,7 +225,7 @@ def _patience(args: argparse.Namespace) -> Patience:
         if not 0 < seconds < math.inf:
             name = option.replace("_", "-")
             raise InvalidValue(f"--{name} is a number of seconds above 0, got {seconds}")
-    return Patience(
+    return Timeouts(
         first_byte_s=args.first_byte_timeout,
         idle_s=args.idle_timeout,
         probe_every_s=args.probe_interval,

@@ -1,19 +1,20 @@
-"""HTTP servers with bounds against clients that are slow, never finish, or come in thousands.
+"""HTTP servers bounded against slow clients, unfinished requests and floods of connections.
 
-`GuardedServer` is uvicorn with an accept loop and a protocol of its own: a cap on connections,
-deadlines for heads and for clients that do not read. `BodyGuard` bounds what the bodies of all
-requests together take. `kvkeep serve` and `kvkeep route` both stand on it.
+`GuardedServer` is uvicorn with its own accept loop and protocol: a connection limit, a deadline for
+request heads, and one for clients that do not read. `BodyGuard` limits the memory that all request
+bodies take together. `kvkeep serve` and `kvkeep route` are built on both.
 """
 
 from __future__ import annotations
 
 from kvkeep.core.errors import require
 
-require("uvicorn", "server")  # all of this room needs them: say which extra brings them
+require("uvicorn", "server")  # first, so that the error names the extra to install
 require("starlette", "server")
 
 from kvkeep.serve.http.bodies import BodyBudget, BodyGuard, BodyRefused, RequestBody, body_of  # noqa: E402
 from kvkeep.serve.http.connections import ConnectionLimits, Connections  # noqa: E402
+from kvkeep.serve.http.disconnects import unless_disconnected  # noqa: E402
 from kvkeep.serve.http.files import connections_for, raise_file_limit  # noqa: E402
 from kvkeep.serve.http.listening import GuardedServer, bind, url_of  # noqa: E402
 
@@ -29,5 +30,6 @@ __all__ = [
     "body_of",
     "connections_for",
     "raise_file_limit",
+    "unless_disconnected",
     "url_of",
 ]

@@ -17,27 +17,29 @@ if TYPE_CHECKING:
 __all__ = ["BACKLOG", "Acceptor"]
 
 BACKLOG = 2048
-"""Connections that the system keeps until they are accepted."""
-_AT_ONCE = 16
-"""Fewer than the files in reserve: a connection that is displaced is closed a moment later."""
+"""Connections that the kernel queues until they are accepted."""
+_BATCH = 16
+"""Connections accepted per turn of the event loop. Fewer than the files in reserve: a displaced
+connection is closed only a moment later."""
 _PAUSE_S = 0.1
-_SAID = (
+_NO_CONNECTION = (
     b'{"error": {"message": "all connections are in use; try again later", '
     b'"type": "server_error", "param": null, "code": "no_connection"}}'
 )
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
-    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(_SAID), _SAID)
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+    % (len(_NO_CONNECTION), _NO_CONNECTION)
 )
 
 
 class Acceptor:
-    """Accepts on ``bound`` and makes a ``protocol`` for each connection.
+    """Accepts connections on a listening socket and makes a ``protocol`` for each.
 
-    asyncio's own accepts as many as the backlog at once, and where files run out, writes a
-    traceback for each of them, every second. This one makes room first, and waits a moment.
+    asyncio's own loop accepts a whole backlog at once and, when the process has no file left,
+    logs a traceback per connection every second. This one makes room first, then pauses.
 
-    Thread safety: none; it belongs to the event loop.
+    Thread safety: none; for the event loop.
     """
 
     def __init__(
@@ -54,14 +56,15 @@ class Acceptor:
         self._paused: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Accept from now on; the socket listens already."""
+        """Begin to accept; the socket listens already."""
         self._bound.setblocking(False)
         self._loop.add_reader(self._bound.fileno(), self._accept)
 
     async def close(self) -> None:
-        """Accept no more, and wait until what was accepted is open; the socket stays its owner's.
+        """Stop accepting and wait for connections that are still being opened.
 
-        A connection that opens later would be in nobody's list, and stay open.
+        A connection that opened later would be in no list, and never be closed. The socket itself
+        stays open.
         """
         if self._paused is not None:
             self._paused.cancel()
@@ -70,22 +73,22 @@ class Acceptor:
             await asyncio.wait(self._opening)
 
     def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_BATCH):
             if self._connections.settling:
-                return  # a connection that sent its head at once is not displaced before it is read
+                return  # do not displace a connection whose head may have arrived but is unread
             try:
                 accepted, _ = self._bound.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no file, no memory
+            except OSError as error:  # the process has no file left, or the system no memory
                 self._connections.accept_failed(error)
-                for _ in range(_AT_ONCE):
+                for _ in range(_BATCH):
                     self._connections.make_room()
                 self._pause()
                 return
-            self._take(accepted)
+            self._admit(accepted)
 
-    def _take(self, accepted: socket.socket) -> None:
+    def _admit(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
         if self._connections.full and not self._connections.make_room():
             self._connections.count("refused")
@@ -102,7 +105,7 @@ class Acceptor:
     async def _open(self, accepted: socket.socket, protocol: GuardedProtocol) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: protocol, accepted)
-        except OSError:  # gone already
+        except OSError:  # the client has closed it already
             self._connections.forget(protocol, Phase.HEAD)
             accepted.close()
 

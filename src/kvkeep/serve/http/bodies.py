@@ -1,4 +1,4 @@
-"""Bodies of requests: bounds on the size and time of each, and on the memory of all."""
+"""Request bodies: limits on the size and arrival time of each, and on the memory of all."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["BodyBudget", "BodyGuard", "BodyRefused", "RequestBody", "body_of"]
 FREE_BYTES = 64 << 10
 """The first bytes of each body are not counted, so small requests pass when the budget is full."""
 _LINGER_S = 1.0
-"""Seconds for which a refused body is still read, so that the client can read the answer."""
+"""Seconds for which a refused body is read on, so that the client gets to read the response."""
 _KEY = "kvkeep.body"
-# The rest of a refused body is not read.
+# A connection whose body was not read to its end cannot carry another request.
 _CLOSE = {"Connection": "close"}
 
 
 class BodyRefused(Exception):
-    """A body is refused: ``status``, ``code`` and ``headers`` of the answer.
+    """A refused body, with the ``status``, ``code`` and ``headers`` of the response.
 
-    The message is sent to the client.
+    The client is sent the message.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class BodyRefused(Exception):
 class BodyBudget:
     """Limits and counts the bodies of all requests.
 
-    One body has at most ``largest`` bytes and ``seconds`` to arrive. All bodies that are held have
-    at most ``budget`` bytes together; the first 64 KiB of each are not counted. A body is held from
-    its first byte to the end of the answer.
+    Each body may have ``largest`` bytes and take ``seconds`` to arrive. All bodies in memory have
+    at most ``budget`` bytes together, not counting the first 64 KiB of each. A body counts from
+    its first byte until the response has ended.
 
-    Thread safety: none; it belongs to the event loop. Memory: ``budget``, and 64 KiB a connection.
+    Thread safety: none; for the event loop. Memory: ``budget``, and 64 KiB per connection.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class BodyBudget:
             raise InvalidValue(f"body_timeout_s is a number of seconds above 0, got {seconds}")
         self.seconds = seconds
         self.held = 0
-        """Counted bytes of the bodies that are held now."""
+        """Counted bytes of the bodies in memory."""
         self.refused = {"too_large": 0, "late": 0, "budget": 0}
         """Refused bodies by reason."""
 
     def take(self, size: int) -> bool:
-        """Count ``size`` bytes more. Return False and count nothing if the budget is exceeded."""
+        """Count ``size`` more bytes. Return False, and count nothing, if the budget is exceeded."""
         if self.held + size > self.budget:
             return False
         self.held += size
         return True
 
     def give(self, size: int) -> None:
-        """Count ``size`` bytes less."""
+        """Count ``size`` fewer bytes."""
         self.held -= size
         assert self.held >= 0, "more of a body was given back than taken"
 
@@ -82,8 +82,8 @@ class BodyBudget:
 class RequestBody:
     """The body of one request: `read` it once, then `take` it.
 
-    Beyond 64 KiB a body lies in an anonymous mapping until `take`, which is returned to the system
-    at once when the client leaves: the heap does not grow.
+    Beyond 64 KiB it is kept in an anonymous mapping, which goes back to the system at once when the
+    client leaves: the heap does not grow.
     """
 
     def __init__(self, bodies: BodyBudget, headers: Headers, receive: Receive) -> None:
@@ -102,8 +102,8 @@ class RequestBody:
         Raises `BodyRefused` for a body that is too large (413), too slow (408), or exceeds the
         budget of all bodies (503), and `ClientDisconnect` when the client leaves first.
         """
-        said = self._headers.get("content-length", "")
-        if said.isdecimal() and int(said[:20]) > self._bodies.largest:
+        length = self._headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > self._bodies.largest:
             raise await self._refused("too_large", lingers="expect" not in self._headers)
         try:
             async with asyncio.timeout(self._bodies.seconds):
@@ -113,7 +113,7 @@ class RequestBody:
             raise await self._refused("late", lingers=False) from None
 
     async def _more(self) -> bool:
-        """Wait for the next piece. Return whether more follows."""
+        """Wait for the next piece. Return whether more follow."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
@@ -134,14 +134,14 @@ class RequestBody:
             self._small += piece
             return
         if self._large is None:
-            # As large as the largest body: pages that are not written take no memory.
+            # Mapped at the largest size: pages that are never written take no memory.
             self._large = mmap.mmap(-1, self._bodies.largest)
             self._large.write(self._small)
             self._small = bytearray()
         self._large.write(piece)
 
     def take(self) -> bytes:
-        """Return the whole body, once. It stays counted until the request ends."""
+        """Return the whole body; call once. It stays counted until the request ends."""
         if self._large is None:
             body = bytes(self._small)
             self._small = bytearray()
@@ -151,7 +151,7 @@ class RequestBody:
         return body
 
     def close(self) -> None:
-        """Free and uncount the body: the request has ended."""
+        """Free the body and stop counting it, at the end of the request."""
         self._release()
         self._small = bytearray()
         self._bodies.give(self._counted)
@@ -163,7 +163,7 @@ class RequestBody:
             self._large = None
 
     async def _refused(self, why: str, *, lingers: bool) -> BodyRefused:
-        """Return the refusal, after the rest of the body was read for a moment."""
+        """Release the body, read on for a moment if ``lingers``, and return the error to raise."""
         self.close()
         self._bodies.refused[why] += 1
         if lingers:
@@ -186,14 +186,14 @@ class RequestBody:
 
 
 class BodyGuard:
-    """ASGI middleware that counts each body in ``bodies``; the application calls `body_of`."""
+    """ASGI middleware that counts each request's body in ``bodies``; read it with `body_of`."""
 
     def __init__(self, app: ASGIApp, bodies: BodyBudget) -> None:
         self._app = app
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on."""
+        """Make the body available to the application, and free it afterwards."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -205,13 +205,13 @@ class BodyGuard:
 
 
 def body_of(scope: Scope) -> RequestBody:
-    """The body of the request with this ``scope``, behind a `BodyGuard`."""
+    """Return the body of the request with this ``scope``; needs `BodyGuard` in front."""
     body: RequestBody = scope[_KEY]
     return body
 
 
 async def _linger(receive: Receive) -> None:
-    """Read and drop the rest of a body, for a moment."""
+    """Read and drop the rest of a body, for a limited time."""
     try:
         async with asyncio.timeout(_LINGER_S):
             while (message := await receive())["type"] == "http.request":

@@ -1,4 +1,4 @@
-"""The connections of one server: their number, what each waits for, and its deadline."""
+"""The connections of one server: how many, what each waits for, and until when."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ log = logging.getLogger("kvkeep.http")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What one server allows its clients, in connections and seconds.
+    """Limits on the clients of one server.
 
-    ``most`` connections are open at once. The head of a request has ``head_s`` from the connection,
-    or from its first byte on one that was used before, which may be idle for ``keep_alive_s``. A
-    client that reads nothing of an answer for ``stall_s`` while more waits for it is cut off.
+    At most ``most`` connections are open. A request head may take ``head_s`` seconds, counted from
+    the connection, or on a reused connection from the head's first byte. A reused connection may be
+    idle for ``keep_alive_s``. A client that reads nothing of a waiting response for ``stall_s`` is
+    disconnected.
     """
 
     most: int = 1024
@@ -48,27 +49,26 @@ class ConnectionLimits:
 
 
 class Phase(Enum):
-    """What a connection is waiting for."""
+    """What a connection waits for."""
 
     HEAD = "head"
-    """The head of its first request, or the rest of one that has begun."""
+    """The head of its first request, or the rest of a head that has begun."""
     IDLE = "idle"
-    """The next request, which has not begun."""
+    """The first byte of the next request."""
     BODY = "body"
-    """The rest of a request's body."""
+    """The rest of a request body."""
     ANSWER = "answer"
-    """The server's own answer."""
+    """The server's response."""
 
 
 class Connections:
-    """The connections of one server, by what they wait for, the longest first.
+    """The connections of one server by phase, longest wait first.
 
-    When ``limits.most`` are open, each new one takes the place of the one that has waited longest
-    for a head; where there is none, of one that is idle, then of one whose body is incomplete.
-    Requests that are whole are never closed for another, and a connection beyond them is refused
-    with 503.
+    With ``limits.most`` open, a new connection displaces the one that has waited longest for a
+    head, else the longest idle one, else the longest with an incomplete body. A connection with a
+    complete request is never displaced: if all have one, the new connection is refused with 503.
 
-    Thread safety: none; it belongs to the event loop. Cost: O(1) for everything.
+    Thread safety: none; for the event loop. Cost: O(1) per method.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
@@ -78,8 +78,8 @@ class Connections:
         self.closed = dict.fromkeys(
             ("head_timeout", "displaced", "refused", "unread", "stalled"), 0
         )
-        """Connections that the server has closed, by reason."""
-        # Not dicts: finding the first entry of one takes longer the more were deleted before it.
+        """Connections closed by the server, by reason."""
+        # OrderedDict, not dict: finding a dict's first entry slows with the deletions before it.
         self._phases: dict[Phase, OrderedDict[GuardedProtocol, None]] = {
             one: OrderedDict() for one in Phase
         }
@@ -91,14 +91,13 @@ class Connections:
 
     @property
     def full(self) -> bool:
-        """Whether as many connections are open as the limit allows."""
+        """Whether the connection limit is reached."""
         return len(self) >= self.limits.most
 
     @property
     def settling(self) -> bool:
-        """Whether it is full, and the next to be displaced came too lately for its head to be read.
-
-        Over within a few turns of the event loop.
+        """Whether the limit is reached and the next to be displaced was opened too recently for its
+        head to have been read. Lasts for a few turns of the event loop.
         """
         oldest = next(iter(self._phases[Phase.HEAD]), None)
         return oldest is not None and not oldest.was_read and self.full
@@ -108,22 +107,22 @@ class Connections:
         return len(self._phases[phase])
 
     def add(self, one: GuardedProtocol) -> None:
-        """Add a new connection, which waits for a head."""
+        """Add a new connection, in phase HEAD."""
         self.accepted += 1
         self._phases[Phase.HEAD][one] = None
 
     def move(self, one: GuardedProtocol, before: Phase, after: Phase) -> None:
-        """Move a connection to another phase, unless it was forgotten already."""
+        """Move a connection to another phase, unless it was removed already."""
         if one in self._phases[before]:
             del self._phases[before][one]
             self._phases[after][one] = None
 
     def forget(self, one: GuardedProtocol, phase: Phase) -> None:
-        """Forget a connection that is closed or closing."""
+        """Remove a connection that is closed or closing."""
         self._phases[phase].pop(one, None)
 
     def make_room(self) -> bool:
-        """Close the connection whose turn it is. Return False if all have complete requests."""
+        """Close the connection next in line. Return False if all have complete requests."""
         for phase in (Phase.HEAD, Phase.IDLE, Phase.BODY):
             oldest = next(iter(self._phases[phase]), None)
             if oldest is not None:
@@ -138,32 +137,32 @@ class Connections:
         self.closed[why] += 1
         if why in {"displaced", "refused"}:
             self._log_full.warning(
-                "%d connections are open, as many as allowed: one was %s",
+                "connection limit of %d reached: one connection was %s",
                 self.limits.most,
                 why,
             )
 
     def accept_failed(self, error: OSError) -> None:
-        """Count and log that the system failed to accept a waiting connection."""
+        """Count and log a failed ``accept``."""
         self.accept_errors += 1
-        self._log_accept.warning("no connection can be accepted: %s", error)
+        self._log_accept.warning("cannot accept a connection: %s", error)
 
 
 class GuardedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with a time limit for each wait on the client.
 
-    `kvkeep.serve.http.BodyBudget` limits the wait for a body, the application the wait for an
-    answer.
+    `kvkeep.serve.http.BodyBudget` limits the wait for a body, the application the wait for a
+    response.
     """
 
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
         self._connections = connections
         self.was_read = False
-        """Whether what the client sent at once has been read."""
+        """Whether the event loop has tried once to read from the connection."""
         self._phase = Phase.HEAD
         self._ended = False
-        self._unread = 0  # bytes of the last answer, when it was last looked
+        self._unread = 0  # bytes of the last response that waited when the deadline was set
         self._deadline: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
 
@@ -174,7 +173,7 @@ class GuardedProtocol(H11Protocol):
             transport.abort()
         else:
             self._wait(self._connections.limits.head_s)
-        # The loop reads from it in its next turn, after this call and before the one that follows.
+        # The loop reads in its next turn: after the first of these calls, before the second.
         self.loop.call_soon(self.loop.call_soon, self._note_read)
 
     def _note_read(self) -> None:
@@ -188,7 +187,7 @@ class GuardedProtocol(H11Protocol):
         self._read_on()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes and see what the connection waits for then."""
+        """Parse received bytes and update the phase."""
         if self._phase is Phase.IDLE and self.conn.their_state is h11.IDLE:
             self._move(Phase.HEAD)
             self._wait(self._connections.limits.head_s)
@@ -196,7 +195,7 @@ class GuardedProtocol(H11Protocol):
         self._look()
 
     def on_response_complete(self) -> None:
-        """See what the connection waits for: the next request may have arrived already."""
+        """Update the phase: the next request may have arrived already."""
         super().on_response_complete()
         self._look()
 
@@ -207,19 +206,19 @@ class GuardedProtocol(H11Protocol):
             self._stalled = self.loop.call_later(self._connections.limits.stall_s, self._stall)
 
     def resume_writing(self) -> None:
-        """Cancel that deadline: the client reads again."""
+        """Cancel that deadline."""
         super().resume_writing()
         self._read_on()
 
     def end(self) -> None:
-        """Close the connection now, also in the middle of a request or before it is open."""
+        """Close the connection now, even during a request or before the connection is open."""
         self._ended = True
         transport: asyncio.Transport | None = self.transport
         if transport is None:
             return
         if transport.get_write_buffer_size():
             transport.abort()
-        else:  # in order: a client sees it before it sends its next request
+        else:  # an orderly close: the client sees it before it sends its next request
             transport.close()
 
     def _look(self) -> None:
@@ -242,7 +241,7 @@ class GuardedProtocol(H11Protocol):
         self._phase = phase
 
     def _wait(self, seconds: float | None) -> None:
-        """Set the deadline, for a head or for reading the last answer; None cancels it."""
+        """Set the deadline for a head, or for reading the last response; None cancels it."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self._expire)
@@ -250,7 +249,7 @@ class GuardedProtocol(H11Protocol):
     def _expire(self) -> None:
         self._deadline = None
         unread = self.transport.get_write_buffer_size()
-        if 0 < unread < self._unread:  # it reads, if slowly
+        if 0 < unread < self._unread:  # the client reads, if slowly
             self._unread = unread
             self._wait(self._connections.limits.keep_alive_s)
         elif unread or self.transport.is_closing():

@@ -1,4 +1,4 @@
-"""`GuardedServer`: uvicorn behind a cap on connections and deadlines; and sockets to listen on."""
+"""`GuardedServer`: uvicorn with a connection limit and deadlines; `bind`: sockets to listen on."""
 
 from __future__ import annotations
 
@@ -14,20 +14,27 @@ from kvkeep.serve.http.connections import ConnectionLimits, Connections, Guarded
 from kvkeep.serve.http.files import connections_for
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.types import ASGIApp
 
 __all__ = ["GuardedServer", "bind", "url_of"]
 
 
 class GuardedServer(uvicorn.Server):
-    """A uvicorn server of ``app`` that keeps to ``limits``; ``options`` are of `uvicorn.Config`.
+    """A uvicorn server for ``app`` that enforces ``limits``; ``options`` go to `uvicorn.Config`.
 
-    ``limits`` are by default those of `ConnectionLimits`, with as many connections as the limit on
-    open files leaves room for. Serve it with sockets of `bind`.
+    By default the limits are those of `ConnectionLimits`, with as many connections as the limit on
+    open files allows. Call `serve` with sockets from `bind`; ``ready`` is called once it listens.
     """
 
     def __init__(
-        self, app: ASGIApp, limits: ConnectionLimits | None = None, **options: Any
+        self,
+        app: ASGIApp,
+        limits: ConnectionLimits | None = None,
+        *,
+        ready: Callable[[], None] | None = None,
+        **options: Any,
     ) -> None:
         limits = limits or ConnectionLimits(most=connections_for())
         super().__init__(
@@ -40,20 +47,21 @@ class GuardedServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,  # client addresses are not used
-                # Later than the limit of GuardedProtocol, which looks whether the client reads.
+                # Longer than GuardedProtocol's own limit, which also checks that the client reads.
                 timeout_keep_alive=round(limits.keep_alive_s) + 60,
                 **options,
             )
         )
         self.connections = Connections(limits)
+        self._ready = ready
         self._acceptors: list[Acceptor] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, with an accept loop of our own."""
-        assert sockets, "a guarded server is given the sockets to listen on"
-        for bound in sockets:  # first: whoever sees that it has started may connect at once
+        assert sockets, "a guarded server needs sockets to listen on"
+        for bound in sockets:  # before `started` is set: clients may connect as soon as they see it
             bound.listen(BACKLOG)
-        await super().startup([])  # the application's, and no accept loop of asyncio's
+        await super().startup([])  # runs the application's startup; opens no accept loop
         if not self.started:
             return
         make = partial(
@@ -67,18 +75,20 @@ class GuardedServer(uvicorn.Server):
             acceptor = Acceptor(bound, self.connections, make)
             acceptor.start()
             self._acceptors.append(acceptor)
+        if self._ready is not None:
+            self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more, and wait for what runs."""
+        """Stop accepting and wait for running requests."""
         for acceptor in self._acceptors:
             await acceptor.close()
         await super().shutdown(sockets)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to ``host`` and ``port`` (0: a free one); `InvalidValue` if that cannot be."""
+    """Return a socket bound to ``host`` and ``port`` (0: any free port); else `InvalidValue`."""
     if not 0 <= port <= 65_535:
-        raise InvalidValue(f"a port lies in 0 … 65535, got {port}")
+        raise InvalidValue(f"port must be in 0 … 65535, got {port}")
     try:
         ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -93,13 +103,13 @@ def bind(host: str, port: int) -> socket.socket:
         bound.close()
         why = error.strerror or str(error)
         raise InvalidValue(
-            f"cannot listen on {host} port {port}: {why}; choose another with --port"
+            f"cannot listen on {host} port {port}: {why}; choose another port with --port"
         ) from error
     return bound
 
 
 def url_of(bound: socket.socket) -> str:
-    """The address as a client writes it."""
+    """Return the URL at which a client reaches this socket."""
     host, port = bound.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - any address: ours
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - any includes loopback
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

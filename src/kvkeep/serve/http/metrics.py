@@ -1,4 +1,4 @@
-"""What Prometheus is told of connections and bodies."""
+"""Prometheus metrics of connections and request bodies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["families"]
 
 
 def families(connections: Connections | None, bodies: BodyBudget | None) -> Iterator[Metric]:
-    """The families of what there is of the two."""
+    """Yield the metrics of those that are given."""
     if connections is not None:
         phases = GaugeMetricFamily(
             "kvkeep_http_connections",
@@ -35,22 +35,22 @@ def families(connections: Connections | None, bodies: BodyBudget | None) -> Iter
         )
         yield CounterMetricFamily(
             "kvkeep_http_accept_errors",
-            "Times that the system gave no connection, for want of files or memory",
+            "Failed accept calls, for want of files or memory",
             connections.accept_errors,
         )
         yield _by_reason(
             "kvkeep_http_closed",
-            "Connections that the server closed: head_timeout, displaced (by a new one at the "
-            "cap), refused (at the cap), unread (an answer), stalled (in the middle of one)",
+            "Connections closed by the server: head_timeout, displaced (by a new one at the "
+            "limit), refused (at the limit), unread (a response), stalled (during a response)",
             connections.closed,
         )
     if bodies is not None:
         yield GaugeMetricFamily(
-            "kvkeep_http_body_bytes", "Counted bytes of the bodies that are held", bodies.held
+            "kvkeep_http_body_bytes", "Counted bytes of request bodies in memory", bodies.held
         )
         yield _by_reason(
             "kvkeep_http_bodies_refused",
-            "Bodies not taken: too_large (413), late (408), budget (503)",
+            "Refused request bodies: too_large (413), late (408), budget (503)",
             bodies.refused,
         )
 

@@ -1,4 +1,4 @@
-"""`RateLimitedLog`: for warnings that clients can cause, at most one in some seconds."""
+"""`RateLimitedLog`: limits the rate of warnings that clients can cause."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["RateLimitedLog"]
 
 
 class RateLimitedLog:
-    """Logs at most one warning in ``seconds``, with the number of those it left out.
+    """Logs at most one warning per ``seconds``, with the number of warnings left out since.
 
-    Thread safety: none; it belongs to an event loop.
+    Thread safety: none; for an event loop.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class RateLimitedLog:
         self._left_out = 0
 
     def warning(self, message: str, *args: object) -> None:
-        """Log ``message % args``, or only count it."""
+        """Log ``message % args``, or only count it if one was logged recently."""
         now = self._clock()
         if now < self._next:
             self._left_out += 1

@@ -1,16 +1,16 @@
-"""KV events on the wire: who holds which blocks, published and read over ZeroMQ.
+"""KV events over ZeroMQ: publish which blocks a cache holds, and follow such publishers.
 
-The schema is vLLM's, so each side works with theirs on the other; `docs/routing.md` has it.
+The schema is vLLM's, so both sides interoperate with it; see `docs/routing.md`.
 """
 
 from __future__ import annotations
 
 from kvkeep.core.errors import require
 
-require("msgspec", "events")  # all of this room needs them: say which extra brings them
+require("msgspec", "events")  # first, so that the error names the extra to install
 require("zmq", "events")
 
-from kvkeep.serve.kv_events.journal import CacheMirror  # noqa: E402 - what is missing was named first
+from kvkeep.serve.kv_events.cache_mirror import CacheMirror  # noqa: E402 - after require
 from kvkeep.serve.kv_events.publisher import EventPublisher, PublisherStats  # noqa: E402
 from kvkeep.serve.kv_events.reader import EventReader, Receiver  # noqa: E402
 from kvkeep.serve.kv_events.source import ReaderStats, Source  # noqa: E402

@@ -1,4 +1,4 @@
-"""`EventPublisher`: tells over ZeroMQ what a cache stores and forgets."""
+"""`EventPublisher`: publishes over ZeroMQ which blocks a cache stores and removes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import zmq
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.events import Evicted, Stored
-from kvkeep.serve.kv_events.journal import CacheMirror
+from kvkeep.serve.kv_events.cache_mirror import CacheMirror
 from kvkeep.serve.kv_events.source import check_endpoint
 from kvkeep.serve.kv_events.wire import (
     END,
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
     from kvkeep.core.events import Event, Hook
     from kvkeep.core.keys import Namespace
-    from kvkeep.serve.kv_events.journal import StoredRun
+    from kvkeep.serve.kv_events.cache_mirror import StoredRun
     from kvkeep.serve.kv_events.wire import KVEvent
 
     class Cache(Protocol):
-        """What is told of: `kvkeep.core.cache.PagedCache` is one."""
+        """A cache to publish, such as `kvkeep.core.cache.PagedCache`."""
 
         page_size: int
 
@@ -55,10 +55,10 @@ log = logging.getLogger("kvkeep.feed")
 _BATCH_EVENTS = 512
 _BATCH_BLOCKS = 8192
 _BATCH_TOKENS = 1 << 18
-# What may wait or be kept, besides the number of it.
+# Bounds on the queue and the history besides their number of entries.
 _QUEUE_TOKENS = 64 << 20  # 256 MiB
 _HISTORY_BYTES = 64 << 20
-# Batches for each subscriber that does not read; beyond, it misses some, sees that and asks again.
+# Messages queued per slow subscriber. Beyond, ZeroMQ drops some; the reader sees a gap and replays.
 _PUB_QUEUE = 1_000
 _REPLAY_QUEUE = 20_000
 _CLOSE_S = 5.0
@@ -66,10 +66,10 @@ _CLOSE_S = 5.0
 
 @dataclass(slots=True)
 class PublisherStats:
-    """What a publisher has done: batches and events told, and what it could not take.
+    """Counters of a publisher.
 
-    ``dropped`` events found the queue full; each time, what is told was compared with the cache
-    afterwards (``resyncs``), so that nobody is left with a wrong picture.
+    ``dropped`` events found the queue full. After each drop the mirror is compared with the cache
+    (``resyncs``) and the difference published, so no reader stays wrong.
     """
 
     batches: int = 0
@@ -79,29 +79,29 @@ class PublisherStats:
     replays: int = 0
     snapshots: int = 0
     refused: int = 0
-    """Requests on the replay socket that were none."""
+    """Malformed requests on the replay socket."""
 
     def as_dict(self) -> dict[str, int]:
-        """By name."""
+        """Return the counters by name."""
         return asdict(self)
 
 
 class EventPublisher:
-    """Publishes one cache's blocks at ``endpoint``, as vLLM does, from a thread of its own.
+    """Publishes one cache's blocks at ``endpoint``, in vLLM's format, from its own thread.
 
-    ``endpoint`` and ``replay`` are bound (``tcp://127.0.0.1:5557``; port 0: a free one; the
-    attributes have the real one). At ``replay`` the last ``history`` batches (of 64 MiB at
-    most) can be asked for, and a snapshot. ``topic`` stands before each message, ``rank`` in it,
-    ``medium`` is the tier.
+    ``endpoint`` and ``replay`` are addresses to bind, such as ``tcp://127.0.0.1:5557``; port 0
+    picks a free port, and the attributes have the actual address. The replay socket serves the
+    last ``history`` batches (at most 64 MiB), and snapshots. ``topic`` prefixes each message,
+    ``rank`` is the data-parallel rank in it, ``medium`` the tier named in events.
 
-    The engine never waits: the cache's hook appends to a queue of at most ``queue`` events, of 64
-    million tokens at most, and returns. When that is full events are dropped and counted, and the
-    thread compares its picture with the cache as soon as it comes to it.
+    The engine never waits: the cache's hook appends to a queue of at most ``queue`` events and 64
+    million tokens. When the queue is full, events are dropped and counted, and the thread compares
+    its mirror with the cache as soon as it can.
 
-    What is published shows the tokens of prompts to whoever can connect; salts are digests. Raises
+    Events show the tokens of prompts to anybody who can connect; salts are digests. Raises
     `InvalidValue` for an endpoint that cannot be bound.
 
-    Thread safety: `close` may be called from anywhere, once or more often.
+    Thread safety: `close` may be called from any thread, and repeatedly.
     """
 
     def __init__(
@@ -120,16 +120,16 @@ class EventPublisher:
         self._most = whole("queue", queue, 1)
         self.stats = PublisherStats()
         self._cache = cache
-        self._journal = CacheMirror(cache.page_size, medium)
+        self._mirror = CacheMirror(cache.page_size, medium)
         self._topic = topic.encode()
         self._rank = rank
         self._history: deque[tuple[int, bytes]] = deque()
         self._history_bytes = 0
         self._queue: deque[Stored | Evicted] = deque()
-        # Tokens and pages of all events that came in, and that went out: each has one writer.
-        self._came = 0
-        self._went = 0
-        self._lost = False
+        # Pages and tokens of all events queued and taken, since the start. Each has one writer.
+        self._enqueued = 0
+        self._dequeued = 0
+        self._resync_due = False
         self._seq = -1
         self._closing = False
         self._context = zmq.Context()
@@ -142,98 +142,98 @@ class EventPublisher:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        # A byte here wakes the thread; ZeroMQ's own sockets are not for several threads.
-        self._bell, self._ear = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ear.setblocking(False)
-        self._end = cache.subscribe(self._take)
+        # A byte on this pair wakes the thread: ZeroMQ sockets belong to one thread each.
+        self._wake_send, self._wake_recv = socket.socketpair()
+        self._wake_send.setblocking(False)
+        self._wake_recv.setblocking(False)
+        self._unsubscribe = cache.subscribe(self._on_event)
         self._thread = threading.Thread(target=self._run, name="kvkeep events", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Publish what is still waiting, and end."""
-        self._end()
+        """Publish what is queued, then stop."""
+        self._unsubscribe()
         self._closing = True
-        self._ring()
+        self._wake()
         self._thread.join(_CLOSE_S)
 
-    def _take(self, event: Event) -> None:
-        """The cache's hook: under its lock, so nothing here may wait."""
+    def _on_event(self, event: Event) -> None:
+        """Queue an event. Runs under the cache's lock, so it must not wait."""
         if not isinstance(event, Stored | Evicted):
             return
         size = _size(event)
-        if len(self._queue) >= self._most or self._came - self._went + size > _QUEUE_TOKENS:
+        if len(self._queue) >= self._most or self._enqueued - self._dequeued + size > _QUEUE_TOKENS:
             self.stats.dropped += 1
-            self._lost = True
-            self._ring()  # an event too large for an empty queue finds the thread asleep
+            self._resync_due = True
+            self._wake()  # with an empty queue, no earlier event has woken the thread
             return
         first = not self._queue
-        self._came += size
+        self._enqueued += size
         self._queue.append(event)
         if first:
-            self._ring()
+            self._wake()
 
-    def _ring(self) -> None:
-        # Full: it is awake already. Closed: it has ended.
+    def _wake(self) -> None:
+        # An error means that the pair is full, so the thread is awake; or closed, so it has ended.
         with contextlib.suppress(OSError):
-            self._bell.send(b"!")
+            self._wake_send.send(b"!")
 
     # --- the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            # Whoever listened to the one before learns that nothing of that is left.
+            # Readers of an earlier process at this endpoint drop what it published.
             self._publish([AllBlocksCleared()])
             self._resync()
             poller = zmq.Poller()
-            poller.register(self._ear, zmq.POLLIN)
+            poller.register(self._wake_recv, zmq.POLLIN)
             if self._router is not None:
                 poller.register(self._router, zmq.POLLIN)
             while not self._closing:
                 for ready, _ in poller.poll():
                     if ready is self._router:
-                        self._answer()
+                        self._serve_replay()
                     else:
-                        self._hush()
+                        self._clear_wakeups()
                 self._drain()
             self._drain()
         except Exception:
-            log.exception("the publisher of KV events ends; serving goes on without")
+            log.exception("the publisher of KV events has ended; the cache goes on without it")
         finally:
-            self._end()
+            self._unsubscribe()
             self._context.destroy(linger=200)
-            self._bell.close()
-            self._ear.close()
+            self._wake_send.close()
+            self._wake_recv.close()
 
-    def _hush(self) -> None:
+    def _clear_wakeups(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while len(self._ear.recv(4096)) == 4096:
+            while len(self._wake_recv.recv(4096)) == 4096:
                 pass
 
     def _drain(self) -> None:
-        for events in _in_batches(self._waiting()):
+        for events in _in_batches(self._queued()):
             self._publish(events)
-        if self._lost:
+        if self._resync_due:
             self._resync()
 
-    def _waiting(self) -> Iterator[KVEvent]:
-        """What to tell of all that waits."""
+    def _queued(self) -> Iterator[KVEvent]:
+        """Yield the KV events of all queued events."""
         while self._queue:
             event = self._queue.popleft()
-            self._went += _size(event)
-            yield from self._journal.take(event)
+            self._dequeued += _size(event)
+            yield from self._mirror.take(event)
 
     def _resync(self) -> None:
-        """Compare with the cache itself.
+        """Publish what differs between the mirror and the cache.
 
-        What happens meanwhile is queued and taken after; events that the runs show already change
-        nothing then.
+        Cache events queued meanwhile are applied afterwards; those already visible in the cache's
+        runs change nothing.
         """
-        if self._lost:
-            self._lost = False
+        if self._resync_due:
+            self._resync_due = False
             self.stats.resyncs += 1
         runs = ((space, self._cache.runs(space)) for space in self._cache.namespaces())
-        for some in _in_batches(self._journal.reconcile(runs)):
+        for some in _in_batches(self._mirror.reconcile(runs)):
             self._publish(some)
 
     def _publish(self, events: list[KVEvent]) -> None:
@@ -254,33 +254,33 @@ class EventPublisher:
     def _payload(self, events: list[KVEvent]) -> bytes:
         return encode(Batch(time.time(), events, self._rank))
 
-    def _answer(self) -> None:
-        """One request on the replay socket; one that is none is not answered."""
+    def _serve_replay(self) -> None:
+        """Reply to one request on the replay socket; a malformed one gets no reply."""
         assert self._router is not None
         frames = self._router.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != SEQ_BYTES:
             self.stats.refused += 1
             return
-        who, start = frames[0], int.from_bytes(frames[2], "big")
+        peer, start = frames[0], int.from_bytes(frames[2], "big")
         if start == SNAPSHOT:
             self.stats.snapshots += 1
-            self._send(who, self._seq, self._payload([AllBlocksCleared()]))
-            for events in _in_batches(self._journal.snapshot()):
-                self._send(who, self._seq, self._payload(events))
+            self._send(peer, self._seq, self._payload([AllBlocksCleared()]))
+            for events in _in_batches(self._mirror.snapshot()):
+                self._send(peer, self._seq, self._payload(events))
         else:
             self.stats.replays += 1
             first = max(0, len(self._history) - max(0, self._seq + 1 - start))
             for seq, payload in islice(self._history, first, None):
-                self._send(who, seq, payload)
-        self._router.send_multipart((who, b"", b"", END, b""))
+                self._send(peer, seq, payload)
+        self._router.send_multipart((peer, b"", b"", END, b""))
 
-    def _send(self, who: bytes, seq: int, payload: bytes) -> None:
+    def _send(self, peer: bytes, seq: int, payload: bytes) -> None:
         assert self._router is not None
-        self._router.send_multipart((who, b"", self._topic, seq_frame(seq), payload))
+        self._router.send_multipart((peer, b"", self._topic, seq_frame(seq), payload))
 
 
 def _in_batches(events: Iterable[KVEvent]) -> Iterator[list[KVEvent]]:
-    """Events in batches that are not too large for whoever reads them."""
+    """Group events into batches of bounded size."""
     some: list[KVEvent] = []
     blocks = tokens = 0
     for event in events:
@@ -295,7 +295,7 @@ def _in_batches(events: Iterable[KVEvent]) -> Iterator[list[KVEvent]]:
 
 
 def _size(event: Stored | Evicted) -> int:
-    """How much an event keeps in memory, in numbers of four bytes."""
+    """Memory of a queued event, in int32 numbers."""
     return len(event.pages) + (len(event.tokens) if isinstance(event, Stored) else 0)
 
 
@@ -305,12 +305,12 @@ def _bound(
     check_endpoint(endpoint)
     made = context.socket(kind)
     made.set_hwm(queue)
-    made.setsockopt(zmq.MAXMSGSIZE, 1 << 16)  # requests have some bytes; it bounds what comes in
+    made.setsockopt(zmq.MAXMSGSIZE, 1 << 16)  # bounds what peers send; requests have a few bytes
     try:
         made.bind(endpoint)
     except zmq.ZMQError as error:
         raise InvalidValue(
             f"cannot publish KV events at {endpoint!r}: {error}; an endpoint is tcp://HOST:PORT "
-            "or ipc:///PATH, and nobody else's"
+            "or ipc:///PATH, and not in use"
         ) from error
     return made, made.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]

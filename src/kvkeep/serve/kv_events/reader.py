@@ -1,4 +1,4 @@
-"""`EventReader`: follows publishers of KV events, and finds again what it missed."""
+"""`EventReader`: follows publishers of KV events, and recovers batches that it missed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 import zmq
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.serve.kv_events.line import ReplayRequest, Subscription
 from kvkeep.serve.kv_events.source import MessageAction, ReaderStats, Source
+from kvkeep.serve.kv_events.subscription import ReplayRequest, Subscription
 from kvkeep.serve.kv_events.wire import END, SEQ_BYTES, decode
 
 if TYPE_CHECKING:
@@ -25,37 +25,39 @@ __all__ = ["EventReader", "Receiver"]
 
 log = logging.getLogger("kvkeep.feed")
 
-_AT_ONCE = 256  # messages of one source before the others' turn
+_AT_ONCE = 256  # messages taken from one source before the next source's turn
 _CLOSE_S = 5.0
-_LONGEST_BACK_OFF_S = 60.0
+_MAX_BACKOFF_S = 60.0
 
 
 class Receiver(Protocol):
-    """Who is told: `kvkeep.serve.router.PrefixRouter` is one."""
+    """Where events are delivered to; `kvkeep.serve.router.PrefixRouter` is one."""
 
     def apply(self, instance: str, events: Sequence[KVEvent], rank: int = 0) -> None:
-        """These happened, in this order."""
+        """Apply the events of one rank, in order."""
 
     def clear(self, instance: str, rank: int | None = None) -> None:
-        """Nothing is known any more of what it holds."""
+        """Forget all blocks of one rank, or of all ranks."""
 
 
 class EventReader:
-    """Follows any number of `Source`s in one thread, and tells ``receiver`` what they say.
+    """Follows any number of `Source`s in one thread and delivers their events to ``receiver``.
 
-    What is missed is found by the sequence numbers, or every ``check_s`` seconds and after each
-    reconnection by asking for the last batch once more. Then, as far as it is needed:
+    Gaps show in the sequence numbers. Every ``check_s`` seconds and after each reconnection the
+    reader also requests the last batch once more, to find what was lost at the end. It recovers in
+    the first of these ways that works:
 
-    1. what came since is asked for again, if the publisher still has the last batch that was taken;
-    2. else a snapshot (of publishers that have one: kvkeep's);
-    3. else everything that the publisher still has, which is then a part of the truth.
+    1. a replay of the batches since the last one taken, if the publisher still has that one;
+    2. a snapshot, which kvkeep's publishers send;
+    3. a replay of all batches that the publisher still has, which may be a part of its blocks.
 
-    Before 2 and 3 `Receiver.clear` is called: what is not known is not made up. A publisher that
-    does not answer within ``patience_s`` has no replay; then 3, with nothing.
+    Before 2 and 3 it calls `Receiver.clear`, so blocks that may be gone are not kept. A publisher
+    that does not reply within ``reply_timeout_s`` is treated as one without replay: the next
+    message starts anew, with nothing known from before.
 
-    Nothing that a publisher sends can end the thread: what cannot be read is counted and skipped.
+    Nothing that a publisher sends ends the thread: unreadable messages are counted and skipped.
 
-    Thread safety: all methods may be called from anywhere; ``receiver`` is called in the thread.
+    Thread safety: safe from any thread; ``receiver`` is called in the reader's own.
     """
 
     def __init__(
@@ -64,36 +66,37 @@ class EventReader:
         receiver: Receiver,
         *,
         check_s: float = 5.0,
-        patience_s: float = 2.0,
+        reply_timeout_s: float = 2.0,
     ) -> None:
-        if not (check_s > 0 and patience_s > 0):
-            raise InvalidValue(f"both are seconds above 0: {check_s=}, {patience_s=}")
+        if not (check_s > 0 and reply_timeout_s > 0):
+            raise InvalidValue(f"both must be seconds above 0, got {check_s=}, {reply_timeout_s=}")
         self._receiver = receiver
         self._check_s = check_s
-        self._patience_s = patience_s
+        self._reply_timeout_s = reply_timeout_s
         self._closing = False
         self._context = zmq.Context()
-        self._lines: list[Subscription] = []
+        self._subscriptions: list[Subscription] = []
         try:
             for source in sources:
-                self._lines.append(Subscription(self._context, source))
+                self._subscriptions.append(Subscription(self._context, source))
         except BaseException:
-            self._shut()
+            self._close_sockets()
             raise
-        self._bell, self._ear = socket.socketpair()
+        # A byte on this pair wakes the thread: ZeroMQ sockets belong to one thread each.
+        self._wake_send, self._wake_recv = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="kvkeep event reader", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End; what was told stays with the receiver."""
+        """Stop reading. The receiver keeps what was delivered."""
         self._closing = True
         with contextlib.suppress(OSError):
-            self._bell.send(b"!")
+            self._wake_send.send(b"!")
         self._thread.join(_CLOSE_S)
 
     def stats(self) -> dict[Source, ReaderStats]:
-        """What was read of each source."""
-        return {line.source: line.stats for line in self._lines}
+        """Return the counters of each source."""
+        return {sub.source: sub.stats for sub in self._subscriptions}
 
     # --- the thread --------------------------------------------------------------------------
 
@@ -102,202 +105,193 @@ class EventReader:
             while not self._closing:
                 self._turn()
         except Exception:
-            log.exception("the reader of KV events ends; what is known grows old")
+            log.exception("the reader of KV events has ended; known blocks are no longer updated")
         finally:
-            self._shut()
-            self._bell.close()
-            self._ear.close()
+            self._close_sockets()
+            self._wake_send.close()
+            self._wake_recv.close()
 
-    def _shut(self) -> None:
-        for line in self._lines:
-            line.close()
+    def _close_sockets(self) -> None:
+        for sub in self._subscriptions:
+            sub.close()
         self._context.destroy(linger=0)
 
     def _turn(self) -> None:
+        """Wait for messages or the next deadline, then handle what is due."""
         poller = zmq.Poller()
-        poller.register(self._ear, zmq.POLLIN)
-        for line in self._lines:
-            poller.register(line.monitor, zmq.POLLIN)
-            # What comes by subscription waits in the socket while there is a question.
-            poller.register(line.sub if line.dealer is None else line.dealer, zmq.POLLIN)
-        times = [line.next_check if line.dealer is None else line.deadline for line in self._lines]
+        poller.register(self._wake_recv, zmq.POLLIN)
+        times = []
+        for sub in self._subscriptions:
+            poller.register(sub.monitor, zmq.POLLIN)
+            # While a replay is in flight, live messages wait in their socket.
+            poller.register(sub.socket if sub.dealer is None else sub.dealer, zmq.POLLIN)
+            times.append(sub.next_check if sub.dealer is None else sub.deadline)
         wait = max(0.0, min(times) - time.monotonic()) if times else None
         ready = {found for found, _ in poller.poll(None if wait is None else int(wait * 1000) + 1)}
         now = time.monotonic()
-        for line in self._lines:
-            if line.reconnected():
-                line.next_check = now
-            if line.dealer is not None:
-                self._answers(line, line.dealer, now, arrived=line.dealer in ready)
-            elif line.sub in ready and now < line.next_check:
-                self._messages(line, now)
-            if line.dealer is None and now >= line.next_check:
-                self._check(line, now)
+        for sub in self._subscriptions:
+            if sub.reconnected():
+                sub.next_check = now
+            if sub.dealer is not None:
+                if sub.dealer in ready:
+                    self._read_replay(sub, sub.dealer, now)
+                elif now >= sub.deadline:
+                    self._replay_timed_out(sub, now)
+            elif sub.socket in ready and now < sub.next_check:
+                self._read_live(sub, now)
+            if sub.dealer is None and now >= sub.next_check:
+                sub.next_check = now + self._check_s
+                if sub.source.replay is not None:
+                    self._request_update(sub, now)
 
-    def _messages(self, line: Subscription, now: float) -> None:
+    def _read_live(self, sub: Subscription, now: float) -> None:
         for _ in range(_AT_ONCE):
             try:
-                frames = line.sub.recv_multipart(zmq.NOBLOCK)
+                frames = sub.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if line.source.replay is not None and line.reconnected():
-                # This may be another publisher whose numbers happen to go on: its message is left,
-                # and comes again with the answer to what is asked now.
-                line.next_check = now
+            if sub.source.replay is not None and sub.reconnected():
+                # The publisher may be a new process whose numbers happen to continue. Drop the
+                # message: the check that is due now brings it again.
+                sub.next_check = now
                 return
             if len(frames) != 3 or len(frames[1]) != SEQ_BYTES:
-                line.stats.malformed += 1
+                sub.stats.malformed += 1
                 continue
-            if not self._message(line, int.from_bytes(frames[1], "big"), frames[2], now):
+            if not self._handle_live(sub, int.from_bytes(frames[1], "big"), frames[2], now):
                 return
 
-    def _message(self, line: Subscription, seq: int, payload: bytes, now: float) -> bool:
-        """Take one that came by subscription; whether to go on with the next."""
-        step = line.stream.live(seq)
-        if step is MessageAction.TAKE:
-            self._take(line, seq, payload, live=True)
+    def _handle_live(self, sub: Subscription, seq: int, payload: bytes, now: float) -> bool:
+        """Handle a live message. Return False if a replay was requested instead of taking it."""
+        action = sub.stream.classify(seq)
+        if action is MessageAction.TAKE:
+            self._take(sub, seq, payload, live=True)
             return True
-        if step is MessageAction.SKIP:
-            line.stats.duplicates += 1
+        if action is MessageAction.SKIP:
+            sub.stats.duplicates += 1
             return True
-        if step is MessageAction.RESTART:
-            line.stats.restarts += 1
-            self._reset(line)
-        elif line.stream.taken is not None:  # else it is only where we came in
-            line.stats.gaps += 1
-        if line.source.replay is not None:
-            self._ask(
-                line,
-                ReplayRequest.SNAPSHOT if line.stream.taken is None else ReplayRequest.SINCE,
-                now,
-                True,
-            )
+        if action is MessageAction.RESTART:
+            sub.stats.restarts += 1
+            self._reset(sub)
+        elif sub.stream.taken is not None:  # before the first batch it is no gap, but a late start
+            sub.stats.gaps += 1
+        if sub.source.replay is not None:
+            self._request_update(sub, now, after_gap=True)
             return False
-        self._start_at(line, seq, payload)
+        self._reset(sub)  # without replay, start here
+        sub.stats.partial = seq > 0
+        self._take(sub, seq, payload, live=True)
         return True
 
-    def _start_at(self, line: Subscription, seq: int, payload: bytes) -> None:
-        """What was before cannot be had: begin here."""
-        self._reset(line)
-        line.stats.partial = seq > 0
-        self._take(line, seq, payload, live=True)
+    def _take(self, sub: Subscription, seq: int, payload: bytes, *, live: bool = False) -> None:
+        self._deliver(sub, payload)
+        sub.stream.advance(seq, payload, live=live)
 
-    def _take(self, line: Subscription, seq: int, payload: bytes, *, live: bool = False) -> None:
-        self._deliver(line, payload)
-        line.stream.took(seq, payload, live=live)
-
-    def _deliver(self, line: Subscription, payload: bytes) -> None:
+    def _deliver(self, sub: Subscription, payload: bytes) -> None:
         try:
             batch, unread = decode(payload)
         except InvalidValue:
-            line.stats.malformed += 1
+            sub.stats.malformed += 1
             return
         rank = batch.data_parallel_rank or 0
-        line.ranks.add(rank)
-        line.stats.batches += 1
-        line.stats.events += len(batch.events)
-        line.stats.unread += unread
+        sub.ranks.add(rank)
+        sub.stats.batches += 1
+        sub.stats.events += len(batch.events)
+        sub.stats.unread += unread
         try:
-            self._receiver.apply(line.source.instance, batch.events, rank)
+            self._receiver.apply(sub.source.instance, batch.events, rank)
         except Exception:
-            log.exception("a batch of %s could not be taken", line.source.instance)
-            line.stats.malformed += 1
+            log.exception("the receiver failed on a batch of %s", sub.source.instance)
+            sub.stats.malformed += 1
 
-    def _reset(self, line: Subscription) -> None:
-        if line.stream.taken is not None or line.ranks:
-            line.stats.resets += 1
-        for rank in line.ranks:
-            self._receiver.clear(line.source.instance, rank)
-        line.ranks.clear()
-        line.stream.reset()
+    def _reset(self, sub: Subscription) -> None:
+        """Forget everything known of a source, in the receiver as well."""
+        if sub.stream.taken is not None or sub.ranks:
+            sub.stats.resets += 1
+        for rank in sub.ranks:
+            self._receiver.clear(sub.source.instance, rank)
+        sub.ranks.clear()
+        sub.stream.reset()
 
-    # --- questions ---------------------------------------------------------------------------
+    # --- replays -----------------------------------------------------------------------------
 
-    def _check(self, line: Subscription, now: float) -> None:
-        """Is what we took last still what it said last, and did anything come since?"""
-        line.next_check = now + self._check_s
-        if line.source.replay is not None:
-            self._ask(
-                line,
-                ReplayRequest.SNAPSHOT if line.stream.taken is None else ReplayRequest.SINCE,
-                now,
-            )
+    def _request_update(self, sub: Subscription, now: float, *, after_gap: bool = False) -> None:
+        """Request what came since the last batch taken, or a snapshot if none was."""
+        unknown = sub.stream.taken is None
+        what = ReplayRequest.SNAPSHOT if unknown else ReplayRequest.SINCE
+        self._request(sub, what, now, after_gap=after_gap)
 
-    def _ask(
-        self, line: Subscription, what: ReplayRequest, now: float, missing: bool = False
+    def _request(
+        self, sub: Subscription, what: ReplayRequest, now: float, *, after_gap: bool
     ) -> None:
-        line.ask(what, now, self._patience_s, missing=missing)
-        line.stats.replays += what is not ReplayRequest.SNAPSHOT
+        sub.request_replay(what, now, self._reply_timeout_s, after_gap=after_gap)
+        sub.stats.replays += what is not ReplayRequest.SNAPSHOT
 
-    def _answers(
-        self, line: Subscription, dealer: zmq.Socket[bytes], now: float, *, arrived: bool
-    ) -> None:
-        if not arrived:
-            if now >= line.deadline:
-                self._silence(line, now)
-            return
-        line.deadline = now + self._patience_s
-        line.silent = 0
+    def _read_replay(self, sub: Subscription, dealer: zmq.Socket[bytes], now: float) -> None:
+        sub.deadline = now + self._reply_timeout_s
+        sub.timeouts = 0
         for _ in range(_AT_ONCE):
             try:
                 frames = dealer.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if len(frames) != 4 or len(frames[2]) != SEQ_BYTES:
-                line.stats.malformed += 1
+                sub.stats.malformed += 1
                 continue
             if frames[2] == END:
-                self._ended(line, now)
+                self._replay_ended(sub, now)
                 return
-            self._answer(line, int.from_bytes(frames[2], "big"), frames[3])
+            self._handle_replayed(sub, int.from_bytes(frames[2], "big"), frames[3])
 
-    def _answer(self, line: Subscription, seq: int, payload: bytes) -> None:
-        stream = line.stream
-        first = not line.answered
-        line.answered = True
-        if line.asked is ReplayRequest.SNAPSHOT:
+    def _handle_replayed(self, sub: Subscription, seq: int, payload: bytes) -> None:
+        stream = sub.stream
+        first = not sub.answered
+        sub.answered = True
+        if sub.requested is ReplayRequest.SNAPSHOT:
             if first:
-                self._reset(line)
-                line.stats.snapshots += 1
-                line.stats.partial = False
-            self._deliver(line, payload)
-            stream.took(seq, None)
-            line.progress = True
-        elif line.asked is ReplayRequest.ALL and first:
-            self._reset(line)
-            line.stats.partial = seq > 0
-            self._take(line, seq, payload)
-            line.progress = line.proved = True
-        elif not line.proved:  # the first answer to SINCE
-            line.proved = first and stream.same(seq, payload)
+                self._reset(sub)
+                sub.stats.snapshots += 1
+                sub.stats.partial = False
+            self._deliver(sub, payload)
+            stream.advance(seq, None)
+            sub.progress = True
+        elif sub.requested is ReplayRequest.ALL and first:
+            self._reset(sub)
+            sub.stats.partial = seq > 0
+            self._take(sub, seq, payload)
+            sub.progress = sub.verified = True
+        elif not sub.verified:  # the first batch after SINCE must be the last one taken
+            sub.verified = first and stream.is_last(seq, payload)
         elif stream.taken is not None and seq == stream.taken + 1:
-            self._take(line, seq, payload)
-            line.progress = True
+            self._take(sub, seq, payload)
+            sub.progress = True
 
-    def _ended(self, line: Subscription, now: float) -> None:
-        """The end of an answer; what it was decides what is asked next."""
-        asked, proved, missing = line.asked, line.proved, line.missing
-        stuck = missing and not line.progress
-        answered = line.answered
-        line.hang_up()
-        line.next_check = now + self._check_s
-        if asked is ReplayRequest.SINCE and (not proved or stuck):
-            if not proved:
-                line.stats.restarts += 1
-            self._ask(line, ReplayRequest.SNAPSHOT, now, missing)
-        elif asked is ReplayRequest.SNAPSHOT and not answered:
-            self._ask(line, ReplayRequest.ALL, now, missing)
-        elif asked is ReplayRequest.ALL and not answered and line.stream.taken is not None:
-            self._reset(line)  # it was restarted, and has said nothing yet
+    def _replay_ended(self, sub: Subscription, now: float) -> None:
+        """Finish a replay; if it did not help, request the next best (see the class)."""
+        requested, after_gap = sub.requested, sub.after_gap
+        stuck = after_gap and not sub.progress
+        sub.end_replay()
+        sub.next_check = now + self._check_s
+        if requested is ReplayRequest.SINCE and (not sub.verified or stuck):
+            if not sub.verified:
+                sub.stats.restarts += 1
+            self._request(sub, ReplayRequest.SNAPSHOT, now, after_gap=after_gap)
+        elif requested is ReplayRequest.SNAPSHOT and not sub.answered:
+            self._request(sub, ReplayRequest.ALL, now, after_gap=after_gap)
+        elif requested is ReplayRequest.ALL and not sub.answered and sub.stream.taken is not None:
+            self._reset(sub)  # the publisher was restarted and has published nothing yet
 
-    def _silence(self, line: Subscription, now: float) -> None:
-        """No answer in time."""
-        missing, progress = line.missing, line.progress
-        line.hang_up()
-        line.silent += 1
-        back_off = min(_LONGEST_BACK_OFF_S, self._check_s * 2**line.silent)
-        line.next_check = now + (self._check_s if progress else back_off)
-        if missing and not progress:
-            self._reset(line)
-            line.stats.partial = True
-            line.stream.reset(anywhere=True)
+    def _replay_timed_out(self, sub: Subscription, now: float) -> None:
+        sub.end_replay()
+        sub.timeouts += 1
+        pause = self._check_s if sub.progress else _backoff_s(self._check_s, sub.timeouts)
+        sub.next_check = now + pause
+        if sub.after_gap and not sub.progress:
+            self._reset(sub)
+            sub.stats.partial = True
+            sub.stream.reset(anywhere=True)
+
+
+def _backoff_s(first_s: float, timeouts: int) -> float:
+    # The exponent is bounded: 2**1024 is no float, and a publisher may be silent for days.
+    return min(_MAX_BACKOFF_S, first_s * 2.0 ** min(timeouts, 30))

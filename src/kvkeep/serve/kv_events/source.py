@@ -1,4 +1,4 @@
-"""`Stream`: what to do with each message, told from its sequence number. No sockets here."""
+"""`Source`, a publisher to follow, and `Stream`, which classifies its messages. No sockets here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["MessageAction", "ReaderStats", "Source", "Stream", "check_endpoint",
 
 
 def check_endpoint(endpoint: str) -> None:
-    """`InvalidValue` for what ZeroMQ would take amiss, or take for something else."""
+    """Raise `InvalidValue` unless ZeroMQ can use this address, and as it is meant."""
     scheme, found, rest = endpoint.partition("://")
     _, _, port = rest.rpartition(":")
     sound = scheme in {"tcp", "ipc", "inproc"} and bool(found and rest)
@@ -24,10 +24,10 @@ def check_endpoint(endpoint: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A publisher: whose blocks it tells of, and where.
+    """A publisher of KV events: the instance whose blocks it describes, and its addresses.
 
-    ``replay`` is the address of its replay socket (None: it has none, and what is missed cannot be
-    asked for). ``topic`` is a prefix; "" takes all.
+    ``replay`` is its replay socket; with None, missed batches cannot be recovered. ``topic`` is the
+    prefix to subscribe to; "" receives all topics.
     """
 
     instance: str
@@ -43,54 +43,54 @@ class Source:
 
 @dataclass(slots=True)
 class ReaderStats:
-    """What was read of one source, and what was wrong with it."""
+    """Counters of one source."""
 
     batches: int = 0
     events: int = 0
     malformed: int = 0
-    """Messages that were no batch."""
+    """Messages that could not be decoded, or that the receiver failed on."""
     unread: int = 0
-    """Events of unknown types, or that lack something."""
+    """Events of unknown types, or with missing or oversized fields."""
     duplicates: int = 0
     gaps: int = 0
-    """How often batches were missing behind one that was taken."""
+    """Gaps found behind a batch that was taken."""
     restarts: int = 0
     replays: int = 0
     snapshots: int = 0
     resets: int = 0
-    """How often all that was known was given up."""
+    """Times that all known blocks were forgotten."""
     partial: bool = False
-    """Whether what was before the oldest batch that could be had is unknown."""
+    """Whether blocks from before the oldest recovered batch are unknown."""
     connected: bool = False
 
     def as_dict(self) -> dict[str, int | bool]:
-        """By name."""
+        """Return the counters by name."""
         return asdict(self)
 
 
 class MessageAction(Enum):
-    """What to do with a message."""
+    """What to do with a live message."""
 
     TAKE = "take"
-    SKIP = "skip"  # taken already, from a replay
-    GAP = "gap"  # some before it are missing
-    RESTART = "restart"  # the publisher has begun anew
+    SKIP = "skip"  # a replay brought it already
+    GAP = "gap"  # batches before it are missing
+    RESTART = "restart"  # the publisher was restarted
 
 
 def digest(payload: bytes) -> bytes:
-    """What a payload is remembered by."""
+    """Return the digest by which `Stream` recognises a payload."""
     return hashlib.blake2b(payload, digest_size=16).digest()
 
 
 class Stream:
-    """Sequence numbers of one publisher: what was taken last, and what that makes of the next.
+    """The sequence numbers of one publisher: the last batch taken, and what to do with the next.
 
-    Numbers of a publisher only grow, so one that is not above the last that came *live* means that
-    it was restarted; one between that and the last taken came in a replay before. A restarted
-    publisher whose numbers happen to fit is found out by asking for the last batch once more
-    (`same`): times are part of a payload.
+    A publisher's numbers only grow. A live number not above the last live one means that it was
+    restarted; one above that but not above the last taken was in a replay before. A restarted
+    publisher whose numbers happen to continue is found by requesting the last batch once more
+    (`is_last`): its payload differs, since payloads contain the time.
 
-    ``taken`` is None as long as nothing is known.
+    ``taken`` is the last number taken, None while nothing is known.
     """
 
     def __init__(self) -> None:
@@ -99,8 +99,8 @@ class Stream:
         self._live = -1
         self._digest: bytes | None = None
 
-    def live(self, seq: int) -> MessageAction:
-        """A message with this number came by subscription."""
+    def classify(self, seq: int) -> MessageAction:
+        """Return what to do with a live message of this number."""
         if seq <= self._live:
             return MessageAction.RESTART
         if self.taken is None:
@@ -110,23 +110,23 @@ class Stream:
             return MessageAction.SKIP
         return MessageAction.TAKE if seq == self.taken + 1 else MessageAction.GAP
 
-    def took(self, seq: int, payload: bytes | None, *, live: bool = False) -> None:
-        """Everything up to this number is taken; ``payload`` is None for a snapshot."""
+    def advance(self, seq: int, payload: bytes | None, *, live: bool = False) -> None:
+        """Note that all batches up to ``seq`` are taken; ``payload`` is None for a snapshot."""
         self.taken = seq
         self._digest = None if payload is None else digest(payload)
         if live:
             self._live = seq
 
-    def same(self, seq: int, payload: bytes) -> bool:
-        """Whether this is the batch that was taken last."""
+    def is_last(self, seq: int, payload: bytes) -> bool:
+        """Whether this is the last batch taken."""
         if seq != self.taken:
             return False
-        if self._digest is None:  # of a snapshot, the number alone is known
+        if self._digest is None:  # after a snapshot only the number is known
             self._digest = digest(payload)
         return self._digest == digest(payload)
 
     def reset(self, *, anywhere: bool = False) -> None:
-        """Nothing is known; ``anywhere``: what was before cannot be had, whatever comes is next."""
+        """Forget everything. ``anywhere``: the next message may have any number, not just 0."""
         self.taken = None
         self._anywhere = anywhere
         self._live = -1

@@ -1,12 +1,12 @@
-"""The messages: vLLM's, field by field, as msgpack.
+"""The messages: vLLM's, field by field, in msgpack.
 
     PUB      [topic, seq (8 bytes, big-endian), payload]
     payload  [ts, [event, …], dp_rank]        each event a map with "type"
     replay   DEALER → ROUTER  ["", first seq]
              ROUTER → DEALER  ["", topic, seq, payload] …, then ["", "", -1, ""]
 
-Replay from `SNAPSHOT`, a number that no batch reaches, asks for everything that is held now. vLLM
-takes it for a replay of nothing and answers with the end marker alone, so it is safe to ask.
+A replay from `SNAPSHOT`, a number that no batch reaches, requests all blocks that are held now. A
+vLLM publisher replies with the end marker alone, so the request is safe.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ SEQ_BYTES = 8
 END = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
 SNAPSHOT = 2**64 - 1
 
-# What one message may hold. msgspec looks at the length that a list claims before it makes it.
+# Bounds on one message. msgspec checks a list's claimed length before it allocates the list.
 MOST_BYTES = 8 << 20
-"""Of a message; a prompt of a million tokens has five."""
+"""Of a message; one that stores a prompt of a million tokens has about 5 MB."""
 MOST_RANKS = 1 << 16
 _MOST_EVENTS = 1 << 17
 _MOST_BLOCKS = 1 << 20
 _MOST_TOKENS = 1 << 22
 _LONGEST_HASH = 64  # bytes
-_LONGEST_NAME = 256  # characters: of an adapter, a tier, a kind of layer
+_LONGEST_NAME = 256  # characters of an adapter, a tier, a kind of layer
 
 _SALT_MARK = "kvkeep-salt-"
 _SALT_MAGIC = b"kvkeep salt 1\n"
@@ -58,7 +58,7 @@ _Name = Annotated[str, Meta(max_length=_LONGEST_NAME)]
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Blocks that became reusable, in order: ``block_size`` tokens each, after their parent.
+    """Blocks that became reusable, in order behind their parent, ``block_size`` tokens each.
 
     ``medium`` names the tier: "GPU", "CPU", "STORAGE", "DISK", …; None is "GPU".
     """
@@ -76,7 +76,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Blocks that are no longer reusable in that tier."""
+    """Blocks that are no longer reusable in a tier."""
 
     block_hashes: _Hashes
     medium: _Name | None
@@ -84,15 +84,15 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
-    """Nothing is reusable any more."""
+    """No block is reusable any more."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
-"""What a batch is made of."""
+"""An event in a batch."""
 
 
 class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one message carries; ``ts`` is in seconds since 1970."""
+    """The payload of one message; ``ts`` is in seconds since 1970."""
 
     ts: float
     events: Annotated[list[KVEvent], Meta(max_length=_MOST_EVENTS)]
@@ -100,7 +100,7 @@ class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class _Envelope(msgspec.Struct, array_like=True, gc=False):
-    """A batch whose events are still to be read, each by itself."""
+    """A batch whose events are not decoded yet."""
 
     ts: float
     events: Annotated[list[msgspec.Raw], Meta(max_length=_MOST_EVENTS)]
@@ -114,18 +114,17 @@ _events = msgspec.msgpack.Decoder(KVEvent)
 
 
 def encode(batch: Batch) -> bytes:
-    """A batch as its payload."""
+    """Return the payload of a batch."""
     return _encoder.encode(batch)
 
 
 def decode(payload: bytes) -> tuple[Batch, int]:
-    """A payload's batch, and how many of its events could not be read.
+    """Return a payload's batch, and the number of its events that were skipped.
 
-    Events of unknown types, and such that lack something, are left out: a newer publisher may send
-    what we do not know; so are such that hold more than `_MOST_BLOCKS`, `_MOST_TOKENS` or names
-    longer than `_LONGEST_NAME`. Raises `InvalidValue` where not even the batch can be read, or has
-    more than `_MOST_EVENTS`, or is no rank's. Memory: some 60 bytes for each of the payload's at
-    worst, while it is read.
+    Skipped are events of unknown types (a newer publisher may send them), with missing fields, with
+    more than `_MOST_BLOCKS` or `_MOST_TOKENS`, or with names longer than `_LONGEST_NAME`. Raises
+    `InvalidValue` if the batch itself cannot be read, has more than `_MOST_EVENTS`, or a rank out
+    of range. Memory while decoding: at worst about 60 bytes per byte of payload.
     """
     try:
         batch, unread = _batches.decode(payload), 0
@@ -133,7 +132,7 @@ def decode(payload: bytes) -> tuple[Batch, int]:
         batch, unread = _one_by_one(payload)
     rank = batch.data_parallel_rank
     if rank is not None and not 0 <= rank < MOST_RANKS:
-        raise InvalidValue(f"a data-parallel rank is one of {MOST_RANKS}, got {rank}")
+        raise InvalidValue(f"a data-parallel rank must be below {MOST_RANKS}, got {rank}")
     return batch, unread
 
 
@@ -141,7 +140,7 @@ def _one_by_one(payload: bytes) -> tuple[Batch, int]:
     try:
         envelope = _envelopes.decode(payload)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidValue(f"this is no batch of KV events: {error}") from error
+        raise InvalidValue(f"not a batch of KV events: {error}") from error
     events: list[KVEvent] = []
     for raw in envelope.events:
         try:
@@ -153,15 +152,15 @@ def _one_by_one(payload: bytes) -> tuple[Batch, int]:
 
 
 def seq_frame(seq: int) -> bytes:
-    """A sequence number as it travels."""
+    """Return a sequence number as a frame."""
     return seq.to_bytes(SEQ_BYTES, "big")
 
 
 def salt_digest(salt: str) -> str:
-    """What stands for a ``cache_salt`` in events: whoever listens does not learn the salt.
+    """Return the digest that stands for a ``cache_salt`` in events, hiding the salt from readers.
 
-    The same for the same salt everywhere, so that a router finds it from a request. What is a
-    digest already stays as it is. A salt that can be guessed can be tried out: use random ones.
+    Equal salts have equal digests everywhere, so a router can compute one from a request. A digest
+    is returned unchanged. A guessable salt can be found by trying: use random ones.
     """
     if salt.startswith(_SALT_MARK):
         return salt

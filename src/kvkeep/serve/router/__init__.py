@@ -1,4 +1,4 @@
-"""A router that knows who holds which prefix: its index, its costs, and an HTTP proxy on it."""
+"""A prefix-aware router: an index of cached prefixes, a cost model, and an HTTP proxy."""
 
 from __future__ import annotations
 

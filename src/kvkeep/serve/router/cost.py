@@ -1,4 +1,4 @@
-"""`CostModel`: what a prompt costs an instance, in seconds."""
+"""`CostModel`: the expected cost of a prompt on an instance, in seconds."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 __all__ = ["CostModel"]
 
-# Seconds for a token of 128 KiB: memory at 20 GB/s, a disk at 3 GB/s, a network store at 1 GB/s.
+# Seconds per token of 128 KiB: memory at 20 GB/s, a disk at 3 GB/s, a network store at 1 GB/s.
 _TIERS = {"GPU": 0.0, "COMING": 0.0, "CPU": 7e-6, "DISK": 45e-6, "STORAGE": 130e-6}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Seconds until the first token, as far as they depend on where a prompt goes.
+    """The part of the time to the first token that depends on where a prompt is sent.
 
-    Computing tokens m … n of a prompt takes ``token_s · (n - m) + square_s · (n² - m²)``: the
-    defaults are an 8-billion-parameter model on one large GPU. ``tiers`` are seconds for a token
-    that is loaded from there, ``other_tier_s`` for one from a tier that is not named. Each answer
-    that an instance is writing makes a prompt there take ``running_s`` longer.
+    Computing tokens m … n of a prompt takes ``token_s · (n - m) + square_s · (n² - m²)``; the
+    defaults are for an 8-billion-parameter model on one large GPU. ``tiers`` are the seconds to
+    load a token from each tier, ``other_tier_s`` from a tier not listed. Each running request
+    delays a new prompt on its instance by ``running_s``.
 
-    ``balance`` says how much of the work that an instance was given of late, beyond what the least
-    busy one was, counts as if it were waited for; "of late" is an average over ``memory_s``
-    seconds. 0: only what waits right now counts, and conversations stay wherever they began.
+    ``balance`` is the weight of an instance's recent work: prefill seconds, averaged over
+    ``memory_s``, beyond those of the least busy instance. With 0 only the current load counts, and
+    a conversation stays where it began.
     """
 
     token_s: float = 1 / 15_000
@@ -45,14 +45,14 @@ class CostModel:
         named = {name: getattr(self, name) for name in self.__slots__ if name != "tiers"}
         for name, seconds in {**named, **self.tiers}.items():
             if not 0 <= seconds < math.inf:
-                raise InvalidValue(f"{name} is a number of seconds, 0 or more; got {seconds}")
+                raise InvalidValue(f"{name} must be a number of seconds, 0 or more; got {seconds}")
         if not self.token_s or not self.memory_s:
-            raise InvalidValue("token_s and memory_s are above 0")
+            raise InvalidValue("token_s and memory_s must be above 0")
 
     def prefill_s(self, tokens: int, held: HeldPrefix | None) -> float:
-        """Seconds for a prompt of so many tokens where ``held`` of it is there already.
+        """Return the seconds to prefill ``tokens`` tokens, of which ``held`` is cached.
 
-        The last token is always computed, and what is slower to load than to compute is computed.
+        The last token is always computed, as is a part that is slower to load than to compute.
         """
         if held is None or not held.tokens:
             return self._compute(0, tokens)

@@ -1,4 +1,4 @@
-"""`Health`: which instances may get requests, judged by the results of requests and probes."""
+"""`Health`: which instances may get requests, judged by the outcomes of requests and probes."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from kvkeep.core.errors import InvalidValue, whole
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
-__all__ = ["Doubt", "Health", "InstanceHealth", "Patience", "Waiting"]
+__all__ = ["Doubt", "Health", "InstanceHealth", "Timeouts", "Waiting"]
 
 log = logging.getLogger("kvkeep.router")
 
 _FIRST_REST_S = 1.0
 _LONGEST_REST_S = 30.0
 _SILENT_PROBES = 3
-"""Probes in a row without an answer, after which requests that wait there are given up."""
+"""Failed probes in a row after which the requests waiting at an instance are abandoned."""
 _IGNORED_S = 5.0
-"""Seconds without any answer of the instance after which a client that leaves makes it rest."""
+"""A client that leaves after so many seconds without any response from the instance counts as a
+failed request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long an instance may take, in seconds, and how often a request is tried.
+class Timeouts:
+    """Timeouts towards an instance, in seconds, and the number of tries per request.
 
-    ``first_byte_s``: until the first byte of an answer's body. It includes the whole prefill and
-    what waits before it, and without ``stream`` the whole answer; a stopped process is found by
-    probes much sooner. ``idle_s``: between two pieces of a stream, and for a client to take one.
-    ``probe_every_s``: from one probe to the next. ``probe_s``: until a probe is answered.
-    ``tokenize_s``: for one question to /tokenize. ``tries``: instances that may have a request in
-    hand and not answer it.
+    ``first_byte_s``: until the first byte of a response body. This covers queueing and the whole
+    prefill, and without ``stream`` the whole response; probes find a stopped process much sooner.
+    ``idle_s``: between two pieces of a stream, and for the client to take one. ``probe_every_s``:
+    from one probe to the next. ``probe_s``: for a response to a probe. ``tokenize_s``: for one
+    request to /tokenize. ``tries``: how many instances may accept a request and not answer it.
 
-    Raises `InvalidValue` for what is not above 0.
+    Raises `InvalidValue` for values that are not above 0.
     """
 
     first_byte_s: float = 600.0
@@ -53,7 +53,7 @@ class Patience:
         for name in ("first_byte_s", "idle_s", "probe_every_s", "probe_s", "tokenize_s"):
             seconds = getattr(self, name)
             if not 0 < seconds < math.inf:
-                raise InvalidValue(f"{name} is a number of seconds above 0, got {seconds}")
+                raise InvalidValue(f"{name} must be a number of seconds above 0, got {seconds}")
         whole("tries", self.tries, 1)
 
 
@@ -62,9 +62,9 @@ class InstanceHealth(Enum):
 
     UP = "up"
     SUSPECT = "suspect"
-    """The instance did not answer something; the next probe decides."""
+    """It failed to answer; the next probe decides."""
     RESTING = "resting"
-    """A request failed there a moment ago, and probes are answered."""
+    """A request failed there recently, but it answers probes."""
 
 
 class Doubt(Enum):
@@ -78,7 +78,7 @@ class Doubt(Enum):
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request that waits for the first byte of an instance, and may be taken elsewhere."""
+    """A request that waits for an instance's first byte and may be sent to another one."""
 
     others: Collection[str]
     give_up: Callable[[], None]
@@ -91,21 +91,21 @@ class _Instance:
     rests_until: float = 0.0
     suspect: bool = False
     silent: int = 0
-    """Probes in a row that were not answered."""
+    """Failed probes in a row."""
     answered_at: float = -math.inf
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: set[Waiting] = field(default_factory=set)
 
 
 class Health:
-    """What is known of each instance, without any I/O.
+    """The state of each instance. No I/O happens here.
 
-    A request that fails makes its instance rest: a second, then twice as long each time, half a
-    minute at most. Whatever was not answered makes it suspect until a probe or another request is
-    answered. Requests that wait at an instance that `_SILENT_PROBES` probes found silent are given
-    up where another instance is up, so that they can be sent there.
+    A failed request makes its instance rest: for a second, doubling with each failure up to 30
+    seconds. Anything unanswered makes it suspect until it answers a probe or another request. When
+    `_SILENT_PROBES` probes in a row have failed, requests waiting at the instance are abandoned if
+    another instance is up, so that they can be sent there.
 
-    Thread safety: none; it belongs to the event loop.
+    Thread safety: none; for the event loop.
     """
 
     def __init__(
@@ -116,24 +116,24 @@ class Health:
         self._hooks: list[Callable[[str, Doubt], None]] = []
 
     def subscribe(self, hook: Callable[[str, Doubt], None]) -> None:
-        """Call ``hook`` each time an instance is doubted."""
+        """Call ``hook`` with the name and the reason each time an instance is doubted."""
         self._hooks.append(hook)
 
-    # --- what is thought of them -------------------------------------------------------------
+    # --- states ------------------------------------------------------------------------------
 
     def state(self, name: str) -> InstanceHealth:
-        """Of one instance."""
+        """Return the state of one instance."""
         one = self._instances[name]
         if one.suspect:
             return InstanceHealth.SUSPECT
         return InstanceHealth.RESTING if one.rests_until > self._clock() else InstanceHealth.UP
 
     def up(self) -> list[str]:
-        """The instances that may be asked."""
+        """Return the instances that are up."""
         return [name for name in self._instances if self.state(name) is InstanceHealth.UP]
 
     def best(self, tried: Collection[str]) -> list[str]:
-        """The instances among which to choose next: those that are up, or else any that is left."""
+        """Return the candidates for the next try: those up, else those resting, else the rest."""
         left = [name for name in self._instances if name not in tried]
         for state in (InstanceHealth.UP, InstanceHealth.RESTING):
             found = [name for name in left if self.state(name) is state]
@@ -141,16 +141,16 @@ class Health:
                 return found
         return left
 
-    # --- what requests say -------------------------------------------------------------------
+    # --- outcomes of requests ----------------------------------------------------------------
 
     def now(self) -> float:
-        """The time, for `left`."""
+        """Return the current time, for `left`."""
         return self._clock()
 
     def failed(self, name: str) -> None:
-        """Note a request that got no answer, or an error that is the instance's fault."""
+        """Note a request without a response, or with an error that is the instance's fault."""
         one = self._instances[name]
-        if one.rests_until <= self._clock():  # requests that fail together are one failure
+        if one.rests_until <= self._clock():  # requests failing together count as one failure
             rest = min(_LONGEST_REST_S, _FIRST_REST_S * 2**one.failures)
             one.failures = min(one.failures + 1, 10)
             one.rests_until = self._clock() + rest
@@ -165,11 +165,11 @@ class Health:
         self._trust(name)
 
     def heard(self, name: str) -> None:
-        """Note a piece of a stream: the instance is not silent."""
+        """Note a piece of a stream: the instance is alive."""
         self._instances[name].silent = 0
 
     def doubt(self, name: str, why: Doubt) -> None:
-        """Make the instance suspect until it answers a probe, which is sent at once."""
+        """Make the instance suspect and request a probe at once."""
         one = self._instances[name]
         if not one.suspect:
             log.warning("%s is suspect (%s): no requests until it answers a probe", name, why.value)
@@ -179,14 +179,14 @@ class Health:
             hook(name, why)
 
     def left(self, name: str, since: float) -> None:
-        """Note that a client left that had waited for the first byte since ``since``."""
+        """Note that a client left that had waited for a first byte since ``since``."""
         ignored = self._instances[name].answered_at < since
         if ignored and self._clock() - since >= _IGNORED_S:
             self.failed(name)
         else:
             self.doubt(name, Doubt.CLIENT_LEFT)
 
-    # --- what probes say ---------------------------------------------------------------------
+    # --- outcomes of probes ------------------------------------------------------------------
 
     def probed(self, name: str, *, answered: bool) -> None:
         """Note the result of a probe."""
@@ -200,20 +200,20 @@ class Health:
         self._abandon()
 
     def silent(self, name: str) -> bool:
-        """Whether so many probes failed that the instance is taken for stopped."""
+        """Whether so many probes failed that the instance counts as stopped."""
         return self._instances[name].silent >= _SILENT_PROBES
 
     def wake(self, name: str) -> asyncio.Event:
-        """Set when a probe is to be sent at once; whoever probes clears it."""
+        """Return the event that requests a probe at once; the prober clears it."""
         return self._instances[name].wake
 
-    # --- requests that wait ------------------------------------------------------------------
+    # --- waiting requests --------------------------------------------------------------------
 
     @contextmanager
     def waiting(
         self, name: str, others: Collection[str], give_up: Callable[[], None]
     ) -> Iterator[Waiting]:
-        """``give_up`` is called once, if this one is silent while one of ``others`` is up."""
+        """Within, call ``give_up`` once if the instance is silent while one of ``others`` is up."""
         waiting = Waiting(others, give_up)
         among = self._instances[name].waiting
         among.add(waiting)

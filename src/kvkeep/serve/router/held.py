@@ -1,4 +1,7 @@
-"""`HeldPrefix`: how much of a prompt each place holds, found by one walk along its keys."""
+"""`HeldPrefix`: how much of a prompt each place holds, found in one pass over its prefix keys.
+
+A *place* is one rank of an instance. Sets of places are integers with one bit per place.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +12,39 @@ __all__ = ["HeldPrefix", "TierBlocks", "in_one_tier", "in_several_tiers"]
 
 @dataclass(slots=True)
 class HeldPrefix:
-    """What a place holds of a prompt's beginning, without a hole: tokens, and in which tier.
+    """The cached beginning of a prompt at one place: its tokens, in total and by tier.
 
-    What lies in several tiers counts for the first of them.
+    Blocks present in several tiers count for the first of them.
     """
 
     tokens: int = 0
     tiers: dict[str, int] = field(default_factory=dict)
 
     def add(self, tier: str, tokens: int) -> None:
-        """So many tokens more lie there."""
+        """Count ``tokens`` more, in ``tier``."""
         self.tokens += tokens
         self.tiers[tier] = self.tiers.get(tier, 0) + tokens
 
 
 @dataclass(slots=True, eq=False)
 class TierBlocks:
-    """The blocks of one tier, of all places: prefix key → places, a bit each."""
+    """All blocks of one tier: prefix key → places, one bit each."""
 
     name: str
     holders: dict[int, int] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
-    """Tokens of a block → places that told of such blocks; a place stays until it is cleared."""
+    """Block size in tokens → places with such blocks. A place stays in until it is cleared."""
 
     def has(self, size: int) -> bool:
-        """Whether blocks of it end at every multiple of ``size``."""
+        """Whether blocks end at every multiple of ``size`` tokens."""
         return any(size % one == 0 for one in self.sizes)
 
 
 def in_one_tier(keys: list[int], among: int, tier: TierBlocks, size: int) -> dict[int, HeldPrefix]:
-    """What the places of the mask ``among`` hold, by bit; one probe and one comparison a key.
+    """Return what the places in the mask ``among`` hold, by bit.
 
-    ``keys`` are those of the prompt's prefixes, ``size`` tokens apart.
+    ``keys`` are those of the prompt's prefixes, ``size`` tokens apart. Cost: one dict lookup and
+    one comparison per key.
     """
     found: dict[int, HeldPrefix] = {}
     get = tier.holders.get
@@ -65,9 +69,9 @@ def in_one_tier(keys: list[int], among: int, tier: TierBlocks, size: int) -> dic
 def in_several_tiers(
     keys: list[int], among: int, tiers: list[TierBlocks], size: int
 ) -> dict[int, HeldPrefix]:
-    """`in_one_tier`, where each block may lie in any of ``tiers``; the first that has it counts.
+    """`in_one_tier` for blocks in any of ``tiers``; the first tier that has a block counts.
 
-    Work is per key a probe in each tier, and per change of who has it where.
+    Cost: one dict lookup per key and tier, and some work per change of holders.
     """
     found: dict[int, HeldPrefix] = {}
     since: dict[int, int] = {}
@@ -103,7 +107,7 @@ def _count(  # noqa: PLR0917 - the walk's own state
     tiers: list[TierBlocks],
     size: int,
 ) -> None:
-    """Who leaves a tier here has had it since; who enters one begins here."""
+    """Close the runs of places that leave a tier at key ``at``, and open those that enter one."""
     for tier, old, new in zip(tiers, before, now, strict=True):
         for bit in _bits(old & ~new):
             found.setdefault(bit, HeldPrefix()).add(tier.name, (at - since[bit]) * size)

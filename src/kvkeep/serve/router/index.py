@@ -1,4 +1,4 @@
-"""`PlacementIndex`: who holds which prefix, in which tier."""
+"""`PlacementIndex`: which place holds which prefix, in which tier."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ MAX_BLOCK = 65_536
 _MAX_TOKEN = 2**31 - 1
 _FEW = 64  # tokens
 _MOST_SIZES = 4
-"""Block sizes of a place; each that is in use anywhere costs a pass of its own in a lookup."""
+"""Block sizes per place; each size in use anywhere costs a lookup one pass more."""
 _MOST_TIERS = 8
-"""Tiers of a place; each that is in use anywhere costs a probe for every block in a lookup."""
+"""Tiers per place; each tier in use anywhere costs a lookup one dict lookup more per block."""
 _LONGEST_NAME = 64  # characters of a tier's name
 _ROUND = 64
-"""One part in so many of what an instance may have is forgotten at once, when it has too much."""
+"""An instance over its limit loses at least 1/64 of the limit at once."""
 
 
 class Place(NamedTuple):
-    """Where blocks lie: one rank of an instance."""
+    """A rank of an instance."""
 
     instance: str
     rank: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class _Share:
-    """What one instance has of the index, over all its ranks and tiers."""
+class _InstanceBlocks:
+    """One instance's blocks in the index, over all its ranks and tiers."""
 
     blocks: int = 0
     evicted: int = 0
-    stocks: list[_Stock] = field(default_factory=list)
+    parts: list[_PlaceBlocks] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
-class _Stock:
-    """What one place has in one tier, under its own hashes."""
+class _PlaceBlocks:
+    """One place's blocks in one tier, under the place's own hashes."""
 
-    share: _Share
+    instance: _InstanceBlocks
     bit: int
     tier: TierBlocks
     holders: dict[int, int]
-    """The tier's, of all places: prefix key → places, a bit each."""
+    """Those of ``tier``: prefix key → places, one bit each."""
     blocks: dict[Hash, int] = field(default_factory=dict)
-    """Its own hash → prefix key; what was stored or looked up longest ago comes first."""
+    """Hash → prefix key, least recently stored or looked up first."""
     copies: dict[Hash, int] = field(default_factory=dict)
-    """How often a hash is there, besides once."""
+    """Hash → how often it was stored beyond the first time."""
     twins: dict[int, int] = field(default_factory=dict)
-    """How many hashes stand for one key, besides one."""
+    """Prefix key → how many of its hashes there are beyond the first."""
 
     def add(self, block: Hash, key: int) -> None:
         known = self.blocks.get(block)
@@ -71,10 +71,10 @@ class _Stock:
             self.copies[block] = self.copies.get(block, 0) + 1
             self.refresh(block, key)
             return
-        if known is not None:  # it says something else now: the removal in between was missed
+        if known is not None:  # the hash has a new meaning: its removal was missed
             self.drop(block, all_copies=True)
         self.blocks[block] = key
-        self.share.blocks += 1
+        self.instance.blocks += 1
         mask = self.holders.get(key, 0)
         if mask & self.bit:
             self.twins[key] = self.twins.get(key, 0) + 1
@@ -89,7 +89,7 @@ class _Stock:
         key = self.blocks.pop(block, None)
         if key is None:
             return
-        self.share.blocks -= 1
+        self.instance.blocks -= 1
         if _fewer(self.twins, key):
             return
         mask = self.holders[key] & ~self.bit
@@ -99,25 +99,25 @@ class _Stock:
             del self.holders[key]
 
     def refresh(self, block: Hash, key: int) -> None:
-        """A block that is here is the last one to be forgotten."""
+        """Move a block to the end of the eviction order."""
         del self.blocks[block]
         self.blocks[block] = key
 
 
 class PlacementIndex:
-    """Which places hold which prefix; an int of a bit a place for each prefix and tier.
+    """Which places hold which prefix, as one bit mask of places per prefix and tier.
 
-    ``tiers`` name the tiers from the fastest on; others that are heard of come after. Of a block
-    whose parent is not known nothing can be said: it is left out and counted (``orphans``), as is
-    what contradicts itself (``refused``).
+    ``tiers`` lists tiers from the fastest on; tiers that instances name besides come after. A block
+    whose parent is unknown is left out and counted (``orphans``), as are inconsistent ones
+    (``refused``).
 
-    ``most_blocks`` are kept of an instance, over all its ranks and tiers. Beyond, those of its
-    fullest tier that were stored or looked up longest ago are forgotten and counted (`evicted`): an
-    instance that tells more than it holds, or never of removals, takes nothing from the others.
+    At most ``most_blocks`` are kept per instance, over all its ranks and tiers. Beyond, the least
+    recently stored or looked up blocks of its largest tier are evicted and counted (`evicted`), so
+    an instance that announces too much, or never a removal, takes no room from others.
 
-    Thread safety: none. Cost: about 1.5 µs to store a block, and 0.1 µs a block to look a prompt
-    up, however many places there are and however much is forgotten meanwhile. Memory: at most some
-    200 bytes a block, where hashes are numbers; the feed takes none of more than 64 bytes.
+    Thread safety: none. Cost: about 1.5 µs to store a block and 0.1 µs per block of a lookup,
+    regardless of the number of places and of evictions. Memory: about 200 bytes per block where
+    hashes are integers; `kv_events` accepts none of more than 64 bytes.
     """
 
     def __init__(self, tiers: Sequence[str] = ("GPU",), *, most_blocks: int = 1_000_000) -> None:
@@ -127,37 +127,35 @@ class PlacementIndex:
         self._most = whole("most_blocks", most_blocks, 1)
         self._named = frozenset(tiers)
         self._tiers = {tier: TierBlocks(tier) for tier in tiers}
-        self._shares: dict[str, _Share] = {}
-        self._expected = _Share()  # what was not told, but is on its way: bound by the requests
-        self._stocks: dict[Place, dict[str, _Stock]] = {}
+        self._instances: dict[str, _InstanceBlocks] = {}
+        self._expected = _InstanceBlocks()  # from `expect`: bounded by the running requests
+        self._places: dict[Place, dict[str, _PlaceBlocks]] = {}
         self._names: list[Place | None] = []  # by bit
-        self._sizes: dict[int, int] = {}  # block size → places that have such blocks
-        # Keys that were looked up and found, noted from when an instance comes near its bound.
+        self._sizes: dict[int, int] = {}  # block size → places with such blocks
+        # Keys found by lookups, recorded once an instance comes near its limit.
         self._used: set[int] = set()
-        self._notes_use = False
+        self._records_use = False
 
     def __len__(self) -> int:
         """Blocks of all places and tiers, copies counted once."""
-        return self._expected.blocks + sum(share.blocks for share in self._shares.values())
+        return self._expected.blocks + sum(one.blocks for one in self._instances.values())
 
     @property
     def num_prefixes(self) -> int:
-        """Different prefixes, each tier's counted."""
+        """Distinct prefixes, counted per tier."""
         return sum(len(tier.holders) for tier in self._tiers.values())
 
     @property
     def evicted(self) -> int:
-        """Blocks that were forgotten since their instance had too many."""
-        return sum(share.evicted for share in self._shares.values())
+        """Blocks evicted because their instance had too many."""
+        return sum(one.evicted for one in self._instances.values())
 
-    def share_of(self, instance: str) -> tuple[int, int]:
-        """Blocks of an instance that are known, and such that were forgotten."""
-        share = self._shares.get(instance)
-        return (share.blocks, share.evicted) if share is not None else (0, 0)
+    def instance_blocks(self, instance: str) -> tuple[int, int]:
+        """Return an instance's number of known blocks, and of evicted ones."""
+        found = self._instances.get(instance)
+        return (found.blocks, found.evicted) if found is not None else (0, 0)
 
-    def blocks_of(self, place: Place) -> dict[str, int]:
-        """How many blocks a place holds, by tier."""
-        return {tier: len(one.blocks) for tier, one in self._stocks.get(place, {}).items()}
+    # --- updates -----------------------------------------------------------------------------
 
     # --- what places say ---------------------------------------------------------------------
 
@@ -174,48 +172,50 @@ class PlacementIndex:
         salt: str = "",
         marks: Sequence[str] | None = None,
     ) -> None:
-        """Blocks of ``block_size`` tokens, in order, behind ``parent`` (None: at the beginning).
+        """Add blocks of ``block_size`` tokens, in order, behind ``parent`` (None: the first ones).
 
-        ``marks`` say for each block what it depends on besides its tokens and all before ("":
-        nothing). ``lora`` and ``salt`` count at the beginning only.
+        ``marks`` has for each block what it depends on besides the tokens up to its end, "" for
+        nothing. ``lora`` and ``salt`` matter only at a prompt's start.
         """
         count = len(hashes)
-        stock = self._told(place, tier)
-        if stock is None:
+        own = self._announced(place, tier)
+        if own is None:
             self.refused += count
             return
-        start = self._keys.root(lora, salt) if parent is None else stock.blocks.get(parent)
+        start = self._keys.root(lora, salt) if parent is None else own.blocks.get(parent)
         if start is None:
-            start = self._elsewhere(place, parent)
+            start = self._find_parent(place, parent)
         if start is None:
             self.orphans += count
             return
         keys = None
-        if _sound(tokens, count, block_size, length_of(start)) and self._sized(stock, block_size):
+        if _consistent(tokens, count, block_size, length_of(start)) and self._allow_size(
+            own, block_size
+        ):
             keys = self._keys_of(start, tokens, block_size, marks)
         if keys is None:
             self.refused += count
             return
-        if self._notes_use and parent is not None:
-            self._note([start])
-        blocks, holders, bit, share = stock.blocks, stock.holders, stock.bit, stock.share
+        if self._records_use and parent is not None:
+            self._record_use([start])
+        blocks, holders, bit, instance = own.blocks, own.holders, own.bit, own.instance
         for block, key in zip(hashes, keys, strict=True):
             mask = holders.get(key, 0)
             if block in blocks or mask & bit:
-                stock.add(block, key)
-            else:
+                own.add(block, key)
+            else:  # `add`, inlined for the common case
                 blocks[block] = key
                 holders[key] = mask | bit
-                share.blocks += 1
-        if share.blocks > self._most - self._most // 8:
-            self._notes_use = True
-            if share.blocks > self._most:
-                self._forget(share)
+                instance.blocks += 1
+        if instance.blocks > self._most - self._most // 8:
+            self._records_use = True
+            if instance.blocks > self._most:
+                self._evict(instance)
 
     def _keys_of(
         self, start: int, tokens: Sequence[int], block_size: int, marks: Sequence[str] | None
     ) -> list[int] | None:
-        """The keys of blocks behind ``start``; None where tokens are none."""
+        """Return the keys of blocks behind ``start``, None if a token is out of range."""
         marked = marks is not None and any(marks)
         if len(tokens) <= _FEW and not marked:
             if min(tokens) < 0 or max(tokens) > _MAX_TOKEN:
@@ -233,142 +233,143 @@ class PlacementIndex:
         return self._keys.after(start, row, block_size, added)
 
     def remove(self, place: Place, hashes: Iterable[Hash], *, tier: str = "GPU") -> None:
-        """One copy each of these blocks is gone; those that are not known are no news."""
-        stock = self._stocks.get(place, {}).get(tier)
-        if stock is not None:
+        """Remove one copy of each of these blocks; unknown ones are ignored."""
+        own = self._places.get(place, {}).get(tier)
+        if own is not None:
             for block in hashes:
-                stock.drop(block)
+                own.drop(block)
 
     def expect(
         self, place: Place, tokens: TokenArray, step: int, *, tier: str, lora: str, salt: str
     ) -> list[int]:
-        """A place will have this prompt: as blocks of ``step`` tokens in a tier of their own.
+        """Add a prompt that a place is about to compute, as blocks of ``step`` tokens in ``tier``.
 
-        Returns their hashes, for `remove`; several may expect the same.
+        Returns their hashes, for `remove`. Several requests may expect the same blocks.
         """
-        stock = self._stock(place, tier, self._expected)
-        self._use_size(stock, step)
+        own = self._blocks_at(place, tier, self._expected)
+        self._use_size(own, step)
         keys = self._keys.after(self._keys.root(lora, salt), tokens[:MAX_TOKENS], step)
         for key in keys:
-            stock.add(key, key)
+            own.add(key, key)
         return keys
 
     def clear(self, place: Place) -> None:
-        """A place holds nothing any more, in any tier. Cost: all that it held."""
-        stocks = self._stocks.pop(place, {})
-        for name, stock in stocks.items():
-            for key in stock.blocks.values():
-                mask = stock.holders.get(key, 0) & ~stock.bit
+        """Remove all blocks of a place, in all tiers. Cost: O(blocks of the place)."""
+        parts = self._places.pop(place, {})
+        for name, part in parts.items():
+            for key in part.blocks.values():
+                mask = part.holders.get(key, 0) & ~part.bit
                 if mask:
-                    stock.holders[key] = mask
+                    part.holders[key] = mask
                 else:
-                    stock.holders.pop(key, None)
-            stock.share.blocks -= len(stock.blocks)
-            stock.share.stocks.remove(stock)
-            _without(stock.tier.sizes, stock.bit)
-            if name not in self._named and not any(name in one for one in self._stocks.values()):
+                    part.holders.pop(key, None)
+            part.instance.blocks -= len(part.blocks)
+            part.instance.parts.remove(part)
+            _clear_bit(part.tier.sizes, part.bit)
+            if name not in self._named and not any(name in one for one in self._places.values()):
                 del self._tiers[name]
-        for stock in list(stocks.values())[:1]:
-            _without(self._sizes, stock.bit)
-            self._names[stock.bit.bit_length() - 1] = None
+        for part in list(parts.values())[:1]:
+            _clear_bit(self._sizes, part.bit)
+            self._names[part.bit.bit_length() - 1] = None
 
     def remove_instance(self, instance: str) -> None:
-        """Nothing is left of an instance, not even what was counted."""
-        for place in [place for place in self._stocks if place.instance == instance]:
+        """Remove all blocks and counters of an instance."""
+        for place in [place for place in self._places if place.instance == instance]:
             self.clear(place)
-        self._shares.pop(instance, None)
+        self._instances.pop(instance, None)
 
-    def _told(self, place: Place, tier: str) -> _Stock | None:
-        """Where to put what a place tells of a tier; None where it names too many, or too long."""
-        stocks = self._stocks.get(place, {})
-        if tier not in stocks and (len(stocks) >= _MOST_TIERS or len(tier) > _LONGEST_NAME):
+    def _announced(self, place: Place, tier: str) -> _PlaceBlocks | None:
+        """Return where to add announced blocks; None for too many tiers or too long a name."""
+        parts = self._places.get(place, {})
+        if tier not in parts and (len(parts) >= _MOST_TIERS or len(tier) > _LONGEST_NAME):
             return None
-        return self._stock(place, tier, self._shares.setdefault(place.instance, _Share()))
+        instance = self._instances.setdefault(place.instance, _InstanceBlocks())
+        return self._blocks_at(place, tier, instance)
 
-    def _stock(self, place: Place, tier: str, share: _Share) -> _Stock:
-        stocks = self._stocks.setdefault(place, {})
-        stock = stocks.get(tier)
-        if stock is None:
-            if stocks:
-                bit = next(iter(stocks.values())).bit
+    def _blocks_at(self, place: Place, tier: str, instance: _InstanceBlocks) -> _PlaceBlocks:
+        parts = self._places.setdefault(place, {})
+        part = parts.get(tier)
+        if part is None:
+            if parts:
+                bit = next(iter(parts.values())).bit
             else:
                 if None not in self._names:
                     self._names.append(None)
                 at = self._names.index(None)
                 self._names[at] = place
                 bit = 1 << at
-            shelf = self._tiers.setdefault(tier, TierBlocks(tier))
-            stock = stocks[tier] = _Stock(share, bit, shelf, shelf.holders)
-            share.stocks.append(stock)
-        return stock
+            blocks = self._tiers.setdefault(tier, TierBlocks(tier))
+            part = parts[tier] = _PlaceBlocks(instance, bit, blocks, blocks.holders)
+            instance.parts.append(part)
+        return part
 
-    def _elsewhere(self, place: Place, parent: Hash | None) -> int | None:
-        """A parent that has gone from this tier, or never was there, may lie in another one."""
-        for stock in self._stocks[place].values():
-            key = None if parent is None else stock.blocks.get(parent)
+    def _find_parent(self, place: Place, parent: Hash | None) -> int | None:
+        """Return the key of a parent that is in another tier of the place."""
+        for part in self._places[place].values():
+            key = None if parent is None else part.blocks.get(parent)
             if key is not None:
                 return key
         return None
 
-    def _sized(self, stock: _Stock, block_size: int) -> bool:
-        """Whether a place may have blocks of this size; if so, it is known to have some."""
-        bit = stock.bit
-        if not stock.tier.sizes.get(block_size, 0) & bit:
-            mine = {
+    def _allow_size(self, own: _PlaceBlocks, block_size: int) -> bool:
+        """Whether a place may have blocks of this size; if so, note that it has some."""
+        bit = own.bit
+        if not own.tier.sizes.get(block_size, 0) & bit:
+            sizes = {
                 size
-                for other in stock.share.stocks
+                for other in own.instance.parts
                 if other.bit == bit
                 for size, places in other.tier.sizes.items()
                 if places & bit
             }
-            if block_size not in mine and len(mine) >= _MOST_SIZES:
+            if block_size not in sizes and len(sizes) >= _MOST_SIZES:
                 return False
-            self._use_size(stock, block_size)
+            self._use_size(own, block_size)
         return True
 
-    def _use_size(self, stock: _Stock, block_size: int) -> None:
-        for sizes in (self._sizes, stock.tier.sizes):
-            sizes[block_size] = sizes.get(block_size, 0) | stock.bit
+    def _use_size(self, own: _PlaceBlocks, block_size: int) -> None:
+        for sizes in (self._sizes, own.tier.sizes):
+            sizes[block_size] = sizes.get(block_size, 0) | own.bit
 
-    def _note(self, keys: list[int]) -> None:
-        """These are in use. It is a hint: what is used is noted again soon after it was lost."""
+    def _record_use(self, keys: list[int]) -> None:
+        """Record keys as used. Only a hint: the record is emptied when full, and refills."""
         if len(self._used) + len(keys) > self._most:
             self._used.clear()
         self._used.update(keys[: self._most])
 
-    def _forget(self, share: _Share) -> None:
-        """Bring an instance below its bound.
+    def _evict(self, instance: _InstanceBlocks) -> None:
+        """Bring an instance below its limit.
 
-        Some at a time, since finding the first entries of a dict costs the holes before them. What
-        was looked up since it was here last has a second chance: a prefix that many prompts share
-        is stored once, before all that goes on from it.
+        In rounds, since finding a dict's first entries costs a step per deleted one before them. A
+        block that was used since the last round gets a second chance: a prefix shared by many
+        prompts is stored once, before everything behind it.
         """
-        left = max(share.blocks - self._most, self._most // _ROUND)
+        left = max(instance.blocks - self._most, self._most // _ROUND)
         while left > 0:
-            stock = max(share.stocks, key=lambda one: len(one.blocks))
-            oldest = min(2 * left, max(left, len(stock.blocks) // 2))  # what is new stays
+            part = max(instance.parts, key=lambda one: len(one.blocks))
+            oldest = min(2 * left, max(left, len(part.blocks) // 2))  # spare the newer half
             gone, spare = 0, oldest - left
-            for block, key in list(islice(stock.blocks.items(), oldest)):
+            for block, key in list(islice(part.blocks.items(), oldest)):
                 if spare and key in self._used:
                     self._used.discard(key)
-                    stock.refresh(block, key)
+                    part.refresh(block, key)
                     spare -= 1
                 else:
-                    stock.drop(block, all_copies=True)
+                    part.drop(block, all_copies=True)
                     gone += 1
                     if gone == left:
                         break
-            share.evicted += gone
+            instance.evicted += gone
             left -= gone
 
-    # --- what is asked -----------------------------------------------------------------------
+    # --- lookups -----------------------------------------------------------------------------
 
     def lookup(self, tokens: TokenArray, lora: str = "", salt: str = "") -> dict[Place, HeldPrefix]:
-        """What each place holds of this prompt; who holds nothing is not named."""
+        """Return what each place holds of this prompt, without the places that hold nothing."""
         found: dict[int, HeldPrefix] = {}
         root = self._keys.root(lora, salt)
         for size, among in self._sizes.items():
-            # Blocks that end between ours cannot go on for long from where ours end.
+            # Only tiers whose blocks end at every step can have all keys of this walk.
             tiers = [one for one in self._tiers.values() if one.holders and one.has(size)]
             if not tiers or len(tokens) < size:
                 continue
@@ -377,9 +378,9 @@ class PlacementIndex:
                 held = in_one_tier(keys, among, tiers[0], size)
             else:
                 held = in_several_tiers(keys, among, tiers, size)
-            if self._notes_use and held:
+            if self._records_use and held:
                 longest = max(one.tokens for one in held.values())
-                self._note(keys[: longest // size])
+                self._record_use(keys[: longest // size])
             for bit, one in held.items():
                 if bit not in found or found[bit].tokens < one.tokens:
                     found[bit] = one
@@ -391,34 +392,34 @@ class PlacementIndex:
         return named
 
     def check(self) -> None:
-        """Recount everything and assert that it agrees. Cost: all of it."""
-        for tier, shelf in self._tiers.items():
+        """Recount everything and assert that it agrees. Cost: O(blocks)."""
+        for tier, blocks in self._tiers.items():
             counted: dict[int, int] = {}
-            for place, stocks in self._stocks.items():
-                stock = stocks.get(tier)
-                if stock is None:
+            for place, parts in self._places.items():
+                part = parts.get(tier)
+                if part is None:
                     continue
-                assert self._names[stock.bit.bit_length() - 1] == place, place
-                for key in stock.blocks.values():
-                    counted[key] = counted.get(key, 0) | stock.bit
-                spare = len(stock.blocks) - len(set(stock.blocks.values()))
-                assert spare == sum(stock.twins.values()), (place, tier)
-                assert set(stock.copies) <= set(stock.blocks), (place, tier)
-            assert counted == shelf.holders, tier
-        for instance, share in self._shares.items():
-            told = [
-                stock
-                for place, stocks in self._stocks.items()
-                if place.instance == instance
-                for stock in stocks.values()
-                if stock.share is share
+                assert self._names[part.bit.bit_length() - 1] == place, place
+                for key in part.blocks.values():
+                    counted[key] = counted.get(key, 0) | part.bit
+                spare = len(part.blocks) - len(set(part.blocks.values()))
+                assert spare == sum(part.twins.values()), (place, tier)
+                assert set(part.copies) <= set(part.blocks), (place, tier)
+            assert counted == blocks.holders, tier
+        for name, instance in self._instances.items():
+            own = [
+                part
+                for place, parts in self._places.items()
+                if place.instance == name
+                for part in parts.values()
+                if part.instance is instance
             ]
-            assert {*map(id, told)} == {*map(id, share.stocks)}, instance
-            assert share.blocks == sum(len(stock.blocks) for stock in told) <= self._most, instance
+            assert {*map(id, own)} == {*map(id, instance.parts)}, name
+            assert instance.blocks == sum(len(part.blocks) for part in own) <= self._most, name
 
 
-def _sound(tokens: Sequence[int], count: int, block_size: int, before: int) -> bool:
-    """Whether these can be the tokens of so many blocks behind so many tokens."""
+def _consistent(tokens: Sequence[int], count: int, block_size: int, before: int) -> bool:
+    """Whether these can be the tokens of ``count`` blocks behind ``before`` tokens."""
     return (
         count > 0
         and 1 <= block_size <= MAX_BLOCK
@@ -427,8 +428,8 @@ def _sound(tokens: Sequence[int], count: int, block_size: int, before: int) -> b
     )
 
 
-def _without(sizes: dict[int, int], bit: int) -> None:
-    """A place has blocks of no size any more."""
+def _clear_bit(sizes: dict[int, int], bit: int) -> None:
+    """Remove a place from the masks of all block sizes."""
     for size in list(sizes):
         sizes[size] &= ~bit
         if not sizes[size]:
@@ -436,7 +437,7 @@ def _without(sizes: dict[int, int], bit: int) -> None:
 
 
 def _fewer(counts: dict[Any, int], name: object) -> bool:
-    """One less of this, if there is one."""
+    """Decrement a count. Return False if there was none."""
     count = counts.get(name, 0)
     if count > 1:
         counts[name] = count - 1

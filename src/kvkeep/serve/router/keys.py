@@ -1,14 +1,14 @@
-"""`PrefixKeys`: a number for each prefix of a prompt, for all of them in one pass.
+"""`PrefixKeys`: a 64-bit key for each prefix of a prompt, computed for all prefixes in one pass.
 
     key(t[0..n]) = (root(namespace) + Σ (t[i] + 1) · R[i]  modulo 2⁴²) · 2²² + n
 
-with secret random R. The keys of all prefixes of a prompt are one product and one running sum over
-an array, and those of a block that comes later follow from its parent's key alone. Neither block
-sizes nor anybody's hashes are part of a key, so instances that differ in both can be compared.
+with secret random R. The keys of all prefixes of a prompt take one product and one running sum over
+an array; the key of a later block follows from its parent's key. Keys contain neither block sizes
+nor the instances' own hashes, so instances that differ in both can be compared.
 
-Two different prefixes of one length have the same key with a probability of about 2⁻⁴⁰. Nobody
-outside the process can look for such a pair, and what would come of one is a badly placed request:
-keys here are no names under which KV is found (those are in `kvkeep.core.keys`).
+Two different prefixes of equal length have the same key with a probability of about 2⁻⁴⁰. Without
+the secret nobody can search for such a pair, and a collision only places a request badly: KV is not
+looked up by these keys (but by those of `kvkeep.core.keys`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _LENGTH_BITS = 22
 _LENGTH = (1 << _LENGTH_BITS) - 1
 _ALL = (1 << 64) - 1
 MAX_TOKENS = _LENGTH
-"""The longest prefix that has a key."""
+"""Length of the longest prefix that has a key."""
 _FIRST = 1 << 15
 
 
 class PrefixKeys:
-    """Makes keys; those of two objects have nothing in common.
+    """Computes keys. Keys of two objects are unrelated.
 
-    Memory: 8 bytes for each token of the longest prompt so far. Thread safety: none.
+    Memory: 8 bytes per token of the longest prompt so far. Thread safety: none.
     """
 
     def __init__(self) -> None:
@@ -49,11 +49,11 @@ class PrefixKeys:
         self._numbers: Numbers = np.empty(0, np.uint64)
 
     def root(self, *names: str) -> int:
-        """The key before the first token, in the namespace of these names."""
+        """Return the key before the first token, in the namespace of these names."""
         return self.mark(repr(names))
 
     def mark(self, what: str) -> int:
-        """A number to be added where ``what`` becomes part of a prefix besides tokens."""
+        """Return the number to add to a key where a prefix depends on ``what`` besides tokens."""
         text = what.encode("utf-8", "surrogatepass")
         number = hashlib.blake2b(text, key=self._secret, digest_size=8).digest()
         return int.from_bytes(number, "little") << _LENGTH_BITS & _ALL
@@ -61,10 +61,10 @@ class PrefixKeys:
     def after(
         self, key: int, tokens: npt.NDArray[np.generic], step: int, marks: Numbers | None = None
     ) -> list[int]:
-        """The keys of the prefixes that are ``step``, 2·``step`` … tokens longer than ``key``'s.
+        """Return the keys of the prefixes 1·``step``, 2·``step``, … tokens longer than ``key``'s.
 
-        A rest of ``tokens`` shorter than ``step`` has none. ``marks`` are what to add at each
-        step. The result must not be longer than `MAX_TOKENS`. Cost: about 5 ns a token.
+        A remainder shorter than ``step`` has none. ``marks`` has one addend per step. The prefixes
+        must not exceed `MAX_TOKENS`. Cost: about 5 ns per token.
         """
         start = key & _LENGTH
         count = len(tokens) // step
@@ -84,7 +84,7 @@ class PrefixKeys:
         return ready
 
     def after_few(self, key: int, tokens: Sequence[int], step: int) -> list[int]:
-        """`after` for a few tokens, where arrays would cost more than they save."""
+        """`after` without marks, for few tokens, where arrays cost more than they save."""
         start = key & _LENGTH
         stop = start + len(tokens)
         if stop > len(self._numbers):
@@ -108,5 +108,5 @@ class PrefixKeys:
 
 
 def length_of(key: int) -> int:
-    """In tokens, of the prefix that has this key."""
+    """Return the length, in tokens, of the prefix with this key."""
     return key & _LENGTH

@@ -1,8 +1,9 @@
-"""A listening server of its own, and its orderly end."""
+"""Runs the router's HTTP server until a signal."""
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.serve.http import GuardedServer, url_of
@@ -22,36 +23,29 @@ _DRAIN_S = 30
 
 
 class Server(GuardedServer):
-    """A guarded server, whose end is no error: running requests have half a minute to finish.
+    """The router's HTTP server. On a signal, running requests have 30 seconds to finish.
 
-    ``limits`` are about its connections; each of them may need a second one, to an instance.
+    ``limits`` apply to client connections; each may need a second one, to an instance.
     """
 
     def __init__(
         self,
         app: Starlette,
-        url: str,
-        ready: Callable[[str], None] | None,
         limits: ConnectionLimits | None = None,
+        *,
+        ready: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(
             app,
             limits,
-            date_header=False,  # the instance's own is passed on
+            ready=ready,
+            date_header=False,  # the instance's own is forwarded
             timeout_graceful_shutdown=_DRAIN_S,
         )
         app.state.metrics.connections = self.connections
-        self._url = url
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
-        await super().startup(sockets)
-        if self.started and self._ready is not None:
-            self._ready(self._url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: the first begins the end, the second hurries it."""
+        """Begin a graceful shutdown; on the second signal, exit at once."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -63,5 +57,7 @@ def serve(
     limits: ConnectionLimits | None = None,
     ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until a signal; ``ready`` is called with the address."""
-    asyncio.run(Server(app, url_of(bound), ready, limits).serve([bound]))
+    """Serve until a signal; call ``ready`` with the URL once the server listens."""
+    url = url_of(bound)
+    server = Server(app, limits, ready=None if ready is None else partial(ready, url))
+    asyncio.run(server.serve([bound]))

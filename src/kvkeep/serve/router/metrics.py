@@ -1,7 +1,8 @@
-"""What a router counts, in Prometheus' terms."""
+"""The router's Prometheus metrics."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -30,10 +31,10 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
 
 
 class RouterMetrics:
-    """A registry of its own; nothing of it names a prompt, a key or a client.
+    """The router's metrics, in a registry of their own. No label names a prompt, key or client.
 
-    ``tiers`` have a label of their own; whatever else instances call theirs is "other". The server
-    that listens sets ``connections``.
+    Only ``tiers`` have their own label; other tier names of instances count as "other". The
+    listening server sets ``connections``.
     """
 
     content_type = CONTENT_TYPE_LATEST
@@ -44,65 +45,49 @@ class RouterMetrics:
         self._tiers = frozenset(tiers)
         own = self._registry = CollectorRegistry()
         own.register(_OfHTTP(self))
-        self.requests = Counter(
-            "kvkeep_router_requests", "Requests sent on", ["instance", "outcome"], registry=own
+        counter, gauge = partial(Counter, registry=own), partial(Gauge, registry=own)
+        self.requests = counter(
+            "kvkeep_router_requests", "Forwarded requests", ["instance", "outcome"]
         )
-        self.retries = Counter(
-            "kvkeep_router_retries", "Requests sent to another one", ["instance"], registry=own
+        self.retries = counter(
+            "kvkeep_router_retries", "Requests sent on to another instance", ["instance"]
         )
-        self.placed = Counter(
-            "kvkeep_router_placed", "Prompts placed, by what was known", ["by"], registry=own
-        )
-        self.prompt_tokens = Counter(
-            "kvkeep_router_prompt_tokens", "Tokens of prompts that were placed", registry=own
-        )
-        self.matched_tokens = Counter(
-            "kvkeep_router_matched_tokens", "Of them: there already", ["tier"], registry=own
+        self.placed = counter("kvkeep_router_placed", "Placed prompts by criterion", ["by"])
+        self.prompt_tokens = counter("kvkeep_router_prompt_tokens", "Tokens of placed prompts")
+        self.matched_tokens = counter(
+            "kvkeep_router_matched_tokens", "Tokens of placed prompts found cached there", ["tier"]
         )
         self.deciding = Histogram(
             "kvkeep_router_deciding_seconds",
-            "Tokens to place",
+            "Time from a prompt's tokens to its placement",
             buckets=_SECONDS,
             registry=own,
         )
-        self._running = Gauge("kvkeep_router_running", "Requests", ["instance"], registry=own)
-        self._waiting = Gauge(
-            "kvkeep_router_waiting_seconds", "Prefill expected", ["instance"], registry=own
+        self._running = gauge("kvkeep_router_running", "Running requests", ["instance"])
+        self._waiting = gauge(
+            "kvkeep_router_waiting_seconds", "Expected prefill of waiting prompts", ["instance"]
         )
-        self._resting = Gauge(
-            "kvkeep_router_resting", "1: it failed of late", ["instance"], registry=own
+        self._resting = gauge("kvkeep_router_resting", "1: a request failed recently", ["instance"])
+        self._suspect = gauge(
+            "kvkeep_router_suspect", "1: no requests until it answers a probe", ["instance"]
         )
-        self._suspect = Gauge(
-            "kvkeep_router_suspect",
-            "1: the instance gets no requests until it answers a probe",
-            ["instance"],
-            registry=own,
+        self._probes = counter("kvkeep_router_probes", "Health probes", ["instance", "outcome"])
+        self._doubts = counter(
+            "kvkeep_router_doubts", "Times an instance became suspect", ["instance", "why"]
         )
-        self._probes = Counter(
-            "kvkeep_router_probes", "Probes of health", ["instance", "outcome"], registry=own
-        )
-        self._doubts = Counter(
-            "kvkeep_router_doubts",
-            "Times an instance became suspect, by reason",
-            ["instance", "why"],
-            registry=own,
-        )
-        self._tokenized = Counter(
-            "kvkeep_router_tokenize", "Questions to /tokenize", ["outcome"], registry=own
-        )
-        self._blocks = Gauge("kvkeep_router_blocks", "Blocks known", ["kind"], registry=own)
-        self._held = Gauge(
+        self._tokenized = counter("kvkeep_router_tokenize", "Requests to /tokenize", ["outcome"])
+        self._blocks = gauge("kvkeep_router_blocks", "Blocks in the index, by kind", ["kind"])
+        self._held = gauge(
             "kvkeep_router_instance_blocks",
-            "Blocks of an instance: known, and forgotten since they were too many",
+            "Blocks of an instance: known, and evicted from the index at its limit",
             ["instance", "what"],
-            registry=own,
         )
-        self._feed = Gauge(
-            "kvkeep_router_feed", "Of events", ["instance", "endpoint", "what"], registry=own
+        self._feed = gauge(
+            "kvkeep_router_feed", "Counters of a KV event source", ["instance", "endpoint", "what"]
         )
 
     def placed_at(self, score: Score, tokens: TokenArray | None) -> None:
-        """A prompt goes there; None where its tokens are not known."""
+        """Count a placed prompt; ``tokens`` is None if they are unknown."""
         by = "load, tokens unknown" if tokens is None else "prefix" if score.tokens else "load"
         self.placed.labels(by).inc()
         self.prompt_tokens.inc(0 if tokens is None else len(tokens))
@@ -110,21 +95,21 @@ class RouterMetrics:
             self.matched_tokens.labels(tier if tier in self._tiers else "other").inc(length)
 
     def doubted(self, instance: str, why: Doubt) -> None:
-        """An instance became suspect."""
+        """Count an instance that became suspect."""
         self._doubts.labels(instance, why.value).inc()
 
     def probed(self, instance: str, answered: bool) -> None:
-        """A probe was answered, or not."""
+        """Count a probe."""
         self._probes.labels(instance, "answered" if answered else "failed").inc()
 
-    def tokenized(self, came: TokenizeOutcome) -> None:
-        """An instance was asked for tokens."""
-        self._tokenized.labels(came.value).inc()
+    def tokenized(self, outcome: TokenizeOutcome) -> None:
+        """Count a request to /tokenize."""
+        self._tokenized.labels(outcome.value).inc()
 
     def exposition(
         self, router: PrefixRouter, upstreams: Upstreams, reader: EventReader | None
     ) -> bytes:
-        """Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         for name in upstreams.names:
             running, waiting = router.load(name)
             self._running.labels(name).set(running)
@@ -145,11 +130,10 @@ class RouterMetrics:
 
 
 class _OfHTTP(Collector):
-    """The connections and bodies of the proxy's own server."""
+    """Connections and request bodies of the proxy's own server."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        """As they are now."""
         return http_metrics.families(self._metrics.connections, self._metrics.bodies)

@@ -1,4 +1,4 @@
-"""`Probes`: asks each instance for its health, again and again."""
+"""`Probes`: checks the health of each instance at intervals."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from kvkeep.serve.router.upstreams import UpstreamFailed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.serve.router.health import Health, Patience
+    from kvkeep.serve.router.health import Health, Timeouts
     from kvkeep.serve.router.upstreams import Upstreams
 
 __all__ = ["Probes"]
 
-# Each on a connection of its own: one that is kept may be closed by the other end meanwhile.
+# A new connection per probe: the instance may have closed a kept one meanwhile.
 _HEADERS = [(b"connection", b"close")]
 _LEAST_PAUSE_S = 0.05
 _LONGEST_PAUSE = 8
-"""Probes of an instance that stays silent become rarer, up to one in so many intervals."""
+"""Backoff for an instance that stays silent: at most this many probe intervals."""
 
 
 class Probes:
-    """Sends ``GET /health`` to each instance, one at a time, and tells `Health` what came of it.
+    """Sends ``GET /health`` to each instance, one probe at a time, and reports to `Health`.
 
-    A stopped process still accepts connections, so only the head of an answer counts; any status
-    below 500 does. ``told`` is called with the instance and whether it answered.
+    A stopped process still accepts connections, so a probe succeeds only with a response; any
+    status below 500 counts. ``on_probe`` is called with the instance and whether it answered.
     """
 
     def __init__(
         self,
         upstreams: Upstreams,
         health: Health,
-        patience: Patience,
-        told: Callable[[str, bool], None],
+        timeouts: Timeouts,
+        on_probe: Callable[[str, bool], None],
     ) -> None:
         self._upstreams = upstreams
         self._health = health
-        self._patience = patience
-        self._told = told
+        self._timeouts = timeouts
+        self._on_probe = on_probe
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Probe until cancelled."""
         async with asyncio.TaskGroup() as group:
             for name in self._upstreams.names:
                 group.create_task(self._follow(name))
@@ -55,12 +55,12 @@ class Probes:
             wake.clear()
             begun = clock()
             answered = await self._answers(name)
-            self._told(name, answered)
+            self._on_probe(name, answered)
             self._health.probed(name, answered=answered)
             times = min(times * 2, _LONGEST_PAUSE) if self._health.silent(name) else 1
-            pause = self._patience.probe_every_s * times - (clock() - begun)
-            # Doubts that come one after the other are no flood of probes.
-            await asyncio.sleep(min(_LEAST_PAUSE_S, self._patience.probe_every_s))
+            pause = self._timeouts.probe_every_s * times - (clock() - begun)
+            # A minimum pause, so that doubts in quick succession cause no flood of probes.
+            await asyncio.sleep(min(_LEAST_PAUSE_S, self._timeouts.probe_every_s))
             try:
                 async with asyncio.timeout(max(0.0, pause)):
                     await wake.wait()
@@ -70,9 +70,9 @@ class Probes:
     async def _answers(self, name: str) -> bool:
         try:
             async with (
-                asyncio.timeout(self._patience.probe_s),
-                self._upstreams.asking(name, "GET", "/health", _HEADERS, b"") as answer,
+                asyncio.timeout(self._timeouts.probe_s),
+                self._upstreams.request(name, "GET", "/health", _HEADERS, b"") as response,
             ):
-                return answer.status_code < 500
+                return response.status_code < 500
         except (UpstreamFailed, TimeoutError):
             return False

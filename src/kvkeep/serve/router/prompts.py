@@ -1,4 +1,4 @@
-"""`PromptParser`: the tokens of a request, so that it can be compared with what is cached."""
+"""`PromptParser`: the tokens of a request's prompt, to look up in the index."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.router.health import Patience
+    from kvkeep.serve.router.health import Timeouts
     from kvkeep.serve.router.upstreams import Upstreams
 
     Tokenize = Callable[[dict[str, Any]], TokenArray]
 
 __all__ = ["Prompt", "PromptParser", "TokenizeOutcome"]
 
-_MOST_BYTES = 32 << 20  # of a tokenizer's answer; eight million bytes of text are not more tokens
+_MOST_BYTES = 32 << 20  # of a /tokenize response; 8 MiB of text has no more tokens than that
 _MOST_NAME = 4096  # bytes of a model's name or a salt, as JSON
-_MOST_TRIES = 2  # instances that are asked to tokenize one text
-# What of a question for an answer is also one for its tokens.
+_MOST_TRIES = 2  # instances to ask for the tokens of one text
+# Fields of a chat request that /tokenize takes as well.
 _CHAT = ("model", "messages", "tools", "chat_template", "chat_template_kwargs")
 _NOTHING = msgspec.Raw()
 _LIST = re.compile(rb'\s*\[\s*([\["]?)')
 
 
-class _Asked(msgspec.Struct, gc=False):
-    """The parts of a request's body that are looked at, each as it was written.
+class _Body(msgspec.Struct, gc=False):
+    """The fields of a request body that matter here, as raw JSON.
 
-    The others are skipped without making objects of them: a body of 8 MiB takes at most 50 ms,
-    where `json.loads` may take a second of the event loop.
+    Other fields are skipped without creating objects: a body of 8 MiB takes at most 50 ms, where
+    `json.loads` could block the event loop for a second.
     """
 
     model: msgspec.Raw = _NOTHING
@@ -52,12 +52,12 @@ class _Asked(msgspec.Struct, gc=False):
 
 
 class _Tokens(msgspec.Struct, gc=False):
-    """A tokenizer's answer."""
+    """A response of /tokenize."""
 
     tokens: list[int]
 
 
-_bodies = msgspec.json.Decoder(_Asked)
+_bodies = msgspec.json.Decoder(_Body)
 _answers = msgspec.json.Decoder(_Tokens)
 _rows = msgspec.json.Decoder(list[int])
 _texts = msgspec.json.Decoder(list[str])
@@ -66,7 +66,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class TokenizeOutcome(Enum):
-    """What came of asking for the tokens of a text."""
+    """The outcome of a request to /tokenize."""
 
     ANSWERED = "answered"
     REFUSED = "refused"
@@ -77,7 +77,7 @@ class TokenizeOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a request says of itself. ``tokens`` is None where they could not be had."""
+    """A request's prompt, model and ``cache_salt``. ``tokens`` is None if they are unknown."""
 
     tokens: TokenArray | None
     model: str = ""
@@ -85,93 +85,94 @@ class Prompt:
 
 
 class PromptParser:
-    """Reads requests. Text becomes tokens by ``tokenize``, or by asking an instance's /tokenize.
+    """Reads prompts from request bodies. ``tokenize``, or an instance's /tokenize, tokenizes text.
 
-    ``tokenize`` gets the body of a request with text in ``prompt``, or with ``messages``; it runs
-    in a thread and may raise `InvalidValue`. Only instances that are up are asked, two at most, and
-    each has ``patience.tokenize_s``; ``told`` is called with what came of it. Of several prompts in
-    one request the first counts.
+    ``tokenize`` gets a body with text in ``prompt``, or with ``messages``; it runs in a thread and
+    may raise `InvalidValue`. Without it, at most two instances that are up are asked, each within
+    ``timeouts.tokenize_s``; ``on_outcome`` is called for each. Of several prompts in one request
+    the first counts.
     """
 
     def __init__(
         self,
         upstreams: Upstreams,
-        patience: Patience,
+        timeouts: Timeouts,
         tokenize: Tokenize | None = None,
         *,
-        told: Callable[[TokenizeOutcome], None] = lambda came: None,
+        on_outcome: Callable[[TokenizeOutcome], None] = lambda outcome: None,
     ) -> None:
         self._upstreams = upstreams
-        self._patience = patience
+        self._timeouts = timeouts
         self._tokenize = tokenize
-        self._told = told
+        self._on_outcome = on_outcome
         self._turn = 0
 
     async def read(self, body: bytes, headers: list[tuple[bytes, bytes]]) -> Prompt:
-        """What the request with this body asks for; never raises for what it contains."""
+        """Return the prompt of this body. Never raises for what the body contains."""
         try:
-            asked = _bodies.decode(body)
+            fields = _bodies.decode(body)
         except _UNREADABLE:
             return Prompt(None)
         try:
-            tokens = await self._tokens(asked, headers)
+            tokens = await self._tokens(fields, headers)
         except (InvalidValue, *_UNREADABLE):
             tokens = None
-        return Prompt(tokens, _name(asked.model), _name(asked.cache_salt))
+        return Prompt(tokens, _name(fields.model), _name(fields.cache_salt))
 
-    async def _tokens(self, asked: _Asked, headers: list[tuple[bytes, bytes]]) -> TokenArray | None:
-        prompt = bytes(asked.prompt)
+    async def _tokens(self, fields: _Body, headers: list[tuple[bytes, bytes]]) -> TokenArray | None:
+        prompt = bytes(fields.prompt)
         if prompt not in {b"", b"null"}:
             first = _first(prompt)
             if not isinstance(first, str):
                 return as_tokens(first)
-            question = {"prompt": msgspec.Raw(msgspec.json.encode(first))}
-            if asked.model != _NOTHING:
-                question["model"] = asked.model
-        elif bytes(asked.messages).startswith(b"["):
-            parts = {key: getattr(asked, key) for key in _CHAT}
-            question = {key: part for key, part in parts.items() if part != _NOTHING}
+            text = {"prompt": msgspec.Raw(msgspec.json.encode(first))}
+            if fields.model != _NOTHING:
+                text["model"] = fields.model
+        elif bytes(fields.messages).startswith(b"["):
+            parts = {key: getattr(fields, key) for key in _CHAT}
+            text = {key: part for key, part in parts.items() if part != _NOTHING}
         else:
             return None
-        written = msgspec.json.encode(question)
+        body = msgspec.json.encode(text)
         if self._tokenize is not None:
-            return await asyncio.to_thread(self._tokenize, msgspec.json.decode(written))
-        return await self._ask_for(written, headers)
+            return await asyncio.to_thread(self._tokenize, msgspec.json.decode(body))
+        return await self._request_tokens(body, headers)
 
-    async def _ask_for(
-        self, question: bytes, headers: list[tuple[bytes, bytes]]
+    async def _request_tokens(
+        self, body: bytes, headers: list[tuple[bytes, bytes]]
     ) -> TokenArray | None:
-        """Ask the instances that are up in turn; one that does not answer in time is doubted."""
+        """Ask instances that are up, in turn; one that does not answer in time is doubted."""
         own = [pair for pair in headers if pair[0] in {b"authorization", b"x-api-key"}]
         own.append((b"content-type", b"application/json"))
-        asked: set[str] = set()
-        while len(asked) < _MOST_TRIES:
-            up = [name for name in self._upstreams.health.up() if name not in asked]
+        tried: set[str] = set()
+        while len(tried) < _MOST_TRIES:
+            up = [name for name in self._upstreams.health.up() if name not in tried]
             if not up:
                 break
             self._turn += 1
             name = up[self._turn % len(up)]
-            asked.add(name)
+            tried.add(name)
             try:
-                async with asyncio.timeout(self._patience.tokenize_s):
-                    tokens = await self._ask(name, question, own)
+                async with asyncio.timeout(self._timeouts.tokenize_s):
+                    tokens = await self._request(name, body, own)
             except TimeoutError:
-                came = TokenizeOutcome.LATE
+                outcome = TokenizeOutcome.LATE
             except UpstreamFailed:
-                came = TokenizeOutcome.FAILED
+                outcome = TokenizeOutcome.FAILED
             else:
-                self._told(TokenizeOutcome.REFUSED if tokens is None else TokenizeOutcome.ANSWERED)
+                refused = tokens is None
+                self._on_outcome(TokenizeOutcome.REFUSED if refused else TokenizeOutcome.ANSWERED)
                 return tokens
-            self._told(came)
+            self._on_outcome(outcome)
             self._upstreams.health.doubt(name, Doubt.TOKENIZE)
-        if not asked:
-            self._told(TokenizeOutcome.NOBODY)
+        if not tried:
+            self._on_outcome(TokenizeOutcome.NOBODY)
         return None
 
-    async def _ask(
-        self, name: str, question: bytes, headers: list[tuple[bytes, bytes]]
+    async def _request(
+        self, name: str, body: bytes, headers: list[tuple[bytes, bytes]]
     ) -> TokenArray | None:
-        async with self._upstreams.asking(name, "POST", "/tokenize", headers, question) as response:
+        async with self._upstreams.request(name, "POST", "/tokenize", headers, body) as response:
             if response.status_code != 200:
                 return None
             answer = bytearray()
@@ -187,7 +188,7 @@ class PromptParser:
 
 
 def _name(written: msgspec.Raw) -> str:
-    """A short text, or "" where it is something else."""
+    """Return a short JSON string, "" for anything else."""
     part = bytes(written)
     if not part.startswith(b'"') or len(part) > _MOST_NAME:
         return ""
@@ -198,15 +199,15 @@ def _name(written: msgspec.Raw) -> str:
 
 
 def _first(prompt: bytes) -> str | list[int]:
-    """The first of the prompts that are written here. Raises msgspec's errors for what is none.
+    """Return the first prompt of a JSON value. Raises msgspec's errors for other values.
 
-    Only this one is read: ten million empty lists would cost a second.
+    Only the first one is parsed: ten million empty lists would cost a second.
     """
     found = _LIST.match(prompt)
     if found is None:
         return _text.decode(prompt)
     if found[1] == b'"':
         return _texts.decode(prompt)[0]
-    if found[1] == b"[":  # no list of ids has a bracket in it
+    if found[1] == b"[":  # a list of token ids ends at the first closing bracket
         return _rows.decode(prompt[found.start(1) : prompt.find(b"]") + 1])
     return _rows.decode(prompt)

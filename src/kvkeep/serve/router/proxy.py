@@ -1,4 +1,4 @@
-"""`create_proxy`: a reverse proxy that sends each prompt where most of it is cached."""
+"""`create_proxy`: a reverse proxy that sends each prompt to the instance with the lowest cost."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of
-from kvkeep.serve.router.health import InstanceHealth, Patience
+from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unless_disconnected
+from kvkeep.serve.router.health import InstanceHealth, Timeouts
 from kvkeep.serve.router.metrics import RouterMetrics
 from kvkeep.serve.router.probes import Probes
 from kvkeep.serve.router.prompts import Prompt, PromptParser
-from kvkeep.serve.router.upstreams import UpstreamFailed, passed_on
+from kvkeep.serve.router.upstreams import UpstreamFailed, end_to_end_headers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -41,28 +41,28 @@ __all__ = ["create_proxy"]
 log = logging.getLogger("kvkeep.router")
 
 _PLACED = ("/v1/completions", "/v1/chat/completions")
-# What goes to whoever has least to do.
+# Forwarded to the least loaded instance.
 _OTHERS = ("/v1/models", "/v1/models/{name:path}", "/v1/embeddings", "/tokenize", "/detokenize")
-# An instance that answers this is not well; and with the others, another one may do better.
+# Statuses that count as a failure of the instance, and those worth a try at another one.
 _FAILED = frozenset({502, 503, 504})
 _ELSEWHERE = _FAILED | {429}
 _LONGEST_PATH = 32 << 10  # bytes, with its query
 
 
 class _Outcome(Enum):
-    """What came of asking one instance."""
+    """The outcome of sending a request to one instance."""
 
     ANSWERED = "answered"
-    REFUSED_AT_LAST = "refused"  # an error, which the client was told
-    BROKEN_OFF = "broken off"  # after the client had the beginning
-    STALLED = "stalled"  # the same: no next piece in time
+    REFUSED_AT_LAST = "refused"  # an error status, forwarded to the client
+    BROKEN_OFF = "broken off"  # after the first byte was forwarded
+    STALLED = "stalled"  # likewise: the next piece did not come in time
     NOT_TAKEN = "not taken"  # the client stopped reading
     REFUSED = "refused, asked elsewhere"
-    BROKE = "broke"  # it was reached, and did not answer
+    BROKE = "broke"  # connected, but no response
     LATE = "no first byte in time"
-    SILENT = "silent, asked elsewhere"  # probes found it stopped, and another one is up
+    SILENT = "silent, asked elsewhere"  # probes found it stopped, and another instance is up
     UNREACHABLE = "unreachable"
-    GIVEN_UP = "given up"  # by the client, which has gone
+    GIVEN_UP = "given up"  # the client disconnected
 
 
 _DONE = frozenset(
@@ -74,7 +74,7 @@ _DONE = frozenset(
         _Outcome.NOT_TAKEN,
     }
 )
-# The instance may have had the request in hand.
+# The instance may have begun to process the request.
 _REACHED = frozenset({_Outcome.BROKE, _Outcome.LATE, _Outcome.SILENT})
 
 
@@ -85,26 +85,25 @@ def create_proxy(
     *,
     tokenize: Tokenize | None = None,
     hosts: Sequence[str] | None = ("localhost", "127.0.0.1", "[::1]"),
-    patience: Patience | None = None,
+    timeouts: Timeouts | None = None,
     bodies: BodyBudget | None = None,
 ) -> Starlette:
-    """An ASGI application in front of ``upstreams``, whose names are the router's instances.
+    """Return an ASGI application in front of ``upstreams``, whose names are the router's instances.
 
-    ``reader`` is only looked at, for /metrics. ``hosts`` are the names in a Host header that are
-    served (None: all); see `PromptParser` for ``tokenize``, `Patience` for how long instances are
-    waited for, and `BodyBudget` for the memory that requests take. Keys and bodies are passed on as
-    they are; neither is logged.
+    ``reader`` is used for /metrics only. ``hosts`` are the accepted names in the Host header (None:
+    all). See `PromptParser` for ``tokenize``, `Timeouts` for time limits and tries, `BodyBudget`
+    for the memory of request bodies. API keys and bodies are forwarded unchanged and never logged.
     """
     bodies = bodies or BodyBudget()
     metrics = RouterMetrics(bodies, router.cost.tiers)
     proxy = _Proxy(
-        router, upstreams, reader, tokenize, patience=patience or Patience(), metrics=metrics
+        router, upstreams, reader, tokenize, timeouts=timeouts or Timeouts(), metrics=metrics
     )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         probing = asyncio.create_task(proxy.probes.run())
-        probing.add_done_callback(_say_why)
+        probing.add_done_callback(_log_failure)
         try:
             yield
         finally:
@@ -120,8 +119,8 @@ def create_proxy(
         routes=[
             Route("/health", proxy.health, methods=["GET"]),
             Route("/metrics", proxy.metrics, methods=["GET"]),
-            *(Route(path, _Passing(proxy, placed=True), methods=["POST"]) for path in _PLACED),
-            *(Route(path, _Passing(proxy, placed=False)) for path in _OTHERS),
+            *(Route(path, _Forward(proxy, placed=True), methods=["POST"]) for path in _PLACED),
+            *(Route(path, _Forward(proxy, placed=False)) for path in _OTHERS),
         ],
         middleware=guards,
         lifespan=lifespan,
@@ -130,15 +129,15 @@ def create_proxy(
     return app
 
 
-def _say_why(probing: asyncio.Task[None]) -> None:
-    """A fault of ours in the probes is loud; requests go on, judged by what becomes of them."""
+def _log_failure(probing: asyncio.Task[None]) -> None:
+    """Log a bug in the probes. Requests go on, and their outcomes still update `Health`."""
     error = None if probing.cancelled() else probing.exception()
     if error is not None:
-        log.error("the probes of the instances have ended", exc_info=error)
+        log.error("the health probes have ended", exc_info=error)
 
 
-class _Passing:
-    """One endpoint that is passed on, as plain ASGI: nothing between the two streams."""
+class _Forward:
+    """One forwarded endpoint, in plain ASGI, so that responses stream without buffering."""
 
     def __init__(self, proxy: _Proxy, *, placed: bool) -> None:
         self._proxy = proxy
@@ -160,22 +159,14 @@ class _Passing:
             answer.headers.update(why.headers)
             await answer(scope, receive, send)
             return
-        # Kept, and counted, until the answer has ended: another instance may have to be asked.
-        passing = asyncio.create_task(
-            self._proxy.pass_on(request, body.take(), send, placed=self._placed)
-        )
-        gone = asyncio.create_task(_gone(receive))
-        try:
-            await asyncio.wait({passing, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (gone, passing):
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task  # raises what it failed with
+        # The body stays in memory, and counted, until the end: a retry may need it.
+        forwarding = self._proxy.forward(request, body.take(), send, placed=self._placed)
+        with suppress(ClientDisconnect):
+            await unless_disconnected(receive, forwarding)
 
 
 class _Proxy:
-    """What the endpoints share."""
+    """The state and handlers shared by all endpoints."""
 
     def __init__(
         self,
@@ -184,21 +175,23 @@ class _Proxy:
         reader: EventReader | None,
         tokenize: Tokenize | None,
         *,
-        patience: Patience,
+        timeouts: Timeouts,
         metrics: RouterMetrics,
     ) -> None:
         self._router = router
         self._upstreams = upstreams
         self._health = upstreams.health
         self._reader = reader
-        self._patience = patience
+        self._timeouts = timeouts
         self._metrics = metrics
-        self._prompts = PromptParser(upstreams, patience, tokenize, told=self._metrics.tokenized)
+        self._prompts = PromptParser(
+            upstreams, timeouts, tokenize, on_outcome=self._metrics.tokenized
+        )
         self._health.subscribe(self._metrics.doubted)
-        self.probes = Probes(upstreams, self._health, patience, self._metrics.probed)
+        self.probes = Probes(upstreams, self._health, timeouts, self._metrics.probed)
 
     async def health(self, request: Request) -> Response:
-        """200 while an instance is up; how many are, and what is thought of each."""
+        """Report the state of each instance; 200 while one is up, else 503."""
         states = {name: self._health.state(name) for name in self._upstreams.names}
         up = sum(state is InstanceHealth.UP for state in states.values())
         body = {
@@ -209,48 +202,51 @@ class _Proxy:
         return JSONResponse(body, 200 if up else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         text = self._metrics.exposition(self._router, self._upstreams, self._reader)
         return Response(text, headers={"content-type": self._metrics.content_type})
 
-    async def pass_on(self, request: Request, body: bytes, send: Send, *, placed: bool) -> None:
-        """Ask the best instance; while nothing has been sent to the client, the next best."""
-        headers = passed_on(request.scope["headers"])
+    async def forward(self, request: Request, body: bytes, send: Send, *, placed: bool) -> None:
+        """Send the request to the best instance, or after a failure to the next best.
+
+        No instance is tried once the client has been sent anything.
+        """
+        headers = end_to_end_headers(request.scope["headers"])
         prompt = await self._prompts.read(body, headers) if placed else Prompt(None)
         lora = prompt.model if self._router.is_adapter(prompt.model) else ""
-        question = _Question(request, headers, body)
+        forwarded = _ForwardedRequest(request, headers, body)
         names = self._upstreams.names
         tried: set[str] = set()
-        came: list[_Outcome] = []
+        outcomes: list[_Outcome] = []
         while len(tried) < len(names):
             score = self._next(prompt, lora, tried)
             name = score.place.instance
             if placed and not tried:
                 self._metrics.placed_at(score, prompt.tokens)
             tried.add(name)
-            # A request that breaks whoever computes it must not go round them all.
-            reached = sum(one in _REACHED for one in came)
-            final = len(tried) == len(names) or reached >= self._patience.tries - 1
+            # A request that crashes instances must not be sent to all of them.
+            reached = sum(one in _REACHED for one in outcomes)
+            final = len(tried) == len(names) or reached >= self._timeouts.tries - 1
             ticket = self._router.begin(score, prompt.tokens, lora=lora, salt=prompt.salt)
             outcome = _Outcome.GIVEN_UP
             try:
-                # The last one is waited for: it may go on, and nobody else will be asked.
+                # The last try is not abandoned for a silent instance: no other one follows.
                 others = set() if final else set(names) - tried
-                outcome = await self._try(question, score, ticket, send, others)
+                outcome = await self._try(forwarded, score, ticket, send, others)
             finally:
                 self._router.end(ticket)
                 self._metrics.requests.labels(name, outcome.value).inc()
-            log.info("%s to %s: %s", question.shown, name, outcome.value)
+            log.info("%s to %s: %s", forwarded.log_path, name, outcome.value)
             if outcome in _DONE:
                 return
-            came.append(outcome)
+            outcomes.append(outcome)
             if final:
                 break
             self._metrics.retries.labels(name).inc()
-        await _no_answer(came)(request.scope, request.receive, send)
+        await _no_response(outcomes)(request.scope, request.receive, send)
 
     def _next(self, prompt: Prompt, lora: str, tried: set[str]) -> Score:
-        """The best of the instances that were not tried, among those that are up if there are."""
+        """Return the best instance not tried yet, preferring those that are up."""
         begun = time.perf_counter()
         among = self._health.best(tried)
         if prompt.tokens is None:
@@ -262,47 +258,46 @@ class _Proxy:
 
     async def _try(
         self,
-        question: _Question,
+        forwarded: _ForwardedRequest,
         score: Score,
         ticket: RouteTicket,
         send: Send,
         others: set[str],
     ) -> _Outcome:
-        """Ask one instance; ``others`` are those that may be asked after it.
+        """Send the request to one instance; ``others`` may be tried after it.
 
-        Whenever this is left early the connection is closed, so that the instance sees that its
-        answer is not wanted; a stopped one sees that when it goes on.
+        Leaving early closes the connection, which tells the instance to abort the request.
         """
         name = score.place.instance
         since = self._health.now()
         begun = abandoned = False
         try:
             async with AsyncExitStack() as stack:
-                async with asyncio.timeout(self._patience.first_byte_s) as limit:
+                async with asyncio.timeout(self._timeouts.first_byte_s) as limit:
                     with self._health.waiting(name, others, partial(_expire, limit)) as waiting:
                         try:
-                            answer = await self._begin(stack, question, score)
-                            if answer.status_code in _ELSEWHERE and self._hopeful(others):
+                            response = await self._begin(stack, forwarded, score)
+                            if response.status_code in _ELSEWHERE and self._any_alive(others):
                                 return _Outcome.REFUSED
-                            pieces = answer.aiter_raw()
+                            pieces = response.aiter_raw()
                             first = await anext(pieces, b"")
                         finally:
                             abandoned = waiting.abandoned
                 self._router.first_token(ticket)
-                if answer.status_code not in _FAILED:
+                if response.status_code not in _FAILED:
                     self._health.worked(name)
                 begun = True
-                return await self._stream(name, answer, first, pieces, send)
+                return await self._stream(name, response, first, pieces, send)
         except TimeoutError:
-            if abandoned:  # it is suspect already
+            if abandoned:  # by `Health`, which suspects the instance already
                 return _Outcome.SILENT
-            log.warning("%s did not begin to answer in time", name)
+            log.warning("%s sent no first byte in time", name)
             self._health.failed(name)
             return _Outcome.LATE
         except UpstreamFailed as failure:
             self._health.failed(name)
             log.warning("%s", failure)
-            if begun:  # the client sees that the answer has no end
+            if begun:  # the client sees a truncated response
                 return _Outcome.BROKEN_OFF
             return _Outcome.BROKE if failure.reached else _Outcome.UNREACHABLE
         except asyncio.CancelledError:
@@ -311,35 +306,36 @@ class _Proxy:
             raise
 
     async def _begin(
-        self, stack: AsyncExitStack, question: _Question, score: Score
+        self, stack: AsyncExitStack, forwarded: _ForwardedRequest, score: Score
     ) -> httpx.Response:
-        """The head of an instance's answer; ``stack`` closes it."""
+        """Return an instance's response head; ``stack`` closes the response."""
         name = score.place.instance
-        headers = self._headers(question, score)
-        answer = await stack.enter_async_context(
-            self._upstreams.asking(name, question.method, question.path, headers, question.body)
+        headers = self._headers(forwarded, score)
+        response = await stack.enter_async_context(
+            self._upstreams.request(name, forwarded.method, forwarded.path, headers, forwarded.body)
         )
-        if answer.status_code in _FAILED:
+        if response.status_code in _FAILED:
             self._health.failed(name)
-        return answer
+        return response
 
     async def _stream(
         self,
         name: str,
-        answer: httpx.Response,
+        response: httpx.Response,
         first: bytes,
         pieces: AsyncIterator[bytes],
         send: Send,
     ) -> _Outcome:
-        """Pass an answer on as it comes. Each piece has its time, to come and to be taken."""
-        if not await self._taken(send, _start(answer)) or not await self._taken(send, _part(first)):
-            return _Outcome.NOT_TAKEN
+        """Forward a response as it arrives, with a timeout for each piece to come and be taken."""
+        for message in (_start(response), _part(first)):
+            if not await self._taken(send, message):
+                return _Outcome.NOT_TAKEN
         while True:
             try:
-                async with asyncio.timeout(self._patience.idle_s):
+                async with asyncio.timeout(self._timeouts.idle_s):
                     piece = await anext(pieces, None)
             except TimeoutError:
-                log.warning("%s stalled in the middle of an answer", name)
+                log.warning("%s stalled during a response", name)
                 self._health.failed(name)
                 return _Outcome.STALLED
             if piece is None:
@@ -348,62 +344,62 @@ class _Proxy:
             if not await self._taken(send, _part(piece)):
                 return _Outcome.NOT_TAKEN
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-        return _Outcome.REFUSED_AT_LAST if answer.is_error else _Outcome.ANSWERED
+        return _Outcome.REFUSED_AT_LAST if response.is_error else _Outcome.ANSWERED
 
     async def _taken(self, send: Send, message: Message) -> bool:
-        """Whether the client took this in time; `send` waits for one that does not read."""
+        """Send to the client. Return False if it does not read in time."""
         try:
-            async with asyncio.timeout(self._patience.idle_s):
+            async with asyncio.timeout(self._timeouts.idle_s):
                 await send(message)
         except TimeoutError:
             return False
         return True
 
-    def _hopeful(self, others: set[str]) -> bool:
-        """Whether one of them answers, if only probes."""
+    def _any_alive(self, others: set[str]) -> bool:
+        """Whether one of them answers requests or probes."""
         return any(self._health.state(name) is not InstanceHealth.SUSPECT for name in others)
 
-    def _headers(self, question: _Question, score: Score) -> list[tuple[bytes, bytes]]:
+    def _headers(self, forwarded: _ForwardedRequest, score: Score) -> list[tuple[bytes, bytes]]:
         if self._router.num_ranks(score.place.instance) < 2:
-            return question.headers
-        return [*question.headers, (b"x-data-parallel-rank", b"%d" % score.place.rank)]
+            return forwarded.headers
+        return [*forwarded.headers, (b"x-data-parallel-rank", b"%d" % score.place.rank)]
 
 
-class _Question:
-    """A client's request as it is passed on."""
+class _ForwardedRequest:
+    """A client's request as it is forwarded."""
 
     def __init__(self, request: Request, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         self.method = request.method
         path: bytes = request.scope.get("raw_path") or quote(request.scope["path"]).encode()
         query: bytes = request.scope["query_string"]
         self.path = (path + b"?" * bool(query) + query).decode("latin-1")
-        self.shown = quote(request.scope["path"][:100])  # no path writes a line of its own
+        self.log_path = quote(request.scope["path"][:100])  # quoted: no path can forge a log line
         self.headers = headers
         self.body = body
 
 
 def _refused(scope: Scope) -> Response | None:
-    """What to answer a path that is not passed on: whoever tidies it up would serve another one."""
+    """Return the error for a path that is not forwarded: one that the next server may rewrite."""
     if not {".", ".."}.isdisjoint(scope["path"].split("/")):
-        return _error(404, "there is nothing at this path")
+        return _error(404, "not found")
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > _LONGEST_PATH:
         return _error(414, "the request's path is too long")
     return None
 
 
-def _start(answer: httpx.Response) -> Message:
-    headers = passed_on(answer.headers.raw)
-    length = answer.headers.get("content-length")
+def _start(response: httpx.Response) -> Message:
+    headers = end_to_end_headers(response.headers.raw)
+    length = response.headers.get("content-length")
     if length is not None:
         headers.append((b"content-length", length.encode()))
-    return {"type": "http.response.start", "status": answer.status_code, "headers": headers}
+    return {"type": "http.response.start", "status": response.status_code, "headers": headers}
 
 
-def _no_answer(came: list[_Outcome]) -> Response:
-    """What to tell a client whose request no instance answered."""
-    if _Outcome.BROKE in came:
+def _no_response(outcomes: list[_Outcome]) -> Response:
+    """Return the error for a request that no instance answered."""
+    if _Outcome.BROKE in outcomes:
         return _error(502, "no instance could answer", "server_error")
-    if not _REACHED.isdisjoint(came):
+    if not _REACHED.isdisjoint(outcomes):
         return _error(504, "no instance began to answer in time", "server_error")
     return _error(503, "no instance can be reached", "server_error", retry_after_s=1)
 
@@ -423,12 +419,6 @@ def _part(piece: bytes) -> Message:
 
 
 def _expire(limit: asyncio.Timeout) -> None:
-    """End this time limit now, unless it is over already."""
+    """Let this timeout expire now, unless it has already."""
     if not limit.expired():
         limit.reschedule(asyncio.get_running_loop().time())
-
-
-async def _gone(receive: Receive) -> None:
-    """Until the client has."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -1,4 +1,4 @@
-"""`PrefixRouter`: which instance has to do the least for a prompt."""
+"""`PrefixRouter`: chooses the instance on which a prompt costs least."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefixRouter", "RouteTicket", "RouterStats", "Score"]
 
-# What is being computed right now, as a tier of its own; in steps of so many tokens.
+# The tier of prompts being computed right now, in blocks of so many tokens.
 _COMING = "COMING"
 _COMING_TOKENS = 256
-# Kinds of attention whose blocks say that a prefix is there. A window's say that of its end only.
+# Kinds of attention whose blocks prove that a prefix is cached; sliding windows keep only its end.
 _WHOLE = {None, "full_attention", "mla_attention"}
 _MARK_LENGTH = 4096
-# Of an instance: adapters that are known by name, and groups of layers that are told apart.
+# Bounds on what one instance may announce.
 _MOST_ADAPTERS = 1_000
 _LONGEST_ADAPTER = 256
 _MOST_GROUPS = 64
@@ -37,10 +37,10 @@ MOST_RANKS = 1024
 
 
 class Score(NamedTuple):
-    """What a prompt would cost at one rank of an instance; the smaller ``seconds`` the better.
+    """The expected cost of a prompt at one rank of an instance; fewer ``seconds`` are better.
 
-    ``tokens`` of it are there already, in ``tiers``. ``prefill_s`` are for the rest, ``wait_s`` for
-    what is before it; ``balance_s`` is no time, but what speaks against it for having had much.
+    ``tokens`` of the prompt are cached there, in ``tiers``. ``prefill_s`` is the time for the rest,
+    ``wait_s`` that of the load before it; ``balance_s`` is a penalty for recent work, not a time.
     """
 
     place: Place
@@ -52,20 +52,20 @@ class Score(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """The sum of the three."""
         return self.prefill_s + self.wait_s + self.balance_s
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """What an instance's rank is doing."""
+    """The load of one rank."""
 
     waiting_ns: int = 0
-    """Expected time of prompts that have not brought a first token: whole numbers, that what
-    comes and goes leaves nothing behind."""
+    """Expected prefill of prompts without a first token yet. Whole nanoseconds, so that sums of
+    what comes and goes return to exactly 0."""
     requests: int = 0
     recent_s: float = 0.0
-    """Seconds of prefill it was given, fading."""
+    """Prefill seconds it was given, decaying exponentially."""
     noted: float = 0.0
 
     @property
@@ -75,11 +75,11 @@ class _Load:
 
 @dataclass(slots=True, eq=False)
 class RouteTicket:
-    """A request that was sent to ``place``; give it back with `PrefixRouter.end`."""
+    """A request sent to ``place``; end it with `PrefixRouter.end`."""
 
     place: Place
     prefill_s: float
-    load: _Load = field(repr=False)  # of the place as it was then: it may be gone, and come again
+    load: _Load = field(repr=False)  # kept, since the place may be removed and added meanwhile
     coming: list[int] = field(default_factory=list, repr=False)
     waiting: bool = True
     ended: bool = False
@@ -87,7 +87,7 @@ class RouteTicket:
 
 @dataclass(frozen=True, slots=True)
 class RouterStats:
-    """What a router knows: blocks, and events that it could make nothing of."""
+    """The size of the index, and the blocks and events that were not used."""
 
     instances: int
     places: int
@@ -100,18 +100,18 @@ class RouterStats:
 
 
 class PrefixRouter:
-    """Keeps who holds which prefix, from the events of many instances, and places prompts.
+    """Tracks which instance holds which prefix, from their KV events, and places prompts.
 
-    It is the receiver of a `kvkeep.serve.kv_events.EventReader`. Instances are named as the caller
-    likes; they may differ in block size and in how they hash. A prompt goes where it is through
-    first: what is left to compute there, plus what waits there, plus what `CostModel.balance` says.
+    It is a `kvkeep.serve.kv_events.Receiver`. Instance names are the caller's; instances may differ
+    in block size and hash function. Each prompt is scored as the seconds of prefill left there plus
+    the expected wait plus the penalty of `CostModel.balance`.
 
-    An instance has ``ranks`` data-parallel ranks at most: what another one tells counts as the
-    first one's, so that no prompt is sent to a rank that is not there. ``most_blocks`` of them are
-    remembered of an instance, see `PlacementIndex`.
+    An instance has at most ``ranks`` data-parallel ranks; events of other ranks count for rank 0,
+    so that no prompt is sent to a rank that does not exist. The index keeps at most
+    ``most_blocks`` per instance.
 
-    Thread safety: every method takes one lock. Cost: see `PlacementIndex`. `InvalidValue` for ranks
-    that are none.
+    Thread safety: safe; every method takes one lock. Cost: see `PlacementIndex`. Raises
+    `InvalidValue` for ``ranks`` out of range.
     """
 
     def __init__(
@@ -136,15 +136,15 @@ class PrefixRouter:
         for instance in instances:
             self.add(instance)
 
-    # --- instances and what they say ---------------------------------------------------------
+    # --- instances and their events ----------------------------------------------------------
 
     def add(self, instance: str) -> None:
-        """An instance that prompts may be sent to; one that is known already stays as it is."""
+        """Add an instance to send prompts to; a known one keeps its state."""
         with self._lock:
             self._loads.setdefault(instance, {Place(instance): _Load()})
 
     def remove(self, instance: str) -> None:
-        """Forget an instance."""
+        """Remove an instance and all that is known of it."""
         self.clear(instance)
         with self._lock:
             self._loads.pop(instance, None)
@@ -152,22 +152,22 @@ class PrefixRouter:
             self._index.remove_instance(instance)
 
     def apply(self, instance: str, events: Sequence[KVEvent], rank: int = 0) -> None:
-        """What an instance has stored and removed, in order. Events that make no sense are counted.
+        """Apply KV events of an instance, in order. Unusable events are counted and skipped.
 
-        `InvalidValue` for an instance that is not known.
+        Raises `InvalidValue` for an unknown instance.
         """
         place = self._place(instance, rank)
         with self._lock:
             ranks = self._loads.get(instance)
             if ranks is None:
-                raise InvalidValue(f"{instance!r} is no instance of this router; add it")
+                raise InvalidValue(f"unknown instance {instance!r}; add it first")
             ranks.setdefault(place, _Load())
         for event in events:
-            with self._lock:  # anew for each: a prompt does not wait for a whole batch
+            with self._lock:  # per event, so that `score` does not wait for a whole batch
                 self._apply(place, event)
 
     def clear(self, instance: str, rank: int | None = None) -> None:
-        """Nothing is known of what an instance, or one rank of it, holds."""
+        """Forget the blocks of an instance, or of one of its ranks."""
         only = None if rank is None else self._place(instance, rank)
         with self._lock:
             for place in self._loads.get(instance, {}):
@@ -185,7 +185,7 @@ class PrefixRouter:
         if isinstance(event, AllBlocksCleared):
             self._clear(place)
         elif not 0 <= (event.group_idx or 0) < _MOST_GROUPS or event.medium == _COMING:
-            self._skipped += 1  # the name of our own tier would be taken for a promise
+            self._skipped += 1  # an event for our own tier would count as a running prompt
         elif isinstance(event, BlockStored):
             self._stored(place, event)
         elif (place, event.group_idx or 0) not in self._windows:
@@ -223,7 +223,7 @@ class PrefixRouter:
         salt: str = "",
         among: Collection[str] | None = None,
     ) -> list[Score]:
-        """What this prompt would cost everywhere (or ``among`` some), the best first.
+        """Return the scores of all places (of ``among``, if given) for this prompt, best first.
 
         ``salt`` is the request's ``cache_salt``, ``lora`` the adapter's name.
         """
@@ -234,7 +234,7 @@ class PrefixRouter:
             return self._scores(len(row), held, among)
 
     def least_loaded(self, among: Collection[str] | None = None) -> list[Score]:
-        """`score` of a prompt of which nothing is known."""
+        """Return the scores for a prompt whose tokens are unknown; see `score`."""
         with self._lock:
             return self._scores(1, {}, among)
 
@@ -268,7 +268,7 @@ class PrefixRouter:
                     cost.balance * (load.recent_s - least),
                 )
             )
-        # Among equals the one that had the least.
+        # Ties go to the place with the least recent work.
         scores.sort(key=lambda score: (score.seconds, score.balance_s))
         return scores
 
@@ -280,7 +280,7 @@ class PrefixRouter:
     def begin(
         self, score: Score, tokens: TokensLike | None = None, *, lora: str = "", salt: str = ""
     ) -> RouteTicket:
-        """A prompt is sent there: it counts as load, and its ``tokens`` as coming there."""
+        """Note that a prompt is sent to this place: it counts as load, its tokens as cached."""
         place = score.place
         row = None if tokens is None else as_tokens(tokens)
         digest = salt_digest(salt) if salt else ""
@@ -300,12 +300,12 @@ class PrefixRouter:
         return ticket
 
     def first_token(self, ticket: RouteTicket) -> None:
-        """Its prompt is computed; what remains is writing."""
+        """Note the first token: the prefill is done, and decoding remains."""
         with self._lock:
             self._arrived(ticket)
 
     def end(self, ticket: RouteTicket) -> None:
-        """It has ended, however; a second time changes nothing."""
+        """Note the end of the request, however it ended. Idempotent."""
         with self._lock:
             if ticket.ended:
                 return
@@ -321,7 +321,7 @@ class PrefixRouter:
         self._index.remove(ticket.place, ticket.coming, tier=_COMING)
 
     def stats(self) -> RouterStats:
-        """What is known. Cost: one pass over the places."""
+        """Return the statistics. Cost: O(places)."""
         with self._lock:
             return RouterStats(
                 instances=len(self._loads),
@@ -335,28 +335,28 @@ class PrefixRouter:
             )
 
     def is_adapter(self, name: str) -> bool:
-        """Whether some instance told of blocks of a LoRA adapter of that name."""
+        """Whether some instance has announced blocks of a LoRA adapter of this name."""
         with self._lock:
             return any(name in names for names in self._adapters.values())
 
     def num_ranks(self, instance: str) -> int:
-        """How many ranks an instance has told of; 1 before it did."""
+        """Return how many ranks an instance has announced; 1 before it announces any."""
         with self._lock:
             return len(self._loads.get(instance, {}))
 
     def load(self, instance: str) -> tuple[int, float]:
-        """Requests that run there, and the expected seconds of prompts that wait."""
+        """Return an instance's running requests, and the expected prefill seconds that wait."""
         with self._lock:
             ranks = self._loads.get(instance, {}).values()
             return sum(one.requests for one in ranks), sum(one.waiting_s for one in ranks)
 
     def blocks(self, instance: str) -> tuple[int, int]:
-        """Blocks of an instance that are known, and such that were forgotten for their number."""
+        """Return an instance's number of known blocks, and of evicted ones."""
         with self._lock:
-            return self._index.share_of(instance)
+            return self._index.instance_blocks(instance)
 
     def check(self) -> None:
-        """Recount everything and assert that it agrees. Cost: all of it."""
+        """Recount everything and assert that it agrees. Cost: O(blocks)."""
         with self._lock:
             self._index.check()
 
@@ -366,10 +366,10 @@ def _ns(seconds: float) -> int:
 
 
 def _extras(event: BlockStored, lora: str) -> tuple[str, list[str] | None]:
-    """The salt of an event's first block, and what else each block depends on.
+    """Return the salt in an event's first block, and what else each block depends on.
 
-    They come untagged: adapter, images with their place, the salt (in a prompt's first block) and
-    digests of embeddings. Text in the first block is taken for a salt.
+    Extra keys are untagged: an adapter's name, images with their positions, the salt (in a prompt's
+    first block), digests of embeddings. Text in the first block counts as a salt.
     """
     if not event.extra_keys:
         return "", None

@@ -1,4 +1,4 @@
-"""`Upstreams`: the instances as HTTP servers."""
+"""`Upstreams`: HTTP clients of the instances."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvkeep.serve.router.health import Health
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
-__all__ = ["UpstreamFailed", "Upstreams", "passed_on"]
+__all__ = ["UpstreamFailed", "Upstreams", "end_to_end_headers"]
 
-# What is about one connection and not about the message (RFC 9110, 7.6.1), and what is made anew.
+# Headers of one connection, not of the message (RFC 9110, 7.6.1), and those that are made anew.
 _OWN_HEADERS = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade host content-length expect x-data-parallel-rank".split()
@@ -25,7 +25,7 @@ _OWN_HEADERS = frozenset(
 
 
 class UpstreamFailed(Exception):
-    """An instance did not answer, or broke off; ``reached``: it may have had the request."""
+    """An instance did not respond, or broke off. ``reached``: it may have had the request."""
 
     def __init__(self, name: str, error: Exception) -> None:
         self.reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
@@ -33,13 +33,12 @@ class UpstreamFailed(Exception):
 
 
 class Upstreams:
-    """HTTP clients of some instances, named by their base URLs.
+    """HTTP clients of the instances, which are named by their base URLs.
 
-    ``health`` is what is known of them. Connecting is the one thing here with a time limit: whoever
-    asks sets the limits of waiting.
+    ``health`` has the state of each. Only connecting has a timeout here; callers set all others.
+    Raises `InvalidValue` for a URL that is not http(s), or given twice.
 
-    Thread safety: none; it belongs to the event loop. Raises `InvalidValue` for what is no http
-    URL, or comes twice.
+    Thread safety: none; for the event loop.
     """
 
     def __init__(
@@ -51,12 +50,12 @@ class Upstreams:
     ) -> None:
         self.names: list[str] = []
         for url in instances:
-            if "@" in url:  # names of instances are in logs and metrics
-                raise InvalidValue("an instance's URL has no password in it; clients send the keys")
-            if not _can_be_asked(url):
-                raise InvalidValue(f"an instance is http://HOST:PORT, got {url!r}")
+            if "@" in url:  # logs and metrics show the names of instances
+                raise InvalidValue("an instance's URL must not contain a password")
+            if not _is_base_url(url):
+                raise InvalidValue(f"an instance must be http://HOST:PORT, got {url!r}")
             if url in self.names:
-                raise InvalidValue(f"the instance {url} is named twice")
+                raise InvalidValue(f"the instance {url} is given twice")
             self.names.append(url)
         if not self.names:
             raise InvalidValue("a router needs at least one instance, got none")
@@ -64,11 +63,11 @@ class Upstreams:
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=connect_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-            trust_env=False,  # no proxy of the environment between us and them
+            trust_env=False,  # no proxy from the environment
         )
 
     @asynccontextmanager
-    async def asking(
+    async def request(
         self,
         name: str,
         method: str,
@@ -76,8 +75,8 @@ class Upstreams:
         headers: list[tuple[bytes, bytes]],
         body: bytes,
     ) -> AsyncIterator[httpx.Response]:
-        """The answer's head; its body is to be read within. Raises `UpstreamFailed`."""
-        # Not the client's own way to build one: that says what *it* accepts.
+        """Send a request and yield the response, to be read within. Raises `UpstreamFailed`."""
+        # Not self._client.build_request: it adds the client's own Accept headers.
         request = httpx.Request(method, name.rstrip("/") + path, headers=headers, content=body)
         try:
             response = await self._client.send(request, stream=True)
@@ -85,30 +84,30 @@ class Upstreams:
             raise UpstreamFailed(name, error) from error
         try:
             yield response
-        except httpx.RequestError as error:  # what is no gzip, though it says so, among them
+        except httpx.RequestError as error:  # among them bodies that claim gzip and are not
             raise UpstreamFailed(name, error) from error
         finally:
             await response.aclose()
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close all connections."""
         await self._client.aclose()
 
 
-def _can_be_asked(url: str) -> bool:
-    """Whether paths can be put behind it, and requests sent there."""
+def _is_base_url(url: str) -> bool:
+    """Whether appending a path to this URL gives a valid request URL."""
     try:
         parts = urlsplit(url)
         httpx.URL(url)
         sound = parts.port != 0 and url.isprintable() and " " not in url
-    except (ValueError, httpx.InvalidURL):  # a port that is none, a bracket too many
+    except (ValueError, httpx.InvalidURL):  # such as a bad port or an unbalanced bracket
         return False
     named = parts.scheme in {"http", "https"} and bool(parts.hostname)
     return sound and named and not parts.query and not parts.fragment
 
 
-def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The headers of a message that are for whoever comes next."""
+def end_to_end_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers to forward: all but those about one connection."""
     pairs = [(name.lower(), value) for name, value in headers]
     named = {
         one.strip().lower()

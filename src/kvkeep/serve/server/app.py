@@ -1,4 +1,4 @@
-"""`create_app`: the whole application, around one engine."""
+"""`create_app`: the application around one engine."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def create_app(
     watches: Sequence[RequestWatch] = (),
     events: Callable[[], Mapping[str, int]] | None = None,
 ) -> FastAPI:
-    """An ASGI application that serves ``engine``; its lifespan starts and ends the engine's thread.
+    """Return an ASGI application that serves ``engine``; its lifespan runs the engine's thread.
 
-    The engine is the application's alone from then on. ``app.state.service`` is its `Service`.
-    What is served is noted in ``capture``, and ``watches`` are told of each request; both stay the
-    caller's to close. ``events`` says what a publisher of KV events has done, for /metrics.
-    Raises `InvalidValue` for an engine without a tokenizer.
+    The engine must not be used by others from then on. ``app.state.service`` is its `Service`.
+    Requests are recorded in ``capture`` and reported to ``watches``; the caller closes both.
+    ``events`` returns the counters of a publisher of KV events, for /metrics. Raises
+    `InvalidValue` for an engine without a tokenizer.
     """
     if engine.tokenizer is None:
-        raise InvalidValue("a server needs an engine with a tokenizer; give the engine one")
+        raise InvalidValue("a server needs an engine with a tokenizer")
     service = Service(engine, settings, capture, watches)
     service.metrics.events = events
 
@@ -60,15 +60,15 @@ def create_app(
         finally:
             service.stop()
 
-    # The key is asked for by a guard, before any body is read; this is for the document.
-    asked = [Depends(HTTPBearer(auto_error=False))] if settings.api_key is not None else []
+    # `KeyGuard` checks the key, before any body is read; this only documents it in OpenAPI.
+    documented = [Depends(HTTPBearer(auto_error=False))] if settings.api_key is not None else []
     app = FastAPI(
         title="kvkeep",
         version=version("kvkeep"),
         description=_DESCRIPTION,
         lifespan=lifespan,
-        dependencies=asked,
-        docs_url=None,  # these pages would load their scripts from elsewhere
+        dependencies=documented,
+        docs_url=None,  # these pages load scripts from other servers
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -76,7 +76,7 @@ def create_app(
     errors.install(app)
     for router in ROUTERS:
         app.include_router(router)
-    # The last one added is the first that a request meets.
+    # The middleware added last runs first.
     app.add_middleware(BodyGuard, bodies=service.bodies)
     if settings.api_key is not None:
         app.add_middleware(KeyGuard, key=settings.api_key)

@@ -1,4 +1,4 @@
-"""Errors as clients see them: one JSON object of one form, whatever went wrong."""
+"""Errors as clients see them: one JSON form for all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from kvkeep.core.errors import InvalidValue, OutOfPages, QueueFull
 from kvkeep.serve.http import BodyRefused
@@ -20,17 +21,17 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.requests import Request
 
-__all__ = ["ApiError", "ClientGone", "as_api_error", "install", "outcome_of"]
+__all__ = ["ApiError", "as_api_error", "install", "outcome_of"]
 
 log = logging.getLogger("kvkeep.server")
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 _KINDS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
-# Of pydantic's places: which part of the request it was, and branches of a union. Other names of
-# branches are no identifiers.
+# Parts of pydantic's error locations that are no fields: the part of the request, and branches of a
+# union. Other names of branches are no identifiers.
 _NO_FIELD = {"body", "query", "path", "str"}
-# What pydantic says, without its subject, which is the field; and some of it in our words.
+# The subject of pydantic's messages, which the field's name replaces; and messages of our own.
 _SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value error,) ")
 _WORDS = {
     "missing": "is missing",
@@ -44,7 +45,7 @@ _WORDS = {
 class ApiError(HTTPException):
     """An error for the client: ``{"error": {"message", "type", "param", "code"}}``.
 
-    ``param`` is the field that is wrong, ``code`` what a program can go by.
+    ``param`` is the wrong field, ``code`` a name for programs.
     """
 
     def __init__(
@@ -67,16 +68,12 @@ class ApiError(HTTPException):
         return {"error": error}
 
     def response(self) -> JSONResponse:
-        """The whole answer."""
+        """The HTTP response."""
         return JSONResponse(self.body(), self.status_code, self.headers)
 
 
-class ClientGone(Exception):
-    """The client has closed the connection; nobody reads an answer."""
-
-
 def as_api_error(error: Exception, *, retry_after_s: int = 1) -> ApiError:
-    """What a client is told of ``error``; ``retry_after_s``, where waiting may help."""
+    """Return the `ApiError` for ``error``; ``retry_after_s`` is sent where waiting may help."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidValue):
@@ -92,14 +89,14 @@ def as_api_error(error: Exception, *, retry_after_s: int = 1) -> ApiError:
         return ApiError(503, str(error), code="out_of_pages")
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, _sentence(error), headers=error.headers)
-    # What it says may be about others' requests, or about this machine: the log has it.
+    # The message may concern other requests or this machine, so only the log has it.
     log.error("a request failed", exc_info=error)
     return ApiError(500, "the engine failed on this request; the log says why", code="engine_error")
 
 
 def outcome_of(error: Exception) -> str:
-    """How a request ended that ended so, in one word for statistics."""
-    if isinstance(error, ClientGone):
+    """Return how a request that ended with ``error`` is counted: one word for metrics."""
+    if isinstance(error, ClientDisconnect):
         return "gone"
     if isinstance(error, ApiError) and error.code == "timeout":
         return "timeout"
@@ -110,13 +107,13 @@ def outcome_of(error: Exception) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Every error of ``app`` takes this form."""
+    """Let every error of ``app`` take this form."""
 
     async def known(request: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
 
     async def unknown(request: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, "something failed here; the log says what").response()
+        return ApiError(500, "internal error; see the server's log").response()
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
@@ -131,24 +128,24 @@ def install(app: FastAPI) -> None:
 
 
 def _of_fields(found: Sequence[Any]) -> ApiError:
-    """The first of the fields that are wrong, and how many more there are."""
+    """Return an error about the first wrong field, with the number of further ones."""
     places = [(_path(error), _what(error)) for error in found]
     first = places[0][0]
-    # Where several forms are allowed, each one's objection is there: the deepest knows best.
+    # Where a union allows several forms, each reports an error: take the deepest, the best match.
     chosen = max((path for path, _ in places if path[: len(first)] == first), key=len)
     whats = dict.fromkeys(what for path, what in places if path == chosen)
     param = ".".join(chosen) or None
     message = f"{param or 'the body'} {' or '.join(whats)}"
     others = len({path for path, _ in places if path[: len(first)] != first})
     if others:
-        message += f" (and {others} more field{'s' * (others > 1)} of this request)"
+        message += f" (and {others} more wrong field{'s' * (others > 1)})"
     return ApiError(400, message, param=param)
 
 
 def _path(error: Mapping[str, Any]) -> tuple[str, ...]:
-    """The field's name, and those of the objects it is in."""
+    """Return the field's name, after those of the objects that contain it."""
     parts = [part for part in error["loc"] if part not in _NO_FIELD]
-    if error["type"] == "wrong_field":  # one of ours, about a field of the object at this place
+    if error["type"] == "wrong_field":  # from `field_error`, about a field of the object here
         parts.append(error["ctx"]["field"])
     return tuple(str(part) for part in parts if isinstance(part, int) or str(part).isidentifier())
 
@@ -161,7 +158,7 @@ def _what(error: Mapping[str, Any]) -> str:
 
 
 def _first_word(message: str) -> str | None:
-    """The field that a message is about: kvkeep's begin with its name."""
+    """Return the field that a message of kvkeep's is about: it begins with the field's name."""
     word = re.match(r"[a-z]+(_[a-z]+)+(?= )|(stop|temperature|n|beams|prompt)(?= )", message)
     return word and word[0]
 

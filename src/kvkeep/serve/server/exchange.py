@@ -1,4 +1,4 @@
-"""One request for text, from its jobs to the last byte of its answer, streamed or in one piece."""
+"""Generation requests, from admission to the last byte of the response, streamed or whole."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import json
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from kvkeep.serve.server.errors import ApiError, ClientGone, as_api_error, outcome_of
+from kvkeep.serve.http import unless_disconnected
+from kvkeep.serve.server.errors import ApiError, as_api_error, outcome_of
 from kvkeep.serve.server.worker import Call
 
 if TYPE_CHECKING:
@@ -23,40 +25,40 @@ if TYPE_CHECKING:
     from kvkeep.serve.server.service import ServedRequest, Service
     from kvkeep.serve.server.worker import Job
 
-__all__ = ["Writer", "answer"]
+__all__ = ["Writer", "respond"]
 
 Result = TypeVar("Result")
 
-# A client that does not read is not told for longer than this that its time is over.
+# Seconds to send a last error to a client that may not be reading.
 _LAST_WORDS_S = 2.0
 _EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # proxies that buffer would hold the tokens back
+    "x-accel-buffering": "no",  # buffering proxies would delay the tokens
 }
 
 
 class Writer(Protocol):
-    """How one endpoint words its answer, of this ``id``. ``number`` is that of a job, from 0."""
+    """Builds the response of one endpoint. ``number`` is that of a job, from 0."""
 
     @property
     def id(self) -> str:
-        """As the client is told it."""
+        """The response's id."""
 
     def begin(self) -> Iterable[ResponseModel]:
-        """The events before any token."""
+        """Yield the events before any token."""
 
     def more(self, number: int, delta: Delta) -> Iterable[ResponseModel]:
-        """The events of one delta."""
+        """Yield the events of one delta."""
 
     def end(self, completions: Sequence[Completion]) -> Iterable[ResponseModel]:
-        """The events after the last token."""
+        """Yield the events after the last token."""
 
     def whole(self, completions: Sequence[Completion]) -> ResponseModel:
-        """All of it at once."""
+        """Return the response of a request that is not streamed."""
 
 
-async def answer(
+async def respond(
     request: Request,
     service: Service,
     endpoint: str,
@@ -66,35 +68,36 @@ async def answer(
     characters: int,
     stream: bool,
 ) -> Response:
-    """Make the jobs, run them, and word what comes with ``writer``.
+    """Create the jobs, run them, and respond with what ``writer`` makes of their deltas.
 
-    The jobs are made in a tokenizer's thread, chosen by how many ``characters`` there are to
-    tokenize. Raises `ApiError` for what goes wrong before the answer begins; a stream ends with an
-    error as its last event. A client that goes away ends its jobs; so does the time that a request
-    has.
+    ``jobs`` runs in a tokenizer thread, chosen by the number of ``characters`` to tokenize. Raises
+    `ApiError` for errors before the response begins; a stream ends with an error as its last event.
+    A disconnect aborts the jobs, as does the request timeout.
     """
     call = Call(writer.id, endpoint, request.headers)
     try:
         async with AsyncExitStack() as stack:
             ticket = await stack.enter_async_context(service.admitted(call))
             work = _submitted(service, ticket, jobs, characters)
-            await _until_gone(request.receive, _in_time(ticket, work))
+            await unless_disconnected(request.receive, _in_time(ticket, work))
             if stream:
                 return EventStream(service, ticket, writer, stack.pop_all())
-            completions = await _until_gone(request.receive, _in_time(ticket, _completions(ticket)))
+            completions = await unless_disconnected(
+                request.receive, _in_time(ticket, _completions(ticket))
+            )
             body = writer.whole(completions).model_dump_json()
             return Response(body, media_type="application/json")
-    except ClientGone:
-        return Response(status_code=499)  # nobody reads it
+    except ClientDisconnect:
+        return Response(status_code=499)  # the client has gone; for the access log
     except Exception as error:
         raise as_api_error(error, retry_after_s=service.retry_after_s) from error
 
 
 class EventStream(Response):
-    """Server-sent events, one a delta; what has come meanwhile is written at once.
+    """A response of server-sent events, one per delta; deltas that wait are sent together.
 
-    ``stack`` ends the request. Memory: a client that does not read stops the writing, never the
-    engine; what its answer may still grow to waits in its `Generation`.
+    ``stack`` ends the request. Memory: a client that does not read stops the sending, not the
+    engine; the rest of its answer waits in its `Generation`.
     """
 
     def __init__(
@@ -107,11 +110,11 @@ class EventStream(Response):
         self._stack = stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write all of it; a client that goes away is no error."""
+        """Send all events; a disconnect is no error."""
         try:
             async with self._stack:
-                await _until_gone(receive, self._write(send))
-        except ClientGone:
+                await unless_disconnected(receive, self._write(send))
+        except ClientDisconnect:
             return
 
     async def _write(self, send: Send) -> None:
@@ -119,7 +122,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             await _in_time(self._ticket, self._write_all(send))
-        except Exception as error:  # noqa: BLE001 - the client is told, and as_api_error logs
+        except Exception as error:  # noqa: BLE001 - sent to the client; as_api_error logs it
             known = as_api_error(error, retry_after_s=self._service.retry_after_s)
             self._ticket.outcome = outcome_of(known)
             with suppress(TimeoutError):
@@ -144,7 +147,7 @@ class EventStream(Response):
 async def _submitted(
     service: Service, ticket: ServedRequest, jobs: Callable[[], Sequence[Job]], characters: int
 ) -> None:
-    await ticket.submit(await service.tokenizing(jobs, characters))
+    await ticket.submit(await service.threads.for_generation(jobs, characters))
 
 
 async def _completions(ticket: ServedRequest) -> list[Completion]:
@@ -161,33 +164,13 @@ def _in_order(completions: Mapping[int, Completion]) -> list[Completion]:
 
 
 async def _in_time(ticket: ServedRequest, work: Coroutine[Any, Any, Result]) -> Result:
-    """``work``'s result, within the time that the request has."""
+    """Return the result of ``work``, within the request timeout."""
     try:
         async with asyncio.timeout_at(ticket.deadline):
             return await work
     except TimeoutError as error:
-        message = "the request took longer than this server gives it; ask for fewer tokens"
+        message = "the request exceeded this server's time limit; ask for fewer tokens"
         raise ApiError(408, message, code="timeout") from error
-
-
-async def _until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """``work``'s result; `ClientGone` when the client closes the connection first."""
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _json(event: ResponseModel) -> bytes:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.observe.explain import around
 from kvkeep.serve.server.schemas.see import (
-    CauseAnswer,
     DivergedText,
-    ExplanationAnswer,
-    SeenRequest,
-    SpanAnswer,
-    SummaryAnswer,
+    ExplainResponse,
+    PrefillCause,
+    PromptSpan,
+    RequestSummary,
+    SummaryResponse,
 )
 from kvkeep.serve.server.text import showable, showable_at
 
@@ -28,26 +28,24 @@ __all__ = ["as_answer", "as_line", "as_summary"]
 _TOKENS = ("given", "cached")
 
 
-def as_line(explained: Explanation, *, id: str | None) -> SeenRequest:
+def as_line(explained: Explanation, *, id: str | None) -> RequestSummary:
     """One of a list."""
-    return SeenRequest(**_common(explained, id))
+    return RequestSummary(**_common(explained, id))
 
 
-def as_answer(
-    explained: Explanation, *, id: str | None, decode: Decode | None
-) -> ExplanationAnswer:
+def as_answer(explained: Explanation, *, id: str | None, decode: Decode | None) -> ExplainResponse:
     """All of it. Without ``decode`` there is no text in it, and no token of the prompt."""
     diverged = next((span for span in explained.spans if span.reason == "diverged"), None)
-    return ExplanationAnswer(
+    return ExplainResponse(
         **_common(explained, id),
         spans=[_span(span, text=decode is not None) for span in explained.spans],
         text=None if decode is None or diverged is None else _text(diverged, decode),
     )
 
 
-def as_summary(summary: ExplainSummary) -> SummaryAnswer:
+def as_summary(summary: ExplainSummary) -> SummaryResponse:
     """What costs most, first."""
-    return SummaryAnswer(
+    return SummaryResponse(
         requests=summary.requests,
         prompt_tokens=summary.prompt_tokens,
         reused={showable(source): tokens for source, tokens in summary.reused.items()},
@@ -75,11 +73,11 @@ def _common(explained: Explanation, id: str | None) -> dict[str, Any]:
     }
 
 
-def _span(span: Span, *, text: bool) -> SpanAnswer:
+def _span(span: Span, *, text: bool) -> PromptSpan:
     evidence = {
         name: _shown(value) for name, value in span.evidence.items() if text or name not in _TOKENS
     }
-    return SpanAnswer(
+    return PromptSpan(
         start=span.start,
         stop=span.stop,
         source=None if span.source is None else showable(span.source),
@@ -99,8 +97,8 @@ def _text(diverged: Span, decode: Decode) -> DivergedText | None:
     )
 
 
-def _cause(cause: Cause) -> CauseAnswer:
-    return CauseAnswer(
+def _cause(cause: Cause) -> PrefillCause:
+    return PrefillCause(
         reason=cause.reason,
         tokens=cause.tokens,
         share=cause.share,

@@ -1,7 +1,6 @@
-"""What stands before the application: Host names, the API key, the log.
+"""Middleware in front of the application: Host names, the API key, the access log.
 
-Plain ASGI, so that nothing is read of a request that is refused, and a disconnect is seen by those
-who wait for it.
+Plain ASGI: nothing is read of a refused request, and disconnects reach the handlers.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ __all__ = ["OPEN_PATHS", "PAGE_HEADERS", "AccessLog", "HostGuard", "KeyGuard"]
 
 access = logging.getLogger("kvkeep.access")
 
-# What is answered without an API key: whoever watches over the process has none, and the page of
-# the dashboard is where it is typed in. Below the last, everything is.
+# Answered without an API key: health checks have none, and the dashboard's page is where a user
+# types it in. So is everything below _OPEN_BELOW.
 OPEN_PATHS = frozenset({"/health", "/"})
 _OPEN_BELOW = "/ui/"
-# What the page may do: run its own scripts, ask this server. Nothing of a prompt can become markup
-# or be sent elsewhere, and no other page can draw over it to have its buttons clicked.
+# The dashboard's page may run its own scripts and request this server only. No prompt's text can
+# become markup or be sent elsewhere, and no other page can frame it to hijack clicks.
 PAGE_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -41,13 +40,13 @@ PAGE_HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
-# Routers, orchestrators and the dashboard ask these every few seconds: a line for each success
-# would bury the others.
+# Routers, orchestrators and the dashboard request these every few seconds: a log line for each
+# success would bury the others.
 _QUIET_PATHS = frozenset({"/health", "/kv/live", "/kv/map", "/kv/requests", "/kv/summary"})
 
 
 class HostGuard:
-    """Answers only requests for one of ``hosts``, whatever their port (None: for all)."""
+    """Refuses requests whose Host header names none of ``hosts``, ignoring ports (None: any)."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
         self._app = app
@@ -60,8 +59,8 @@ class HostGuard:
             if _without_port(given).lower() not in self._hosts:
                 error = ApiError(
                     400,
-                    f"this server does not answer to the host name {given[:100]!r}; "
-                    "kvkeep serve --allow-host NAME lets it",
+                    f"this server does not accept the host name {given[:100]!r}; "
+                    "allow it with kvkeep serve --allow-host NAME",
                     param="Host",
                     code="unknown_host",
                 )
@@ -71,7 +70,7 @@ class HostGuard:
 
 
 class KeyGuard:
-    """Answers only requests with ``Authorization: Bearer KEY``, in constant time."""
+    """Refuses requests without ``Authorization: Bearer KEY``. Compares in constant time."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -80,8 +79,8 @@ class KeyGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on or refuse."""
         if scope["type"] == "http" and not _is_open(scope["path"]):
-            said = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            scheme, _, given = said.partition(b" ")
+            header = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            scheme, _, given = header.partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self._expected):
                 error = ApiError(
                     401,
@@ -95,21 +94,21 @@ class KeyGuard:
 
 
 class AccessLog:
-    """One short line a request: method, path, status, seconds. No query, no body, no header.
+    """Logs a line per request: method, path, status, seconds. No query, body or header.
 
-    At INFO; successes of paths that are asked every few seconds at DEBUG.
+    At INFO; successful requests to frequently polled paths at DEBUG.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on and write down."""
+        """Pass on and log."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         begun = time.perf_counter()
-        status = 500  # of a request that ends in an exception
+        status = 500  # if the request ends in an exception
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -121,7 +120,7 @@ class AccessLog:
             await self._app(scope, receive, noted)
         finally:
             seconds = time.perf_counter() - begun
-            # Quoted: no path can write a line of its own.
+            # Quoted, so that no path can forge a log line.
             path = quote(scope["path"][:200])
             quiet = status < 400 and scope["path"] in _QUIET_PATHS
             access.log(
@@ -135,12 +134,12 @@ class AccessLog:
 
 
 def _is_open(path: str) -> bool:
-    """Whether it is answered without a key."""
+    """Whether this path needs no API key."""
     return path in OPEN_PATHS or path.startswith(_OPEN_BELOW)
 
 
 def _without_port(host: str) -> str:
-    """The name in a Host header; IPv6 addresses stand in brackets."""
+    """Return the name in a Host header; IPv6 addresses stand in brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]

@@ -1,7 +1,7 @@
-"""What clients ask for, made into jobs for the engine: tokens, parameters, namespace.
+"""Turns request bodies into jobs for the engine: tokens, parameters, namespace.
 
-These functions tokenize, so they are run in a tokenizer's thread. They raise `ApiError` for what
-does not fit and `InvalidValue` for what cannot be.
+These functions tokenize, so they run in a tokenizer thread. They raise `ApiError` or `InvalidValue`
+for what this server refuses.
 """
 
 from __future__ import annotations
@@ -21,68 +21,67 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine import SamplingParams, Tokenizer
-    from kvkeep.serve.server.schemas.base import SamplingQuestion
-    from kvkeep.serve.server.schemas.chat import ChatQuestion, Message
-    from kvkeep.serve.server.schemas.completions import CompletionQuestion, Prompt
-    from kvkeep.serve.server.schemas.kv import RemoveQuestion
-    from kvkeep.serve.server.schemas.see import ExplainQuestion
+    from kvkeep.serve.server.schemas.base import SamplingRequest
+    from kvkeep.serve.server.schemas.chat import ChatRequest, Message
+    from kvkeep.serve.server.schemas.completions import CompletionRequest, Prompt
+    from kvkeep.serve.server.schemas.prompt import PromptRequest
     from kvkeep.serve.server.service import Service
 
 __all__ = [
-    "asked_tokens", "chat_jobs", "chat_tokens", "completion_jobs", "conversation_tokens", "echoes",
-    "prompt_tokens", "refuse_far_too_long",
+    "chat_jobs", "chat_tokens", "completion_jobs", "conversation_tokens", "echoes",
+    "prompt_tokens", "refuse_far_too_long", "request_tokens",
 ]  # fmt: skip
 
-# As OpenAI's own.
+# OpenAI's default.
 _COMPLETION_TOKENS = 16
-# Characters; texts of longer tokens on average are rare.
+# Characters; hardly any text has longer tokens on average.
 _LONG_TOKEN = 16
 _PIECE = 1 << 16
 
 
-def chat_jobs(service: Service, asked: ChatQuestion) -> list[Job]:
-    """The one job of a conversation."""
-    asked.check_bias(service.engine.runner.vocabulary)
-    prompt = conversation_tokens(service, asked.messages)
+def chat_jobs(service: Service, body: ChatRequest) -> list[Job]:
+    """Return the one job of a conversation."""
+    body.check_bias(service.engine.runner.vocabulary)
+    prompt = conversation_tokens(service, body.messages)
     room = _room(service, prompt)
-    params = asked.sampling(
-        max_tokens=min(asked.limit or room, room),
+    params = body.sampling(
+        max_tokens=min(body.limit or room, room),
         draft_tokens=service.settings.draft_tokens,
-        logprobs=asked.num_logprobs,
+        logprobs=body.num_logprobs,
     )
     _runs_at_once(service, params)
-    space = service.namespace(asked.cache_salt)
-    return [_job(service, asked, prompt, params, space)]
+    space = service.namespace(body.cache_salt)
+    return [_job(service, body, prompt, params, space)]
 
 
-def completion_jobs(service: Service, asked: CompletionQuestion) -> list[Job]:
-    """A job for each prompt, all or none."""
-    asked.check_bias(service.engine.runner.vocabulary)
-    _fits_the_queue(service, len(asked.prompt))
-    space = service.namespace(asked.cache_salt)
+def completion_jobs(service: Service, body: CompletionRequest) -> list[Job]:
+    """Return a job for each prompt."""
+    body.check_bias(service.engine.runner.vocabulary)
+    _fits_the_queue(service, len(body.prompt))
+    space = service.namespace(body.cache_salt)
     jobs = []
-    for prompt in asked.prompt:
+    for prompt in body.prompt:
         tokens = prompt_tokens(service, prompt)
         room = _room(service, tokens)
-        params = asked.sampling(
-            max_tokens=min(asked.max_tokens or _COMPLETION_TOKENS, room),
+        params = body.sampling(
+            max_tokens=min(body.max_tokens or _COMPLETION_TOKENS, room),
             draft_tokens=service.settings.draft_tokens,
-            logprobs=asked.logprobs,
-            best_of=asked.best_of,
+            logprobs=body.logprobs,
+            best_of=body.best_of,
         )
         _runs_at_once(service, params)
-        jobs.append(_job(service, asked, tokens, params, space))
+        jobs.append(_job(service, body, tokens, params, space))
     return jobs
 
 
 def _job(
     service: Service,
-    asked: SamplingQuestion,
+    body: SamplingRequest,
     prompt: TokenArray,
     params: SamplingParams,
     space: Namespace,
 ) -> Job:
-    extras = asked.extras
+    extras = body.extras
     return Job(
         prompt=prompt,
         params=params,
@@ -95,12 +94,12 @@ def _job(
 
 
 def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Message]) -> TokenArray:
-    """The tokens of a conversation, ready for the model's answer."""
+    """Return the tokens of a conversation, up to where the model's turn begins."""
     if not tokenizer.has_chat_template:
         raise ApiError(
             400,
-            "this model has no chat template; ask /v1/completions, or put a chat_template.jinja "
-            "into the model's directory and restart the server",
+            "this model has no chat template; use /v1/completions, or add a chat_template.jinja to "
+            "the model's directory and restart the server",
             param="messages",
             code="no_chat_template",
         )
@@ -110,16 +109,16 @@ def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Message]) -> TokenArray
         raise ApiError(400, str(error), param="messages") from error
 
 
-def echoes(service: Service, asked: CompletionQuestion) -> list[str]:
-    """The prompts' texts, to be put before each answer. Call it once the prompts were checked."""
+def echoes(service: Service, body: CompletionRequest) -> list[str]:
+    """Return the prompts' texts, to precede each answer. Call it after the prompts are checked."""
     return [
         prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt)
-        for prompt in asked.prompt
+        for prompt in body.prompt
     ]
 
 
 def prompt_tokens(service: Service, prompt: Prompt | Sequence[int]) -> TokenArray:
-    """The tokens of a text or a list of tokens; `ApiError` for one that this server refuses."""
+    """Return the tokens of a text or a list of tokens; `ApiError` if this server refuses them."""
     if isinstance(prompt, str):
         refuse_far_too_long(service, "prompt", prompt)
         tokens = service.tokenizer.encode(prompt)
@@ -135,16 +134,16 @@ def prompt_tokens(service: Service, prompt: Prompt | Sequence[int]) -> TokenArra
 
 
 def conversation_tokens(service: Service, messages: Sequence[Message]) -> TokenArray:
-    """The tokens of a conversation; `ApiError` for one that this server refuses."""
+    """Return the tokens of a conversation; `ApiError` if this server refuses them."""
     refuse_far_too_long(service, "messages", *(turn.text for turn in messages))
     return _that_fit(service, "messages", chat_tokens(service.tokenizer, messages))
 
 
-def asked_tokens(service: Service, asked: ExplainQuestion | RemoveQuestion) -> TokenArray:
-    """The tokens of the prompt or the conversation that is asked about, as `prompt_tokens`."""
-    if asked.messages is not None:
-        return conversation_tokens(service, asked.messages)
-    return prompt_tokens(service, asked.prompt or "")
+def request_tokens(service: Service, body: PromptRequest) -> TokenArray:
+    """Return the tokens of the prompt or conversation in ``body``; see `prompt_tokens`."""
+    if body.messages is not None:
+        return conversation_tokens(service, body.messages)
+    return prompt_tokens(service, body.prompt or "")
 
 
 def _that_fit(service: Service, field: str, prompt: TokenArray) -> TokenArray:
@@ -154,16 +153,16 @@ def _that_fit(service: Service, field: str, prompt: TokenArray) -> TokenArray:
 
 
 def _room(service: Service, prompt: TokenArray) -> int:
-    """How many tokens can follow ``prompt``: one at least."""
+    """Return how many tokens fit behind ``prompt``, at least one."""
     return service.engine.runner.max_tokens - len(prompt)
 
 
 def refuse_far_too_long(service: Service, field: str, *texts: str) -> None:
-    """Refuse what is too long by its size or its beginning: megabytes keep a tokenizer for seconds.
+    """Refuse a text by its size or beginning, since megabytes keep a tokenizer busy for seconds.
 
-    A text of more bytes than so many of the longest token has more tokens than fit. Of others the
-    beginning is tokenized in pieces: where it has twice the tokens that fit, no merge across the
-    ends of pieces can undo that.
+    A text is too long if it has more bytes than the longest prompt could have, repeating the
+    longest token. Of other long texts the beginning is tokenized, in pieces: if it has twice the
+    tokens that fit, merges across piece boundaries cannot make it fit.
     """
     longest, room = service.longest_prompt, service.longest_text
     size = sum(map(len, texts))  # in characters, of a byte or more each
@@ -184,7 +183,7 @@ def refuse_far_too_long(service: Service, field: str, *texts: str) -> None:
 
 def _too_long(service: Service, field: str, size: str) -> ApiError:
     most = service.longest_prompt
-    message = f"{field} has {size}, and this server takes {most} at most"
+    message = f"{field} has {size}, but this server accepts at most {most}"
     return ApiError(400, message, param=field, code="context_length_exceeded")
 
 
@@ -192,12 +191,12 @@ def _runs_at_once(service: Service, params: SamplingParams) -> None:
     most = service.engine.limits.max_running
     if params.width > most:
         field = "kvkeep.beams" if params.beams else "best_of" if params.best_of else "n"
-        message = f"{field} is {params.width}, and this server runs {most} answers at once"
+        message = f"{field} is {params.width}, but this server runs at most {most} answers at once"
         raise ApiError(400, message, param=field)
 
 
 def _fits_the_queue(service: Service, prompts: int) -> None:
     most = service.engine.limits.max_waiting
     if most is not None and prompts > most:
-        message = f"prompt is {prompts} prompts, and this server queues {most} at most"
+        message = f"prompt is {prompts} prompts, but this server queues at most {most}"
         raise ApiError(400, message, param="prompt")

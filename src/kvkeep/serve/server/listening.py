@@ -1,4 +1,4 @@
-"""From an application to a listening server, and to its orderly end."""
+"""`Listener`: runs an application until a signal, and drains it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Listener"]
 
-# What is left to do once all requests are through, or were told that it is over: write it out.
+# Seconds to send the last bytes once all requests have ended or been aborted.
 _LAST_WRITES_S = 3
 
 
 class Listener(GuardedServer):
-    """A guarded server, whose end is a drain: running requests finish, new ones are refused (503).
+    """A server that drains on shutdown: running requests finish, new ones are refused with 503.
 
-    ``limits`` are about its connections; by default as many as the limit on open files leaves room
-    for. The first SIGTERM or SIGINT begins the drain, a second one gives up what still runs;
-    elsewhere than in the main thread, `stop` does the same.
+    ``limits`` are by default those of `ConnectionLimits`, with as many connections as the limit on
+    open files allows. The first SIGTERM or SIGINT, or `stop`, begins the drain; the second aborts
+    the remaining requests.
     """
 
     def __init__(
@@ -38,32 +38,25 @@ class Listener(GuardedServer):
         *,
         ready: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(app, limits, timeout_graceful_shutdown=_LAST_WRITES_S)
+        super().__init__(app, limits, ready=ready, timeout_graceful_shutdown=_LAST_WRITES_S)
         app.state.service.metrics.connections = self.connections
         self._service: Service = app.state.service
-        self._ready = ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._stops = 0
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until `stop`, or a signal where this is the main thread."""
+        """Serve until `stop`; in the main thread, also until a signal."""
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
-        await super().startup(sockets)
-        if self.started and self._ready is not None:
-            self._ready()
-
     def stop(self) -> None:
-        """Begin the drain; the second time, cut it short. Safe from any thread."""
+        """Begin the drain; on the second call, cut it short. Safe from any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._stop)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal. uvicorn's own would end by it; an orderly end is a success."""
+        """Stop. uvicorn's own handler would end the process by the signal, not with success."""
         self.stop()
 
     def _stop(self) -> None:

@@ -10,9 +10,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from kvkeep.serve.server.schemas.see import (
-    LiveAnswer,
     LivePages,
     LivePoint,
+    LiveResponse,
     LiveSession,
     LiveTenant,
     LiveTier,
@@ -84,7 +84,7 @@ class Live:
         tiers = () if store is None else store.stats().tiers
         settings, figures = service.settings, service.watching.figures
         cold, warm = figures.times()
-        answer = LiveAnswer(
+        answer = LiveResponse(
             at=time.time(),
             uptime_s=time.monotonic() - self._began,
             version=self._version,

@@ -9,11 +9,11 @@ from kvkeep.core.errors import NotCached
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.keepers import Keepers
 from kvkeep.serve.server.schemas.map import (
-    MapAnswer,
-    MapNodeAnswer,
-    NodeAnswer,
-    SearchAnswer,
+    MapResponse,
+    NodeResponse,
+    NodeSummary,
     SearchMatch,
+    SearchResponse,
 )
 from kvkeep.serve.server.text import showable
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.server.keepers import Kept
-    from kvkeep.serve.server.schemas.map import NodeQuestion
+    from kvkeep.serve.server.schemas.map import NodeChangeRequest
     from kvkeep.serve.server.service import Service
 
 __all__ = ["Maps"]
@@ -72,7 +72,7 @@ class Maps:
         if kept is not None and kept[0] is made:
             return kept[1]
         known = self._keepers.of(made.nodes) if tiers else {}
-        answer = MapAnswer(
+        answer = MapResponse(
             page_size=made.page_size,
             at=time.time(),
             total_nodes=made.runs,
@@ -92,9 +92,9 @@ class Maps:
         names = self._keepers.names if tiers else None
         return self._cache.map(space, root=root, nodes=nodes, blocks=names)
 
-    def _node(self, node: MapNode, kept: Kept | None) -> MapNodeAnswer:
+    def _node(self, node: MapNode, kept: Kept | None) -> NodeSummary:
         size = self._cache.page_size
-        return MapNodeAnswer(
+        return NodeSummary(
             id=node.id,
             parent=node.parent,
             tokens=node.pages * size,
@@ -133,7 +133,7 @@ class Maps:
 
     # --- one node ----------------------------------------------------------------------------
 
-    def node(self, number: int) -> NodeAnswer:
+    def node(self, number: int) -> NodeResponse:
         """All that is known of one node; `ApiError` 404 where it is not there."""
         try:
             view = self._cache.node(number)
@@ -146,7 +146,7 @@ class Maps:
         if shown["text"] is not None and view.tokens is not None and number > 0:
             tokens = view.tokens[:_LONGEST_TEXT_TOKENS].tolist()
             shown["text"] = showable(self._service.tokenizer.decode(tokens))[:_LONGEST_TEXT]
-        return NodeAnswer(
+        return NodeResponse(
             **shown,
             namespace=showable(view.namespace.tenant),
             path_tokens=view.start * self._cache.page_size,
@@ -155,7 +155,7 @@ class Maps:
             children=view.children,
         )
 
-    def change(self, number: int, asked: NodeQuestion) -> int:
+    def change(self, number: int, asked: NodeChangeRequest) -> int:
         """Pin, unpin or evict a node; how many pages that is. `ApiError` 404, 409."""
         try:
             if asked.action == "pin":
@@ -175,15 +175,15 @@ class Maps:
 
     # --- search ------------------------------------------------------------------------------
 
-    def find_tokens(self, tokens: list[int], salt: str | None) -> SearchAnswer:
+    def find_tokens(self, tokens: list[int], salt: str | None) -> SearchResponse:
         """Where these tokens stand; `InvalidValue` for those that are none."""
         found = self._search([tokens], salt, _MOST_MATCHES)
         shows = self._service.settings.text
-        return SearchAnswer(
+        return SearchResponse(
             matches=[_match(one, self._around(one, None) if shows else None) for one in found]
         )
 
-    def find_text(self, text: str, salt: str | None) -> SearchAnswer:
+    def find_text(self, text: str, salt: str | None) -> SearchResponse:
         """Where this text stands.
 
         A text is other tokens in other surroundings: it is sought as it would be at the beginning,
@@ -197,7 +197,7 @@ class Maps:
                 around = self._around(one, text)
                 if around is not None:
                     matches[one.id] = _match(one, around)
-        return SearchAnswer(matches=list(matches.values()))
+        return SearchResponse(matches=list(matches.values()))
 
     def _search(self, needles: list[list[int]], salt: str | None, most: int) -> list[Found]:
         space = None if salt is None else self._service.namespace(salt)

@@ -1,8 +1,8 @@
-"""From the bytes of a body to a checked question, at a cost that no body can multiply.
+"""Parses and validates request bodies, at a bounded cost.
 
-A JSON parser makes a Python object of each value and holds the interpreter meanwhile, so that five
-megabytes of ``[[1], [1], …]`` would stop the event loop for seconds. What a body may consist of is
-counted in its bytes first.
+A JSON parser creates a Python object per value and holds the interpreter meanwhile: five megabytes
+of ``[[1], [1], …]`` would stop the event loop for seconds. So values are counted first, in the
+bytes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ if TYPE_CHECKING:
 
     from kvkeep.serve.http import RequestBody
 
-__all__ = ["question"]
+__all__ = ["parse_body"]
 
 _MOST_CONTAINERS = 32_768
-"""Objects and lists: 4,096 messages of four parts each are fewer."""
+"""Objects and lists; 4,096 messages of four parts each have fewer."""
 _MOST_TEXTS = 131_072
-"""Texts, names of fields among them."""
+"""Strings, including names of fields."""
 _MOST_VALUES = 1 << 20
-"""Values of lists and objects, which mostly are tokens."""
+"""Values in lists and objects, mostly tokens."""
 _FEW_BYTES = 32_768
-"""A body of no more bytes has no more of anything."""
+"""A body of no more bytes cannot exceed any of these limits."""
 
 
-def question(body: RequestBody, model: type[BaseModel]) -> BaseModel:
-    """The JSON in ``body`` as a ``model``.
+def parse_body(body: RequestBody, model: type[BaseModel]) -> BaseModel:
+    """Return the JSON in ``body`` as a ``model``.
 
-    `ApiError` 400 for what is no JSON, or has too many values; `RequestValidationError` for fields
-    that are wrong. Thread safety: for any thread, once ``body`` was read. Cost: about 0.2 s for the
-    worst 8 MiB.
+    Raises `ApiError` 400 for invalid JSON or too many values, `RequestValidationError` for wrong
+    fields. Thread safety: safe once ``body`` was read. Cost: about 0.2 s for the worst 8 MiB.
     """
     data = body.take()
     _check_size(data)
@@ -53,7 +52,7 @@ def question(body: RequestBody, model: type[BaseModel]) -> BaseModel:
 
 
 def _check_size(data: bytes) -> None:
-    """Refuse a body of too many values: by what there is of each sign, then outside of texts."""
+    """Refuse a body with too many values: a fast upper bound first, then an exact count."""
     if len(data) <= _FEW_BYTES:
         return
     if (
@@ -62,8 +61,8 @@ def _check_size(data: bytes) -> None:
         and data.count(b",") <= _MOST_VALUES
     ):
         return
-    bare = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes left begin or end a text
-    _at_most("texts", bare.count(b'"') // 2, _MOST_TEXTS)
+    bare = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes left delimit strings
+    _at_most("strings", bare.count(b'"') // 2, _MOST_TEXTS)
     outside = b"".join(bare.split(b'"')[::2])
     _at_most("objects and lists", _containers(outside), _MOST_CONTAINERS)
     _at_most("values", outside.count(b","), _MOST_VALUES)

@@ -1,11 +1,11 @@
-"""Log probabilities as OpenAI's two endpoints word them."""
+"""Log probabilities in the formats of OpenAI's two endpoints."""
 
 from __future__ import annotations
 
 import codecs
 from typing import TYPE_CHECKING
 
-from kvkeep.serve.server.schemas.answers import (
+from kvkeep.serve.server.schemas.responses import (
     ChatLogprobs,
     CompletionLogprobs,
     ScoredToken,
@@ -23,7 +23,7 @@ _IMPOSSIBLE = -9999.0
 
 
 def chat_logprobs(tokenizer: Tokenizer, scores: Iterable[TokenLogprob]) -> ChatLogprobs:
-    """Tokens with their bytes, since they may be parts of characters."""
+    """Return tokens with their bytes, since a token may be a part of a character."""
     return ChatLogprobs(
         content=[
             ScoredToken(
@@ -43,14 +43,14 @@ def _score(tokenizer: Tokenizer, token: int, logprob: float) -> TokenScore:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI says -9999 of what cannot be."""
+    """Replace minus infinity, which JSON lacks, by OpenAI's -9999."""
     return max(logprob, _IMPOSSIBLE)
 
 
 class Offsets:
-    """Where each token of one answer begins in its text, in characters.
+    """Computes where each token of one answer begins in its text, in characters.
 
-    A token that begins within a character begins where that character does.
+    A token that begins inside a character has the offset of that character.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Offsets:
         self._characters = 0
 
     def take(self, token: bytes) -> int:
-        """The offset of the next token."""
+        """Return the offset of the next token."""
         begins = self._characters
         self._characters += len(self._decoder.decode(token))
         return begins
@@ -67,7 +67,7 @@ class Offsets:
 def completion_logprobs(
     tokenizer: Tokenizer, scores: Iterable[TokenLogprob], offsets: Offsets
 ) -> CompletionLogprobs:
-    """Lists with one entry a token; ``offsets`` are those of the same answer."""
+    """Return lists with one entry per token; ``offsets`` belongs to the same answer."""
     words = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for score in scores:
         words.tokens.append(_name(tokenizer, score.token))
@@ -80,7 +80,7 @@ def completion_logprobs(
 
 
 def _name(tokenizer: Tokenizer, token: int) -> str:
-    r"""A token's text, or ``bytes:\xe2`` for one that is no whole characters."""
+    r"""Return a token's text, or ``bytes:\xe2`` if it is not whole characters."""
     data = tokenizer.token_bytes(token)
     try:
         return data.decode()

@@ -1,4 +1,4 @@
-"""`ServerSettings`: what a server is told when it is made."""
+"""`ServerSettings`: the settings of a server."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """What a server is told when it is made; the engine has its own `Limits`.
+    """The settings of a server; the engine has `Limits` of its own.
 
-    ``name`` is what clients call the model. ``api_key`` is asked of every request but /health.
-    A body has at most ``max_body_bytes`` and arrives within ``body_timeout_s``; those of all
-    requests have ``body_budget_bytes`` together, the first 64 KiB of each not counted. Prompts have
-    at most ``max_prompt_tokens`` (None: what the model and the pool take). A request takes
-    ``request_timeout_s`` seconds at most, from its head to its last byte; at the end of the service
-    those that run have ``drain_timeout_s`` seconds more, and what they computed has
-    ``flush_timeout_s`` to reach the engine's store, if it has one.
-    ``draft_tokens`` are guessed for requests that do not say. ``hosts`` are the names in a Host
-    header that are served (None: all): on a loopback address, only its own names, or a page in a
-    browser could reach the server under a name of its own (DNS rebinding).
-    Without ``text`` no answer under /kv has any of a prompt's text or tokens; without ``explain``
-    nobody remembers prompts to explain what was reused of them; without ``answers`` the engine's
-    store is given the KV of prompts alone, whatever a request says.
+    ``name`` is the model's name for clients. ``api_key`` is required of every request but /health
+    and the dashboard's files. A body has at most ``max_body_bytes`` and ``body_timeout_s`` to
+    arrive; all bodies together have ``body_budget_bytes``, not counting the first 64 KiB of each.
+    Prompts have at most ``max_prompt_tokens`` (None: as many as the model and the pool allow). A
+    request takes at most ``request_timeout_s``, from its head to its last byte. On shutdown,
+    running requests have ``drain_timeout_s``, and then their KV ``flush_timeout_s`` to reach the
+    engine's store, if it has one. ``draft_tokens`` is the default for requests that do not set it.
+
+    ``hosts`` are the accepted names in the Host header (None: all). On a loopback address only its
+    own names should be, or a web page could reach the server under its own name (DNS rebinding).
+
+    Without ``text``, no response under /kv contains text or tokens of prompts. Without ``explain``,
+    no prompts are remembered to explain what was reused of them. Without ``answers``, the store
+    keeps only the KV of prompts, whatever a request asks for.
     """
 
     name: str
@@ -48,11 +49,11 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise InvalidValue("a served model has a name, got an empty one")
+            raise InvalidValue("the served model's name must not be empty")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise InvalidValue("an API key is printable ASCII: it travels in a header")
+            raise InvalidValue("an API key must be printable ASCII, since it is sent in a header")
         if self.api_key is not None and not self.api_key.strip():
-            raise InvalidValue("an API key is not empty; leave it out for a server without one")
+            raise InvalidValue("an API key must not be empty; omit it for a server without one")
         whole("max_body_bytes", self.max_body_bytes, 1)
         whole("body_budget_bytes", self.body_budget_bytes, self.max_body_bytes)
         whole("draft_tokens", self.draft_tokens, 0)
@@ -61,8 +62,8 @@ class ServerSettings:
         for name in ("request_timeout_s", "drain_timeout_s", "flush_timeout_s"):
             seconds = getattr(self, name)
             if not 0 <= seconds < math.inf:
-                raise InvalidValue(f"{name} is a number of seconds, 0 or more; got {seconds}")
+                raise InvalidValue(f"{name} must be a number of seconds, 0 or more; got {seconds}")
         if not 0 < self.body_timeout_s < math.inf:
             raise InvalidValue(
-                f"body_timeout_s is a number of seconds above 0, got {self.body_timeout_s}"
+                f"body_timeout_s must be a number of seconds above 0, got {self.body_timeout_s}"
             )

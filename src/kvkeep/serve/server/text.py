@@ -1,8 +1,8 @@
-"""Text of others, made showable: what would act on a terminal or a reader is shown as a sign.
+"""Makes client text safe to display: characters with an effect are shown as visible signs.
 
-Prompts, salts and names of sessions are whatever a client sends. JSON carries all of it, and a page
-puts it into text nodes; what is left is what a person sees: a right-to-left override that turns a
-line around, an escape sequence in a terminal, letters without width.
+Prompts, salts and session names are whatever a client sends. JSON can carry all of it, and the
+dashboard puts it into text nodes; this is about what a person sees: right-to-left overrides that
+turn a line around, escape sequences in a terminal, letters without width.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _BMP = 0x10000
 
 
 def showable(text: str, *, lines: bool = False) -> str:
-    r"""``text`` with a sign in place of each character that would act instead of being seen.
+    r"""Return ``text`` with a visible sign for each character that would act instead of showing.
 
-    Control characters become their pictures (␀ … ␡), all others escapes as ``\u202e``, so that
-    the result can be encoded, too, where ``text`` has lone surrogates. ``lines`` lets line feeds
-    and tabs be. Not to be turned back: a text may have a picture or an escape in it as it stands.
+    Control characters become their pictures (␀ … ␡), others escapes such as ``\u202e``; the result
+    can be encoded even where ``text`` has lone surrogates. With ``lines``, line feeds and tabs
+    stay. Not reversible: a text may contain pictures and escapes itself.
     """
     return _ACTS.sub(_sign_in_lines if lines else _sign, text)
 
 
 def showable_at(text: str, at: int) -> tuple[str, int]:
-    """`showable`, and where the character ``at`` of ``text`` begins in the result."""
+    """Return `showable`, and the offset in it of the character ``at`` of ``text``."""
     before = showable(text[:at])
     return before + showable(text[at:]), len(before)
 

@@ -1,4 +1,4 @@
-"""`Worker`: the thread that owns the engine, and how the event loop talks to it."""
+"""`Worker`: the thread that owns the engine, and its interface for the event loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class EngineStopped(RuntimeError):
-    """The thread that owns the engine has ended; nothing can be asked of it any more."""
+    """The engine's thread has ended, so nothing can be computed any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,22 +45,22 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One client's request: the ``id`` of its answer, the endpoint, and its HTTP headers."""
+    """A client's request: the ``id`` of its response, the endpoint, and its HTTP headers."""
 
     id: str
     endpoint: str
     headers: Mapping[str, str] = field(repr=False)
 
     def name(self, number: int) -> str:
-        """What its job ``number`` is called: as the answer is; further ones id.1, id.2 …"""
+        """Return the name of job ``number``: the response's id, for further ones id.1, id.2, …"""
         return f"{self.id}.{number}" if number else self.id
 
 
 class Generation:
-    """What comes of the jobs of one ``call``: their deltas, each with the number of its job.
+    """The deltas of the jobs of one ``call``, each with the number of its job.
 
-    Thread safety: none; it belongs to the event loop. Memory: a client that does not read leaves
-    its deltas here, at most one for each token that its jobs may generate. The engine never waits.
+    Thread safety: none; for the event loop. Memory: while a client does not read, up to one delta
+    per token that its jobs may generate waits here. The engine never waits.
     """
 
     def __init__(self, jobs: Sequence[Job], call: Call) -> None:
@@ -73,13 +73,13 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """Whether the engine is through with all jobs."""
+        """Whether the engine has finished all jobs."""
         return not self._unfinished
 
     async def next(self) -> list[tuple[int, Delta]]:
-        """All deltas that have come since, at least one; none when all jobs are finished.
+        """Wait for deltas and return all that arrived; an empty list after the last.
 
-        Raises what a job failed with; the deltas before that come first.
+        Raises the error of a job, after the deltas before it.
         """
         while not self._deltas and self._error is None and self._unfinished:
             self._changed.clear()
@@ -91,7 +91,7 @@ class Generation:
         return arrived
 
     def put(self, number: int, delta: Delta) -> None:
-        """A delta of job ``number``."""
+        """Add a delta of job ``number``."""
         if delta.error is not None:
             self.fail(delta.error)
             return
@@ -100,20 +100,20 @@ class Generation:
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
-        """No more comes; the first error is the one that is told."""
+        """End with ``error``, unless an earlier error did."""
         self._error = self._error or error
         self._changed.set()
 
 
 class Worker:
-    """The thread that owns an engine: obeys commands, steps while there is work, sleeps otherwise.
+    """The thread that owns an engine: it runs commands, steps while there is work, else sleeps.
 
-    Commands are obeyed in order between two steps, so that what an abort frees is free before the
-    next step. What a step brings goes to the event loop in one piece. An exception out of a step
-    fails the requests that the engine has, and no later ones; one out of an abort ends the thread.
+    Commands run in order between two steps, so pages freed by an abort are free in the next step.
+    The deltas of a step reach the event loop together. An exception from a step fails all requests
+    in the engine, but no later ones; an exception from an abort ends the thread.
 
-    ``watching`` is told, in the thread, what each of the engine's requests is called before any
-    step for it, and what comes of it.
+    In this thread, ``watching`` learns the name of each engine request before its first step, and
+    then of its deltas.
 
     Thread safety: `start`, `submit`, `abort` and `call` are for the event loop.
     """
@@ -132,55 +132,55 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="kvkeep engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
-        # Guards the moment after which no command is taken any more.
-        self._door = threading.Lock()
+        # Held to close the command queue: no command is accepted afterwards.
+        self._closing = threading.Lock()
         self._closed = False
-        # These two are the thread's own.
+        # For the worker's thread only:
         self._requests: dict[int, tuple[Request, Generation, int]] = {}
         self._outbox: list[Callable[[], None]] = []
 
     @property
     def alive(self) -> bool:
-        """Whether the engine can be asked for anything."""
+        """Whether the engine accepts commands."""
         return self._thread.is_alive() and not self._closed
 
     def start(self) -> None:
-        """Begin; what the engine says goes to the event loop that this is called in."""
+        """Start the thread; results go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the step at hand, give all requests up, and wait for the thread.
+        """Stop after the current step, abort all requests, and wait for the thread.
 
-        Which waits until the engine's store has what was computed, ``flush_timeout_s`` at most.
+        The thread waits up to ``flush_timeout_s`` for the engine's store to take what was computed.
         """
 
-        def end() -> None:
+        def stop() -> None:
             self._stopping = True
 
-        self._post(end)
+        self._post(stop)
         self._thread.join()
 
     async def submit(self, generation: Generation) -> None:
-        """Hand all jobs of ``generation`` to the engine, or none: raises what `Engine.add` does."""
+        """Add all jobs of ``generation`` to the engine, or none; raises what `Engine.add` does."""
         await self.call(partial(self._add, generation))
 
     def abort(self, generation: Generation) -> None:
-        """Give up what is unfinished of ``generation``, before the engine's next step."""
+        """Abort the unfinished jobs of ``generation`` before the engine's next step."""
         self._post(partial(self._abort, generation))
 
     async def call(self, function: Callable[[], Result]) -> Result:
-        """``function()`` in the engine's thread, between two steps; raises what it raises."""
-        assert self._loop is not None, "the worker was not started"
+        """Run ``function`` in the engine's thread, between two steps; raises what it raises."""
+        assert self._loop is not None, "call start first"
         answer: asyncio.Future[Result] = self._loop.create_future()
 
         def command() -> None:
             if self._stopping:
-                self._outbox.append(partial(_refuse, answer, EngineStopped("it is stopping")))
+                self._outbox.append(partial(_refuse, answer, EngineStopped("the engine stops")))
                 return
             try:
                 result = function()
-            except Exception as error:  # noqa: BLE001 - it is raised where it was asked for
+            except Exception as error:  # noqa: BLE001 - raised in the caller
                 self._outbox.append(partial(_refuse, answer, error))
             else:
                 self._outbox.append(partial(_resolve, answer, result))
@@ -192,8 +192,8 @@ class Worker:
     # --- in the thread -----------------------------------------------------------------------
 
     def _post(self, command: Callable[[], None]) -> bool:
-        """Whether the command was taken; one that is taken is obeyed."""
-        with self._door:
+        """Queue a command. Return False if it was refused; a queued command always runs."""
+        with self._closing:
             if not self._closed:
                 self._commands.put(command)
             return not self._closed
@@ -201,16 +201,16 @@ class Worker:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._obey(wait=not self._engine.has_work)
+                self._run_commands(wait=not self._engine.has_work)
                 if self._engine.has_work and not self._stopping:
                     self._step()
                 self._send()
         except Exception:
-            log.exception("the engine's thread ends: it can neither step nor give its requests up")
+            log.exception("the engine's thread has ended: an abort failed")
         finally:
-            self._end()
+            self._finish()
 
-    def _obey(self, *, wait: bool) -> None:
+    def _run_commands(self, *, wait: bool) -> None:
         if wait:
             self._commands.get()()
         while True:
@@ -224,9 +224,9 @@ class Worker:
         try:
             deltas = self._engine.step()
         except Exception as error:
-            # The engine turns what it can into errors of single requests; this is the rest.
-            log.exception("a step failed; the requests at hand are given up")
-            self._give_up(error)
+            # The engine reports errors of single requests in their deltas; this is any other.
+            log.exception("an engine step failed; all its requests are aborted")
+            self._fail_all(error)
             return
         for delta in deltas:
             self._watching.came(delta)
@@ -242,7 +242,7 @@ class Worker:
         added: list[Request] = []
         try:
             for job in generation.jobs:
-                added.append(  # noqa: PERF401 - those before one that fails are needed
+                added.append(  # noqa: PERF401 - on an error, the earlier ones are aborted
                     self._engine.add(
                         job.prompt,
                         job.params,
@@ -267,12 +267,12 @@ class Worker:
             del self._requests[request.id]
             self._engine.abort(request)
 
-    def _give_up(self, error: Exception) -> None:
-        given_up = list(self._requests.values())
+    def _fail_all(self, error: Exception) -> None:
+        failed = list(self._requests.values())
         self._requests.clear()
-        for _, generation, _ in given_up:
+        for _, generation, _ in failed:
             self._outbox.append(partial(generation.fail, error))
-        for request, _, _ in given_up:
+        for request, _, _ in failed:
             self._engine.abort(request)
 
     def _send(self) -> None:
@@ -282,23 +282,23 @@ class Worker:
         outbox, self._outbox = self._outbox, []
         self._loop.call_soon_threadsafe(_each, outbox)
 
-    def _end(self) -> None:
-        with self._door:
+    def _finish(self) -> None:
+        with self._closing:
             self._closed = True
-        self._stopping = True  # what is still asked for is refused
+        self._stopping = True  # commands still queued are refused
         try:
-            self._obey(wait=False)
-            self._give_up(EngineStopped("the engine has stopped"))
+            self._run_commands(wait=False)
+            self._fail_all(EngineStopped("the engine has stopped"))
         except Exception:
-            log.exception("the engine could not give its requests up")
+            log.exception("the engine's requests could not be aborted")
         finally:
             self._send()
-            self._close()
+            self._close_engine()
 
-    def _close(self) -> None:
+    def _close_engine(self) -> None:
         try:
             if not self._engine.close(self._flush_timeout_s):
-                log.warning("the store did not take all that was computed in time")
+                log.warning("not all that was computed reached the store within the flush timeout")
         except Exception:
             log.exception("the engine could not be closed")
 
@@ -309,7 +309,7 @@ def _each(calls: list[Callable[[], None]]) -> None:
 
 
 def _resolve(answer: asyncio.Future[Result], result: Result) -> None:
-    if not answer.done():  # who asked may have gone
+    if not answer.done():  # the caller may have been cancelled
         answer.set_result(result)
 
 

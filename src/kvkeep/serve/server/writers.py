@@ -1,21 +1,21 @@
-"""How answers are worded: chat, and plain completions."""
+"""Builds the responses of chat and plain completions from the engine's deltas."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from kvkeep.serve.server.schemas.answers import (
-    ChatAnswer,
+from kvkeep.serve.server.schemas.responses import (
+    AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
-    CompletionAnswer,
+    ChatResponse,
     CompletionChoice,
+    CompletionResponse,
     ExtraUsage,
-    MessageAnswer,
     MessageDelta,
     PromptDetails,
     Usage,
@@ -26,32 +26,40 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvkeep.serve.engine import Choice, Completion, Delta, Tokenizer, TokenLogprob
-    from kvkeep.serve.server.schemas.answers import ChatLogprobs, CompletionLogprobs
+    from kvkeep.serve.server.schemas.responses import ChatLogprobs, CompletionLogprobs
 
 __all__ = ["ChatWriter", "CompletionWriter", "usage_of"]
 
 
-class ChatWriter:
-    """Words the answer of ``/v1/chat/completions``: one job, n choices."""
+class _Writer:
+    """The common part: id, time and options of one response."""
+
+    PREFIX: ClassVar[str]
 
     def __init__(
         self, model: str, tokenizer: Tokenizer, *, n: int, logprobs: bool, usage: bool
     ) -> None:
+        self.id = f"{self.PREFIX}-{secrets.token_hex(12)}"
+        self._model = model
+        self._created = int(time.time())
         self._tokenizer = tokenizer
         self._n = n
         self._logprobs = logprobs
         self._usage = usage
-        self.id = f"chatcmpl-{secrets.token_hex(12)}"
-        self._model = model
-        self._created = int(time.time())
+
+
+class ChatWriter(_Writer):
+    """Builds the response of ``/v1/chat/completions``: one job, n choices."""
+
+    PREFIX = "chatcmpl"
 
     def begin(self) -> Iterator[ChatChunk]:
-        """Each choice's role."""
+        """Yield each choice's role."""
         for index in range(self._n):
             yield self._chunk(index, MessageDelta(role="assistant", content=""))
 
     def more(self, number: int, delta: Delta) -> Iterator[ChatChunk]:
-        """The text that has become final, then the end."""
+        """Yield the text that became final, then the finish reason."""
         if delta.text or delta.logprobs:
             chunk = self._chunk(delta.index, MessageDelta(content=delta.text))
             chunk.choices[0].logprobs = self._scores(delta.logprobs)
@@ -62,17 +70,17 @@ class ChatWriter:
             yield chunk
 
     def end(self, completions: Sequence[Completion]) -> Iterator[ChatChunk]:
-        """The usage, where it was asked for."""
+        """Yield the usage, if requested."""
         if self._usage:
             chunk = self._chunk(0, MessageDelta())
             chunk.choices = []
             chunk.usage = usage_of(completions)
             yield chunk
 
-    def whole(self, completions: Sequence[Completion]) -> ChatAnswer:
-        """All of it at once."""
+    def whole(self, completions: Sequence[Completion]) -> ChatResponse:
+        """Return the complete response."""
         (completion,) = completions
-        return ChatAnswer(
+        return ChatResponse(
             id=self.id,
             created=self._created,
             model=self._model,
@@ -83,7 +91,7 @@ class ChatWriter:
     def _choice(self, choice: Choice) -> ChatChoice:
         return ChatChoice(
             index=choice.index,
-            message=MessageAnswer(content=choice.text),
+            message=AssistantMessage(content=choice.text),
             logprobs=self._scores(choice.logprobs),
             finish_reason=choice.finish_reason,
         )
@@ -100,11 +108,13 @@ class ChatWriter:
         )
 
 
-class CompletionWriter:
-    """Words the answer of ``/v1/completions``: n choices for each of the prompts.
+class CompletionWriter(_Writer):
+    """Builds the response of ``/v1/completions``: n choices for each of the prompts.
 
-    ``echoes`` are the prompts' texts where they are to be repeated: set them before `begin`.
+    ``echoes`` are the prompts' texts, if they are to be repeated: set them before `begin`.
     """
+
+    PREFIX = "cmpl"
 
     def __init__(
         self,
@@ -116,24 +126,18 @@ class CompletionWriter:
         usage: bool,
         prompts: int,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._n = n
-        self._logprobs = logprobs
-        self._usage = usage
+        super().__init__(model, tokenizer, n=n, logprobs=logprobs, usage=usage)
         self.echoes = [""] * prompts
         self._offsets: dict[int, Offsets] = defaultdict(Offsets)
-        self.id = f"cmpl-{secrets.token_hex(12)}"
-        self._model = model
-        self._created = int(time.time())
 
-    def begin(self) -> Iterator[CompletionAnswer]:
-        """Each choice's echo."""
+    def begin(self) -> Iterator[CompletionResponse]:
+        """Yield each choice's echo."""
         for number, echo in enumerate(self.echoes):
             for index in range(self._n) if echo else ():
                 yield self._answer(CompletionChoice(index=number * self._n + index, text=echo))
 
-    def more(self, number: int, delta: Delta) -> Iterator[CompletionAnswer]:
-        """The text that has become final, and the end."""
+    def more(self, number: int, delta: Delta) -> Iterator[CompletionResponse]:
+        """Yield the text that became final, and the finish reason."""
         if delta.text or delta.logprobs or delta.finish_reason is not None:
             index = number * self._n + delta.index
             yield self._answer(
@@ -145,15 +149,15 @@ class CompletionWriter:
                 )
             )
 
-    def end(self, completions: Sequence[Completion]) -> Iterator[CompletionAnswer]:
-        """The usage, where it was asked for."""
+    def end(self, completions: Sequence[Completion]) -> Iterator[CompletionResponse]:
+        """Yield the usage, if requested."""
         if self._usage:
             last = self._answer()
             last.usage = usage_of(completions)
             yield last
 
-    def whole(self, completions: Sequence[Completion]) -> CompletionAnswer:
-        """All of it at once."""
+    def whole(self, completions: Sequence[Completion]) -> CompletionResponse:
+        """Return the complete response."""
         answer = self._answer(
             *(
                 self._choice(number, choice)
@@ -178,14 +182,14 @@ class CompletionWriter:
             return None
         return completion_logprobs(self._tokenizer, scores, self._offsets[index])
 
-    def _answer(self, *choices: CompletionChoice) -> CompletionAnswer:
-        return CompletionAnswer(
+    def _answer(self, *choices: CompletionChoice) -> CompletionResponse:
+        return CompletionResponse(
             id=self.id, created=self._created, model=self._model, choices=list(choices)
         )
 
 
 def usage_of(completions: Sequence[Completion]) -> Usage:
-    """The sums over all prompts and all their answers."""
+    """Return the token counts, summed over all prompts and answers."""
     prompt = sum(completion.prompt_tokens for completion in completions)
     generated = sum(
         len(choice.tokens) for completion in completions for choice in completion.choices

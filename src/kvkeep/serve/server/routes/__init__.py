@@ -1,4 +1,4 @@
-"""The endpoints, by what they are for; each module has a ``router``.
+"""The endpoints by purpose; each module has a ``router``.
 
 Modules here have no ``from __future__ import annotations``: FastAPI reads annotations at run time.
 """

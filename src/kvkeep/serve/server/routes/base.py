@@ -1,11 +1,11 @@
-"""What all endpoints share: how bodies are read, which errors there are, where the service is."""
+"""Shared by all endpoints: reading bodies, error responses, the service."""
 
 from collections.abc import Callable, Coroutine
 from email.message import Message
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
@@ -13,31 +13,39 @@ from starlette.responses import Response
 
 from kvkeep.serve.http import body_of
 from kvkeep.serve.server.errors import ApiError
-from kvkeep.serve.server.parsing import question
-from kvkeep.serve.server.schemas.answers import ErrorAnswer
+from kvkeep.serve.server.jobs import request_tokens
+from kvkeep.serve.server.parsing import parse_body
+from kvkeep.serve.server.schemas.prompt import PromptRequest
+from kvkeep.serve.server.schemas.responses import ErrorResponse
 from kvkeep.serve.server.service import Service
 
+if TYPE_CHECKING:
+    from kvkeep.core.tokens import TokenArray
+
 __all__ = [
-    "ERRORS", "EVENTS", "READ_ERRORS", "TEXT_ERRORS", "JSONRoute", "ServiceOf", "check_model",
-    "errors",
+    "ERRORS", "EVENTS", "READ_ERRORS", "TEXT_ERRORS", "Errors", "JSONRoute", "SaltQuery",
+    "ServiceOf", "check_model", "errors", "read_prompt", "require_key",
 ]  # fmt: skip
 
-_WHAT: dict[int | str, str] = {
+Errors = dict[int | str, dict[str, Any]]
+
+_DESCRIPTIONS: dict[int | str, str] = {
     400: "A field is wrong; the message names it.",
     401: "The API key is missing or wrong.",
+    403: "This server has no API key, which this endpoint requires.",
     404: "There is no such thing here; the message says what there is.",
-    408: "The request took longer than this server gives it.",
+    408: "The request exceeded the server's time limit.",
     413: "The body is too large.",
     415: "The body is not JSON.",
-    429: "The queue is full; Retry-After says when to come again.",
+    429: "The queue is full; Retry-After says when to try again.",
     503: "The server is shutting down, or the engine has stopped.",
 }
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """These answers, for the OpenAPI document, and that all others have their form too."""
-    texts = {status: _WHAT[status] for status in statuses} | {"default": "Any other error."}
-    return {status: {"model": ErrorAnswer, "description": text} for status, text in texts.items()}
+def errors(*statuses: int) -> Errors:
+    """Return the OpenAPI entries of these error responses, and a default for all others."""
+    texts = {status: _DESCRIPTIONS[status] for status in statuses} | {"default": "Any other error."}
+    return {status: {"model": ErrorResponse, "description": text} for status, text in texts.items()}
 
 
 READ_ERRORS = errors(400, 401)
@@ -45,29 +53,29 @@ ERRORS = errors(400, 401, 413, 415)
 TEXT_ERRORS = errors(400, 401, 408, 413, 415, 429, 503)
 EVENTS = {
     "description": "The answer; with stream, server-sent events, the last of them [DONE].",
-    "content": {"text/event-stream": {}},  # OpenAPI 3.1 has no words for events
+    "content": {"text/event-stream": {}},  # OpenAPI 3.1 cannot describe the events
 }
 
 
 class _ParsedRequest(Request):
-    """A request whose body was read and checked already; FastAPI is given the result."""
+    """A request whose body was parsed and validated; FastAPI gets the result as its JSON."""
 
-    def __init__(self, request: Request, asked: BaseModel) -> None:
+    def __init__(self, request: Request, body: BaseModel) -> None:
         super().__init__(request.scope, request.receive)
-        self._json = asked
-        self._body = b"read"  # only asked whether there is one: its bytes are not kept
+        self._json = body
+        self._body = b"read"  # FastAPI only checks that it is not empty
 
 
 class JSONRoute(APIRoute):
-    """An endpoint whose body, if it takes one, is JSON and says so.
+    """An endpoint whose body, if any, is JSON with a content type that says so.
 
-    Asking for the content type also keeps web pages out: a browser asks before it sends JSON to
-    another's server, and here nobody answers that it may. Bodies are JSON as RFC 8259 has it:
-    UTF-8, no NaN, nested so far as sane people nest. Large ones are parsed in a thread.
+    Requiring the content type keeps web pages out: before it sends JSON to another origin a browser
+    sends a preflight request, which fails here. Bodies are JSON as in RFC 8259: UTF-8, no NaN, of
+    limited depth. Large ones are parsed in a thread.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's own, with our request."""
+        """Return FastAPI's handler, given a request that is parsed already."""
         handler = super().get_route_handler()
         model: Any = None if self.body_field is None else self.body_field.field_info.annotation
 
@@ -75,18 +83,18 @@ class JSONRoute(APIRoute):
             if model is not None:
                 _check_headers(request)
                 try:
-                    request = _ParsedRequest(request, await _asked(request, model))
+                    request = _ParsedRequest(request, await _parsed(request, model))
                 except ClientDisconnect:
-                    return Response(status_code=499)  # nobody reads it
+                    return Response(status_code=499)  # the client has gone; for the access log
             return await handler(request)
 
         return handle
 
 
-async def _asked(request: Request, model: type[BaseModel]) -> BaseModel:
+async def _parsed(request: Request, model: type[BaseModel]) -> BaseModel:
     body = body_of(request.scope)
     await body.read()
-    return await _service(request).parsing(partial(question, body, model), body.size)
+    return await _service(request).threads.for_parsing(partial(parse_body, body, model), body.size)
 
 
 def _check_headers(request: Request) -> None:
@@ -98,7 +106,7 @@ def _check_headers(request: Request) -> None:
             415, "send JSON in UTF-8, and say so: -H 'Content-Type: application/json' -d '{…}'"
         )
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise ApiError(415, "send the body as it is, without a Content-Encoding")
+        raise ApiError(415, "send the body without a Content-Encoding")
 
 
 def _service(request: Request) -> Service:
@@ -107,16 +115,32 @@ def _service(request: Request) -> Service:
 
 
 ServiceOf = Annotated[Service, Depends(_service)]
+SaltQuery = Annotated[
+    str | None, Query(max_length=256, description="A cache_salt; default: all namespaces.")
+]
 
 
-def check_model(service: Service, asked: str | None) -> str:
-    """The served model's name; `ApiError` 400 for another one."""
+def check_model(service: Service, requested: str | None) -> str:
+    """Return the served model's name; `ApiError` 400 if another one is requested."""
     name = service.settings.name
-    if asked is not None and asked != name:
+    if requested is not None and requested != name:
         raise ApiError(
             400,
-            f"model {asked[:100]!r} is not served here; this is {name!r}",
+            f"model {requested[:100]!r} is not served here; this is {name!r}",
             param="model",
             code="model_not_found",
         )
     return name
+
+
+def require_key(service: Service, action: str) -> None:
+    """Raise `ApiError` 403 unless the server has an API key, which `KeyGuard` has checked then."""
+    if service.settings.api_key is None:
+        message = f"a server without an API key cannot {action}; start it with --api-key-file"
+        raise ApiError(403, message, code="no_api_key")
+
+
+async def read_prompt(service: Service, body: PromptRequest) -> "TokenArray":
+    """Return the tokens of the prompt or conversation in ``body``."""
+    tokenize = partial(request_tokens, service, body)
+    return await service.threads.for_inspection(tokenize, body.characters)

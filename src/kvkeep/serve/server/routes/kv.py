@@ -1,29 +1,33 @@
-"""A look into the cache, and a broom: for those who run the server."""
+"""``/kv``: statistics of the cache, the prefix trees, and removing what is cached."""
 
 import asyncio
 from dataclasses import asdict
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Path, Query
 from starlette.responses import PlainTextResponse, Response
 
 from kvkeep.serve.server import tree
-from kvkeep.serve.server.errors import ApiError
-from kvkeep.serve.server.jobs import asked_tokens
-from kvkeep.serve.server.routes.base import ERRORS, READ_ERRORS, JSONRoute, ServiceOf
-from kvkeep.serve.server.schemas.answers import ErrorAnswer
-from kvkeep.serve.server.schemas.chat import characters
+from kvkeep.serve.server.routes.base import (
+    ERRORS,
+    READ_ERRORS,
+    JSONRoute,
+    SaltQuery,
+    ServiceOf,
+    errors,
+    read_prompt,
+    require_key,
+)  # fmt: skip
 from kvkeep.serve.server.schemas.kv import (
-    ClearAnswer,
-    ClearQuestion,
+    ClearRequest,
+    ClearResponse,
     KVStats,
     KVTree,
     MemoryPoint,
-    RemoveAnswer,
-    RemoveQuestion,
-    SessionAnswer,
-    SessionQuestion,
+    RemoveRequest,
+    RemoveResponse,
+    SessionRequest,
+    SessionResponse,
     TierFreed,
 )
 
@@ -34,14 +38,10 @@ __all__ = ["router"]
 
 router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
 
-_LOCKED: dict[int | str, dict[str, Any]] = {
-    403: {"model": ErrorAnswer, "description": "This server has no API key, so nobody may."}
-}
-
 
 @router.get("/stats", responses=READ_ERRORS, operation_id="kv_stats")
 async def stats(service: ServiceOf) -> KVStats:
-    """What cache, engine and store hold and have done."""
+    """Statistics of the cache, the engine and the store."""
     cache, engine = await service.stats()
     return KVStats(
         reuse=service.engine.cache.reuse,
@@ -60,14 +60,12 @@ async def stats(service: ServiceOf) -> KVStats:
 )
 async def show(
     service: ServiceOf,
-    namespace: Annotated[
-        str | None, Query(max_length=256, description="A cache_salt; default: all namespaces.")
-    ] = None,
-    depth: Annotated[int, Query(ge=1, le=32, description="Runs deep.")] = 8,
-    branches: Annotated[int, Query(ge=1, le=256, description="Branches of a run.")] = 12,
-    format: Annotated[Literal["json", "text"], Query(description="text is drawn.")] = "json",
+    namespace: SaltQuery = None,
+    depth: Annotated[int, Query(ge=1, le=32, description="Runs below each other.")] = 8,
+    branches: Annotated[int, Query(ge=1, le=256, description="Branches per run.")] = 12,
+    format: Annotated[Literal["json", "text"], Query(description="text: a drawing.")] = "json",
 ) -> Response:
-    """The prefix trees: which prompts share which pages. It shows the beginnings of prompts."""
+    """The prefix trees: which prompts share which pages. Shows the beginnings of prompts."""
     spaces = tree.spaces(service, namespace)
     if format == "text":
         drawn = await asyncio.to_thread(tree.as_text, service, spaces, depth, branches)
@@ -77,26 +75,30 @@ async def show(
 
 
 @router.post("/clear", responses=ERRORS, operation_id="kv_clear")
-async def clear(asked: ClearQuestion, service: ServiceOf) -> ClearAnswer:
-    """Forget what no running request uses, in the store as well."""
-    pages, stored = await service.clear(asked.cache_salt)
+async def clear(body: ClearRequest, service: ServiceOf) -> ClearResponse:
+    """Forget everything that no running request uses, in the pool and in the store."""
+    salt, engine = body.cache_salt, service.engine
+    space = None if salt is None else service.namespace(salt)
+    # The store first: what is loaded from it meanwhile lies in the pool, and is cleared too.
+    stored = await asyncio.to_thread(engine.clear_store, space)
+    pages = await asyncio.to_thread(engine.cache.clear, space)
     freed = 0 if stored is None else stored.bytes
-    return ClearAnswer(pages=pages, stored_bytes=freed, tiers=_tiers(stored))
+    return ClearResponse(pages=pages, stored_bytes=freed, tiers=_tiers(stored))
 
 
-@router.post("/remove", responses={**ERRORS, **_LOCKED}, operation_id="kv_remove")
-async def remove(asked: RemoveQuestion, service: ServiceOf) -> RemoveAnswer:
-    """Delete the KV of one prompt in the pool and all tiers: on servers with an API key alone.
+@router.post("/remove", responses={**ERRORS, **errors(403)}, operation_id="kv_remove")
+async def remove(body: RemoveRequest, service: ServiceOf) -> RemoveResponse:
+    """Delete the KV of one prompt in the pool and all tiers. Requires an API key.
 
-    What continues the prompt goes, too, and so do prompts that share its first page or block.
+    Also deletes what continues the prompt, and prompts that share its first page or block.
     """
-    if service.settings.api_key is None:
-        message = "this server lets nobody remove prompts; start it with --api-key-file"
-        raise ApiError(403, message, code="no_api_key")
-    size = characters(asked.messages or ()) + len(asked.prompt or ())
-    tokens = await service.counting(partial(asked_tokens, service, asked), size)
-    pool, stored = await service.remove(tokens, asked.cache_salt)
-    return RemoveAnswer(
+    require_key(service, "remove prompts")
+    tokens = await read_prompt(service, body)
+    space, engine = service.namespace(body.cache_salt), service.engine
+    # The store first, as in `clear`.
+    stored = await asyncio.to_thread(engine.remove_stored, tokens, space)
+    pool = await asyncio.to_thread(engine.cache.remove, tokens, space)
+    return RemoveResponse(
         tokens=len(tokens),
         pages=pool.pages,
         pages_in_use=pool.in_use,
@@ -110,16 +112,25 @@ async def session(
     session: Annotated[
         str, Path(min_length=1, max_length=256, description="As in kvkeep.session.")
     ],
-    asked: SessionQuestion,
+    body: SessionRequest,
     service: ServiceOf,
-) -> SessionAnswer:
-    """Say that a session is away, over, or begins anew: what is evicted first follows that."""
-    known, pages = await service.hint(session, asked.cache_salt, asked.action, asked.eta_s)
-    return SessionAnswer(known=known, pages=pages)
+) -> SessionResponse:
+    """Say that a session pauses, is over, or begins anew; this orders eviction."""
+    hinted = service.engine.cache.session(session, service.namespace(body.cache_salt))
+
+    def apply() -> SessionResponse:
+        known = hinted.known
+        if body.action == "suspend":
+            assert body.eta_s is not None, "SessionRequest checks it"
+            return SessionResponse(known=known, pages=hinted.suspend(body.eta_s))
+        pages = hinted.supersede() if body.action == "supersede" else hinted.close()
+        return SessionResponse(known=known, pages=pages)
+
+    return await asyncio.to_thread(apply)
 
 
 def _tiers(removed: "Removed | None") -> list[TierFreed]:
-    """What each tier deleted, and whether it did; of no store nothing."""
+    """Return what each tier removed, and whether it succeeded; nothing without a store."""
     if removed is None:
         return []
     return [

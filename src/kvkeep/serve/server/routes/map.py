@@ -1,7 +1,7 @@
-"""The prefix tree as a map: looked at, searched, and changed by those who have the key."""
+"""The prefix tree as a map: reading, searching and changing it."""
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.exceptions import HTTPException
@@ -10,40 +10,42 @@ from starlette.types import Receive, Scope, Send
 
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.map import Maps
-from kvkeep.serve.server.routes.base import ERRORS, READ_ERRORS, JSONRoute, ServiceOf
-from kvkeep.serve.server.schemas.answers import ErrorAnswer
+from kvkeep.serve.server.routes.base import (
+    ERRORS,
+    READ_ERRORS,
+    Errors,
+    JSONRoute,
+    SaltQuery,
+    ServiceOf,
+    errors,
+    require_key,
+)  # fmt: skip
 from kvkeep.serve.server.schemas.map import (
-    MapAnswer,
-    NodeAnswer,
-    NodeChanged,
-    NodeQuestion,
-    SearchAnswer,
+    MapResponse,
+    NodeChangeRequest,
+    NodeChangeResponse,
+    NodeResponse,
+    SearchResponse,
 )
+from kvkeep.serve.server.schemas.responses import ErrorResponse
 
 __all__ = ["router"]
 
 router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
 
-# Readers of JSON know whole numbers to here.
+# The largest integer that every JSON parser reads exactly.
 _LARGEST_ID = 2**53 - 1
 _MOST_NODES = 5000
-_Answers = dict[int | str, dict[str, Any]]
-_UNKNOWN: _Answers = {
-    404: {"model": ErrorAnswer, "description": "There is no such node (any more)."}
-}
-_CHANGES: _Answers = {
-    403: {"model": ErrorAnswer, "description": "This server has no API key, so nobody may."},
-    **_UNKNOWN,
-    409: {"model": ErrorAnswer, "description": "All of it is in use."},
-}
-_NO_TEXT: _Answers = {403: {"model": ErrorAnswer, "description": "This server shows no text."}}
+_UNKNOWN: Errors = {404: {"model": ErrorResponse, "description": "No such node, or no longer."}}
+_IN_USE: Errors = {409: {"model": ErrorResponse, "description": "All of it is in use."}}
+_NO_TEXT: Errors = {403: {"model": ErrorResponse, "description": "This server shows no text."}}
 
 
 class _NodeRoute(JSONRoute):
-    """One of the endpoints of a node: what is refused is told what all of them take."""
+    """An endpoint of a node. Its error 405 lists the methods of all endpoints of a node."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Starlette's own names the methods of one endpoint alone."""
+        """Refuse other methods here: Starlette's error lists this endpoint's only."""
         if scope["method"] not in (self.methods or ()):
             raise HTTPException(405, headers={"Allow": "GET, POST"})
         await super().handle(scope, receive, send)
@@ -62,44 +64,43 @@ def _maps(request: Request, service: ServiceOf) -> Maps:
 
 MapsOf = Annotated[Maps, Depends(_maps)]
 NodeId = Annotated[int, Path(ge=-_LARGEST_ID, le=_LARGEST_ID, description="As in /kv/map.")]
-Salt = Annotated[
-    str | None, Query(max_length=256, description="A cache_salt; default: all namespaces.")
-]
 
 
 @router.get(
-    "/map", response_model=MapAnswer, responses={**READ_ERRORS, **_UNKNOWN}, operation_id="kv_map"
+    "/map", response_model=MapResponse, responses={**READ_ERRORS, **_UNKNOWN}, operation_id="kv_map"
 )
 async def show(
     maps: MapsOf,
-    namespace: Salt = None,
+    namespace: SaltQuery = None,
     root: Annotated[
         int | None,
         Query(ge=-_LARGEST_ID, le=_LARGEST_ID, description="Only this node and what follows it."),
     ] = None,
     nodes: Annotated[int, Query(ge=1, le=_MOST_NODES, description="Shown one by one.")] = 400,
-    tiers: Annotated[
-        bool, Query(description="Say which tiers have what is shown as well.")
-    ] = False,
+    tiers: Annotated[bool, Query(description="Add which tiers have each node.")] = False,
 ) -> Response:
-    """What is cached, for a picture. It is made anew every second, or less often if it is large."""
+    """A map of what is cached. Made anew every second; less often if it is large."""
     data = await asyncio.to_thread(maps.map, namespace, root, nodes, tiers=tiers)
     return Response(data, media_type="application/json")
 
 
 @_nodes.get("/map/{id}", responses={**READ_ERRORS, **_UNKNOWN}, operation_id="kv_node")
-async def node(id: NodeId, maps: MapsOf) -> NodeAnswer:
+async def node(id: NodeId, maps: MapsOf) -> NodeResponse:
     """One node of the map."""
     return await asyncio.to_thread(maps.node, id)
 
 
-@_nodes.post("/map/{id}", responses={**ERRORS, **_CHANGES}, operation_id="kv_change_node")
-async def change(id: NodeId, asked: NodeQuestion, maps: MapsOf, service: ServiceOf) -> NodeChanged:
-    """Pin, unpin or evict a node: on servers with an API key alone."""
-    if service.settings.api_key is None:
-        message = "this server lets nobody pin or evict; start it with --api-key-file"
-        raise ApiError(403, message, code="no_api_key")
-    return NodeChanged(pages=await asyncio.to_thread(maps.change, id, asked))
+@_nodes.post(
+    "/map/{id}",
+    responses={**ERRORS, **errors(403), **_UNKNOWN, **_IN_USE},
+    operation_id="kv_change_node",
+)
+async def change(
+    id: NodeId, body: NodeChangeRequest, maps: MapsOf, service: ServiceOf
+) -> NodeChangeResponse:
+    """Pin, unpin or evict a node. Requires an API key."""
+    require_key(service, "pin or evict")
+    return NodeChangeResponse(pages=await asyncio.to_thread(maps.change, id, body))
 
 
 @router.get("/search", responses={**READ_ERRORS, **_NO_TEXT}, operation_id="kv_search")
@@ -107,27 +108,27 @@ async def search(
     maps: MapsOf,
     service: ServiceOf,
     q: Annotated[
-        str | None, Query(min_length=1, max_length=256, description="A text, to the letter.")
+        str | None, Query(min_length=1, max_length=256, description="An exact text.")
     ] = None,
     tokens: Annotated[
         str | None,
         Query(max_length=2048, pattern=r"^[0-9]{1,10}(,[0-9]{1,10})*$", description="Ids: 1,2,3"),
     ] = None,
-    namespace: Salt = None,
-) -> SearchAnswer:
-    """Where a text, or a row of tokens, stands in what is cached; give one of the two.
+    namespace: SaltQuery = None,
+) -> SearchResponse:
+    """Find a text, or a sequence of tokens, in what is cached; give one of the two.
 
-    A text is found where it is tokenized as it is by itself, after a space or on a new line.
+    A text is found where it is tokenized as by itself, after a space, or on a new line.
     """
     if (q is None) == (tokens is None):
-        raise ApiError(400, "q or tokens is needed, one of the two", param="q")
+        raise ApiError(400, "q or tokens is needed, but not both", param="q")
     if tokens is not None:
         ids = [int(one) for one in tokens.split(",")]
         return await asyncio.to_thread(maps.find_tokens, ids, namespace)
     assert q is not None
     if not service.settings.text:
-        # Who may guess on and on would read it all.
-        message = "this server shows no text, and seeks none; it was started with --no-text"
+        # Otherwise repeated guessing would reveal all text.
+        message = "this server was started with --no-text: it neither shows nor searches text"
         raise ApiError(403, message, param="q", code="text_off")
     return await asyncio.to_thread(maps.find_text, q, namespace)
 

@@ -1,4 +1,4 @@
-"""What OpenAI's API has: chat, completions, models."""
+"""OpenAI's API: chat, completions, models."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvkeep.serve.server.errors import ApiError
-from kvkeep.serve.server.exchange import answer
+from kvkeep.serve.server.exchange import respond
 from kvkeep.serve.server.jobs import chat_jobs, completion_jobs, echoes
 from kvkeep.serve.server.routes.base import (
     EVENTS,
@@ -16,9 +16,9 @@ from kvkeep.serve.server.routes.base import (
     ServiceOf,
     check_model,
 )
-from kvkeep.serve.server.schemas.answers import ChatAnswer, CompletionAnswer, Model, Models
-from kvkeep.serve.server.schemas.chat import ChatQuestion, characters
-from kvkeep.serve.server.schemas.completions import CompletionQuestion
+from kvkeep.serve.server.schemas.chat import ChatRequest
+from kvkeep.serve.server.schemas.completions import CompletionRequest
+from kvkeep.serve.server.schemas.responses import ChatResponse, CompletionResponse, Model, Models
 from kvkeep.serve.server.service import Service
 from kvkeep.serve.server.worker import Job
 from kvkeep.serve.server.writers import ChatWriter, CompletionWriter
@@ -30,52 +30,52 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JSONRoute)
 
 @router.post(
     "/chat/completions",
-    response_model=ChatAnswer,
+    response_model=ChatResponse,
     responses={200: EVENTS, **TEXT_ERRORS},
     operation_id="chat",
 )
-async def chat(asked: ChatQuestion, request: Request, service: ServiceOf) -> Response:
+async def chat(body: ChatRequest, request: Request, service: ServiceOf) -> Response:
     """Continue a conversation."""
     writer = ChatWriter(
-        check_model(service, asked.model),
+        check_model(service, body.model),
         service.tokenizer,
-        n=asked.n or 1,
-        logprobs=bool(asked.logprobs),
-        usage=asked.wants_usage,
+        n=body.n or 1,
+        logprobs=bool(body.logprobs),
+        usage=body.wants_usage,
     )
-    jobs = partial(chat_jobs, service, asked)
-    return await answer(
+    jobs = partial(chat_jobs, service, body)
+    return await respond(
         request, service, "chat", jobs, writer,
-        characters=characters(asked.messages), stream=bool(asked.stream),
+        characters=body.characters, stream=bool(body.stream),
     )  # fmt: skip
 
 
 @router.post(
     "/completions",
-    response_model=CompletionAnswer,
+    response_model=CompletionResponse,
     responses={200: EVENTS, **TEXT_ERRORS},
     operation_id="complete",
 )
-async def complete(asked: CompletionQuestion, request: Request, service: ServiceOf) -> Response:
+async def complete(body: CompletionRequest, request: Request, service: ServiceOf) -> Response:
     """Continue texts."""
     writer = CompletionWriter(
-        check_model(service, asked.model),
+        check_model(service, body.model),
         service.tokenizer,
-        n=asked.n or 1,
-        logprobs=asked.logprobs is not None,
-        usage=asked.wants_usage,
-        prompts=len(asked.prompt),
+        n=body.n or 1,
+        logprobs=body.logprobs is not None,
+        usage=body.wants_usage,
+        prompts=len(body.prompt),
     )
 
     def jobs() -> list[Job]:
-        made = completion_jobs(service, asked)
-        if asked.echo:
-            writer.echoes = echoes(service, asked)
+        made = completion_jobs(service, body)
+        if body.echo:
+            writer.echoes = echoes(service, body)
         return made
 
-    return await answer(
+    return await respond(
         request, service, "completions", jobs, writer,
-        characters=asked.characters, stream=bool(asked.stream),
+        characters=body.characters, stream=bool(body.stream),
     )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ async def models(service: ServiceOf) -> Models:
 
 @router.get("/models/{model:path}", responses=READ_ERRORS, operation_id="model")
 async def model(model: str, service: ServiceOf) -> Model:
-    """One model by its name."""
+    """The model of this name."""
     name = service.settings.name
     if model != name:
         message = f"model {model[:100]!r} is not served here; this is {name!r}"

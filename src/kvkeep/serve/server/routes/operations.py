@@ -1,4 +1,4 @@
-"""For those who watch over the process: is it well, and how much does it do."""
+"""``/health`` and ``/metrics``."""
 
 import asyncio
 from functools import partial
@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from kvkeep.serve.server.routes.base import READ_ERRORS, JSONRoute, ServiceOf, errors
-from kvkeep.serve.server.schemas.kv import HealthAnswer
+from kvkeep.serve.server.schemas.kv import HealthResponse
 from kvkeep.serve.server.service import Service
 
 __all__ = ["router"]
@@ -16,10 +16,10 @@ router = APIRouter(tags=["operations"], route_class=JSONRoute)
 
 
 @router.get("/health", responses=errors(503), operation_id="health")
-async def health(service: ServiceOf) -> HealthAnswer:
-    """200 while requests are taken; 503 when they no longer are. Needs no API key."""
+async def health(service: ServiceOf) -> HealthResponse:
+    """200 while requests are accepted, else 503. Needs no API key."""
     service.refuse_if_closed()
-    return HealthAnswer(status="ok")
+    return HealthResponse(status="ok")
 
 
 @router.get(
@@ -29,18 +29,18 @@ async def health(service: ServiceOf) -> HealthAnswer:
     operation_id="metrics",
 )
 async def metrics(service: ServiceOf) -> Response:
-    """Prometheus' text format."""
+    """Metrics in Prometheus' text format."""
     cache, engine = await service.stats()
     pages = await asyncio.to_thread(_pages, service)
     store = await service.store_stats()
-    # In a thread: an explainer first works off what it has been told.
+    # In a thread: an explainer first processes the events queued for it.
     tell = partial(service.metrics.exposition, cache, engine, store, namespaces=pages)
     text = await asyncio.to_thread(tell)
     return Response(text, headers={"content-type": service.metrics.content_type})
 
 
 def _pages(service: Service) -> dict[str, int]:
-    """Cached pages by tenant. Who asks is told from now on when pages come and go, too."""
+    """Return cached pages by tenant; from the first call on, the cache's events are counted."""
     service.metrics.watch(service.engine.cache)
     pages: dict[str, int] = {}
     for space, count in service.engine.cache.namespaces().items():

@@ -1,7 +1,7 @@
-"""The dashboard: its page at ``/``, the files that the page is made of below ``/ui/``.
+"""The dashboard: its page at ``/`` and the page's files below ``/ui/``.
 
-They hold no data and are answered without a key: the page itself asks for it, and what it shows
-comes from ``/kv``. Which files there are is read once; no path of a request reaches a file system.
+They contain no data and need no key: the page asks the user for it, and gets its data from ``/kv``.
+The files are listed once; no path of a request reaches a file system.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ async def page(request: Request) -> Response:
 
 @router.api_route("/ui/{name:path}", methods=["GET", "HEAD"])
 async def file(request: Request, name: str) -> Response:
-    """One of its scripts, styles, pictures, licences."""
+    """A script, style, picture or licence of the dashboard."""
     return _answer(request, name)
 
 
@@ -59,7 +59,7 @@ def _answer(request: Request, name: str) -> Response:
 
 @cache
 def _files() -> dict[str, _File]:
-    """All files of the dashboard under their names, 200 kB together."""
+    """Return all files of the dashboard by name, 200 kB together."""
     found = {}
     ours, charts = files("kvkeep.serve.server") / "ui", files("kvkeep") / "vendor/uplot"
     for part, folder in (("", ours), ("vendor/", charts)):
@@ -73,7 +73,7 @@ def _file(name: str, content: bytes) -> _File:
     headers = {
         **PAGE_HEADERS,
         "content-type": _TYPES.get(name.rpartition(".")[2], _LICENCES),
-        # Asked for anew each time, and answered with 304: an upgrade is seen at once.
+        # Revalidated each time, with 304 if unchanged, so that an upgrade shows at once.
         "cache-control": "no-cache",
         "etag": f'"{hashlib.sha256(content).hexdigest()[:20]}"',
     }

@@ -1,4 +1,4 @@
-"""What all requests have in common: strict fields, no unknown ones, and sampling."""
+"""Shared by all requests: strict fields without unknown ones, and the sampling parameters."""
 
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -15,11 +15,13 @@ from pydantic_core import PydanticCustomError
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.engine import SamplingParams
 
-__all__ = ["Extras", "RequestModel", "ResponseModel", "SamplingQuestion", "StreamOptions", "wrong"]
+__all__ = [
+    "CacheSalt", "Extras", "RequestModel", "ResponseModel", "SamplingRequest", "StreamOptions",
+    "field_error",
+]  # fmt: skip
 
 _MOST_STOPS = 4
-# A stop text is looked for at every token.
-_LONGEST_STOP = 256
+_LONGEST_STOP = 256  # characters; each token is checked for it
 _MOST_BIAS = 4096
 _MOST_FIELDS = 64
 _MOST_METADATA = 16
@@ -28,19 +30,20 @@ _INT32 = 2**31 - 1
 
 Value = TypeVar("Value")
 Texts = Annotated[list[str], Field(fail_fast=True)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-def wrong(field: str, what: str) -> PydanticCustomError:
-    """An error about ``field`` of the object that is validated, for those that concern several."""
+def field_error(field: str, what: str) -> PydanticCustomError:
+    """Return an error about ``field`` of the object being validated, for checks of several."""
     return PydanticCustomError("wrong_field", "{field} {what}", {"field": field, "what": what})
 
 
 class RequestModel(BaseModel):
-    """A JSON object that a client sends: no type is guessed and no unknown field passed over.
+    """A JSON object from a client: strict types, no unknown fields.
 
-    ``REFUSED`` are fields of OpenAI's that cannot be honoured here, and why. None of them may be
-    set; null, as some clients send it, sets nothing, and neither do the ``HARMLESS`` values, which
-    ask for what is done anyway.
+    ``REFUSED`` maps fields of OpenAI's that cannot be honoured here to the reason. They must not be
+    set; null is accepted, as some clients send it, and so are the ``HARMLESS`` values, which
+    request what is done anyway.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -53,81 +56,81 @@ class RequestModel(BaseModel):
     def _refuse(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        if len(value) > _MOST_FIELDS:  # before each of them is objected to
-            raise ValueError(f"has {len(value)} fields, which are more than there are")
+        if len(value) > _MOST_FIELDS:  # before an error is made for each
+            raise ValueError(f"has {len(value)} fields, more than there are")
         for name, why in cls.REFUSED.items():
             if value.get(name) is not None and value[name] not in cls.HARMLESS.get(name, ()):
-                raise wrong(name, f"cannot be honoured: {why}")
+                raise field_error(name, f"cannot be honoured: {why}")
         return {key: item for key, item in value.items() if key not in cls.REFUSED}
 
 
 class ResponseModel(BaseModel):
-    """A JSON object that a client is sent."""
+    """A JSON object for a client."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class StreamOptions(RequestModel):
-    """What a stream has besides the answer."""
+    """Options of a stream."""
 
     include_usage: bool | None = Field(
-        default=None, description="Send the usage in a last chunk, which has no choices."
+        default=None, description="Send the usage in a last chunk, without choices."
     )
 
 
 class Extras(RequestModel):
-    """What kvkeep offers besides."""
+    """Options that only kvkeep has."""
 
     store: bool = Field(
-        default=True, description="False keeps this prompt and its answer out of the cache"
+        default=True, description="False keeps this prompt and its answer out of the cache."
     )
     answers: bool = Field(
         default=True,
-        description="False keeps the KV of generated tokens out of the tiers; the prompt's goes "
-        "there. In the pool it stays until it is evicted.",
+        description="False keeps the KV of generated tokens, not the prompt's, out of the tiers. "
+        "In the pool it stays until it is evicted.",
     )
     draft_tokens: int | None = Field(
         default=None,
         ge=0,
         le=64,
-        description="Guess so many tokens a step from what the prompt repeats. Changes the speed, "
+        description="Tokens to guess per step from repetitions in the prompt. Changes the speed, "
         "never the tokens. Default: the server's.",
     )
     beams: int = Field(
         default=0,
         ge=0,
         le=_MOST_ANSWERS,
-        description="Search for the likeliest answers with so many beams",
+        description="Beams of a beam search; 0: none.",
     )
     length_penalty: float = Field(
         default=1.0,
         ge=-10,
         le=10,
-        description="Beams are compared by sum / length to the length_penalty",
+        description="Beams are compared by their sum divided by length to the length_penalty.",
     )
     session: str | None = Field(
         default=None,
         min_length=1,
         max_length=256,
-        description="The conversation that this is a turn of. What its earlier turns alone used, "
+        description="The conversation of which this is a turn. What only its earlier turns used, "
         "and this one does not continue, is evicted first.",
     )
     turn: int | None = Field(
         default=None,
         ge=0,
         le=_INT32,
-        description="Requests of the same turn stand side by side. Default: the next one.",
+        description="Requests of one turn are siblings. Default: the next turn.",
     )
 
     @model_validator(mode="after")
     def _turns_of_a_session(self) -> "Extras":
         if self.turn is not None and self.session is None:
-            raise wrong("turn", "is one of a session; give session, too")
+            raise field_error("turn", "needs a session; set session as well")
         return self
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Refuse an object of more fields before each of them is looked at, and objected to."""
+    """Refuse an object with more fields, before each is validated and makes an error."""
 
     def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > count:
@@ -142,7 +145,7 @@ def _stops(stop: str | list[str] | None) -> str | list[str] | None:
     if len(texts) > _MOST_STOPS:
         raise ValueError(f"is at most {_MOST_STOPS} texts, got {len(texts)}")
     if not all(0 < len(text) <= _LONGEST_STOP for text in texts):
-        raise ValueError(f"texts have 1 to {_LONGEST_STOP} characters each")
+        raise ValueError(f"texts must have 1 to {_LONGEST_STOP} characters each")
     return stop
 
 
@@ -151,42 +154,38 @@ def _biases(bias: dict[str, float] | None) -> dict[str, float] | None:
         return None
     for token, value in bias.items():
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
-            raise ValueError(f"has token ids as its keys, got {token[:20]!r}")
+            raise ValueError(f"must have token ids as its keys, got {token[:20]!r}")
         if not -100 <= value <= 100:
-            raise ValueError(f"lies in -100 … 100, got {value}")
+            raise ValueError(f"must be in -100 … 100, got {value}")
     return bias
 
 
-class SamplingQuestion(RequestModel):
-    """The fields that chat and plain completions share. Null is the same as not there."""
+class SamplingRequest(RequestModel):
+    """The fields shared by chat and plain completions. Null is the same as not set."""
 
-    model: str | None = Field(default=None, description="The served model's name; may be left out.")
+    model: str | None = Field(default=None, description="The served model's name; optional.")
     temperature: float | None = Field(
         default=None, ge=0, le=2, description="Default 1; 0 is greedy."
     )
     top_p: float | None = Field(default=None, gt=0, le=1, description="Default 1.")
-    top_k: int | None = Field(
-        default=None, ge=0, le=_INT32, description="0, the default: all. Ours."
-    )
+    top_k: int | None = Field(default=None, ge=0, le=_INT32, description="Default 0: all. Ours.")
     min_p: float | None = Field(default=None, ge=0, le=1, description="Default 0. Ours.")
     n: int | None = Field(default=None, ge=1, le=_MOST_ANSWERS, description="Answers; default 1.")
     stop: Annotated[str | Texts | None, AfterValidator(_stops)] = Field(
-        default=None, description="The answer ends before these texts: one, or up to 4."
+        default=None, description="Texts before which the answer ends: one, or up to 4."
     )
     seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
     max_tokens: int | None = Field(default=None, ge=1, le=_INT32)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: Annotated[dict[str, float] | None, AfterValidator(_biases), at_most(_MOST_BIAS)] = (
-        Field(default=None, description="Token id → what is added to its logit, -100 … 100.")
+        Field(default=None, description="Token id → what to add to its logit, -100 … 100.")
     )
     ignore_eos: bool = Field(default=False, description="Go on after the model's end token. Ours.")
     stream: bool | None = Field(default=None, description="Answer in server-sent events.")
     stream_options: StreamOptions | None = None
-    cache_salt: str | None = Field(
+    cache_salt: CacheSalt | None = Field(
         default=None,
-        min_length=1,
-        max_length=256,
         description="Prompts share cached pages only with prompts of the same salt. Ours.",
     )
     kvkeep: Extras | None = None
@@ -195,19 +194,17 @@ class SamplingQuestion(RequestModel):
         default=None, description="Ignored."
     )
     safety_identifier: str | None = Field(default=None, description="Ignored.")
-    prompt_cache_key: str | None = Field(
-        default=None, description="Ignored: what is cached is found without it."
-    )
+    prompt_cache_key: str | None = Field(default=None, description="Ignored: the cache needs none.")
 
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> "SamplingQuestion":
+    def _options_of_a_stream(self) -> "SamplingRequest":
         if self.stream_options is not None and not self.stream:
-            raise wrong("stream_options", "is for streams; set stream, or leave it out")
+            raise field_error("stream_options", "needs stream; set it, or leave both out")
         return self
 
     @property
     def extras(self) -> Extras:
-        """The ``kvkeep`` object, or what it is by default."""
+        """The ``kvkeep`` object, or its defaults."""
         return self.kvkeep or Extras()
 
     @property
@@ -223,9 +220,9 @@ class SamplingQuestion(RequestModel):
         logprobs: int | None,
         best_of: int | None = None,
     ) -> SamplingParams:
-        """The engine's parameters; `InvalidValue` for those that do not go together.
+        """Return the engine's parameters; `InvalidValue` for an impossible combination.
 
-        ``max_tokens`` and ``logprobs`` are each endpoint's own; ``draft_tokens`` is the default.
+        ``max_tokens`` and ``logprobs`` depend on the endpoint; ``draft_tokens`` is the default.
         """
         extras = self.extras
         drafts = draft_tokens if extras.draft_tokens is None else extras.draft_tokens
@@ -254,7 +251,7 @@ class SamplingQuestion(RequestModel):
         )
 
     def check_bias(self, vocabulary: int) -> None:
-        """Refuse a bias on a token that the model does not know."""
+        """Raise `InvalidValue` for a bias on a token outside the vocabulary."""
         unknown = [token for token in self.logit_bias or {} if int(token) >= vocabulary]
         if unknown:
             raise InvalidValue(

@@ -1,16 +1,16 @@
-"""``/v1/chat/completions``: what is asked."""
+"""``/v1/chat/completions``: the request."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from kvkeep.serve.server.schemas.base import RequestModel, SamplingQuestion, wrong
+from kvkeep.serve.server.schemas.base import RequestModel, SamplingRequest, field_error
 
-__all__ = ["ChatQuestion", "Message", "Messages", "TextFormat", "TextPart", "characters"]
+__all__ = ["ChatRequest", "Message", "Messages", "TextFormat", "TextPart", "characters"]
 
-_NO_TOOLS = "models here are not given tools"
-_TEXT_ONLY = "models here read and write text alone"
+_NO_TOOLS = "this server does not support tools"
+_TEXT_ONLY = "models here read and write text only"
 _MOST_MESSAGES = 4096
 _MOST_PARTS = 8192
 
@@ -30,35 +30,35 @@ class Message(RequestModel):
         "tool_call_id": _NO_TOOLS,
         "function_call": _NO_TOOLS,
         "audio": _TEXT_ONLY,
-        "refusal": "say it in content",
-        "annotations": "say it in content",
+        "refusal": "put it into content",
+        "annotations": "put them into content",
     }
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {"tool_calls": ([],), "annotations": ([],)}
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
-    name: str | None = Field(default=None, description="For templates that show it.")
+    name: str | None = Field(default=None, description="For chat templates that use it.")
 
     @property
     def text(self) -> str:
-        """What is said."""
+        """The content, with parts joined by line breaks."""
         if isinstance(self.content, str):
             return self.content
         return "\n".join(part.text for part in self.content)
 
     def as_turn(self) -> dict[str, str]:
-        """The turn as chat templates know it: parts joined by line breaks, developer as system."""
+        """Return the turn for a chat template; "developer" becomes "system"."""
         turn = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         return turn if self.name is None else {**turn, "name": self.name}
 
 
 def _few_parts(messages: object) -> object:
-    """Refuse before each of them is looked at: a part takes forty times the memory of its bytes."""
+    """Refuse too many parts before they are parsed: each takes forty times its bytes."""
     if isinstance(messages, list):
         contents = (turn.get("content") for turn in messages if isinstance(turn, dict))
         parts = sum(len(content) for content in contents if isinstance(content, list))
         if parts > _MOST_PARTS:
-            raise ValueError(f"have {parts:,} parts; {_MOST_PARTS:,} at most")
+            raise ValueError(f"have {parts:,} parts; at most {_MOST_PARTS:,}")
     return messages
 
 
@@ -70,18 +70,18 @@ Messages = Annotated[
 
 
 def characters(messages: Sequence[Message]) -> int:
-    """How many there are to tokenize."""
+    """Return the number of characters to tokenize."""
     return sum(len(turn.text) for turn in messages)
 
 
 class TextFormat(RequestModel):
-    """Plain text, the only format there is."""
+    """Plain text, the only format supported."""
 
     type: Literal["text"]
 
 
-class ChatQuestion(SamplingQuestion):
-    """A conversation to be continued by the model's next turn."""
+class ChatRequest(SamplingRequest):
+    """A conversation for the model to continue."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -103,12 +103,12 @@ class ChatQuestion(SamplingQuestion):
         "function_call": _NO_TOOLS,
         "audio": _TEXT_ONLY,
         "modalities": _TEXT_ONLY,
-        "prediction": "say kvkeep.draft_tokens for speculation from the prompt",
-        "reasoning_effort": "models here are not told how long to think",
-        "verbosity": "models here are not told how much to say",
-        "web_search_options": "nothing here searches the web",
-        "service_tier": "all requests are served alike",
-        "store": "answers are not kept; kvkeep.store says whether the cache keeps their pages",
+        "prediction": "use kvkeep.draft_tokens for speculation from the prompt",
+        "reasoning_effort": "models here have no such setting",
+        "verbosity": "models here have no such setting",
+        "web_search_options": "this server does not search the web",
+        "service_tier": "this server treats all requests alike",
+        "store": "answers are not kept; kvkeep.store decides if the cache keeps their pages",
     }
 
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -129,27 +129,32 @@ class ChatQuestion(SamplingQuestion):
         description="Default: what fits. max_tokens is its older name.",
     )
     logprobs: bool | None = Field(
-        default=None, description="Send the log probability of each token."
+        default=None, description="Return the log probability of each token."
     )
     top_logprobs: int | None = Field(
-        default=None, ge=0, le=20, description="And of so many of the likeliest in its place."
+        default=None, ge=0, le=20, description="Also of this many likeliest tokens per position."
     )
     response_format: TextFormat | None = None
 
     @model_validator(mode="after")
-    def _go_together(self) -> "ChatQuestion":
+    def _go_together(self) -> "ChatRequest":
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise wrong("max_tokens", "is max_completion_tokens' older name; give one of them")
+            raise field_error("max_tokens", "is the older name of max_completion_tokens; set one")
         if self.top_logprobs is not None and not self.logprobs:
-            raise wrong("top_logprobs", "needs logprobs; set it to true")
+            raise field_error("top_logprobs", "needs logprobs; set it to true")
         return self
 
     @property
+    def characters(self) -> int:
+        """The number of characters to tokenize."""
+        return characters(self.messages)
+
+    @property
     def limit(self) -> int | None:
-        """The most tokens to generate, if it was said."""
+        """The requested limit of generated tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """What the engine calls ``logprobs``."""
+        """``logprobs`` as the engine takes it: None, or the number of likeliest tokens."""
         return (self.top_logprobs or 0) if self.logprobs else None

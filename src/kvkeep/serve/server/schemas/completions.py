@@ -1,4 +1,4 @@
-"""``/v1/completions``: what is asked."""
+"""``/v1/completions``: the request."""
 
 from typing import Annotated, ClassVar
 
@@ -6,27 +6,27 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field, PlainValidator, model_validator
 
-from kvkeep.serve.server.schemas.base import SamplingQuestion, wrong
+from kvkeep.serve.server.schemas.base import SamplingRequest, field_error
 
-__all__ = ["CompletionQuestion", "Prompt", "Token"]
+__all__ = ["CompletionRequest", "Prompt", "Token"]
 
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Prompt = str | npt.NDArray[np.int32]
-"""Tokens are kept as int32: a tenth of what a list of them takes."""
+"""Tokens are an int32 array, which takes a tenth of a list's memory."""
 
 _MOST_PROMPTS = 128
 _INT32 = 2**31 - 1
 
 
 def _prompts(value: object) -> list[Prompt]:
-    """All the forms of a prompt, as a list of prompts.
+    """Return the prompts of any allowed form as a list.
 
-    By hand: a union would try each branch on each token, and report every one of them.
+    By hand: a union would try each form on each token, and report an error for every one.
     """
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
-        raise ValueError("is a text, a list of texts, a list of tokens, or a list of those")
+        raise ValueError("must be a text, a list of texts, a list of tokens, or a list of those")
     if value and _is_token(value[0]):
         value = [value]
     if not value:
@@ -39,7 +39,7 @@ def _prompts(value: object) -> list[Prompt]:
 
 def _checked(number: int, prompt: object, kind: type) -> Prompt:
     if not isinstance(prompt, str | list) or type(prompt) is not kind:
-        raise ValueError("is a text, a list of texts, a list of tokens, or a list of those")
+        raise ValueError("must be a text, a list of texts, a list of tokens, or a list of those")
     if not prompt:
         raise ValueError(f"number {number} is empty; give it at least one token")
     if isinstance(prompt, str):
@@ -53,14 +53,14 @@ def _checked(number: int, prompt: object, kind: type) -> Prompt:
         try:
             tokens = np.array(prompt, np.int64)
         except OverflowError:
-            pass  # which of them it is, is said below
+            pass  # the loop below finds the token
         else:
             if tokens.min() >= 0 and tokens.max() <= _INT32:
                 return tokens.astype(np.int32)
     for place, token in enumerate(prompt):
         if not _is_token(token) or not 0 <= token <= _INT32:
             raise ValueError(
-                f"number {number} has {str(token)[:20]!r} as token {place}; tokens are "
+                f"number {number} has {str(token)[:20]!r} as token {place}; tokens must be "
                 f"whole numbers, 0 … {_INT32}"
             )
     raise AssertionError("one of the tokens is wrong")
@@ -70,7 +70,7 @@ def _is_token(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# What the check takes, for the OpenAPI document.
+# The forms that `_prompts` accepts, for the OpenAPI document.
 _Tokens = Annotated[list[Token], Field(min_length=1)]
 _Text = Annotated[str, Field(min_length=1)]
 _PromptForms = (
@@ -81,8 +81,8 @@ _PromptForms = (
 )
 
 
-class CompletionQuestion(SamplingQuestion):
-    """Text or tokens to be continued."""
+class CompletionRequest(SamplingRequest):
+    """Text or tokens to continue."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -90,33 +90,33 @@ class CompletionQuestion(SamplingQuestion):
         }
     )
 
-    REFUSED: ClassVar[dict[str, str]] = {"suffix": "models here write from left to right"}
+    REFUSED: ClassVar[dict[str, str]] = {"suffix": "models here only continue texts"}
 
     prompt: Annotated[
         list[Prompt], PlainValidator(_prompts, json_schema_input_type=_PromptForms)
     ] = Field(description="A text, a list of texts, a list of tokens, or a list of those.")
     best_of: int | None = Field(
-        default=None, ge=1, le=128, description="Answers to choose the n likeliest of."
+        default=None, ge=1, le=128, description="Answers from which to choose the n likeliest."
     )
     echo: bool | None = Field(default=None, description="Put the prompt before the answer.")
     logprobs: int | None = Field(
         default=None,
         ge=0,
         le=5,
-        description="Log probabilities: of each token, and of so many likeliest.",
+        description="Return log probabilities: of each token and this many likeliest ones.",
     )
 
     @property
     def characters(self) -> int:
-        """How many there are to tokenize, in all prompts that are texts."""
+        """The number of characters to tokenize, in all prompts that are texts."""
         return sum(len(prompt) for prompt in self.prompt if isinstance(prompt, str))
 
     @model_validator(mode="after")
-    def _go_together(self) -> "CompletionQuestion":
+    def _go_together(self) -> "CompletionRequest":
         if self.echo and self.logprobs is not None:
-            raise wrong("echo", "has no logprobs: the prompt's are not computed; leave one out")
+            raise field_error("echo", "has no logprobs for the prompt; leave one of them out")
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
-            raise wrong("best_of", "cannot stream: which answers are best shows at the end")
+            raise field_error("best_of", "cannot stream: the best answers are known at the end")
         if len(self.prompt) > 1 and self.extras.session is not None:
-            raise wrong("prompt", "is one where there is a session; send them one by one")
+            raise field_error("prompt", "must be a single one in a session; send them one by one")
         return self

@@ -1,28 +1,30 @@
-"""``/kv``: a look into the cache."""
+"""``/kv`` and ``/health``: requests and responses."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvkeep.serve.server.schemas.base import RequestModel, ResponseModel, wrong
-from kvkeep.serve.server.schemas.prompt import PromptQuestion
+from kvkeep.serve.server.schemas.base import CacheSalt, RequestModel, ResponseModel, field_error
+from kvkeep.serve.server.schemas.prompt import PromptRequest
 
-__all__ = ["ClearAnswer", "ClearQuestion", "HealthAnswer", "Hidden", "KVStats", "KVTree",
-           "MemoryPoint", "RemoveAnswer", "RemoveQuestion", "Run",
-           "SessionAnswer", "SessionQuestion", "Space", "TierFreed"]  # fmt: skip
+__all__ = [
+    "ClearRequest", "ClearResponse", "HealthResponse", "Hidden", "KVStats", "KVTree",
+    "MemoryPoint", "RemoveRequest", "RemoveResponse", "Run", "SessionRequest", "SessionResponse",
+    "Space", "TierFreed",
+]  # fmt: skip
 
 
 class MemoryPoint(ResponseModel):
-    """What a cache of another size would do, as far as what was asked for tells."""
+    """What a cache of another size would have reused of the requests so far."""
 
-    times: float = Field(description="Of the memory there is.")
+    times: float = Field(description="Its size, relative to this cache's.")
     pages: int
-    tokens: int = Field(description="That fit in them.")
-    hit_rate: float = Field(description="The share of prompt tokens that would be reused.")
+    tokens: int = Field(description="Its capacity.")
+    hit_rate: float = Field(description="The share of prompt tokens that it would have reused.")
 
 
 class KVStats(ResponseModel):
-    """Counters and measures; docs/serving.md says what each is."""
+    """Counters and gauges; docs/serving.md explains each."""
 
     reuse: bool = Field(description="False with --no-reuse: every prompt is computed.")
     cache: dict[str, int | float]
@@ -32,7 +34,7 @@ class KVStats(ResponseModel):
 
 
 class Hidden(ResponseModel):
-    """What a drawing leaves out below a run."""
+    """What is left out below a run."""
 
     runs: int
     pages: int
@@ -45,14 +47,14 @@ class Run(ResponseModel):
     num_pages: int
     references: int = Field(description="Requests and pins that hold it.")
     pins: int
-    policy: str = Field(description="What the eviction policy says of it.")
-    text: str | None = Field(description="How it begins; null with --no-text.")
+    policy: str = Field(description="The eviction policy's state of it.")
+    text: str | None = Field(description="Its beginning; null with --no-text.")
     runs: list["Run"]
     hidden: Hidden | None = None
 
 
 class Space(ResponseModel):
-    """One namespace: what is stored under one cache_salt."""
+    """One namespace: what is cached under one cache_salt."""
 
     cache_salt: str
     num_pages: int
@@ -63,39 +65,39 @@ class Space(ResponseModel):
 class KVTree(ResponseModel):
     """The prefix trees."""
 
-    page_size: int = Field(description="Tokens a page.")
+    page_size: int = Field(description="Tokens per page.")
     namespaces: list[Space]
 
 
-class ClearQuestion(RequestModel):
-    """What to forget: everything that no running request uses, or that of one cache_salt."""
+class ClearRequest(RequestModel):
+    """Clear everything that no running request uses, or only what is under one cache_salt."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{}, {"cache_salt": "tenant-1"}]})
 
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class TierFreed(ResponseModel):
-    """What one tier deleted."""
+    """What one tier removed."""
 
     name: str
     freed_bytes: int
     complete: bool = Field(
-        description="False: the tier failed or was late, and may have some of it still. This "
-        "server does not read it any more; ask again when the tier is back."
+        description="False: the tier failed or was late, and may still have some blocks. This "
+        "server no longer reads them; repeat the request when the tier is available."
     )
 
 
-class ClearAnswer(ResponseModel):
-    """What was forgotten."""
+class ClearResponse(ResponseModel):
+    """What was cleared."""
 
     pages: int
-    stored_bytes: int = Field(description="In all tiers; of salts that were used since the start.")
+    stored_bytes: int = Field(description="In all tiers; of salts used since the server's start.")
     tiers: list[TierFreed] = Field(description="Fastest first; empty for a server without tiers.")
 
 
-class RemoveQuestion(PromptQuestion):
-    """The prompt whose KV is to go: a text, tokens, or a conversation."""
+class RemoveRequest(PromptRequest):
+    """A prompt whose KV to delete: a text, tokens, or a conversation."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -108,51 +110,51 @@ class RemoveQuestion(PromptQuestion):
     )
 
 
-class RemoveAnswer(ResponseModel):
-    """What was deleted: everything that begins with the prompt's first page or block."""
+class RemoveResponse(ResponseModel):
+    """What was deleted: all that begins with the prompt's first page or block."""
 
-    tokens: int = Field(description="Of the prompt.")
-    pages: int = Field(description="Freed in the pool.")
+    tokens: int = Field(description="The length of the prompt.")
+    pages: int = Field(description="Pages freed in the pool.")
     pages_in_use: int = Field(
-        description="Left in the pool, because running requests or pins that never yield use them "
-        "or what follows them."
+        description="Pages left in the pool because running requests or hard pins use them or what "
+        "follows them."
     )
     tiers: list[TierFreed] = Field(description="Fastest first; empty for a server without tiers.")
     complete: bool = Field(description="True: no page is in use, and no tier failed.")
 
 
-class SessionQuestion(RequestModel):
-    """What is said of a session. It orders eviction, and changes nothing else."""
+class SessionRequest(RequestModel):
+    """A hint about a session. It changes the order of eviction and nothing else."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"action": "suspend", "eta_s": 30}, {"action": "close"}]}
     )
 
     action: Literal["suspend", "supersede", "close"] = Field(
-        description="suspend: it is away, and expected back; supersede: its next request begins "
-        "anew; close: it is over."
+        description="suspend: it pauses, and will go on; supersede: its next request begins anew; "
+        "close: it is over."
     )
     eta_s: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="To suspend: the seconds in which it is back at the latest. An hour at most.",
+        description="For suspend: seconds until it goes on at the latest. At most an hour.",
     )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
 
     @model_validator(mode="after")
-    def _seconds_to_suspend(self) -> "SessionQuestion":
+    def _seconds_to_suspend(self) -> "SessionRequest":
         if (self.eta_s is None) == (self.action == "suspend"):
-            raise wrong("eta_s", "belongs to suspend, which needs it")
+            raise field_error("eta_s", "is required by suspend, and allowed with it only")
         return self
 
 
-class SessionAnswer(ResponseModel):
-    """What came of it."""
+class SessionResponse(ResponseModel):
+    """The effect of a hint."""
 
-    known: bool = Field(description="Whether this server has heard of the session lately.")
-    pages: int = Field(description="Of its own: those that are kept, or those that go first now.")
+    known: bool = Field(description="Whether this server has seen the session recently.")
+    pages: int = Field(description="Pages of its own, now kept or first to be evicted.")
 
 
-class HealthAnswer(ResponseModel):
-    """The service takes requests."""
+class HealthResponse(ResponseModel):
+    """The server accepts requests."""
 
     status: str

@@ -1,20 +1,20 @@
-"""What questions about one prompt have in common."""
+"""The request body shared by endpoints about one prompt."""
 
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from kvkeep.serve.server.schemas.base import RequestModel, wrong
-from kvkeep.serve.server.schemas.chat import Messages
+from kvkeep.serve.server.schemas.base import CacheSalt, RequestModel, field_error
+from kvkeep.serve.server.schemas.chat import Messages, characters
 from kvkeep.serve.server.schemas.completions import Token
 
-__all__ = ["PromptQuestion"]
+__all__ = ["PromptRequest"]
 
 _Text = Annotated[str, Field(min_length=1)]
 
 
-class PromptQuestion(RequestModel):
-    """A prompt as text, as token ids or as a conversation, and whose it is."""
+class PromptRequest(RequestModel):
+    """A prompt as text, token ids or a conversation, and its cache_salt."""
 
     prompt: _Text | Annotated[list[Token], Field(min_length=1, fail_fast=True)] | None = Field(
         default=None, description="Text or token ids, as /v1/completions takes it."
@@ -22,10 +22,15 @@ class PromptQuestion(RequestModel):
     messages: Messages | None = Field(
         default=None, description="A conversation, as /v1/chat/completions takes it."
     )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
+
+    @property
+    def characters(self) -> int:
+        """The number of characters to tokenize, counting token ids as well."""
+        return characters(self.messages or ()) + len(self.prompt or ())
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> "PromptQuestion":
+    def _one_of_them(self) -> "PromptRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise wrong("prompt", "or messages is needed, one of the two")
+            raise field_error("prompt", "or messages is needed, but not both")
         return self

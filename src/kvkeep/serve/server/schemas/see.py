@@ -1,25 +1,25 @@
-"""``/kv/explain``, ``/kv/requests``, ``/kv/summary``, ``/kv/live``: what is asked and answered."""
+"""``/kv/explain``, ``/kv/requests``, ``/kv/summary``, ``/kv/live``: requests and responses."""
 
 from typing import Any
 
 from pydantic import ConfigDict, Field
 
 from kvkeep.serve.server.schemas.base import ResponseModel
-from kvkeep.serve.server.schemas.prompt import PromptQuestion
+from kvkeep.serve.server.schemas.prompt import PromptRequest
 
 __all__ = [
-    "CauseAnswer", "DivergedText", "ExplainQuestion", "ExplanationAnswer", "LiveAnswer",
-    "LivePages", "LivePoint", "LiveSession", "LiveTenant", "LiveTier", "LiveTimes", "LiveTotals",
-    "LiveTtft", "RequestsAnswer", "SeenRequest", "SpanAnswer", "SummaryAnswer",
+    "DivergedText", "ExplainRequest", "ExplainResponse", "LivePages", "LivePoint", "LiveResponse",
+    "LiveSession", "LiveTenant", "LiveTier", "LiveTimes", "LiveTotals", "LiveTtft", "PrefillCause",
+    "PromptSpan", "RequestSummary", "RequestsResponse", "SummaryResponse",
 ]  # fmt: skip
 
-_REUSED = "Tokens by where they came from: pool, or the name of a tier."
-_COMPUTED = "Tokens by the reason why they were computed."
+_REUSED = "Tokens by source: pool, or the name of a tier."
+_COMPUTED = "Tokens by the reason for which they were computed."
 _SALT = "The cache_salt; empty for requests without one."
 
 
-class ExplainQuestion(PromptQuestion):
-    """A prompt or a conversation; one of the two."""
+class ExplainRequest(PromptRequest):
+    """Either a prompt or a conversation."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -31,86 +31,86 @@ class ExplainQuestion(PromptQuestion):
     )
 
 
-class SpanAnswer(ResponseModel):
-    """Tokens start … stop - 1 of a prompt: reused from somewhere, or computed for a reason."""
+class PromptSpan(ResponseModel):
+    """Tokens start … stop - 1 of a prompt, reused from one source or computed for one reason."""
 
     start: int
     stop: int
     source: str | None = Field(description="pool, or the name of a tier; null: computed.")
-    reason: str | None = Field(description="Why it was computed; docs/explain.md has them all.")
-    evidence: dict[str, Any] = Field(description="What the reason is known by.")
+    reason: str | None = Field(description="Why it was computed; docs/explain.md lists all.")
+    evidence: dict[str, Any] = Field(description="The facts from which the reason follows.")
 
 
 class DivergedText(ResponseModel):
-    """The text around the first token that differs from a prompt that was cached."""
+    """The text around the first token that differs from a cached prompt."""
 
     given_text: str
     cached_text: str
-    at_given: int = Field(description="Where in given_text the difference begins, in characters.")
+    at_given: int = Field(description="Where the difference begins in given_text, in characters.")
     at_cached: int
 
 
-class SeenRequest(ResponseModel):
-    """A request, and what became of its prompt's tokens."""
+class RequestSummary(ResponseModel):
+    """A request, with its prompt's tokens by source and reason."""
 
-    id: str | None = Field(description="That of the answer; null for a prompt that was not run.")
+    id: str | None = Field(description="The response's; null for a prompt that was not run.")
     at: float = Field(description="Seconds since 1970.")
     endpoint: str
     cache_salt: str = Field(description=_SALT)
     session: str | None
     prompt_tokens: int
     generated_tokens: int | None
-    ttft_s: float | None = Field(description="From its arrival in the engine to its first token.")
+    ttft_s: float | None = Field(description="From arrival in the engine to the first token.")
     seconds: float | None
     outcome: str | None = Field(description="done, aborted or failed; null while it runs.")
     reused: dict[str, int] = Field(description=_REUSED)
     computed: dict[str, int] = Field(description=_COMPUTED)
-    sentence: str = Field(description="The main reason, for people.")
+    sentence: str = Field(description="The main reason, as a sentence.")
 
 
-class ExplanationAnswer(SeenRequest):
-    """The same, span by span."""
+class ExplainResponse(RequestSummary):
+    """A request, span by span."""
 
-    spans: list[SpanAnswer] = Field(description="In order, without gaps.")
+    spans: list[PromptSpan] = Field(description="In order, without gaps.")
     text: DivergedText | None = Field(
-        description="Of the first span that diverged; null without one, and with --no-text."
+        description="Of the first diverged span; null without one, and with --no-text."
     )
 
 
-class RequestsAnswer(ResponseModel):
+class RequestsResponse(ResponseModel):
     """The last requests, newest first."""
 
-    requests: list[SeenRequest]
+    requests: list[RequestSummary]
 
 
-class CauseAnswer(ResponseModel):
-    """One of the things that cost prefill."""
+class PrefillCause(ResponseModel):
+    """A cause of prefill work."""
 
     reason: str
     tokens: int
-    share: float = Field(description="Of all tokens that were computed.")
+    share: float = Field(description="Of all computed tokens.")
     requests: int
-    cache_salt: str | None = Field(description="Of all its requests, if it is the same one.")
-    position: int | None = Field(description="The token at which they differ, if they do.")
-    example: str = Field(description="The id of a request.")
+    cache_salt: str | None = Field(description="Of all its requests, if they share one.")
+    position: int | None = Field(description="The token at which prompts diverge, if they do.")
+    example: str = Field(description="The id of one of the requests.")
     sentence: str
 
 
-class SummaryAnswer(ResponseModel):
-    """What the last requests had computed, and why; what costs most comes first."""
+class SummaryResponse(ResponseModel):
+    """What the last requests computed, and why; the costliest causes come first."""
 
     requests: int
     prompt_tokens: int
     reused: dict[str, int] = Field(description=_REUSED)
     computed: dict[str, int] = Field(description=_COMPUTED)
-    causes: list[CauseAnswer]
+    causes: list[PrefillCause]
 
 
 # --- live ----------------------------------------------------------------------------------
 
 
 class LiveTotals(ResponseModel):
-    """Since the start; never less than before."""
+    """Counters since the start."""
 
     requests: int
     prompt_tokens: int
@@ -132,7 +132,7 @@ class LivePages(ResponseModel):
 
 
 class LiveTimes(ResponseModel):
-    """Times to the first token; null where there were none."""
+    """Times to the first token; null without any."""
 
     count: int
     p50_s: float | None
@@ -140,7 +140,7 @@ class LiveTimes(ResponseModel):
 
 
 class LiveTtft(ResponseModel):
-    """Of the last five minutes."""
+    """Times to the first token in the last five minutes."""
 
     cold: LiveTimes
     warm: LiveTimes = Field(description="At least half the prompt was reused.")
@@ -155,9 +155,9 @@ class LiveTier(ResponseModel):
     used_bytes: int | None
     capacity: int | None
     queued_bytes: int
-    breaker: str = Field(description="The worst of looking up, reading and writing.")
-    breakers: dict[str, str] = Field(description="By kind of call; those that are not closed.")
-    parts: dict[str, str] = Field(description="Nodes of a cluster that are left alone.")
+    breaker: str = Field(description="The worst state of those for lookups, reads and writes.")
+    breakers: dict[str, str] = Field(description="By kind of call; only those not closed.")
+    parts: dict[str, str] = Field(description="Nodes of a cluster that are not used at present.")
     hits: int
     misses: int
     drops: int
@@ -168,7 +168,7 @@ class LiveTier(ResponseModel):
 
 
 class LivePoint(ResponseModel):
-    """What a cache of another size would do."""
+    """What a cache of another size would have reused."""
 
     times: float
     pages: int
@@ -197,27 +197,27 @@ class LiveSession(ResponseModel):
     last_at: float = Field(description="Seconds since 1970.")
 
 
-class LiveAnswer(ResponseModel):
-    """The server at this moment, for those who ask every second."""
+class LiveResponse(ResponseModel):
+    """The server's state at this moment, for clients that poll every second."""
 
     at: float = Field(description="Seconds since 1970.")
     uptime_s: float
     version: str
     model: str
-    policy: str = Field(description="What is evicted first.")
+    policy: str = Field(description="The eviction policy.")
     page_size: int
     text: bool = Field(description="False with --no-text.")
     explain: bool = Field(description="False with --no-explain.")
-    changes: bool = Field(description="Whether pins and evictions may be asked for here.")
+    changes: bool = Field(description="Whether nodes can be pinned and evicted here.")
     running: int
     waiting: int
     totals: LiveTotals
     pages: LivePages
     ttft: LiveTtft
     history: list[tuple[int, int, int]] = Field(
-        description="[seconds since 1970, prompt tokens, reused ones] of each 5 s, for 10 minutes."
+        description="[seconds since 1970, prompt tokens, reused tokens] per 5 s, for 10 minutes."
     )
     tiers: list[LiveTier]
     what_if: list[LivePoint] | None
     tenants: list[LiveTenant] = Field(description="The 20 with the most prompt tokens.")
-    sessions: list[LiveSession] = Field(description="The 20 heard of last.")
+    sessions: list[LiveSession] = Field(description="The 20 seen last.")

@@ -1,18 +1,18 @@
-"""``/tokenize`` and ``/detokenize``: what is asked and answered."""
+"""``/tokenize`` and ``/detokenize``: requests and responses."""
 
 from typing import Annotated
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvkeep.serve.server.schemas.base import RequestModel, ResponseModel, wrong
+from kvkeep.serve.server.schemas.base import RequestModel, ResponseModel, field_error
 from kvkeep.serve.server.schemas.chat import Messages
 from kvkeep.serve.server.schemas.completions import Token
 
-__all__ = ["DetokenizeQuestion", "TextAnswer", "TokenizeQuestion", "TokensAnswer"]
+__all__ = ["DetokenizeRequest", "DetokenizeResponse", "TokenizeRequest", "TokenizeResponse"]
 
 
-class TokenizeQuestion(RequestModel):
-    """A text or a conversation; one of the two."""
+class TokenizeRequest(RequestModel):
+    """Either a text or a conversation."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Return a copy of"}]})
 
@@ -23,21 +23,21 @@ class TokenizeQuestion(RequestModel):
     )
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> "TokenizeQuestion":
+    def _one_of_them(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise wrong("prompt", "or messages is needed, one of the two")
+            raise field_error("prompt", "or messages is needed, but not both")
         return self
 
 
-class TokensAnswer(ResponseModel):
+class TokenizeResponse(ResponseModel):
     """Token ids."""
 
     count: int
-    max_model_len: int = Field(description="The longest prompt and answer together, in tokens.")
+    max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
     tokens: list[int]
 
 
-class DetokenizeQuestion(RequestModel):
+class DetokenizeRequest(RequestModel):
     """Token ids."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [72, 105]}]})
@@ -46,7 +46,7 @@ class DetokenizeQuestion(RequestModel):
     tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
-class TextAnswer(ResponseModel):
-    """The text of tokens, without special ones."""
+class DetokenizeResponse(ResponseModel):
+    """The text of tokens, without special tokens."""
 
     prompt: str

@@ -1,9 +1,9 @@
-// Asking the server. The key lives in this tab's sessionStorage and in the header it is sent in.
+// Requests to the server. The API key lives in this tab's sessionStorage and in the request header.
 
 const KEY = "kvkeep-key";
 const PATIENCE_MS = 20000;
 
-// What the server said no with: its status and its own words.
+// An error response: its status and message.
 export class Refused extends Error {
   constructor(status, message, code) {
     super(message);
@@ -12,7 +12,7 @@ export class Refused extends Error {
   }
 }
 
-let kept = null;  // where a browser keeps nothing, the key lasts as long as the page
+let kept = null;  // without storage the key lasts as long as the page
 export const key = () => {
   try {
     return sessionStorage.getItem(KEY);
@@ -39,8 +39,8 @@ const words = async (answer) => {
   }
 };
 
-// The JSON that `path` answers with; `body`, if there is one, is posted. Raises Refused, and
-// TypeError or a DOMException where nobody answers.
+// Return the JSON at `path`; `body`, if given, is posted. Throws Refused for an error response, and
+// TypeError or a DOMException without a response.
 export const ask = async (path, {query = {}, body} = {}) => {
   const url = new URL(path, document.baseURI);
   for (const [name, value] of Object.entries(query)) {

@@ -1,4 +1,4 @@
-// The dashboard: what is asked when, the look, the key, and what is said when nobody answers.
+// The dashboard: what to poll when, the theme, the API key, the notice while the server is down.
 
 import {Refused, ask, key, setKey} from "./api.js";
 import {drawHistory, drawWhatIf, redraw} from "./charts.js";
@@ -26,7 +26,7 @@ const known = new Promise((resolve) => {
 });
 let paused = false;
 
-// --- how it is going ---------------------------------------------------------------------------
+// --- the connection ---------------------------------------------------------------------------
 
 const state = (kind, text) => {
   byId("state").dataset.state = kind;
@@ -45,7 +45,7 @@ const silent = (error, wait) => {
     locked(error);
     return;
   }
-  const old = live ? ` What is shown is of ${ago(Date.now() / 1000 - live.seenAt)}.` : "";
+  const old = live ? ` The figures shown are from ${ago(Date.now() / 1000 - live.seenAt)}.` : "";
   const why = error instanceof Refused ? shown(error.message) : "The server does not answer.";
   state("gone", "No answer");
   notice(`${why} Trying again in ${seconds(Math.max(1, Math.round(wait)))}.${old}`, " ",
@@ -59,7 +59,7 @@ const first = (error) => (live ? "" : `The server does not answer: ${shown(error
 const locked = (error) => {
   stop(true);
   state("locked", "Needs a key");
-  notice(key() ? "The server does not take this API key." : "This server needs its API key.", " ",
+  notice(key() ? "The server rejected this API key." : "This server needs its API key.", " ",
     el("button", {type: "button", on: {click: () => askKey(error)}}, "Enter the key"));
   if (!dialogs.isOpen()) askKey();
 };
@@ -82,7 +82,7 @@ const askKey = () => {
     event.preventDefault();
     const typed = field.value.trim();
     if (!/^[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?$/.test(typed)) {
-      say(wrong, "A key is letters, digits and signs of ASCII.");
+      say(wrong, "A key must be printable ASCII.");
       return;
     }
     setKey(typed);
@@ -94,7 +94,7 @@ const askKey = () => {
 };
 byId("key").addEventListener("click", () => askKey());
 
-// --- what is asked -----------------------------------------------------------------------------
+// --- polling -----------------------------------------------------------------------------
 
 new Poll({
   every: LIVE_MS,
@@ -113,7 +113,7 @@ new Poll({
   failed: silent,
 });
 
-// After the first answer: it says what there is to ask for.
+// After the first response, which says which endpoints there are.
 const section = (id, every, load, show) => new Poll({
   every,
   element: byId(id),
@@ -133,8 +133,8 @@ new Explorer(known, () => Boolean(live && live.changes));
 byId("ask").addEventListener("click", askPrompt);
 
 const dressPause = () => {
-  say(byId("pause"), paused ? "Go on" : "Pause");
-  byId("pause").setAttribute("aria-label", `${paused ? "Go on" : "Stop"} asking the server`);
+  say(byId("pause"), paused ? "Resume" : "Pause");
+  byId("pause").setAttribute("aria-label", `${paused ? "Resume" : "Pause"} polling the server`);
 };
 const go = () => {
   paused = false;
@@ -153,14 +153,14 @@ byId("pause").addEventListener("click", () => {
   state("paused", "Paused");
 });
 
-// --- the look ----------------------------------------------------------------------------------
+// --- the theme ----------------------------------------------------------------------------------
 
 const root = document.documentElement;
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
 const dark = () => (root.dataset.theme || (systemDark.matches ? "dark" : "light")) === "dark";
 const dress = () => {
   say(byId("theme"), dark() ? "Light" : "Dark");
-  byId("theme").setAttribute("aria-label", dark() ? "Show it light" : "Show it dark");
+  byId("theme").setAttribute("aria-label", dark() ? "Use the light theme" : "Use the dark theme");
   redraw();
 };
 byId("theme").addEventListener("click", () => {
@@ -168,7 +168,7 @@ byId("theme").addEventListener("click", () => {
   try {
     localStorage.setItem("kvkeep-theme", root.dataset.theme);
   } catch {
-    // then it lasts as long as the page
+    // without storage the theme lasts as long as the page
   }
   dress();
 });

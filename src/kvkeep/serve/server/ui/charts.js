@@ -1,4 +1,4 @@
-// The two charts with axes, drawn by uPlot in the colours that the style has now.
+// The two charts with axes, drawn by uPlot in the colours of the current theme.
 
 /* global uPlot */
 import {byId, el, hide, keyed, say} from "./dom.js";
@@ -14,7 +14,7 @@ const colour = (name) => {
   return getComputedStyle(probe).color;
 };
 
-// A chart in `host` whose options `make()` says; made anew when the look changes.
+// A chart in `host` with the options of `make()`; made anew when the theme changes.
 class Chart {
   constructor(host, make) {
     Object.assign(this, {host, make, plot: null, data: null});
@@ -74,7 +74,7 @@ let rows = [], sum = "";
 const time = (at) => new Date(1000 * at).toLocaleTimeString("en-GB");
 const pointed = (at) => {
   const row = at === null || at === undefined ? null : rows[at];
-  say(byId("history-said"), row ? `${time(row[0])}: ${tokens(row[1])} asked, `
+  say(byId("history-said"), row ? `${time(row[0])}: ${tokens(row[1])} of prompts, `
     + `${tokens(row[2])} reused${row[1] ? ` (${share(row[2] / row[1])})` : ""}` : sum);
 };
 
@@ -115,9 +115,9 @@ let points = [];
 const whatIf = new Chart(byId("whatif"), whatIfOptions);
 const sentence = () => {
   const now = points.find((one) => one.times === 1), twice = points.find((one) => one.times === 2);
-  if (!now || !twice) return "Hit rates of pools of other sizes, watched on a sample of prompts.";
+  if (!now || !twice) return "Hit rates of pools of other sizes, estimated from a sample of prompts.";
   const gain = twice.hit_rate - now.hit_rate;
-  return gain < 0.005 ? "More pages would bring next to nothing for what was asked so far."
+  return gain < 0.005 ? "More pages would hardly have raised the hit rate so far."
     : `Twice the pages would have reused ${share(twice.hit_rate)} instead of ${share(now.hit_rate)}.`;
 };
 export const drawWhatIf = (found) => {
@@ -125,8 +125,8 @@ export const drawWhatIf = (found) => {
   hide(byId("whatif"), !there);
   hide(byId("whatif-points"), !there);
   if (!there) {
-    say(byId("whatif-said"), "The server does not watch this: it was started with --no-what-if, "
-      + "or has seen too little.");
+    say(byId("whatif-said"), "No estimate: the server was started with --no-what-if, "
+      + "or has seen too few prompts.");
     return;
   }
   points = [...found].sort((a, b) => a.times - b.times);

@@ -1,4 +1,4 @@
-// The server's clock, whatever this machine's says.
+// The server's clock; this machine's may differ.
 
 let ahead = 0;
 export const setClock = (at) => {

@@ -1,4 +1,4 @@
-// What is known of one node, and what can be done with it: pin, unpin, evict.
+// The details of one node, and what can be done with it: pin, unpin, evict.
 
 import {ask} from "./api.js";
 import * as dialogs from "./dialogs.js";
@@ -7,13 +7,13 @@ import {isSpace, titleOf} from "./model.js";
 import {ago, many, tokens, whole} from "./words.js";
 
 const TIMES = [[60, "1 minute"], [600, "10 minutes"], [3600, "1 hour"], [86400, "1 day"]];
-const MANY = "Several branches too small to be drawn. Open the one above to see more of them.";
+const MANY = "Several branches, too small to draw. Open their parent to see more of them.";
 const NO_SALT = "Prompts without a cache_salt.";
-const NO_TEXT = "The server shows no text.";
+const NO_TEXT = "The server was started with --no-text.";
 const NO_KEY = "Pinning and evicting need a server that was started with an API key.";
 
 export class Details {
-  // `on`: {closed(), changed(), zoom(id)}; `allowed()`: whether the server lets anything be changed.
+  // `on`: {closed(), changed(), zoom(id)}; `allowed()`: whether the server permits changes.
   constructor(on, allowed) {
     this.on = on;
     this.allowed = allowed;
@@ -25,7 +25,7 @@ export class Details {
     });
   }
 
-  // Open it for a node of the picture: what the picture knows at once, the rest when it comes.
+  // Open for a node: first with what the picture has, with the rest when the response arrives.
   open(node) {
     this.id = node.id;
     this.build(node);
@@ -51,21 +51,21 @@ export class Details {
       if (this.id === node.id) this.fill({...node, ...known});
     } catch (error) {
       if (this.id === node.id) {
-        say(this.said, error.status === 404 ? "It is no longer kept." : shown(error.message));
+        say(this.said, error.status === 404 ? "This node is no longer cached." : shown(error.message));
       }
     }
   }
 
-  // It is no longer in what is drawn.
+  // The node is no longer drawn.
   gone() {
-    if (!this.said.textContent) say(this.said, "It is no longer kept, or too small to be drawn.");
+    if (!this.said.textContent) say(this.said, "This node is no longer cached, or too small to draw.");
     for (const button of Object.values(this.buttons)) button.disabled = true;
   }
 
   build(node) {
     const code = (name, kind = "") => el("p", {class: `code ${kind}`, dir: "ltr", tabindex: 0,
       role: "group", "aria-label": name});
-    this.text = code("How it begins");
+    this.text = code("Beginning of the text");
     this.facts = el("dl", {class: "facts"});
     this.pages = el("details", {hidden: true}, el("summary", {}), code("Page ids", "numbers"));
     this.said = el("p", {class: "result", role: "status"});
@@ -74,7 +74,7 @@ export class Details {
       "aria-describedby": "details-why", on: {click: act}}, text);
     this.buttons = {
       pin: button("Pin…", () => this.pin(node.id)),
-      unpin: button("Unpin", () => this.act(node.id, {action: "unpin"}, "let go of")),
+      unpin: button("Unpin", () => this.act(node.id, {action: "unpin"}, "unpinned")),
       evict: button("Evict…", () => this.evict(node.id), "grave"),
     };
     const actions = node.hidden || isSpace(node) ? [] : [
@@ -95,8 +95,8 @@ export class Details {
       ["pins", node.pins === undefined ? null : whole(node.pins)],
       ["hits", node.hits === undefined || node.hits === null ? null : whole(node.hits)],
       ["last used", node.age_s === undefined || node.age_s === null ? null : ago(node.age_s)],
-      ["policy says", node.policy === undefined ? null : shown(node.policy) || "–"],
-      ["kept in", node.hidden || node.path_tokens === undefined ? null : keptIn(node)],
+      ["policy state", node.policy === undefined ? null : shown(node.policy) || "–"],
+      ["cached in", node.hidden || node.path_tokens === undefined ? null : keptIn(node)],
       ["children", node.hidden || node.path_tokens === undefined ? null : whole(childrenOf(node))],
     ].filter(([, value]) => value !== null);
     rows.forEach(([name, value], at) => {
@@ -125,7 +125,7 @@ export class Details {
     this.buttons.evict.disabled = !may;
   }
 
-  // --- what changes something --------------------------------------------------------------
+  // --- changes --------------------------------------------------------------
 
   async act(id, body, done) {
     const {pages} = await ask(`kv/map/${id}`, {body});
@@ -149,15 +149,15 @@ export class Details {
     dialogs.confirm("Evict it?", [
       `${quoted(this.node)}${nodes > 1 ? `, with ${many(nodes - 1, "node")} below it,` : ""} `
         + `leaves the pool: ${tokens(amount)}.`,
-      "Prompts that begin so are computed again, unless a tier below has them. What is in use "
-        + "cannot go.",
+      "Prompts that begin like this are computed again, unless a tier has them. Pages in use "
+        + "stay.",
     ], "Evict", () => this.act(id, {action: "evict"}, "evicted"), {grave: true});
   }
 }
 
 const keptIn = (node) => ["the pool", ...Object.entries(node.tier_tokens).map(([tier, count]) =>
   (count < node.tokens ? `${shown(tier)} (${tokens(count)})` : shown(tier))),
-...(node.tier === null ? ["of tiers it cannot be told"] : [])].join(", ");
+...(node.tier === null ? ["tiers unknown"] : [])].join(", ");
 const childrenOf = (node) =>
   (Array.isArray(node.children) ? node.children.length : Number(node.children) || 0);
 const quoted = (node) => {

@@ -7,7 +7,7 @@ let closed = null;
 
 byId("dialog-close").addEventListener("click", () => dialog.close());
 dialog.addEventListener("click", (event) => {
-  if (event.target === dialog) dialog.close();  // beside it
+  if (event.target === dialog) dialog.close();  // a click beside the dialog
 });
 dialog.addEventListener("close", () => {
   byId("dialog-body").replaceChildren();
@@ -19,8 +19,8 @@ dialog.addEventListener("close", () => {
 export const isOpen = () => dialog.open;
 export const close = () => dialog.close();
 
-// Show `body` under `title`; what was shown is replaced. `kind` is a class, `after` is called when
-// it closes.
+// Show `body` under `title`, replacing the present content. `kind` is a class; `after` is called
+// when the dialog closes.
 export const open = (title, body, {kind = "", after = null} = {}) => {
   say(byId("dialog-title"), title);
   byId("dialog-body").replaceChildren(...[body].flat());
@@ -30,7 +30,7 @@ export const open = (title, body, {kind = "", after = null} = {}) => {
   dialog.scrollTop = 0;
 };
 
-// Ask before something is done: `act()` is, when the button is pressed; what it raises is shown.
+// Ask for confirmation: the button calls `act()`, and an error of it is shown.
 export const confirm = (title, sentences, button, act, {grave = false, fields = []} = {}) => {
   const said = el("p", {class: "wrong", role: "alert"});
   const yes = el("button", {type: "submit", class: grave ? "grave" : "main"}, button);

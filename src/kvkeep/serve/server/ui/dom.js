@@ -1,10 +1,10 @@
-// Elements, and text of others. Everything that a server sends goes through `textContent` here:
+// Elements, and text from clients. Everything from a server goes through `textContent` here:
 // nothing in this page is ever parsed as HTML.
 
 export const byId = (id) => document.getElementById(id);
 
-// What would act instead of being seen: control characters, marks and overrides of direction,
-// what has no width, halves of surrogate pairs. The server does the same; twice does no harm.
+// Characters that act instead of showing: control characters, marks and overrides of direction,
+// characters without width, lone surrogates. The server replaces them too; twice does no harm.
 const ACTS = new RegExp(
   "[\\u0000-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e"
   + "\\u2060-\\u206f\\ufeff\\ufff9-\\ufffb\\ud800-\\udfff\\u{e0000}-\\u{e007f}]", "gu");
@@ -36,10 +36,10 @@ export const el = (tag, attributes = {}, ...children) =>
 export const svg = (tag, attributes = {}, ...children) =>
   fill(document.createElementNS(SVG, tag), attributes, children);
 
-// Text of others on a line of its own direction.
+// Text from clients, with a text direction of its own.
 export const theirs = (text, attributes = {}) => el("bdi", attributes, shown(text));
 
-// Change a text only where it is another one, so that nothing is read out or selected anew.
+// Change a text only if it differs, so that screen readers and selections are not disturbed.
 export const say = (node, text) => {
   if (node.textContent !== text) node.textContent = text;
 };
@@ -69,6 +69,6 @@ export const keyed = (parent, items, key, make, update) => {
     if (node === at) at = at.nextElementSibling;
     else parent.insertBefore(node, at);
   });
-  // What is moved loses the focus.
+  // A moved element loses the focus.
   if (focus?.isConnected && focus !== document.activeElement) focus.focus({preventScroll: true});
 };

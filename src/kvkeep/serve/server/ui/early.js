@@ -1,8 +1,8 @@
-// Before anything is drawn: the look that was chosen here, so that nothing flashes.
+// Sets the chosen theme before anything is drawn, so that nothing flashes.
 "use strict";
 try {
   const chosen = localStorage.getItem("kvkeep-theme");
   if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
 } catch {
-  // a browser that keeps nothing follows the system
+  // without storage, follow the system's theme
 }

@@ -1,4 +1,4 @@
-// Why a prompt was computed: the dialog behind a request, a cause, or a prompt that is typed in.
+// Why a prompt was computed: the dialog for a request, a cause, or a typed prompt.
 
 import {ask} from "./api.js";
 import {bar, swatch} from "./bars.js";
@@ -12,19 +12,19 @@ export const kindOf = (span) => (span.source ? (span.source === "pool" ? "pool" 
   : `r-${span.reason in REASONS ? span.reason : "new"}`);
 export const reasonName = (reason) => REASONS[reason] || reason;
 
-// Opens the explanation of another request, where it is known which.
+// A link to the explanation of another request, if its id is known.
 const to = (id, text) => (id ? el("button", {type: "button", class: "link",
   on: {click: () => explain(id)}}, theirs(text)) : "another request");
 
 const WORDS = {
-  __proto__: null,  // whatever a reason is called
+  __proto__: null,  // a reason may have the name of a method
   diverged: (said) => [
     `The prompt differs from `, to(said.nearest, said.nearest ? `request ${said.nearest}` : ""),
     ` at token ${whole(said.position)}`, said.differs ? `, for ${tokens(said.differs)}` : "",
     `. Without that, ${tokens(said.would_reuse)} would have been reused.`,
   ],
   evicted: (said) => [
-    said.ago_s === undefined || said.ago_s === null ? "" : `Let go ${ago(said.ago_s)}`,
+    said.ago_s === undefined || said.ago_s === null ? "" : `Evicted ${ago(said.ago_s)}`,
     said.tier ? ` from the ${sourceName(said.tier)}` : "", {
       pressure: `, since pages were needed (${said.policy || "policy"} chose these)`,
       asked: ", because somebody asked for it", cleared: ", when the cache was cleared",
@@ -35,25 +35,25 @@ const WORDS = {
   ],
   not_admitted: (said) => [{
     reuse_off: "The server was started with --no-reuse: it computes every prompt.",
-    store_false: "It was asked for with store: false, so nobody kept it.",
-    answer: "It is an answer, and only prompts were to be stored.",
-    admission: "The tier takes only what comes again, and this came for the first time.",
-    queue_full: "The tier could not write as fast as it was told to, and let it go.",
-    given_up: "Its request was given up before it was published.",
-  }[said.why] || "It was seen, and nobody kept it.", said.tier ? ` (${sourceName(said.tier)})` : ""],
-  other_namespace: (said) => ["It is kept, but for others: ", ...Object.entries(said.fields || {})
+    store_false: "Its request had store: false, so it was not cached.",
+    answer: "It is part of an answer, and only prompts were to be stored.",
+    admission: "The tier admits only prompts that recur, and this came for the first time.",
+    queue_full: "The tier's write queue was full, so it was dropped.",
+    given_up: "Its request was aborted before it was published.",
+  }[said.why] || "It was seen, but not cached.", said.tier ? ` (${sourceName(said.tier)})` : ""],
+  other_namespace: (said) => ["It is cached in another namespace: ", ...Object.entries(said.fields || {})
     .flatMap(([field, [ours, other]], at) => [at ? "; " : "",
       field === "tenant" ? "cache_salt" : field, " is ", theirs(ours || "(none)"), " here and ",
       theirs(other || "(none)"), " there"]), "."],
-  computing: (said) => [to(said.by, `Request ${said.by}`), " was just computing it."],
+  computing: (said) => [to(said.by, `Request ${said.by}`), " was computing it at the time."],
   tier_unavailable: (said) => [`The ${sourceName(said.tier)} `, {
-    breaker: "was not asked, because it had failed", late: "answered too late", error: "failed",
-  }[said.why] || "was not to be had", said.waited_s ? `, after ${seconds(said.waited_s)}` : "", "."],
-  damaged: (said) => [`What the ${sourceName(said.tier)} had did not pass its checksum.`],
-  page_remainder: (said) => [`What is kept is shared by whole pages of ${tokens(said.page_size)}; `
+    breaker: "was not read, because it had failed", late: "answered too late", error: "failed",
+  }[said.why] || "was unavailable", said.waited_s ? `, after ${seconds(said.waited_s)}` : "", "."],
+  damaged: (said) => [`The block in the ${sourceName(said.tier)} failed its checksum.`],
+  page_remainder: (said) => [`Pages of ${tokens(said.page_size)} are shared as a whole; `
     + "the rest of the last one is computed again."],
-  new: () => ["Nobody has asked this before."],
-  last_token: () => ["The last token is always computed: what comes next is read from it."],
+  new: () => ["No earlier prompt had it."],
+  last_token: () => ["The last token is always computed: the next one is sampled from its output."],
 };
 
 const evidence = (span) => {
@@ -84,13 +84,13 @@ const samples = (text) => {
   const given = Array.from(text.given_text || ""), kept = Array.from(text.cached_text || "");
   let at = Math.min(text.at_given ?? 0, given.length);
   let other = Math.min(text.at_cached ?? 0, kept.length);
-  // The first token that differs may begin as the other does.
+  // The first tokens that differ may begin with the same letters.
   while (at < given.length && other < kept.length && given[at] === kept[other]) {
     at += 1;
     other += 1;
   }
   return el("section", {class: "samples", "aria-label": "Where they differ"},
-    around("This prompt", given, at), around("What is kept", kept, other));
+    around("This prompt", given, at), around("Cached prompt", kept, other));
 };
 
 const facts = (one) => {
@@ -101,7 +101,7 @@ const facts = (one) => {
   add("answer", one.generated_tokens === null ? null : tokens(one.generated_tokens || 0));
   add("first token", one.ttft_s === null ? null : seconds(one.ttft_s));
   add("in all", one.seconds === null ? null : seconds(one.seconds));
-  add("ended", one.id ? one.outcome || "it runs" : null);
+  add("ended", one.id ? one.outcome || "running" : null);
   add("endpoint", one.endpoint && shown(one.endpoint));
   add("tenant", one.cache_salt ? theirs(tenantName(one.cache_salt)) : null);
   add("session", one.session ? theirs(one.session) : null);
@@ -122,7 +122,7 @@ const drawn = (one) => {
   ].filter(Boolean);
 };
 
-const titled = (one) => (one.id ? `Request ${shown(one.id)}` : "If it were asked now");
+const titled = (one) => (one.id ? `Request ${shown(one.id)}` : "If it were sent now");
 
 // Open the dialog for a request.
 export const explain = async (id) => {
@@ -136,14 +136,14 @@ export const explain = async (id) => {
   }
 };
 
-// Ask what would be reused of a prompt that is typed in.
+// Explain a prompt that is typed in.
 export const askPrompt = () => {
   const text = el("textarea", {rows: 6, required: true, spellcheck: "false", id: "ask-text"});
   const salt = el("input", {type: "text", id: "ask-salt", autocomplete: "off", maxlength: 256});
   const chat = el("input", {type: "checkbox", id: "ask-chat"});
   const said = el("p", {class: "wrong", role: "alert"});
   const form = el("form", {class: "asked"},
-    el("p", {}, "Nothing is computed or kept: this looks what of the prompt would be reused now."),
+    el("p", {}, "Shows what of a prompt would be reused now. Nothing is computed or cached."),
     el("label", {for: "ask-text"}, "Prompt"), text,
     el("label", {class: "tick"}, chat, " as the message of a user in a chat"),
     el("label", {for: "ask-salt"}, "cache_salt, if there is one"), salt, said,

@@ -1,4 +1,4 @@
-// The same tree as a list: a line a node, opened and closed, for those who read rather than look.
+// The tree as a list, one line per node, which opens and closes.
 
 import {el, keyed, say, shown, theirs} from "./dom.js";
 import {COLOURS, figuresOf, titleOf} from "./model.js";

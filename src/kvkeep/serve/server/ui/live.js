@@ -1,10 +1,10 @@
-// What is asked each second: the header, the figures with their small lines, the pool, the charts.
+// Polled each second: the header, the figures with their sparklines, the pool, the charts.
 
 import {fillBar, keyItem, spark} from "./bars.js";
 import {byId, el, say, shown} from "./dom.js";
 import {amount, bytes, many, running, seconds, share, tokens, whole} from "./words.js";
 
-const REMEMBERED = 120;  // answers, of which small lines are drawn
+const REMEMBERED = 120;  // responses, for the sparklines
 const before = {warm: [], cold: [], running: []};
 
 const figure = (id, value, note) => {
@@ -31,7 +31,7 @@ const hitRate = (live) => {
   const all = live.totals;
   const saved = all.cached_tokens + all.loaded_tokens;
   const overall = all.prompt_tokens ? `${share(saved / all.prompt_tokens)} since the start, `
-    + `${tokens(saved)} not computed` : "no prompt has come yet";
+    + `${tokens(saved)} not computed` : "no prompt yet";
   const line = live.history.map(([, asked, had]) => (asked ? had / asked : null));
   spark(figure("rate", prompts ? share(rate) : "–", overall), line, 1);
 };
@@ -52,8 +52,8 @@ const busy = (live) => {
 
 const STATES = [
   ["private", "own", "of running requests"],
-  ["cached_held", "held", "kept, in use"],
-  ["cached_evictable", "kept", "kept, can go"],
+  ["cached_held", "held", "cached, in use"],
+  ["cached_evictable", "kept", "cached, evictable"],
   ["free", "free", "free"],
 ];
 const pool = (live) => {
@@ -78,13 +78,13 @@ export const drawLive = (live) => {
   say(byId("model"), `${shown(live.model)} · ${shown(live.policy)} · ${live.version}`);
   say(byId("uptime"), `up ${running(live.uptime_s)}`);
   hitRate(live);
-  firstToken("warm", live.ttft?.warm, "no prompt of the last 5 minutes was half known");
+  firstToken("warm", live.ttft?.warm, "no warm prompt in the last 5 minutes");
   firstToken("cold", live.ttft?.cold, "no cold prompt in the last 5 minutes");
   busy(live);
   pool(live);
 };
 
-// Bytes a second of each tier, from one answer to the next.
+// Bytes per second of each tier, from one response to the next.
 const traffic = new Map();
 export const speed = (live) => {
   for (const tier of live.tiers) {
@@ -96,7 +96,7 @@ export const speed = (live) => {
       continue;
     }
     if (span < 0.9) continue;
-    // A third of the newest: figures that can be read, and that follow.
+    // Smoothed, with a weight of a third for the newest, so that figures can be read.
     const smooth = (was, value) => (value < 1 && was < 512 ? 0 : was + (value - was) / 3);
     traffic.set(tier.name, {...now,
       reads: smooth(old.reads, Math.max(0, now.read - old.read) / span),

@@ -1,9 +1,9 @@
-// What /kv/map says, as a tree, and where its nodes are drawn. Nothing here touches the page.
+// The tree of a /kv/map response, and where its nodes are drawn. Nothing here touches the page.
 
 import {ago, amount, many, tokens} from "./words.js";
 
-// The tree of an answer: {nodes: Map id → node, tops: those without a parent}. A node has what the
-// server said of it, `up`, `children` (largest first, those that stand for several last), `level`.
+// The tree of a response: {nodes: Map id → node, tops: nodes without a parent}. A node has the
+// server's fields, `up`, `children` (largest first, hidden ones last) and `level`.
 export const grow = (answer) => {
   const nodes = new Map(answer.nodes.map((one) => [one.id, {...one, up: null, children: []}]));
   const tops = [];
@@ -29,9 +29,8 @@ export const grow = (answer) => {
 };
 
 // Rectangles of an icicle in shares of the width: [{node, left, width, row, siblings, place}], row by
-// row, left to right. Siblings that would be narrower than `least` are drawn as one, with the hidden
-// one that the server has made of its smallest; what is lower than `rows` is left out. A node is
-// `cut` where nothing of what is below it is drawn.
+// row, left to right. Siblings narrower than `least` are drawn as one, together with the server's
+// own hidden node; rows below `rows` are left out. A node is `cut` if nothing below it is drawn.
 export const icicle = (tops, least, rows) => {
   const found = [];
   const whole = tops.reduce((sum, one) => sum + one.subtree_tokens, 0) || 1;
@@ -57,7 +56,7 @@ export const icicle = (tops, least, rows) => {
   return {boxes: found, rows: found.reduce((most, one) => Math.max(most, one.row + 1), 0)};
 };
 
-// `nodes` with those of less than `least` tokens, and the hidden one, as one at the end.
+// `nodes`, with those of fewer than `least` tokens and the hidden one combined at the end.
 const merged = (nodes, least, up) => {
   const large = nodes.filter((one) => !one.hidden && one.subtree_tokens >= least);
   const rest = nodes.filter((one) => one.hidden || one.subtree_tokens < least);
@@ -71,11 +70,11 @@ const merged = (nodes, least, up) => {
     subtree_nodes: sum("subtree_nodes"), count: rest.reduce((all, one) => all + (one.count || 1), 0)}];
 };
 
-// --- colours: classes h0 (cold) to h5 (hot), in bands that people can name ----------------------
+// --- colours: classes h0 (cold) to h5 (hot), in bands with names ----------------------
 
 const AGES = [[10, "10 s"], [60, "1 min"], [600, "10 min"], [3600, "1 h"], [86400, "1 day"]];
 const HITS = [[0, "none"], [1, "1"], [5, "2–5"], [20, "6–20"], [100, "21–100"]];
-const STATES = [["h0", "nobody needs it"], ["h3", "held by a request"], ["h5", "pinned"]];
+const STATES = [["h0", "not in use"], ["h3", "held by a request"], ["h5", "pinned"]];
 
 export const COLOURS = {
   age: {
@@ -100,15 +99,15 @@ export const COLOURS = {
   tier: {
     of: (node, tiers) => tierColour(tiers.indexOf(node.tier)),
     legend: (tiers) => [...tiers.map((tier, at) =>
-      [tierColour(at), at ? `${tier} has it too` : "no tier has all of it"]), [tierColour(-1), "cannot be told"]],
+      [tierColour(at), at ? `also in ${tier}` : "in no tier completely"]), [tierColour(-1), "unknown"]],
   },
 };
-// The slower the tier, the longer it keeps what it has, and the darker it is.
+// Slower tiers keep blocks longer, and are darker.
 const tierColour = (at) => (at < 0 ? "h0" : `h${Math.min(5, 2 + at)}`);
 
 // --- words -------------------------------------------------------------------------------------
 
-// A node of a whole namespace stands above all others; its text is the cache_salt.
+// A namespace's node is above all its runs; its text is the cache_salt.
 export const isSpace = (node) => node.id < 0 && !node.hidden;
 export const titleOf = (node) => {
   if (node.hidden) return `${many(node.count || 0, "smaller branch", "smaller branches")}`;

@@ -1,5 +1,5 @@
-// The tree as an icicle: a row for each step down, as wide as it has tokens. Each box is an item of
-// a tree for those who listen to it, and there is always exactly one that Tab reaches.
+// The tree as an icicle: a row per level, boxes as wide as they have tokens. For screen readers
+// each box is an item of a tree; Tab always reaches exactly one.
 
 import {el, keyed, say, shown, theirs} from "./dom.js";
 import {COLOURS, figuresOf, icicle, isSpace, sizeOf, titleOf} from "./model.js";
@@ -85,7 +85,7 @@ export class Picture {
     return [...this.host.children].find((one) => one.dataset.key === String(id));
   }
 
-  // Let Tab reach this one; `move` goes there.
+  // Make this the one that Tab reaches; with `move`, focus it.
   reach(id, move = false) {
     const before = this.nodeOf(this.focus), after = this.nodeOf(id);
     if (!after) return;

@@ -1,18 +1,18 @@
-// Asking again and again, as little as can be: only while the page is seen and the part of it that
-// the answer is for, later after errors, and less often where answers take long.
+// Polling, as little as possible: only while the page and the part concerned are visible, with
+// backoff after errors, and less often if responses take long.
 
 import {Refused} from "./api.js";
 
 const LONGEST_MS = 30000;
-const OFF_MS = 60000;  // what the server does not have, it may have after a restart
-const REST = 4;  // times what the last answer took
+const OFF_MS = 60000;  // an endpoint that is off may be on after a restart
+const REST = 4;  // times the duration of the last request
 
 const all = new Set();
-let stopped = false;  // by the person, or for want of a key
+let stopped = false;  // by the user, or for want of an API key
 
-// `load()` asks, `show(answer)` draws; `failed(error, seconds until the next try)` says so.
-// `element`: asked only while it is on or near the screen; without one, always. `ready`: a promise
-// that is waited for first.
+// `load()` requests, `show(answer)` draws, `failed(error, seconds until the next try)` reports.
+// `element`: poll only while it is on or near the screen; without one, always. `ready`: a promise
+// to await first.
 export class Poll {
   constructor({every, load, show, failed, element = null, ready = null}) {
     Object.assign(this, {every, load, show, failed, element, ready});
@@ -30,7 +30,7 @@ export class Poll {
     }
   }
 
-  // Ask at once, unless nobody would see it.
+  // Poll at once, unless the result would not be visible.
   async now() {
     clearTimeout(this.timer);
     if (stopped || document.hidden || !this.seen) return;
@@ -55,7 +55,7 @@ export class Poll {
     try {
       draw();
     } catch (error) {
-      reportError(error);  // ours: the next answer may do better
+      reportError(error);  // a bug of ours: the next response may not trigger it
     }
     if (this.again) {
       this.again = false;
@@ -72,7 +72,7 @@ export class Poll {
   }
 }
 
-// One of them: what came too late to be shown is not shown.
+// One poll; a response that is outdated is not shown.
 export const latest = () => {
   let number = 0;
   return async (load, show) => {

@@ -1,4 +1,4 @@
-// The last requests, each with a bar that opens its explanation; and what costs most, ranked.
+// The last requests, each with a bar that opens its explanation; and the costliest causes, ranked.
 
 import {bar, keyItem} from "./bars.js";
 import {now} from "./clock.js";
@@ -53,7 +53,7 @@ export const drawRequests = (answer) => {
 // --- causes ------------------------------------------------------------------------------------
 
 const CAUSES = 8;
-// Without the share that it begins with: that stands beside it.
+// Without the share at its beginning, which is shown beside it.
 const sentenceOf = (cause) => {
   const said = shown(cause.sentence).replace(/^[^:]{0,30}of all computed tokens: /, "");
   return said.charAt(0).toUpperCase() + said.slice(1);

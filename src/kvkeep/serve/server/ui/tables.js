@@ -1,4 +1,4 @@
-// Tables that keep their rows from one answer to the next, and stand in cards on a phone.
+// Tables that keep their rows from one response to the next, and become cards on a phone.
 
 import {bar} from "./bars.js";
 import {now} from "./clock.js";
@@ -41,7 +41,7 @@ const name = (of, hint) => ({
   },
 });
 const rate = (had, all) => (all ? share(had / all) : "–");
-// The part of prompts that was reused, drawn and written.
+// The reused share of prompts, as a bar and a number.
 const reuse = (head) => ({
   head,
   make: () => el("span", {class: "meter"}, bar([]), el("span", {})),

@@ -1,4 +1,4 @@
-// The explorer of what is kept: which part is looked at, what is chosen, searched and found.
+// The explorer of the prefix tree: the part in view, the selected node, the search.
 
 import {Refused, ask} from "./api.js";
 import {keyItem} from "./bars.js";
@@ -15,9 +15,9 @@ const EVERY_MS = 4000;
 const NOTHING = "Nothing is kept yet. A prompt appears here once its first page is full.";
 
 export class Explorer {
-  // `known`: settled when the server has answered for the first time.
+  // `known`: a promise of the server's first response.
   constructor(known, allowed) {
-    this.path = [];  // nodes from the top down to the one that is looked at
+    this.path = [];  // nodes from the top down to the one in view
     this.tree = null;
     this.selected = null;
     this.found = new Set();
@@ -42,7 +42,7 @@ export class Explorer {
   controls() {
     byId("colour").addEventListener("change", () => {
       if (!this.byTier || !this.tree || this.tree.tiers.length) this.draw();
-      // What was not asked before is asked even while the page is paused: it was chosen just now.
+      // A new selection is requested even while the page is paused.
       else this.load().then((found) => this.show(found), (error) => this.failed(error));
     });
     const look = (picture) => {
@@ -75,7 +75,7 @@ export class Explorer {
     return byId("colour").value === "tier";
   }
 
-  // --- what the server has ------------------------------------------------------------------
+  // --- the server's data ------------------------------------------------------------------
 
   async load() {
     const root = this.root;
@@ -83,8 +83,8 @@ export class Explorer {
   }
 
   show({root, answer}) {
-    if (root !== this.root) return;  // somebody went on meanwhile
-    if (this.byTier && !answer.tiers.length) return;  // and was asked for another colour
+    if (root !== this.root) return;  // the view has changed meanwhile
+    if (this.byTier && !answer.tiers.length) return;  // and the colour was changed meanwhile
     this.tree = grow(answer);
     this.top = null;
     const empty = !this.tree.tops.length;
@@ -103,7 +103,7 @@ export class Explorer {
 
   failed(error) {
     if (error instanceof Refused && error.status === 404 && this.path.length) {
-      this.path = [];  // what was looked at is gone
+      this.path = [];  // the node in view is gone
       this.details.close();
       this.poll.now();
       return;
@@ -112,9 +112,9 @@ export class Explorer {
     say(byId("kept-empty"), error.status === 401 ? "" : shown(error.message));
   }
 
-  // --- where one is -------------------------------------------------------------------------
+  // --- navigation -------------------------------------------------------------------------
 
-  // Look at the last of `path` and what is below it; what is known of it is drawn at once.
+  // View the last of `path` and what is below it; known data is drawn at once.
   go(path) {
     const own = path.length ? this.tree?.nodes.get(path[path.length - 1].id) : null;
     this.path = path;
@@ -148,7 +148,7 @@ export class Explorer {
     else this.back();
   }
 
-  // After the details are closed, the focus is where it came from.
+  // Closing the details returns the focus.
   back() {
     if (!byId("picture").hidden) this.picture.reach(this.picture.focus, true);
     else this.list.reach(this.list.focus, true);
@@ -190,7 +190,7 @@ export class Explorer {
   async search() {
     const kind = byId("search-kind").value;
     const typed = byId("search-for").value;
-    // Token ids however they are written; of a text, every character counts but blanks around it.
+    // Token ids in any notation; a text without surrounding blanks.
     const said = kind === "tokens" ? (typed.match(/\d+/g) || []).join(",") : typed.trim();
     hide(byId("found"), !typed.trim());
     if (!said) {
@@ -222,7 +222,7 @@ export class Explorer {
     this.draw();
   }
 
-  // Go to what was found: look at the node above it, where its neighbours are, and choose it.
+  // Go to a match: view its parent, where its siblings are, and select it.
   async reach(match) {
     const ids = match.parent_path.filter((id) => id !== match.id);
     const above = ids.length ? ids[ids.length - 1] : null;

@@ -1,4 +1,4 @@
-// Figures as people read them. Numbers and their units stay on one line.
+// Numbers for people. A number and its unit stay on one line.
 
 const MINUTE = 60, HOUR = 3600, DAY = 86400;
 const NB = "\u00a0";
@@ -28,7 +28,7 @@ export const seconds = (value) => {
   }
   return value < 1 ? `${short(1000 * value)}${NB}ms` : `${short(value)}${NB}s`;
 };
-// How long ago, without what nobody needs to know.
+// How long ago, coarsely.
 export const ago = (value) => {
   if (value < 1.5) return "just now";
   for (const [size, unit] of [[DAY, "days"], [HOUR, "h"], [MINUTE, "min"]]) {
@@ -44,14 +44,14 @@ export const running = (value) => {
     : `${Math.floor(value)}${NB}s`;
 };
 
-// Where tokens came from and why the others did not: the words of the contract in ours.
+// The names shown for the API's sources and reasons.
 export const REASONS = {
   __proto__: null,
   new: "never seen",
   diverged: "differs",
   evicted: "evicted",
-  not_admitted: "not kept",
-  other_namespace: "kept for others",
+  not_admitted: "not cached",
+  other_namespace: "other namespace",
   page_remainder: "rest of a page",
   computing: "being computed",
   tier_unavailable: "tier unavailable",

@@ -1,4 +1,4 @@
-"""`Lanes`: threads for what takes long, apart by what it is and how large it is."""
+"""`ThreadPools`: threads for work that would block the event loop."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LARGE", "Lanes"]
+__all__ = ["LARGE", "ThreadPools"]
 
 Result = TypeVar("Result")
 
 LARGE = 64 << 10
-"""Characters or bytes: a tokenizer takes about a tenth of a second for so many."""
-# Two, so that one long prompt does not keep all others waiting.
+"""Characters or bytes. A tokenizer takes about a tenth of a second for so many."""
+# Two, so that one long prompt does not delay all others.
 _TOKENIZER_THREADS = 2
 
 
-class Lanes:
-    """Three kinds of work in threads: tokenizing for answers, for those who look, and parsing.
+class ThreadPools:
+    """Threads for three kinds of work: tokenizing to generate, to inspect, and parsing.
 
-    What is larger than `LARGE` goes to a thread of its own for such: large ones wait for each
-    other, and nothing small is ever behind them. Work whose request has ended before its turn is
-    left out.
+    Work larger than `LARGE` has threads of its own, so that it never delays small work. Work whose
+    request ends before its turn is dropped.
 
     Thread safety: for the event loop.
     """
@@ -36,20 +35,20 @@ class Lanes:
         self._large_counting = ThreadPoolExecutor(1, "kvkeep counter of large texts")
         self._parsing = ThreadPoolExecutor(1, "kvkeep parser")
 
-    async def tokenizing(self, function: Callable[[], Result], size: int) -> Result:
-        """``function()``, which tokenizes ``size`` characters for an answer."""
+    async def for_generation(self, function: Callable[[], Result], size: int) -> Result:
+        """Run ``function``, which tokenizes ``size`` characters of a generation request."""
         return await _run(self._large if size > LARGE else self._tokenizing, function)
 
-    async def counting(self, function: Callable[[], Result], size: int) -> Result:
-        """``function()``, which tokenizes for those who only look."""
+    async def for_inspection(self, function: Callable[[], Result], size: int = 0) -> Result:
+        """Run ``function``, which tokenizes ``size`` characters of another request, or looks."""
         return await _run(self._large_counting if size > LARGE else self._counting, function)
 
-    async def parsing(self, function: Callable[[], Result], size: int) -> Result:
-        """``function()``, which parses ``size`` bytes; few of them here and now."""
+    async def for_parsing(self, function: Callable[[], Result], size: int) -> Result:
+        """Run ``function``, which parses ``size`` bytes: in a thread only if they are many."""
         return await _run(self._parsing, function) if size > LARGE else function()
 
     def close(self) -> None:
-        """Wait for what is at work; the rest is left out."""
+        """Wait for running work and drop the rest."""
         for pool in (
             self._tokenizing,
             self._large,

@@ -1,4 +1,4 @@
-"""What clients are sent by the endpoints that OpenAI defines; its own client reads it."""
+"""Responses of OpenAI's endpoints, and errors. OpenAI's own client reads them."""
 
 from typing import Any, Literal
 
@@ -7,58 +7,44 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from kvkeep.serve.server.schemas.base import ResponseModel
 
 __all__ = [
-    "ChatAnswer",
-    "ChatChoice",
-    "ChatChunk",
-    "ChatChunkChoice",
-    "ChatLogprobs",
-    "CompletionAnswer",
-    "CompletionChoice",
-    "CompletionLogprobs",
-    "ErrorAnswer",
-    "ExtraUsage",
-    "MessageAnswer",
-    "MessageDelta",
-    "Model",
-    "Models",
-    "PromptDetails",
-    "ScoredToken",
-    "TokenScore",
-    "Usage",
-]
+    "AssistantMessage", "ChatChoice", "ChatChunk", "ChatChunkChoice", "ChatLogprobs",
+    "ChatResponse", "CompletionChoice", "CompletionLogprobs", "CompletionResponse",
+    "ErrorResponse", "ExtraUsage", "MessageDelta", "Model", "Models", "PromptDetails",
+    "ScoredToken", "TokenScore", "Usage",
+]  # fmt: skip
 
 FinishReason = Literal["stop", "length"]
 
 
 class ErrorBody(ResponseModel):
-    """What went wrong."""
+    """The description of an error."""
 
     message: str
     type: str
     param: str | None = Field(description="The field that is wrong.")
-    code: str | None = Field(description="What a program can go by.")
+    code: str | None = Field(description="A name of the error, for programs.")
 
 
-class ErrorAnswer(ResponseModel):
-    """Every answer that is no success."""
+class ErrorResponse(ResponseModel):
+    """The body of every error response."""
 
     error: ErrorBody
 
 
 class PromptDetails(ResponseModel):
-    """Of the prompt tokens."""
+    """Details of the prompt tokens."""
 
-    cached_tokens: int = Field(description="Were reused, not computed. Exact.")
+    cached_tokens: int = Field(description="Tokens reused, not computed. Exact.")
 
 
 class ExtraUsage(ResponseModel):
-    """What kvkeep tells besides."""
+    """Details that only kvkeep has."""
 
-    loaded_tokens: int = Field(description="Of the cached tokens: came from the store.")
+    loaded_tokens: int = Field(description="Those of the cached tokens that came from the store.")
 
 
 class Usage(ResponseModel):
-    """Tokens of all prompts and all answers."""
+    """Token counts, summed over all prompts and all answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -68,27 +54,27 @@ class Usage(ResponseModel):
 
 
 class TokenScore(ResponseModel):
-    """A token that could stand in a place."""
+    """A token that is possible in a position."""
 
     token: str
     logprob: float
-    bytes: list[int] | None = Field(description="Tokens may be parts of characters.")
+    bytes: list[int] | None = Field(description="For tokens that are parts of characters.")
 
 
 class ScoredToken(TokenScore):
-    """A token of the answer, and the likeliest in its place."""
+    """A token of the answer, and the likeliest ones in its position."""
 
     top_logprobs: list[TokenScore]
 
 
 class ChatLogprobs(ResponseModel):
-    """Token by token."""
+    """The log probabilities of an answer's tokens."""
 
     content: list[ScoredToken]
     refusal: None = None
 
 
-class MessageAnswer(ResponseModel):
+class AssistantMessage(ResponseModel):
     """The model's turn."""
 
     role: Literal["assistant"] = "assistant"
@@ -100,12 +86,12 @@ class ChatChoice(ResponseModel):
     """One of the n answers."""
 
     index: int
-    message: MessageAnswer
+    message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
 
-class ChatAnswer(ResponseModel):
+class ChatResponse(ResponseModel):
     """The model's next turn."""
 
     id: str
@@ -117,18 +103,18 @@ class ChatAnswer(ResponseModel):
 
 
 class MessageDelta(ResponseModel):
-    """More of the model's turn; the first has the role."""
+    """A piece of the model's turn; the first has the role."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
 
     @model_serializer(mode="wrap")
-    def _only_what_is_there(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_nulls(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {key: value for key, value in dump(self).items() if value is not None}
 
 
 class ChatChunkChoice(ResponseModel):
-    """More of one of the n answers."""
+    """A piece of one of the n answers."""
 
     index: int
     delta: MessageDelta
@@ -148,16 +134,16 @@ class ChatChunk(ResponseModel):
 
 
 class CompletionLogprobs(ResponseModel):
-    """Lists with one entry a token."""
+    """Lists with one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
-    text_offset: list[int] = Field(description="Characters of the text before each token.")
+    text_offset: list[int] = Field(description="Characters before each token.")
 
 
 class CompletionChoice(ResponseModel):
-    """One of the n answers to one of the prompts, or more of it; prompts come in their order."""
+    """One of the n answers to one of the prompts, in order of the prompts; or a piece of it."""
 
     index: int
     text: str
@@ -165,8 +151,8 @@ class CompletionChoice(ResponseModel):
     finish_reason: FinishReason | None = None
 
 
-class CompletionAnswer(ResponseModel):
-    """The continuations; in a stream, one event of it."""
+class CompletionResponse(ResponseModel):
+    """The continuations; in a stream, one of its events."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -177,17 +163,17 @@ class CompletionAnswer(ResponseModel):
 
 
 class Model(ResponseModel):
-    """The model that is served."""
+    """The served model."""
 
     id: str
     object: Literal["model"] = "model"
-    created: int = Field(description="Unix seconds at which the server began.")
+    created: int = Field(description="Unix seconds at which the server started.")
     owned_by: str = "kvkeep"
-    max_model_len: int = Field(description="The longest prompt and answer together, in tokens.")
+    max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
 
 
 class Models(ResponseModel):
-    """All models that are served: one."""
+    """All served models: one."""
 
     object: Literal["list"] = "list"
     data: list[Model]

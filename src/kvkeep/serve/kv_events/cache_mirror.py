@@ -1,4 +1,4 @@
-"""`CacheMirror`: what a cache holds, kept from its events, and told in the words of the wire."""
+"""`CacheMirror`: a mirror of a cache's stored pages, and the KV events that describe them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheMirror"]
 
-# Of one event at most: no message should keep a reader for long, or be too large for it.
+# Limits per event: none may occupy a reader for long or exceed its bounds.
 _EVENT_BLOCKS = 4096
 _EVENT_TOKENS = 1 << 18
 _EVENT_REMOVALS = 1 << 16
@@ -47,12 +47,12 @@ _EVENT_REMOVALS = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class _Page:
-    """One stored page."""
+    """A stored page."""
 
     key: bytes
     parent: int
     tokens: bytes
-    space: Namespace
+    namespace: Namespace
     extras: Extras
 
 
@@ -61,10 +61,10 @@ class CacheMirror:
 
     A page is a block of ``page_size`` tokens; its hash is the low 64 bits of its block key
     (`kvkeep.core.keys`), so equal prefixes have equal hashes on every instance. ``medium`` is the
-    tier that is told. Events about pages whose parent is not known are left out and counted
-    (``orphans``): less is told than is held, never more.
+    tier named in events. Pages whose parent is unknown are left out and counted (``orphans``): the
+    events may describe less than the cache holds, never more.
 
-    Thread safety: none. Memory: about 250 bytes and its tokens for each page.
+    Thread safety: none. Memory: per page about 250 bytes and its tokens.
     """
 
     def __init__(self, page_size: int, medium: str = "GPU") -> None:
@@ -75,30 +75,29 @@ class CacheMirror:
         self._pages: dict[int, _Page] = {}
 
     def __len__(self) -> int:
-        """Pages that are held."""
         return len(self._pages)
 
     def take(self, event: Event) -> list[KVEvent]:
-        """What to tell of ``event``. One told twice tells nothing the second time."""
+        """Apply a cache event. Return the KV events to publish: none for one applied before."""
         if isinstance(event, Stored):
             tokens = event.tokens.astype(TOKEN_DTYPE, copy=False).tobytes()
             pages = event.pages.tolist()
             return self._store(event.namespace, event.parent, pages, tokens, event.extras)
         if isinstance(event, Evicted):
-            return self._forget(event.pages.tolist())
+            return self._remove(event.pages.tolist())
         return []
 
     def reconcile(self, spaces: Iterable[tuple[Namespace, Iterable[StoredRun]]]) -> list[KVEvent]:
-        """What to tell so that this is known to be all that is held: each namespace with its runs.
+        """Make the mirror equal to the given runs of each namespace. Return the events to publish.
 
-        ``runs`` come depth first, as `PagedCache.runs` gives them. For a cache that was there
-        before its first event was taken, or events that were missed. Runs without tokens (of the
-        chain index) cannot be told of, nor what hangs from them.
+        For a cache that existed before the mirror, or whose events were missed. Runs come depth
+        first, as from `PagedCache.runs`. Runs without tokens (of the chain index) and all behind
+        them are left out.
         """
-        told: list[KVEvent] = []
+        events: list[KVEvent] = []
         seen: set[int] = set()
-        for space, runs in spaces:
-            last_page: list[int] = []  # of the run above, at each depth
+        for namespace, runs in spaces:
+            last_page: list[int] = []  # of the runs above, by depth
             for run in runs:
                 pages = run.pages.tolist()
                 del last_page[run.depth :]
@@ -109,11 +108,11 @@ class CacheMirror:
                     continue
                 seen.update(pages)
                 tokens = run.tokens.astype(TOKEN_DTYPE, copy=False).tobytes()
-                told += self._store(space, parent, pages, tokens, run.extras)
-        return told + self._forget([page for page in self._pages if page not in seen])
+                events += self._store(namespace, parent, pages, tokens, run.extras)
+        return events + self._remove([page for page in self._pages if page not in seen])
 
     def snapshot(self) -> Iterator[KVEvent]:
-        """All that is held, as events for somebody who knows nothing: parents first."""
+        """Yield all pages as events for a reader that knows nothing, parents first."""
         children: dict[int, list[int]] = {}
         for page, held in self._pages.items():
             children.setdefault(held.parent, []).append(page)
@@ -130,37 +129,37 @@ class CacheMirror:
             yield from self._stored(run, run[0].parent)
 
     def _store(
-        self, space: Namespace, parent: int, pages: Sequence[int], tokens: bytes, extras: Extras
+        self, namespace: Namespace, parent: int, pages: Sequence[int], tokens: bytes, extras: Extras
     ) -> list[KVEvent]:
         above = self._pages.get(parent)
-        if parent >= 0 and (above is None or above.space != space):
+        if parent >= 0 and (above is None or above.namespace != namespace):
             self.orphans += len(pages)
             return []
         size = self.page_size * TOKEN_BYTES
-        told: list[KVEvent] = []
+        events: list[KVEvent] = []
         fresh: list[_Page] = []
         first_parent = parent
-        keys = chain_keys(root_key(space) if above is None else above.key, tokens, size, extras)
+        keys = chain_keys(root_key(namespace) if above is None else above.key, tokens, size, extras)
         for at, (page, key) in enumerate(zip(pages, keys, strict=True)):
             known = self._pages.get(page)
             if known is not None and known.key == key:
-                if fresh:  # told before: what is new ends here, and may go on behind it
-                    told += self._stored(fresh, first_parent)
+                if fresh:  # a known page ends the run of new ones; more may follow it
+                    events += self._stored(fresh, first_parent)
                     fresh = []
                 first_parent = page
             else:
                 if known is not None:
-                    told += self._forget([page])
+                    events += self._remove([page])
                 own = extras_between(extras, at * self.page_size, (at + 1) * self.page_size)
-                held = _Page(key, parent, tokens[at * size : (at + 1) * size], space, own)
+                held = _Page(key, parent, tokens[at * size : (at + 1) * size], namespace, own)
                 self._pages[page] = held
                 fresh.append(held)
             parent = page
         if fresh:
-            told += self._stored(fresh, first_parent)
-        return told
+            events += self._stored(fresh, first_parent)
+        return events
 
-    def _forget(self, pages: Iterable[int]) -> list[KVEvent]:
+    def _remove(self, pages: Iterable[int]) -> list[KVEvent]:
         gone = [held for page in pages if (held := self._pages.pop(page, None)) is not None]
         if not gone:
             return []
@@ -171,7 +170,7 @@ class CacheMirror:
         ]
 
     def _stored(self, held: Sequence[_Page], parent: int) -> Iterator[BlockStored]:
-        """These pages in order behind ``parent``, as events that are not too large."""
+        """Yield these pages, in order behind ``parent``, as events of bounded size."""
         above = None if parent < 0 else self._pages[parent]
         for at in range(0, len(held), self._most):
             run = held[at : at + self._most]
@@ -179,15 +178,15 @@ class CacheMirror:
             above = run[-1]
 
     def _event(self, held: Sequence[_Page], above: _Page | None) -> BlockStored:
-        space = held[0].space
-        # As pairs, so that who takes text for a salt does not take these for one.
+        namespace = held[0].namespace
+        # Pairs: a reader that takes text for a salt cannot mistake them for one.
         extra: list[list[Any] | None] = [
             [[one.digest.hex(), one.position] for one in page.extras] or None for page in held
         ]
-        if above is None and (space.tenant or space.lora):
-            first: list[Any] = [space.lora] if space.lora else []
-            if space.tenant:
-                first.append(salt_digest(space.tenant))
+        if above is None and (namespace.tenant or namespace.lora):
+            first: list[Any] = [namespace.lora] if namespace.lora else []
+            if namespace.tenant:
+                first.append(salt_digest(namespace.tenant))
             extra[0] = [*first, *(extra[0] or ())]
         return BlockStored(
             block_hashes=[_wire_hash(one.key) for one in held],
@@ -196,13 +195,13 @@ class CacheMirror:
             block_size=self.page_size,
             lora_id=None,
             medium=self.medium,
-            lora_name=space.lora or None,
+            lora_name=namespace.lora or None,
             extra_keys=extra if any(extra) else None,
         )
 
 
 def _wire_hash(key: bytes) -> int:
-    """The low 64 bits, as vLLM does by default."""
+    """The low 64 bits of a block key, as vLLM does by default."""
     return int.from_bytes(key[-8:], "big")
 
 
