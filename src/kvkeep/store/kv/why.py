@@ -78,7 +78,7 @@ class _MissList:
         self._at = start
 
     def add(self, end: int, loss: Loss | None) -> None:
-        """Add why tokens up to ``end`` are missing; None: stored, and usable at the beginning alone."""
+        """Add why tokens up to ``end`` are missing; None: stored, usable at the beginning."""
         start, self._at = self._at, max(self._at, end)
         last = self.misses[-1] if self.misses else None
         if end <= start or (loss is None and last is None):
