@@ -12,7 +12,7 @@ import pytest
 from kvkeep.bench.replay import PrefillCost
 from kvkeep.bench.traces import generate, write_trace
 from kvkeep.cli import main
-from kvkeep.cli.replay import parse_tokens
+from kvkeep.cli.replaying import parse_tokens
 from kvkeep.core.errors import InvalidValue
 
 
@@ -80,7 +80,7 @@ def test_pages_and_processes(trace, capsys):
         (["--capacity", "3"], "less than a page"),
         (["--capacity", "0"], "capacity"),
         (["--capacity", "3M,,5M"], "--capacity is a list"),
-        (["--capacity", "40GiB"], "takes --model"),
+        (["--capacity", "40GiB"], "needs --model"),
         (["--capacity", "999999999G", "--policy", "lru"], "pages is"),
         (["--capacity", "3M", "--jobs", "0"], "--jobs"),
         (["--capacity", "3M", "--page", "0"], "page_tokens"),
@@ -166,7 +166,7 @@ def test_a_report_is_not_written_over_what_is_read(trace, tmp_path, capsys, comm
     own.write_bytes(lines)
     size = ["--capacity", "50k"] if command == "replay" else ["--memory", "50k"]
     assert main([command, str(own), *size, "--fresh", "--out", str(tmp_path / "azure.html")]) == 2
-    assert f"would write over {own}; name another" in capsys.readouterr().err
+    assert f"would overwrite {own}; name another" in capsys.readouterr().err
     assert own.read_bytes() == lines
     assert list(tmp_path.iterdir()) == [own]
 
@@ -176,7 +176,7 @@ def test_a_report_is_not_written_over_the_cost(trace, tmp_path, capsys):
     PrefillCost(seconds_per_token=1e-4).write(cost)
     words = ["--capacity", "50k", "--cost", str(cost), "--out", str(tmp_path / "cost.html")]
     assert main(["replay", trace, *words]) == 2
-    assert "would write over" in capsys.readouterr().err
+    assert "would overwrite" in capsys.readouterr().err
 
 
 def test_where_no_report_can_be_is_said_before_anything_runs(trace, tmp_path, capsys):
@@ -219,7 +219,7 @@ def test_plan_ends_in_words(tmp_path, capsys):
     ("words", "says"),
     [
         (["--memory", "lots"], "40GiB: 'lots' is no count"),
-        (["--memory", "40GiB"], "takes --model"),
+        (["--memory", "40GiB"], "needs --model"),
         (["--memory", "0"], "capacity"),
         (["--memory", "3M", "--gpu-hour", "2"], "--prefill-speed, --memory-price, --model"),
     ],

@@ -282,7 +282,7 @@ def test_a_cache_that_cannot_be_written_is_no_reason_not_to_serve(tmp_path):
         process.send_signal(signal.SIGTERM)
         code, log = ended(process)
     assert code == 0
-    assert "nothing is kept on disk" in log
+    assert "KV is not stored on disk" in log
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ def test_info(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for text in (
         "(mooncake)",
-        "25.0% of them",
+        "25.0% of the units",
         "2,000",
-        "lines left out",
+        "lines skipped",
         "line 2: not JSON",
         "1.5 s",
     ):

@@ -257,4 +257,4 @@ def test_an_amount_that_is_none_is_refused_with_its_option(capsys):
 def test_serve_needs_events_for_a_replay(capsys):
     asked = ["serve", "--port", "0", "--memory", "16MiB", "--events-replay", "tcp://127.0.0.1:*"]
     assert main(asked) == 2
-    assert "nothing to replay without --events" in capsys.readouterr().err
+    assert "--events-replay needs --events" in capsys.readouterr().err
