@@ -256,7 +256,7 @@ def test_named_tiers_and_none(tmp_path):
 
 def test_a_server_that_reuses_nothing_says_so(tmp_path):
     with serving("--no-reuse", XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
-        assert "nothing is reused" in process.stdout.readline()
+        assert "no KV is reused" in process.stdout.readline()
         first = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60).json()
         again = httpx.post(f"{url}/v1/completions", json={**LONG, "n": 3}, timeout=60).json()
         assert {one["text"] for one in again["choices"]} == {first["choices"][0]["text"]}

@@ -52,7 +52,7 @@ def test_generate_and_convert(
     assert "namespaces" in shown
     assert "sessions" in shown
     assert main(made) == 2
-    assert "there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     converted = tmp_path / "c.jsonl"
     assert main(["trace", "convert", str(trace), str(converted)]) == 0
     assert "2 requests" in capsys.readouterr().out

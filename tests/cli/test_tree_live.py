@@ -164,7 +164,10 @@ def test_what_is_asked_for(capsys):
         (["http://127.0.0.1:1", "--pages", "4"], "--pages is for a tree of prompts"),
         (["http://127.0.0.1:1", "--prompt", "x"], "--prompt is for a tree of prompts"),
         (["--nodes", "4"], "--nodes is for the tree of a server: give its URL"),
-        (["--prompt", "[1]", "--search-tokens", "4"], "--search-tokens is for the tree of a server"),
+        (
+            ["--prompt", "[1]", "--search-tokens", "4"],
+            "--search-tokens is for the tree of a server",
+        ),
         (["127.0.0.1:1", "--nodes", "0"], "--nodes is 0"),
         (["127.0.0.1:1", "--depth", "0"], "--depth is 0"),
         (["127.0.0.1:1", "--search", ""], "--search is empty"),
