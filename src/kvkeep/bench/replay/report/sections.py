@@ -184,7 +184,7 @@ def _latency(found: Arranged) -> str:
     rows = (_times(line, outcome) for line, outcome in found.each() if outcome.latency)
     behind = details("The figures", table("Time to first token", head, rows))
     chart = _chart("ttft", "Time to first token against capacity",
-                   "Reuse saves computing, and waiting for the prompts of others.", behind)  # fmt: skip
+                   "Reuse saves computing and waiting.", behind)  # fmt: skip
     return _section("latency", "How long until the first token", chosen, chart)
 
 
