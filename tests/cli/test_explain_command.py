@@ -214,7 +214,7 @@ def test_what_is_asked_for_each_way_of_asking(tmp_path, capsys, monkeypatch):
             monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((content or "").encode())))
             assert main(["explain", server.url, *arguments]) == 0
             assert server.asked[-1] == ("POST", "/kv/explain", body)
-            assert "this prompt, if it came now" in capsys.readouterr().out
+            assert "this prompt, if it were sent now" in capsys.readouterr().out
 
 
 def test_an_id_goes_into_the_path_as_it_is(capsys):

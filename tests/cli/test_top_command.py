@@ -345,7 +345,7 @@ def test_a_server_that_goes_away_is_waited_for():
             server.server_close()
             for connection in server.connected:
                 connection.shutdown(2)
-            since = len(top.read("asked again"))
+            since = len(top.read("retrying"))
             with told(answers(running=9), port):
                 top.read("9 running", since)
             top.press(b"q")

@@ -132,7 +132,7 @@ def test_users_wait_for_answers():
         (lambda work: ReplayRun("lru", 99, bandwidths=(1.0,)), "bandwidths need tiers"),
         (
             lambda work: ReplayRun("lru", 9, below=(9,), cost=COST, bandwidths=(0.0,)),
-            "bytes a second",
+            "a bandwidth is",
         ),
     ],
 )

@@ -85,7 +85,7 @@ def test_what_is_recommended_was_replayed():
     assert advice.disk
     assert advice.policy != "lru"
     run = ReplayRun(advice.policy, 300, below=(600,), tiering=advice.tiering)
-    share = f"{100 * outcomes[run].token_hit_rate:.1f} % of all prompt tokens need no computing"
+    share = f"{100 * outcomes[run].token_hit_rate:.1f} % of all prompt tokens need not be computed"
     assert share in advice.recommendation
     assert f"the policy {advice.policy}" in advice.recommendation
 

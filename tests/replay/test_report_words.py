@@ -27,7 +27,7 @@ def test_findings():
         made("2q", 3000, 25),
     ) == [
         "Of all blocks requested, 60.0 % had been requested before: an unlimited cache would reuse "
-        "so many.",
+        "all of these.",
         "With 1 k tokens, lru reuses 15.0 % of all blocks. 2q would reuse 20.0 %, for which lru "
         "needs about 2 k. The optimum with that much memory is 40.0 %.",
         "With 3 k tokens, lru reuses 25.0 % of all blocks. No other policy reuses noticeably more.",

@@ -234,7 +234,7 @@ def test_a_bad_line_has_a_number_and_a_reason(line: object, reason: str, tmp_pat
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ({"prompt": 5}, "a prompt is text in `prompt`"),
+        ({"prompt": 5}, "a prompt needs text in `prompt`"),
         ({"tokens": [1, -1]}, "token ids lie in"),
         ({"tokens": [1, 2.5]}, "integer ids"),
         ({"tokens": [[1]]}, "one row of ids"),

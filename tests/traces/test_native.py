@@ -155,7 +155,7 @@ def test_notes_of_what_is_missing_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "reason"),
     [
-        ({"kvkeep_trace": 2, "unit_tokens": 8}, "kvkeep_trace is 2; 1 is read"),
+        ({"kvkeep_trace": 2, "unit_tokens": 8}, "kvkeep_trace is 2, not 1"),
         ({"kvkeep_trace": 1}, "unit_tokens is missing"),
         ({"kvkeep_trace": 1, "unit_tokens": 0}, "unit_tokens is 0"),
         ({"kvkeep_trace": 1, "unit_tokens": 8, "pages": "x"}, "pages is 'x'"),

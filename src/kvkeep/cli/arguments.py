@@ -10,11 +10,13 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry.units import parse_bytes, parse_count
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = [
-    "BUNDLED_MODEL", "add_count", "add_json", "add_model_path", "add_page_size",
-    "add_path", "add_seconds", "add_switch", "byte_size", "count", "model_name",
+    "BUNDLED_MODEL", "add_count", "add_json", "add_model_path", "add_option",
+    "add_page_size", "add_path", "add_seconds", "add_switch", "byte_size", "count", "model_name",
 ]  # fmt: skip
 
 BUNDLED_MODEL = "kvkeep-tiny"
@@ -46,17 +48,35 @@ def count(text: str) -> int:
 # --- kinds of options --------------------------------------------------------------------------
 
 
+def add_option(
+    parser: argparse._ActionsContainer,
+    option: str,
+    help: str,
+    *,
+    type: Callable[[str], object] = str,
+    default: object = None,
+) -> None:
+    """Add an option with a value: ``--users N``; the help text ends with its default, if any."""
+    name, metavar = option.split(" ")
+    if isinstance(default, int):
+        help += f" (default: {default:,})"
+    elif isinstance(default, float):
+        help += f" (default: {default:g})"
+    elif default not in {None, ""}:
+        help += f" (default: {default})"
+    parser.add_argument(name, metavar=metavar, type=type, default=default, help=help)
+
+
 def add_count(
     parser: argparse._ActionsContainer, option: str, default: int, help: str, *, metavar: str = "N"
 ) -> None:
-    """Add an option that takes a count; the help text ends with the default."""
-    text = f"{help} (default: {default:,})"
-    parser.add_argument(option, metavar=metavar, type=count, default=default, help=text)
+    """Add an option that takes a count."""
+    add_option(parser, f"{option} {metavar}", help, type=count, default=default)
 
 
 def add_seconds(parser: argparse._ActionsContainer, option: str, default: float, help: str) -> None:
-    """Add an option that takes seconds; the help text ends with the unit and the default."""
-    text = f"{help}, in seconds (default: {default:g})"
+    """Add an option that takes seconds."""
+    text = f"{help} (in seconds; default: {default:g})"
     parser.add_argument(option, metavar="S", type=float, default=default, help=text)
 
 
@@ -69,7 +89,7 @@ def add_path(
     parser: argparse._ActionsContainer, option: str, help: str, *, metavar: str = "FILE"
 ) -> None:
     """Add an option that takes a path, None unless given."""
-    parser.add_argument(option, metavar=metavar, type=Path, help=help)
+    add_option(parser, f"{option} {metavar}", help, type=Path)
 
 
 # --- shared options ----------------------------------------------------------------------------

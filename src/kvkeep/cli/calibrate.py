@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay.costs import PrefillCost
-from kvkeep.cli.arguments import add_count, add_json, add_path
+from kvkeep.cli.arguments import add_count, add_json, add_option, add_path
 from kvkeep.cli.calibrating import LENGTHS, measure_engine, measure_server
 from kvkeep.cli.model import add_dtype, add_model_arguments, choose_threads
 from kvkeep.core.errors import InvalidValue, whole
@@ -37,19 +37,17 @@ def add_parser(commands: Commands) -> None:
     add_model_arguments(parser, memory="256MiB")
     add_dtype(parser)
     server = parser.add_argument_group("a server instead")
-    server.add_argument(
-        "--url",
-        metavar="URL",
-        help="address of a server with OpenAI's API, such as http://host:8000",
+    add_option(
+        server, "--url URL", "address of a server with OpenAI's API, such as http://host:8000"
     )
     server.add_argument(
         "--name", help="name of the model there (default: the first that it serves)"
     )
     measuring = parser.add_argument_group("measuring")
-    measuring.add_argument(
-        "--lengths",
-        metavar="LIST",
-        help="prompt lengths in tokens, separated by commas (default: "
+    add_option(
+        measuring,
+        "--lengths LIST",
+        "prompt lengths in tokens, separated by commas (default: "
         f"{','.join(map(str, LENGTHS))}, up to the model's longest)",
     )
     add_count(measuring, "--repeats", 3, "measurements of each length; their median is used")

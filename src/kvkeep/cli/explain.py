@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from kvkeep.cli.arguments import add_json, add_path, count
+from kvkeep.cli.arguments import add_json, add_option, add_path, count
 from kvkeep.cli.client import ServerRefusal
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.replies import entries
@@ -46,21 +46,19 @@ def add_parser(commands: Commands) -> None:
         "of it, with or without cmpl-",
     )
     prompt = parser.add_argument_group("a prompt instead of a request; it is not computed")
-    prompt.add_argument(
-        "--prompt", metavar="TEXT", help="text of the prompt, as for /v1/completions"
-    )
+    add_option(prompt, "--prompt TEXT", "text of the prompt, as for /v1/completions")
     add_path(
         prompt,
         "--file",
         "file that holds the prompt (-: standard input): text, a JSON array of token ids or of "
         "messages, or the JSON body of an API request",
     )
-    prompt.add_argument("--salt", metavar="SALT", help="cache_salt of the prompt (default: none)")
-    parser.add_argument(
-        "--last",
-        metavar="N",
+    add_option(prompt, "--salt SALT", "cache_salt of the prompt (default: none)")
+    add_option(
+        parser,
+        "--last N",
+        "requests to summarise (default: all that the server remembers, at most 1,000)",
         type=count,
-        help="requests to summarise (default: all that the server remembers, at most 1,000)",
     )
     add_json(parser, "print the server's answer as one JSON object instead of text")
     add_server_arguments(parser)

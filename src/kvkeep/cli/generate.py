@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.arguments import add_count, add_json, add_switch, count
+from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch, count
 from kvkeep.cli.model import add_dtype, add_model_arguments, choose_threads, load
 from kvkeep.cli.progress import progress
 
@@ -50,24 +50,28 @@ def add_parser(commands: Commands) -> None:
 
 def _add_sampling(sampling: argparse._ArgumentGroup) -> None:
     add_count(sampling, "--max-tokens", 128, "tokens to generate per prompt")
-    sampling.add_argument(
-        "--temperature", metavar="T", type=float, default=0.0, help="0: greedy (default: 0)"
+    add_option(
+        sampling,
+        "--temperature T",
+        "sampling temperature; 0: always the most likely token",
+        type=float,
+        default=0.0,
     )
-    sampling.add_argument(
-        "--top-p",
-        metavar="P",
+    add_option(
+        sampling,
+        "--top-p P",
+        "sample from the most likely tokens whose probabilities add up to P",
         type=float,
         default=1.0,
-        help="sample from the most likely tokens whose probabilities add up to P (default: 1)",
     )
-    sampling.add_argument(
-        "--top-k",
-        metavar="K",
+    add_option(
+        sampling,
+        "--top-k K",
+        "sample from the K most likely tokens; 0: from all",
         type=count,
         default=0,
-        help="sample from the K most likely tokens; 0: from all (default: 0)",
     )
-    sampling.add_argument("--seed", metavar="N", type=int, help="seed (default: a random one)")
+    add_option(sampling, "--seed N", "seed (default: a random one)", type=int)
     sampling.add_argument(
         "--stop",
         metavar="TEXT",

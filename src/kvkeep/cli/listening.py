@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.arguments import add_seconds, byte_size, count
+from kvkeep.cli.arguments import add_option, add_seconds, byte_size, count
 
 if TYPE_CHECKING:
     import argparse
@@ -21,13 +21,7 @@ def add_address(group: argparse._ArgumentGroup, *, port: int) -> None:
         default="127.0.0.1",
         help="address to listen on (default: 127.0.0.1, this machine only)",
     )
-    group.add_argument(
-        "--port",
-        metavar="N",
-        type=int,
-        default=port,
-        help=f"port to listen on; 0: any free port (default: {port})",
-    )
+    add_option(group, "--port N", "port to listen on; 0: any free port", type=int, default=port)
     group.add_argument(
         "--allow-host",
         metavar="NAME",
@@ -40,21 +34,20 @@ def add_address(group: argparse._ArgumentGroup, *, port: int) -> None:
 
 def add_connection_limits(group: argparse._ArgumentGroup, *, share: str) -> None:
     """Add the limits on connections and bodies; ``share`` is what of the open files is used."""
-    group.add_argument(
-        "--max-connections",
-        metavar="N",
+    add_option(
+        group,
+        "--max-connections N",
+        f"connections open at once (default: 1,024, or {share} the limit on open files leaves)",
         type=count,
-        help=f"connections open at once (default: 1,024, or {share} the limit on open files "
-        "leaves)",
     )
     add_seconds(group, "--head-timeout", 10.0, "time for the head of a request to arrive")
     add_seconds(group, "--body-timeout", 60.0, "time for the body of a request to arrive")
-    group.add_argument(
-        "--body-budget",
-        metavar="SIZE",
+    add_option(
+        group,
+        "--body-budget SIZE",
+        "memory for the bodies of all requests together",
         type=byte_size,
         default="256MiB",
-        help="memory for the bodies of all requests together (default: 256MiB)",
     )
 
 

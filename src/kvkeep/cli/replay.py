@@ -9,20 +9,9 @@ from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay import BELADY, BOUNDS, INFINITE, ReplayRun
 from kvkeep.bench.replay.planning import amount
-from kvkeep.cli.arguments import add_json, add_path, add_switch, count
+from kvkeep.cli import replaying
+from kvkeep.cli.arguments import add_json, add_option, add_path, add_switch, count
 from kvkeep.cli.drawing import visible
-from kvkeep.cli.replaying import (
-    add_price_arguments,
-    add_replay_arguments,
-    add_report_arguments,
-    check_out,
-    facts,
-    parse_tokens,
-    prices_of,
-    read_workload,
-    replayed,
-    report,
-)
 from kvkeep.cli.tables import print_table
 from kvkeep.cli.trace import add_reading_arguments
 from kvkeep.core.errors import InvalidValue
@@ -49,17 +38,17 @@ def add_parser(commands: Commands) -> None:
         "and a virtual clock, once for each policy and capacity. docs/replay.md explains the "
         "results.",
     )
-    parser.add_argument("file", metavar="TRACE", type=Path)
+    parser.add_argument("file", metavar="TRACE", type=Path, help="trace file")
     add_reading_arguments(parser)
     _add_replaying(parser.add_argument_group("replaying"))
     _add_loop(parser.add_argument_group("time to the first token"))
-    add_price_arguments(parser)
+    replaying.add_price_arguments(parser)
     add_switch(
         parser,
         "--no-bounds",
         "leave out the upper bounds (--json has them only if --policy names them)",
     )
-    add_report_arguments(parser)
+    replaying.add_report_arguments(parser)
     add_json(parser, "print one JSON object per replay instead of text")
     parser.set_defaults(run=run)
 
@@ -72,27 +61,26 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
         help="memories to try, in tokens: 3M,5M,10M; or in bytes, with --model: 40GiB,80GiB; with "
         "tiers below, fastest first: 1M+8M",
     )
-    group.add_argument(
-        "--policy",
-        metavar="LIST",
-        default="lru,2q,adaptive",
-        help=f"eviction policies to try, of {', '.join(POLICIES)}, and bounds, of "
+    add_option(
+        group,
+        "--policy LIST",
+        f"eviction policies to try, of {', '.join(POLICIES)}, and bounds, of "
         f"{', '.join(BOUNDS)}; lru+sessions tells the policy which requests form a session, if "
-        "the trace has sessions (default: lru,2q,adaptive)",
+        "the trace has sessions",
+        default="lru,2q,adaptive",
     )
-    group.add_argument(
-        "--tiering",
-        metavar="LIST",
+    add_option(
+        group,
+        "--tiering LIST",
+        f"tiering policies to try if there are tiers, of {', '.join(TIERINGS)}",
         default="inclusive,exclusive,adaptive",
-        help=f"tiering policies to try if there are tiers, of {', '.join(TIERINGS)} "
-        "(default: inclusive,exclusive,adaptive)",
     )
-    group.add_argument(
-        "--page",
-        metavar="TOKENS",
-        type=count,
-        help="tokens per page, with hits counted to the token (default: one page per id of the "
+    add_option(
+        group,
+        "--page TOKENS",
+        "tokens per page, with hits counted to the token (default: one page per id of the "
         "trace, full or not, as most published hit rates are counted)",
+        type=count,
     )
     group.add_argument(
         "--prefix",
@@ -100,7 +88,7 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
         default="radix",
         help="prefix index (default: radix)",
     )
-    add_replay_arguments(group)
+    replaying.add_replay_arguments(group)
 
 
 def _add_loop(loop: argparse._ArgumentGroup) -> None:
@@ -110,30 +98,30 @@ def _add_loop(loop: argparse._ArgumentGroup) -> None:
         "time to compute a prompt, as `kvkeep calibrate` measures it; requests then wait in a "
         "queue",
     )
-    loop.add_argument(
-        "--users",
-        metavar="N",
-        type=count,
-        help="with --cost: number of users, each of whom waits for an answer before the next "
+    add_option(
+        loop,
+        "--users N",
+        "with --cost: number of users, each of whom waits for an answer before the next "
         "request (default: requests arrive at their times in the trace)",
+        type=count,
     )
-    loop.add_argument(
-        "--bandwidth",
-        metavar="LIST",
-        help="with --cost and tiers: bytes per second at which each tier below memory is read, "
+    add_option(
+        loop,
+        "--bandwidth LIST",
+        "with --cost and tiers: bytes per second at which each tier below memory is read, "
         "such as 20GB,3GB (default: reads take no time)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay, and print the outcomes."""
-    check_out(args)
-    prices = prices_of(args)
+    replaying.check_out(args)
+    prices = replaying.prices_of(args)
     runs = _planned_runs(args, bounds=not args.no_bounds and not args.json)
-    workload = read_workload(args)
-    outcomes = replayed(workload, runs, args)
+    workload = replaying.read_workload(args)
+    outcomes = replaying.replayed(workload, runs, args)
     if args.out is not None:
-        report(workload, outcomes, args, prices)
+        replaying.report(workload, outcomes, args, prices)
     if args.json:
         for outcome in outcomes:
             print(json.dumps(outcome.as_dict()))
@@ -198,11 +186,11 @@ def _bandwidths(text: str | None) -> tuple[float | None, ...]:
 
 def _capacities(text: str, model: Path | None) -> list[int]:
     """Return the tokens of one memory, or of several tiers joined by ``+``."""
-    return [parse_tokens(part.strip(), model) for part in text.split("+")]
+    return [replaying.parse_tokens(part.strip(), model) for part in text.split("+")]
 
 
 def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Outcome]) -> None:
-    known = facts(workload)
+    known = replaying.facts(workload)
     print(
         f"{visible(workload.name)}: {known['requests']:,} requests, "
         f"{known['tokens']:,} prompt tokens in {known['span_s'] / 60:,.0f} minutes"

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.bench.replay import RunLog, Workload, replay
-from kvkeep.cli.arguments import add_path, add_switch, count
+from kvkeep.cli.arguments import add_option, add_path, add_switch, count
 from kvkeep.cli.progress import progress
 from kvkeep.cli.trace import opened
 from kvkeep.core.errors import InvalidValue, whole
@@ -41,11 +41,11 @@ def add_replay_arguments(group: argparse._ArgumentGroup) -> None:
         "local model directory or config.json, for the size of a token's KV",
         metavar="PATH",
     )
-    group.add_argument(
-        "--jobs",
-        metavar="N",
+    add_option(
+        group,
+        "--jobs N",
+        "replays to run at once, each in a process (default: one per processor)",
         type=count,
-        help="replays to run at once, each in a process (default: one per processor)",
     )
 
 

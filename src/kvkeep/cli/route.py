@@ -7,7 +7,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.arguments import add_count, add_path, add_seconds, count
+from kvkeep.cli.arguments import add_count, add_option, add_path, add_seconds, count
 from kvkeep.cli.listening import add_address, add_connection_limits, add_log_level, allowed_hosts
 from kvkeep.core.errors import InvalidValue, require, whole
 
@@ -51,14 +51,12 @@ def add_parser(commands: Commands) -> None:
         metavar="PATH",
     )
     costs = parser.add_argument_group("cost of a prompt")
-    costs.add_argument(
-        "--prefill-speed", metavar="N", type=float, help="tokens per second (default: 15,000)"
-    )
-    costs.add_argument(
-        "--balance",
-        metavar="X",
+    add_option(costs, "--prefill-speed N", "tokens per second (default: 15,000)", type=float)
+    add_option(
+        costs,
+        "--balance X",
+        "weight of an instance's recent load in its cost (default: 0.02)",
         type=float,
-        help="weight of an instance's recent load in its cost (default: 0.02)",
     )
     _add_timeouts(parser.add_argument_group("instances that do not answer"))
     add_connection_limits(parser.add_argument_group("limits"), share="half of what")
@@ -75,27 +73,27 @@ def add_parser(commands: Commands) -> None:
 
 
 def _add_events(events: argparse._ArgumentGroup) -> None:
-    events.add_argument(
-        "--events",
-        metavar="ADDRESS,…",
+    add_option(
+        events,
+        "--events ADDRESS,…",
+        "address of each instance's KV events, tcp://HOST:PORT; empty for an instance without",
         default="",
-        help="address of each instance's KV events, tcp://HOST:PORT; empty for an instance without",
     )
-    events.add_argument(
-        "--replay",
-        metavar="ADDRESS,…",
+    add_option(
+        events,
+        "--replay ADDRESS,…",
+        "address where each instance resends missed events; empty for an instance without",
         default="",
-        help="address where each instance resends missed events; empty for an instance without",
     )
     events.add_argument(
         "--topic", default="", help="read only events whose topic begins with this (default: all)"
     )
-    events.add_argument(
-        "--ranks",
-        metavar="N",
+    add_option(
+        events,
+        "--ranks N",
+        "data-parallel ranks per instance, on consecutive ports",
         type=count,
         default=1,
-        help="data-parallel ranks per instance, on consecutive ports (default: 1)",
     )
 
 
@@ -106,7 +104,10 @@ def _add_timeouts(waits: argparse._ArgumentGroup) -> None:
     add_seconds(waits, "--idle-timeout", 300.0, "time between two pieces of an answer")
     add_seconds(waits, "--probe-interval", 1.0, "time between two GET /health of an instance")
     add_seconds(
-        waits, "--probe-timeout", 2.0, "time until /health answers; without it, no requests"
+        waits,
+        "--probe-timeout",
+        2.0,
+        "time until /health answers; a slower instance gets no requests",
     )
     add_seconds(waits, "--tokenize-timeout", 2.0, "time until an instance's /tokenize answers")
     add_count(waits, "--tries", 2, "instances to try per request, while none has answered")
@@ -114,8 +115,11 @@ def _add_timeouts(waits: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Route until a signal; return 0 after an orderly shutdown."""
-    for needed in ("zmq", "httpx", "starlette", "uvicorn", "prometheus_client"):
-        require(needed, "router")
+    require("zmq", "router")
+    require("httpx", "router")
+    require("starlette", "router")
+    require("uvicorn", "router")
+    require("prometheus_client", "router")
     from kvkeep.serve import http  # noqa: PLC0415
     from kvkeep.serve.kv_events import EventReader  # noqa: PLC0415
     from kvkeep.serve.router import PrefixRouter  # noqa: PLC0415

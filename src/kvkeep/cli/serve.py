@@ -44,8 +44,8 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve a model over HTTP, with OpenAI's API",
-        description="Serve a model over HTTP, with OpenAI's API. The common beginning of prompts "
-        "is computed once. On SIGTERM the server ends when its running requests have ended.",
+        description="Serve a model over HTTP, with OpenAI's API. Common prefixes of prompts "
+        "are computed once. On SIGTERM the server ends when its running requests have ended.",
     )
     add_options(parser)
     parser.set_defaults(run=run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvkeep.cli.arguments import add_count, add_path, add_seconds, add_switch, count
+from kvkeep.cli.arguments import add_count, add_option, add_path, add_seconds, add_switch, count
 from kvkeep.cli.listening import add_address, add_connection_limits, add_log_level
 from kvkeep.cli.model import add_dtype, add_model_arguments
 from kvkeep.cli.server import KEY_VARIABLE
@@ -71,27 +71,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_access(access: argparse._ArgumentGroup) -> None:
     add_address(access, port=8000)
-    access.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="key that every request except /health must send; visible to other users of this "
+    add_option(
+        access,
+        "--api-key KEY",
+        "key that every request except /health must send; visible to other users of this "
         f"machine (default: ${KEY_VARIABLE}, which is not)",
     )
     add_path(access, "--api-key-file", "file that holds the key, in one line")
 
 
 def _add_events(events: argparse._ArgumentGroup) -> None:
-    events.add_argument(
-        "--events",
-        metavar="ADDRESS",
-        help="publish KV events at this address: tcp://127.0.0.1:5557",
+    add_option(
+        events, "--events ADDRESS", "publish KV events at this address: tcp://127.0.0.1:5557"
     )
-    events.add_argument(
-        "--events-replay", metavar="ADDRESS", help="resend missed events at this address"
-    )
-    events.add_argument(
-        "--events-topic", metavar="TEXT", default="kv", help="topic of the events (default: kv)"
-    )
+    add_option(events, "--events-replay ADDRESS", "resend missed events at this address")
+    add_option(events, "--events-topic TEXT", "topic of the events", default="kv")
 
 
 def _add_capture(capture: argparse._ArgumentGroup) -> None:
@@ -101,11 +95,11 @@ def _add_capture(capture: argparse._ArgumentGroup) -> None:
         "write a trace to this file: times, lengths and keyed hashes of each request, no text; "
         "compressed if the name ends in .gz",
     )
-    capture.add_argument(
-        "--capture-unit",
-        metavar="TOKENS",
+    add_option(
+        capture,
+        "--capture-unit TOKENS",
+        "tokens per hash in the trace (default: the page size)",
         type=count,
-        help="tokens per hash in the trace (default: the page size)",
     )
 
 
@@ -113,11 +107,8 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
     add_count(limits, "--max-running", 32, "answers generated at once")
     add_count(limits, "--step-tokens", 1024, "tokens computed per step")
     add_count(limits, "--max-waiting", 256, "requests waiting; further ones get status 429")
-    limits.add_argument(
-        "--max-prompt-tokens",
-        metavar="N",
-        type=count,
-        help="tokens of a prompt (default: as many as fit)",
+    add_option(
+        limits, "--max-prompt-tokens N", "tokens of a prompt (default: as many as fit)", type=count
     )
     add_connection_limits(limits, share="what")
     add_seconds(limits, "--request-timeout", 600.0, "time for a whole request")

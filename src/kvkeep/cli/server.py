@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlencode
 
-from kvkeep.cli.arguments import add_path
+from kvkeep.cli.arguments import add_path, add_seconds
 from kvkeep.cli.client import Address, Client, Gone
 from kvkeep.core.errors import InvalidValue
 
@@ -39,13 +39,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(
         server, "--ca-file", "PEM file of certificates to trust, for https (default: the system's)"
     )
-    server.add_argument(
-        "--timeout",
-        metavar="S",
-        type=float,
-        default=10.0,
-        help="time to wait for the server to send anything, in seconds (default: 10)",
-    )
+    add_seconds(server, "--timeout", 10.0, "time to wait for the server to send anything")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.arguments import add_json, add_model_path, add_page_size
+from kvkeep.cli.arguments import add_json, add_model_path, add_option, add_page_size
 from kvkeep.cli.tables import print_facts
 from kvkeep.core.geometry import KVGeometry, format_bytes, parse_bytes
 
@@ -56,9 +56,7 @@ def add_parser(commands: Commands) -> None:
         "--memory", metavar="SIZE", required=True, help="memory for KV per GPU, such as 24GiB"
     )
     add_page_size(parser)
-    parser.add_argument(
-        "--tp", metavar="RANKS", type=int, default=1, help="tensor-parallel ranks (default: 1)"
-    )
+    add_option(parser, "--tp RANKS", "tensor-parallel ranks", type=int, default=1)
     parser.add_argument(
         "--dtype", help="type of the KV cache, such as fp8 (default: as configured)"
     )

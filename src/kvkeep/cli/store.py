@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.arguments import add_count, add_json, add_switch
+from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends import TierURL
 
@@ -49,19 +49,13 @@ def add_parser(commands: Commands) -> None:
         "remove the least recently used blocks, by age or down to a size, and files that killed "
         "writers left behind",
     )
-    action.add_argument(
-        "--older", metavar="TIME", help="remove blocks not used for this long: 7d, 12h"
-    )
-    action.add_argument(
-        "--size", metavar="SIZE", help="keep at most this much: 100GiB (default: size= of the URL)"
-    )
+    add_option(action, "--older TIME", "remove blocks not used for this long: 7d, 12h")
+    add_option(action, "--size SIZE", "keep at most this much: 100GiB (default: size= of the URL)")
     add_switch(action, "--dry-run", "only print what would be removed")
     action = _add(actions, "rm", "remove a namespace, or all blocks")
     what = action.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--space",
-        metavar="HEX",
-        help="namespace to remove, as ls shows it; its first digits are enough",
+    add_option(
+        what, "--space HEX", "namespace to remove, as ls shows it; its first digits are enough"
     )
     add_switch(what, "--all", "remove all blocks")
     add_switch(action, "--yes", "do not ask for confirmation")

@@ -96,7 +96,7 @@ def opened(text: str) -> Iterator[OpenTier]:
     url = TierURL(text)
     if url.scheme == "memory":
         raise InvalidValue(
-            f"{url.safe} is memory of the server that uses it; ask that server (GET /kv/stats)"
+            f"{url.safe} is memory of the process that uses it; ask that server (GET /kv/stats)"
         )
     if url.scheme == "file" and not url.place:
         if not Path(url.path).is_dir():

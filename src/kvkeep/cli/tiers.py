@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from kvkeep.cli.arguments import count
+from kvkeep.cli.arguments import add_option, count
 from kvkeep.core.errors import InvalidValue, KVKeepError
 from kvkeep.core.geometry.units import format_bytes
 
@@ -40,19 +40,19 @@ def add_store_arguments(parser: argparse.ArgumentParser, *, default: str) -> Non
         help="tier to store KV in: memory://4GiB, file:///path?size=200GiB, valkey://host:6379, "
         f"s3://bucket; may be repeated, fastest first (default: {default})",
     )
-    store.add_argument(
-        "--tiering",
-        metavar="NAME",
+    add_option(
+        store,
+        "--tiering NAME",
+        "which blocks move between tiers: inclusive, exclusive or adaptive; inclusive:2 or "
+        "exclusive:2 move only blocks used twice",
         default="inclusive",
-        help="which blocks move between tiers: inclusive, exclusive or adaptive; inclusive:2 or "
-        "exclusive:2 move only blocks used twice (default: inclusive)",
     )
-    store.add_argument(
-        "--block-tokens",
-        metavar="N",
-        type=count,
-        help="tokens per stored block, a multiple of the page size (default: "
+    add_option(
+        store,
+        "--block-tokens N",
+        "tokens per stored block, a multiple of the page size (default: "
         f"{_BLOCK_TOKENS}, rounded up to whole pages)",
+        type=count,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.bench.traces import FORMATS, KINDS, generate, open_trace, summarise, write_trace
-from kvkeep.cli.arguments import add_count, add_json, add_switch, count
+from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch, count
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.tables import print_facts
 from kvkeep.core.errors import InvalidValue
@@ -39,7 +39,7 @@ def add_parser(commands: Commands) -> None:
         description="Count the requests and tokens of a trace, and what an unlimited cache would "
         "reuse of them.",
     )
-    info.add_argument("file", metavar="FILE", type=Path)
+    info.add_argument("file", metavar="FILE", type=Path, help="trace file")
     add_reading_arguments(info)
     add_json(info)
     info.set_defaults(run=run, action=_info)
@@ -50,15 +50,15 @@ def add_parser(commands: Commands) -> None:
         description="Generate a trace of one kind of traffic. The same seed gives the same trace "
         "on every machine.",
     )
-    made.add_argument("kind", choices=KINDS)
-    made.add_argument("--seed", metavar="N", type=int, default=0, help="seed (default: 0)")
+    made.add_argument("kind", choices=KINDS, help="kind of traffic")
+    add_option(made, "--seed N", "seed", type=int, default=0)
     add_count(made, "--requests", 10_000, "number of requests")
     add_count(made, "--unit", 16, "tokens per id", metavar="TOKENS")
-    made.add_argument(
-        "--rate",
-        metavar="N",
+    add_option(
+        made,
+        "--rate N",
+        "sessions that begin per second (default: depends on the kind)",
         type=float,
-        help="sessions that begin per second (default: depends on the kind)",
     )
     _add_out(made, "--out", required=True)
     made.set_defaults(run=run, action=_generate)
@@ -68,7 +68,7 @@ def add_parser(commands: Commands) -> None:
         help="convert any trace to kvkeep's format",
         description="Write a trace in kvkeep's own format, which has ids in place of prompts.",
     )
-    convert.add_argument("file", metavar="IN", type=Path)
+    convert.add_argument("file", metavar="IN", type=Path, help="trace file to read")
     _add_out(convert, "out", metavar="OUT")
     add_reading_arguments(convert)
     convert.set_defaults(run=run, action=_convert)
@@ -88,23 +88,22 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how a trace is read; `opened` uses them."""
     reading = parser.add_argument_group("reading")
     reading.add_argument("--format", choices=FORMATS, help="format of the file (default: detected)")
-    reading.add_argument(
-        "--unit",
-        metavar="TOKENS",
+    add_option(
+        reading,
+        "--unit TOKENS",
+        "tokens per id (default: mooncake 512, bailian 16, prompts 1, azure 512)",
         type=count,
-        help="tokens per id (default: mooncake 512, bailian 16, prompts 1, azure 512)",
     )
     add_switch(
         reading,
         "--unchained",
         "an id in the file stands for its own tokens only, not also for all tokens before them",
     )
-    reading.add_argument(
-        "--text",
-        metavar="HOW",
+    add_option(
+        reading,
+        "--text HOW",
+        "how text is split into tokens: words, bytes, or a model directory, for its tokenizer",
         default="words",
-        help="how text is split into tokens: words, bytes, or a model directory, for its tokenizer "
-        "(default: words)",
     )
     add_switch(reading, "--strict", "fail at an invalid line (default: skip it and count it)")
 

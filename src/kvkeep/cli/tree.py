@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvkeep.cli.arguments import add_json, add_model_path, count
+from kvkeep.cli.arguments import add_json, add_model_path, add_option, count
 from kvkeep.cli.server import add_server_arguments
 from kvkeep.cli.tree_live import LIVE, add_live_arguments, draw_server
 from kvkeep.core.cache import PagedCache
@@ -64,9 +64,7 @@ def add_parser(commands: Commands) -> None:
         "examples); or a server: http://host:port, or host:port",
     )
     shown = parser.add_argument_group("drawing")
-    shown.add_argument(
-        "--depth", metavar="N", type=int, default=8, help="levels to draw (default: 8)"
-    )
+    add_option(shown, "--depth N", "levels to draw", type=int, default=8)
     add_json(shown)
     _add_prompt_options(parser.add_argument_group("tree of prompts"))
     add_live_arguments(parser.add_argument_group("tree of a server"))
@@ -80,17 +78,11 @@ def _add_prompt_options(group: argparse._ArgumentGroup) -> None:
         "--prompt", metavar="TEXT", action="append", help="one more prompt; may be repeated"
     )
     add_model_path(group, "model directory, for its tokenizer")
-    group.add_argument(
-        "--pages", metavar="N", type=count, help="pages of the cache (default: 16,384)"
-    )
-    group.add_argument(
-        "--page-size", metavar="TOKENS", type=count, help="tokens per page (default: 4)"
-    )
+    add_option(group, "--pages N", "pages of the cache (default: 16,384)", type=count)
+    add_option(group, "--page-size TOKENS", "tokens per page (default: 4)", type=count)
     group.add_argument("--prefix", choices=INDICES, help="prefix index (default: radix)")
     group.add_argument("--eviction", choices=POLICIES, help="eviction policy (default: lru)")
-    group.add_argument(
-        "--branches", metavar="N", type=int, help="branches to draw below a node (default: 12)"
-    )
+    add_option(group, "--branches N", "branches to draw below a node (default: 12)", type=int)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from kvkeep.cli.arguments import count
+from kvkeep.cli.arguments import add_option, count
 from kvkeep.cli.server import connect, path
 from kvkeep.cli.tables import console, print_lines
 from kvkeep.core.errors import InvalidValue, require, whole
@@ -25,28 +25,24 @@ _IDS: Final = re.compile(r"[0-9]{1,10}(,[0-9]{1,10})*")
 
 def add_live_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the options of `LIVE`."""
-    group.add_argument(
-        "--nodes",
-        metavar="N",
+    add_option(
+        group,
+        "--nodes N",
+        f"nodes to draw, largest first; the others are counted (default: {_NODES})",
         type=count,
-        help=f"nodes to draw, largest first; the others are counted (default: {_NODES})",
     )
-    group.add_argument(
-        "--salt", metavar="SALT", help="draw only what is cached under this cache_salt"
-    )
-    group.add_argument(
-        "--root",
-        metavar="NODE",
+    add_option(group, "--salt SALT", "draw only what is cached under this cache_salt")
+    add_option(
+        group,
+        "--root NODE",
+        "draw the tree below this node, with details of it (numbers are in the drawing)",
         type=count,
-        help="draw the tree below this node, with details of it (numbers are in the drawing)",
     )
-    group.add_argument(
-        "--search", metavar="TEXT", help="list the nodes that contain this text instead"
-    )
-    group.add_argument(
-        "--search-tokens",
-        metavar="IDS",
-        help="list the nodes that contain these token ids in sequence: 17,4,99",
+    add_option(group, "--search TEXT", "list the nodes that contain this text instead")
+    add_option(
+        group,
+        "--search-tokens IDS",
+        "list the nodes that contain these token ids in sequence: 17,4,99",
     )
 
 

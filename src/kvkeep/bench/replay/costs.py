@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvkeep.bench.traces.fields import shown
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -86,15 +87,13 @@ class PrefillCost:
         for field in _NUMBERS:
             value: object = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise InvalidValue(f"{field} is {_shown(value)}; a number is needed")
+                raise InvalidValue(f"{field} is {shown(value)}; a number is needed")
             if not 0 <= value <= _MAX_VALUE:  # NaN is in no range
-                raise InvalidValue(f"{field} is {_shown(value)}; 0 … {_MAX_VALUE:g} is needed")
+                raise InvalidValue(f"{field} is {shown(value)}; 0 … {_MAX_VALUE:g} is needed")
             object.__setattr__(self, field, float(value))
         name: object = self.name
         if not isinstance(name, str) or len(name) > _MAX_NAME:
-            raise InvalidValue(
-                f"name is text of at most {_MAX_NAME} characters, got {_shown(name)}"
-            )
+            raise InvalidValue(f"name is text of at most {_MAX_NAME} characters, got {shown(name)}")
 
     def prefill_s(self, start: int, stop: int) -> float:
         """Return seconds for tokens ``start`` … ``stop - 1``; 0 if there are none."""
@@ -144,11 +143,11 @@ class PrefillCost:
     def of(cls, found: object) -> PrefillCost:
         """Return the cost of an `as_dict`. Raises `InvalidValue`."""
         if not isinstance(found, dict):
-            raise InvalidValue(f"a cost is an object, got {_shown(found)}")
+            raise InvalidValue(f"a cost is an object, got {shown(found)}")
         version = found.get("kvkeep_cost")
         if isinstance(version, bool) or version != _VERSION:
             raise InvalidValue(
-                f"kvkeep_cost is {_shown(version)}; {_VERSION} is needed, as `kvkeep calibrate` "
+                f"kvkeep_cost is {shown(version)}; {_VERSION} is needed, as `kvkeep calibrate` "
                 "writes it"
             )
         if "seconds_per_token" not in found:
@@ -210,11 +209,3 @@ def _non_negative(terms: Floats) -> Floats:
                 best[some] = found
     result: Floats = best / scale
     return result
-
-
-def _shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):  # digits beyond Python's limit
-        return f"a {type(value).__name__}"
-    return text if len(text) <= 60 else text[:60] + "…"

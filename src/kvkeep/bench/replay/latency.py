@@ -11,6 +11,8 @@ from kvkeep.bench.replay.outcome import Spans
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from kvkeep.bench.replay.costs import PrefillCost
+
     Floats = npt.NDArray[np.float64]
 
 __all__ = ["RequestTimes"]
@@ -37,6 +39,15 @@ class RequestTimes:
         self.prefill, self.saved, self.loaded = np.zeros((3, requests))
         """Seconds to compute the prompt, seconds saved by hits, seconds to read from tiers."""
         self._seen: list[tuple[float, int, int]] = []
+
+    def begin(self, number: int, now: float, cost: PrefillCost, cached: int, tokens: int) -> float:
+        """Record that computing a prompt of ``tokens`` begins; return the seconds it takes."""
+        # The last token is always computed: the answer follows from it.
+        seconds = cost.prefill_s(min(cached, tokens - 1), tokens)
+        self.began[number] = now
+        self.prefill[number] = seconds
+        self.saved[number] = cost.prefill_s(0, tokens) - seconds
+        return seconds
 
     def seen(self, now: float, blocks: int, hit_blocks: int) -> None:
         """Record the totals of prompt blocks and hit blocks at ``now``."""

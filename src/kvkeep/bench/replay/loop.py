@@ -168,12 +168,8 @@ class _Loop:
     def _begin(self, number: int, now: float, sequence: Sequence, hit: int) -> None:
         if self._stage.paging.page_tokens is None:
             sequence.truncate(self._stage.length(number))  # frees the page of the padding token
-        tokens, cost, times = int(self._work.tokens[number]), self._cost, self._times
-        # The last token is always computed: the answer follows from it.
-        seconds = cost.prefill_s(min(hit, tokens - 1), tokens)
-        times.began[number] = now
-        times.prefill[number] = seconds
-        times.saved[number] = cost.prefill_s(0, tokens) - seconds
+        tokens = int(self._work.tokens[number])
+        seconds = self._times.begin(number, now, self._cost, hit, tokens)
         self._running[number] = sequence
         self._computing = True
         heapq.heappush(self._events, (now + seconds, _COMPUTED, number))

@@ -72,12 +72,9 @@ class Pace:
                 times.loaded[number] += self._free[level] - begin
                 ready = max(ready, self._free[level])
         tokens = int(self._work.tokens[number])
-        # The last token is always computed: the answer follows from it.
-        seconds = cost.prefill_s(min(hit_tokens, tokens - 1), tokens)
-        times.prefill[number] = seconds
-        times.saved[number] = cost.prefill_s(0, tokens) - seconds
-        times.began[number] = begin = max(self.now, ready)
-        times.first[number] = self.now = begin + seconds
+        begin = max(self.now, ready)
+        self.now = begin + times.begin(number, begin, cost, hit_tokens, tokens)
+        times.first[number] = self.now
         times.last[number] = self.now + cost.decode_s(int(self._work.output_tokens[number]))
         times.seen(begin, outcome.blocks, outcome.hit_blocks)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvkeep.bench.traces.fields import Fresh, count, json_object, number, optional_text, unit_ids
 from kvkeep.bench.traces.files import BadLine
-from kvkeep.bench.traces.request import MAX_TOKENS, TraceRequest, units_of
+from kvkeep.bench.traces.request import MAX_TOKENS, MAX_UNIT_TOKENS, TraceRequest, units_of
 from kvkeep.core.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Azure", "Bailian", "Format", "Mooncake", "ReadOptions"]
 
 _MOST_SESSIONS = 1_000_000  # chats whose first chat is remembered
-_MOST_UNIT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class ReadOptions:
 
     def __post_init__(self) -> None:
         if self.unit_tokens is not None:
-            whole("unit_tokens", self.unit_tokens, 1, _MOST_UNIT)
+            whole("unit_tokens", self.unit_tokens, 1, MAX_UNIT_TOKENS)
         if isinstance(self.text, str) and self.text not in {"words", "bytes"}:
             raise InvalidValue(
                 f'text is "words", "bytes" or a tokenizer\'s function, got {self.text!r}'

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvkeep.bench.traces.fields import count, json_object, number, optional_text, shown
 from kvkeep.bench.traces.files import BadLine
-from kvkeep.bench.traces.request import Served, TraceRequest, units_of
+from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, Served, TraceRequest, units_of
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ __all__ = ["VERSION", "Native", "TraceHeader", "TraceWriter", "write_trace"]
 
 VERSION = 1
 _DIGITS = 16
-_MOST_UNIT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class TraceHeader:
             key: count(found, key, 1) if found.get(key) is not None else None
             for key in ("page_size", "pages")
         }
-        unit = count(found, "unit_tokens", 1, _MOST_UNIT)
+        unit = count(found, "unit_tokens", 1, MAX_UNIT_TOKENS)
         return cls(optional_text(found, "name") or "", unit, **sizes)
 
     def line(self) -> bytes:

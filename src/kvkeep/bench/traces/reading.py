@@ -95,7 +95,7 @@ class FileTrace:
         self.strict = strict
         self.unit_tokens = make().unit_tokens
         self._make = make
-        self._pass = _Pass(self)
+        self._pass = _Pass(self, make())
 
     @property
     def name(self) -> str:
@@ -123,23 +123,19 @@ class FileTrace:
         return getattr(self._pass.format, "dropped", 0)
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        self._pass = _Pass(self)
+        self._pass = _Pass(self, self._make())
         return self._pass.requests()
 
     def __repr__(self) -> str:
         return f"<FileTrace {self.path}, {self.format}, units of {self.unit_tokens} tokens>"
 
-    def make_format(self) -> Format:
-        """Return a new reader of lines, for one pass."""
-        return self._make()
-
 
 class _Pass:
     """One pass over a file."""
 
-    def __init__(self, trace: FileTrace) -> None:
+    def __init__(self, trace: FileTrace, format: Format) -> None:
         self._trace = trace
-        self.format = trace.make_format()
+        self.format = format
         self.skipped = 0
         self.reasons: list[str] = []
 

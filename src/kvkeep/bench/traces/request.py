@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 
     UnitArray = npt.NDArray[np.int64]
 
-__all__ = ["MAX_ID", "MAX_TOKENS", "NO_UNITS", "Served", "Trace", "TraceRequest", "units_of"]
+__all__ = [
+    "MAX_ID", "MAX_TOKENS", "MAX_UNIT_TOKENS", "NO_UNITS", "Served", "Trace", "TraceRequest",
+    "units_of",
+]  # fmt: skip
 
 MAX_ID = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
 """Most tokens of a prompt, and of an answer."""
+MAX_UNIT_TOKENS = 1 << 20
 NO_UNITS: UnitArray = np.empty(0, np.int64)
 NO_UNITS.setflags(write=False)
 

@@ -59,7 +59,7 @@ def findings(found: Arranged, prices: Prices | None, span_s: float) -> list[str]
     if found.infinite is not None:
         said.append(
             f"Of all blocks requested, {share(found.infinite.hit_rate)} had been requested before: "
-            "an unlimited cache would reuse so many."
+            "an unlimited cache would reuse all of these."
         )
     usual = found.usual
     if usual is not None:

@@ -68,8 +68,8 @@ def _choice(name: str, label: str, options: Sequence[tuple[str, str]], first: in
 
 def _rates(found: Arranged) -> str:
     head = [
-        "policy", "capacity, tokens", "hit rate", "of tokens", "reused tokens", "computed tokens",
-        "evicted pages", "refused requests", "replayed in",
+        "policy", "capacity, tokens", "hit rate", "token hit rate", "reused tokens",
+        "computed tokens", "evicted pages", "refused requests", "replayed in",
     ]  # fmt: skip
     rows = [
         _result(outcome, line.name, bound=False)
@@ -134,7 +134,7 @@ def _misses(found: Arranged) -> str:
         "<p>A token is reused, or computed for one reason. These are shares of tokens; hit rates "
         "are shares of blocks, and the last block of a prompt is rarely full.</p>",
         f'<div class="bars">{colours}{"".join(groups)}</div>',
-        details("The figures", table("Prompt tokens by what became of them", head, rows)),
+        details("The figures", table("Prompt tokens, reused or computed", head, rows)),
     )
 
 

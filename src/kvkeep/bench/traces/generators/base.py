@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvkeep.bench.traces.chain import Growing, words_of
 from kvkeep.bench.traces.generators.chance import WAITS, Chance, mean_of
-from kvkeep.bench.traces.request import TraceRequest
+from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, TraceRequest
 from kvkeep.core.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ __all__ = [
 FIRST_TOKEN_S = 0.3
 TOKEN_S = 0.02
 """Assumed seconds of an answer: to its first token, and per token."""
-
-_MOST_UNIT = 1 << 20
 
 
 class PromptSegments:
@@ -140,7 +138,7 @@ class GeneratedTrace:
         self.workload = workload
         self.seed = whole("seed", seed)
         self.length = whole("requests", requests, 0)
-        self.unit_tokens = whole("unit_tokens", unit_tokens, 1, _MOST_UNIT)
+        self.unit_tokens = whole("unit_tokens", unit_tokens, 1, MAX_UNIT_TOKENS)
         rate = workload.sessions_per_second if sessions_per_second is None else sessions_per_second
         if not 0 < rate < 1e9:
             raise InvalidValue(f"sessions_per_second is {rate}; a number above 0 is needed")

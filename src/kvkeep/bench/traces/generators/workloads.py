@@ -20,8 +20,22 @@ if TYPE_CHECKING:
 __all__ = ["API", "RAG", "Agents", "Chat", "Tenants"]
 
 
+class _SingleKind:
+    """A workload whose sessions are all made by `_turns`."""
+
+    __slots__ = ()
+    kind: str
+
+    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
+        """Return the session of this name."""
+        return SessionScript(name, self.kind, self._turns(name, chance, unit_tokens))
+
+    def _turns(self, name: str, chance: Chance, unit_tokens: int) -> Iterator[Turn]:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agents:
+class Agents(_SingleKind):
     """Agents that call tools: each turn appends an answer and a tool's result to the prompt.
 
     11 turns on average. 86 % of the tools return within a second, 1 % take more than a minute.
@@ -39,13 +53,8 @@ class Agents:
     output: Table = ((0, 20), (0.5, 120), (0.9, 600), (1, 2000))
     gap_s: Table = ((0, 0.01), (0.5, 0.15), (0.86, 1), (0.95, 8), (0.99, 60), (1, 900))
 
-    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
-        """Return one task of an agent."""
-        return SessionScript(
-            name, self.kind, self._turns(name, chance, PromptSegments(unit_tokens))
-        )
-
-    def _turns(self, name: str, chance: Chance, prompt: PromptSegments) -> Iterator[Turn]:
+    def _turns(self, name: str, chance: Chance, unit_tokens: int) -> Iterator[Turn]:
+        prompt = PromptSegments(unit_tokens)
         agent = chance.pick(range(self.agents), zipf(self.agents, 1.0))
         shared = self.space, "agent", agent
         prompt.add(Chance(*shared).whole(self.instructions), *shared)
@@ -58,7 +67,7 @@ class Agents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RAG:
+class RAG(_SingleKind):
     """Questions about passages that a search found, in the order of the search results.
 
     Popular ``passages`` recur often, but rarely after the same others: a prefix cache reuses the
@@ -77,10 +86,6 @@ class RAG:
     output: Table = ((0, 20), (0.5, 180), (0.9, 500), (1, 1200))
     gap_s: Table = ((0, 3), (0.5, 30), (0.9, 180), (1, 1200))
 
-    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
-        """Return a session of one or two questions."""
-        return SessionScript(name, self.kind, self._turns(name, chance, unit_tokens))
-
     def _turns(self, name: str, chance: Chance, unit_tokens: int) -> Iterator[Turn]:
         popular = zipf(self.passages, 0.8)
         shared = self.space, "rag"
@@ -96,7 +101,7 @@ class RAG:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class API:
+class API(_SingleKind):
     """Programs that fill in a template of theirs. 97 % of requests are alone in their session."""
 
     kind: str = "api"
@@ -111,13 +116,8 @@ class API:
     alone: float = 0.99
     """Share of sessions with one turn; the others have three on average."""
 
-    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
-        """Return a session of mostly one call."""
-        return SessionScript(
-            name, self.kind, self._turns(name, chance, PromptSegments(unit_tokens))
-        )
-
-    def _turns(self, name: str, chance: Chance, prompt: PromptSegments) -> Iterator[Turn]:
+    def _turns(self, name: str, chance: Chance, unit_tokens: int) -> Iterator[Turn]:
+        prompt = PromptSegments(unit_tokens)
         template = chance.pick(range(self.templates), zipf(self.templates, 1.1))
         shared = self.space, "api", template
         prompt.add(Chance(*shared).whole(self.template), *shared)
@@ -128,7 +128,7 @@ class API:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chat:
+class Chat(_SingleKind):
     """Chats of people: 3.5 turns on average, 40 s between an answer and the next question.
 
     One session in five begins with a document.
@@ -145,13 +145,8 @@ class Chat:
     turns: Table = ((0, 0.51), (0.45, 1.49), (0.7, 3.5), (0.9, 8), (1, 16))
     gap_s: Table = ((0, 2), (0.5, 40), (0.9, 250), (0.98, 1200), (1, 3600))
 
-    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
-        """Return one conversation."""
-        return SessionScript(
-            name, self.kind, self._turns(name, chance, PromptSegments(unit_tokens))
-        )
-
-    def _turns(self, name: str, chance: Chance, prompt: PromptSegments) -> Iterator[Turn]:
+    def _turns(self, name: str, chance: Chance, unit_tokens: int) -> Iterator[Turn]:
+        prompt = PromptSegments(unit_tokens)
         assistant = chance.pick(range(self.assistants), zipf(self.assistants, 1.0))
         shared = self.space, "chat", assistant
         prompt.add(Chance(*shared).whole(self.instructions), *shared)
