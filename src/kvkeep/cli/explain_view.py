@@ -215,7 +215,7 @@ def _one(pair: object, at: int) -> str:
     return visible(repr(found) if isinstance(found, str) else str(found))[:80]
 
 
-# --- where it went another way --------------------------------------------------------------------
+# --- the first difference ------------------------------------------------------------------------
 
 
 def _difference(said: Object, spans: Sequence[Object], width: int) -> list[Text]:

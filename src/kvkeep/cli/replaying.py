@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.bench.replay import RunLog, Workload, replay
+from kvkeep.bench.replay.runs import increments
 from kvkeep.cli.arguments import add_option, add_path, add_switch, count
 from kvkeep.cli.progress import progress
 from kvkeep.cli.trace import opened
@@ -139,14 +140,10 @@ def prices_of(args: argparse.Namespace) -> Prices | None:
 def read_workload(args: argparse.Namespace) -> Workload:
     """Read the trace ``args.file``."""
     trace = opened(args, args.file)
-    with progress("reading", of=trace.length, remaining=True) as advance:
-        done = 0
-
-        def read(total: int) -> None:
-            nonlocal done
-            advance(total - done)
-            done = total
-
+    with (
+        progress("reading", of=trace.length, remaining=True) as advance,
+        increments(advance) as read,
+    ):
         return Workload.read(trace, read)
 
 

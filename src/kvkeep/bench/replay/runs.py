@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvkeep.bench.replay.costs import PrefillCost
     from kvkeep.bench.replay.workload import Workload
 
-__all__ = ["BOUNDS", "ReplayRun", "RunLog", "replay"]
+__all__ = ["BOUNDS", "ReplayRun", "RunLog", "increments", "replay"]
 
 BOUNDS = (BELADY, INFINITE)
 """Names of bounds, which can stand in the place of a policy."""
@@ -248,18 +248,18 @@ def _in_turn(
     workload: Workload, runs: Iterable[ReplayRun], progress: Callable[[int], object] | None
 ) -> Iterator[tuple[ReplayRun, Outcome]]:
     for run in runs:
-        with _increments(progress, len(workload)) as told:
+        with increments(progress, len(workload)) as told:
             outcome = run.on(workload, told)
         yield run, outcome
 
 
 @contextmanager
-def _increments(
-    progress: Callable[[int], object] | None, total: int
+def increments(
+    progress: Callable[[int], object] | None, total: int | None = None
 ) -> Iterator[Callable[[int], None] | None]:
     """Yield a callback that takes totals and calls ``progress`` with increments.
 
-    At the end it reports what is left of ``total``.
+    At the end it reports the rest of ``total``.
     """
     if progress is None:
         yield None
@@ -272,7 +272,8 @@ def _increments(
         told = number
 
     yield more
-    more(total)
+    if total is not None:
+        more(total)
 
 
 class _Worker:
@@ -292,7 +293,7 @@ class _Worker:
             with cls.done.get_lock():
                 cls.done.value += more
 
-        with _increments(told, len(cls.workload)) as progress:
+        with increments(told, len(cls.workload)) as progress:
             return run.on(cls.workload, progress)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvkeep.bench.traces.fields import Fresh, count, json_object, number, optional_text, unit_ids
 from kvkeep.bench.traces.files import BadLine
@@ -18,6 +18,8 @@ from kvkeep.core.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from kvkeep.bench.traces.request import UnitArray
 
     Tokenize = Callable[[str], Sequence[int]]
 
@@ -66,7 +68,23 @@ class Format(Protocol):
         """Return the request of a line; None for a header."""
 
 
-class Mooncake:
+class _IdLines:
+    """JSON lines with ``input_length`` and ``hash_ids``, the ids of the prompt's units."""
+
+    def __init__(self, unit_tokens: int, chained: bool) -> None:
+        self.unit_tokens = unit_tokens
+        self._chained = chained
+        self._fresh = Fresh()
+
+    def _prompt(self, found: dict[str, Any]) -> tuple[UnitArray, int]:
+        tokens = count(found, "input_length")
+        units = unit_ids(
+            found, "hash_ids", tokens, self.unit_tokens, chained=self._chained, fresh=self._fresh
+        )
+        return units, tokens
+
+
+class Mooncake(_IdLines):
     """``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``, ``session_id``.
 
     Released with Mooncake (FAST'25): ids are chained and stand for 512 tokens. ``session_id`` is
@@ -74,27 +92,20 @@ class Mooncake:
     """
 
     def __init__(self, options: ReadOptions) -> None:
-        self.unit_tokens = options.unit(512)
-        self._chained = options.is_chained(True)
-        self._fresh = Fresh()
+        super().__init__(options.unit(512), options.is_chained(True))
 
     def read(self, line: bytes) -> TraceRequest:
         """Return the request of a line."""
         found = json_object(line)
-        tokens = count(found, "input_length")
-        units = unit_ids(
-            found, "hash_ids", tokens, self.unit_tokens, chained=self._chained, fresh=self._fresh
-        )
         return TraceRequest(
             number(found, "timestamp") / 1000,
-            units,
-            tokens,
+            *self._prompt(found),
             count(found, "output_length"),
             session=optional_text(found, "session_id"),
         )
 
 
-class Bailian:
+class Bailian(_IdLines):
     """Qwen-Bailian's anonymised traces: ``timestamp`` (s), ``chat_id``, ``parent_chat_id``, ….
 
     Their ids are hashes of 16 tokens each, published as independent of the tokens before them, and
@@ -103,33 +114,23 @@ class Bailian:
     """
 
     def __init__(self, options: ReadOptions) -> None:
-        self.unit_tokens = options.unit(16)
-        self._chained = options.is_chained(False)
-        self._fresh = Fresh()
+        super().__init__(options.unit(16), options.is_chained(False))
         self._roots: OrderedDict[str, str] = OrderedDict()
 
     def read(self, line: bytes) -> TraceRequest:
         """Return the request of a line."""
         found = json_object(line)
-        tokens = count(found, "input_length")
-        units = unit_ids(
-            found, "hash_ids", tokens, self.unit_tokens, chained=self._chained, fresh=self._fresh
-        )
-        time, output = number(found, "timestamp"), count(found, "output_length")
         chat, parent = optional_text(found, "chat_id"), optional_text(found, "parent_chat_id")
-        turn = count(found, "turn", 0) if found.get("turn") is not None else None
-        kind = optional_text(found, "type") or ""
         if parent == "-1":
             parent = None
         return TraceRequest(
-            time,
-            units,
-            tokens,
-            output,
+            number(found, "timestamp"),
+            *self._prompt(found),
+            count(found, "output_length"),
             session=self._session(chat, parent),
             parent=parent,
-            turn=turn,
-            kind=kind,
+            turn=count(found, "turn", 0) if found.get("turn") is not None else None,
+            kind=optional_text(found, "type") or "",
         )
 
     def _session(self, chat: str | None, parent: str | None) -> str | None:
