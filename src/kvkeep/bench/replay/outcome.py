@@ -44,14 +44,6 @@ class Spans:
         places = np.minimum(steps.astype(np.int64), self._COUNT - 1)
         self.counts += np.bincount(places, weights, self._COUNT).astype(np.int64)
 
-    def quantile(self, share: float) -> float | None:
-        """Return the seconds that ``share`` of all durations do not exceed; None if empty."""
-        total = int(self.counts.sum())
-        if not total:
-            return None
-        place = int(np.searchsorted(np.cumsum(self.counts), share * total))
-        return float(self._LOWEST * 2 ** ((min(place, self._COUNT - 1) + 0.5) / self.STEPS))
-
     def as_rows(self) -> list[list[float]]:
         """Return [seconds from, count] of each step, from the first that is not empty."""
         seen = np.flatnonzero(self.counts)

@@ -69,7 +69,7 @@ class CaptureStats:
 
 
 class KeyedIds:
-    """Ids and names made with a secret key, so that nobody can guess prompts and compare.
+    """Ids and names made with a secret key, so that no reader can confirm a guessed prompt.
 
     An id is a keyed BLAKE2b of all tokens up to its unit's end, cut to 63 bits. The key is random,
     new for each file, and never leaves this object.

@@ -96,5 +96,5 @@ class Trace(Protocol):
 
 
 def units_of(tokens: int, unit_tokens: int) -> int:
-    """Return the units of a prompt of ``tokens``."""
+    """Return the number of units in a prompt of ``tokens``."""
     return -(-tokens // unit_tokens)
