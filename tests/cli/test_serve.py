@@ -277,7 +277,7 @@ def test_a_server_that_reuses_nothing_says_so(tmp_path):
 def test_a_cache_that_cannot_be_written_is_no_reason_not_to_serve(tmp_path):
     (tmp_path / "kvkeep").write_text("in the way")
     with serving(XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
-        assert process.stdout.readline().strip().endswith("kept in memory://1GiB")
+        assert process.stdout.readline().strip().endswith("stored in memory://1GiB")
         assert asked(url)[1] == 0
         process.send_signal(signal.SIGTERM)
         code, log = ended(process)
