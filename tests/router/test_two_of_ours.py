@@ -212,7 +212,10 @@ def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
     ("arguments", "said"),
     [
         (["--instances", "nonsense"], "an instance is http://HOST:PORT, got 'nonsense'"),
-        (["--instances", "http://a,http://b", "--events", "tcp://x:1"], "--events names one"),
+        (
+            ["--instances", "http://a,http://b", "--events", "tcp://x:1"],
+            "--events needs an address for each",
+        ),
         (["--instances", "http://a", "--events", "x"], "an endpoint is tcp://HOST:PORT"),
         (["--instances", "http://a", "--prefill-speed", "0"], "--prefill-speed is 0"),
         (["--instances", "http://a", "--ranks", "0"], "--ranks is 0"),
@@ -223,7 +226,7 @@ def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
             "body_budget_bytes is 1048576",
         ),
         *(
-            (["--instances", "http://a", option, "nan"], f"{option} is a number of seconds above 0")
+            (["--instances", "http://a", option, "nan"], f"{option} is nan; a number of seconds")
             for option in (
                 "--first-byte-timeout",
                 "--idle-timeout",
