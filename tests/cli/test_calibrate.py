@@ -24,7 +24,7 @@ def test_the_engine_is_measured(tmp_path, capsys):
     out = tmp_path / "cost.json"
     assert main(["calibrate", *SMALL, "--memory", "16MiB", "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    for text in ("kvkeep-tiny on", "a token", "by the fit", "misses half", f"Written to {out}"):
+    for text in ("kvkeep-tiny on", "each token", "fitted", "Error of the fit", f"Written to {out}"):
         assert text in said
     cost = PrefillCost.read(out)
     assert cost.kv_bytes_per_token == 2048  # docs/tiny-model.md
@@ -65,7 +65,7 @@ def test_a_server_is_measured(capsys):
         # It has 3,072 tokens: what is longer is refused, and what was measured before is used.
         before = cache.stats().opened
         assert main(["calibrate", "--url", url, "--repeats", "1", "--decode", "2"]) == 0
-        assert "It takes no prompts of 4,096 tokens" in capsys.readouterr().out
+        assert "It refuses prompts of 4,096 tokens" in capsys.readouterr().out
         assert cache.stats().opened > before
 
 
@@ -115,12 +115,12 @@ USED = {"prompt_tokens": 7, "completion_tokens": 3}
 @pytest.mark.parametrize(
     ("models", "answer", "said"),
     [
-        (b"", b"", "cannot ask http"),
-        (b"nonsense\r\n\r\n", b"", "cannot ask http"),
+        (b"", b"", "cannot reach http"),
+        (b"nonsense\r\n\r\n", b"", "cannot reach http"),
         (HEAD + b"<html>", b"", "does not speak OpenAI's API"),
         (HEAD + b"[" * 100_000, b"", "does not speak OpenAI's API"),
-        (HEAD + b'{"data": []}', b"", "names no model"),
-        (HEAD + b'{"data": 7}', b"", "names no model"),
+        (HEAD + b'{"data": []}', b"", "lists no model"),
+        (HEAD + b'{"data": 7}', b"", "lists no model"),
         (MODELS, b"HTTP/1.1 401 No\r\n\r\n" + b'{"error": {"message": "a key!"}}', "401: a key!"),
         (MODELS, b"HTTP/1.1 500 No\r\n\r\n" + b"x" * 9999, "500: xxx"),
         (MODELS, HEAD + b"data: 7\n\n", "does not speak"),
@@ -148,15 +148,15 @@ def test_a_server_that_does_not_tell_what_was_cached(capsys):
     with saying(lambda request: MODELS if b"/v1/models" in request else whole) as url:
         assert main(["calibrate", "--url", url, *SMALL]) == 0
     out = capsys.readouterr().out
-    assert "does not say what was cached" in out
+    assert "does not report cached tokens" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--url", "ftp://x"], "--url is such as"),
-        (["--url", "http://"], "--url is such as"),
-        (["--url", "http://x:99999999"], "--url is such as"),
+        (["--url", "ftp://x"], "is no address of a server"),
+        (["--url", "http://"], "is no address of a server"),
+        (["--url", "http://x:99999999"], "is no address of a server"),
         (["--url", "http://x", "--model", "y"], "one of the two"),
         (["--lengths", "a"], "--lengths is a list"),
         (["--lengths", "64"], "two or more"),

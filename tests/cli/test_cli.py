@@ -197,7 +197,7 @@ def test_a_model_without_a_tokenizer(wordless, capsys):
 def test_a_demo_that_does_not_fit(capsys):
     assert main(["demo", "--memory", "1MiB"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "give it more memory" in line
+    assert "use a larger --memory" in line
 
 
 # --- generate --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvkeep.cli.client import ask
+from kvkeep.cli.completions import ask
 from kvkeep.core.errors import InvalidValue
 
 STREAM = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
@@ -87,9 +87,9 @@ def test_an_answer_that_breaks_off_is_an_error(answer):
         (
             failure("invalid_request_error", "too long", "context_length_exceeded"),
             InvalidValue,
-            "^too long; give it more memory$",
+            "^too long; use a larger --memory$",
         ),
-        (failure("server_error", "it broke"), ConnectionError, "^the service says: it broke$"),
+        (failure("server_error", "it broke"), ConnectionError, "^the server reports: it broke$"),
     ],
 )
 def test_a_refusal_is_in_the_services_own_words(error, expected, says):

@@ -139,7 +139,7 @@ def test_one_other_word_fails_it(short, monkeypatch, capsys):
     assert main(["demo", "--max-tokens", "3"]) == 1
     out, err = capsys.readouterr()
     assert len(re.findall("NO *$", out, re.MULTILINE)) == 1
-    assert "not the cold ones" in err
+    assert "differs from its cold one" in err
 
 
 def test_lost_kv_fails_it(short, monkeypatch, capsys):

@@ -39,36 +39,36 @@ EVIDENCE: list[tuple[str, dict[str, Any], str]] = [
     (
         "diverged",
         {"position": 500, "nearest": "cmpl-a", "would_reuse": 240, "differs": 1},
-        "cached, but behind a difference: at token 500, 1 token long, from cmpl-a; without it 240 "
+        "cached, but after a difference: at token 500, 1 token long, from cmpl-a; without it 240 "
         "more would be reused",
     ),
-    ("diverged", {"position": 7, "nearest": None}, "behind a difference: at token 7"),
+    ("diverged", {"position": 7, "nearest": None}, "after a difference: at token 7"),
     (
         "evicted",
         {"ago_s": 240.0, "policy": "lru", "cause": "pressure", "by": "cmpl-b", "needed_pages": 1,
          "tier": "pool"},
-        "were cached, and evicted: from the pool 4 min earlier by lru, for want of pages: cmpl-b "
+        "were cached, and evicted: from the pool 4 min earlier by lru, for lack of pages: cmpl-b "
         "needed 1 page",
     ),
     ("evicted", {"cause": "cleared", "tier": "disk"}, "from disk, when the cache was cleared"),
-    ("not_admitted", {"why": "store_false"}, "not kept: its request said store: false"),
+    ("not_admitted", {"why": "store_false"}, "not stored: the request had store: false"),
     ("not_admitted", {"why": "queue_full", "tier": "disk"}, "to the tier was full (disk)"),
-    ("not_admitted", {"why": "unknown"}, "nobody remembers why"),
+    ("not_admitted", {"why": "unknown"}, "the reason is not known"),
     (
         "other_namespace",
         {"fields": {"tenant": ["a", "b"], "dtype": ["float32", "bfloat16"]}},
         "tenant is 'a' here and 'b' there; dtype is 'float32' here and 'bfloat16' there",
     ),
-    ("computing", {"by": "cmpl-c"}, "cmpl-c had them in hand"),
+    ("computing", {"by": "cmpl-c"}, "by another request: cmpl-c"),
     (
         "tier_unavailable",
         {"tier": "disk", "why": "late", "waited_s": 2.0},
-        "could not be asked: disk, it was too slow (waited 2.00 s)",
+        "unavailable: disk, it was too slow (waited 2.00 s)",
     ),
-    ("tier_unavailable", {"tier": "disk", "why": "breaker"}, "disk, its breaker is open"),
-    ("damaged", {"tier": "disk"}, "what was stored was damaged: in disk"),
+    ("tier_unavailable", {"tier": "disk", "why": "breaker"}, "disk, its circuit breaker is open"),
+    ("damaged", {"tier": "disk"}, "the stored blocks were damaged: in disk"),
     ("page_remainder", {"page_size": 16}, "pages have 16 tokens"),
-    ("last_token", {}, "the prompt's last token, whose logits are wanted"),
+    ("last_token", {}, "the last token, whose logits are needed"),
     ("a_reason_of_tomorrow", {"x": 3, "y\x1b": None}, "a reason of tomorrow: x 3, y␛ None"),
 ]  # fmt: skip
 
@@ -158,7 +158,9 @@ def test_a_summary_ranks_what_costs():
     many = [{"reason": "new", "tokens": 10, "share": 0.05, "requests": 1}] * 20
     shown = [line.plain for line in draw_summary(summary(causes=many), 100)]
     assert " 40 %       80            8 more causes" in shown
-    assert [line.plain for line in draw_summary({}, 100)] == ["no request is remembered yet"]
+    assert [line.plain for line in draw_summary({}, 100)] == [
+        "the server has recorded no request yet"
+    ]
 
 
 def mangled(whole):
@@ -212,7 +214,7 @@ def test_what_is_asked_for_each_way_of_asking(tmp_path, capsys, monkeypatch):
             monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((content or "").encode())))
             assert main(["explain", server.url, *arguments]) == 0
             assert server.asked[-1] == ("POST", "/kv/explain", body)
-            assert "this prompt, if it came now" in capsys.readouterr().out
+            assert "this prompt, if it were sent now" in capsys.readouterr().out
 
 
 def test_an_id_goes_into_the_path_as_it_is(capsys):
@@ -239,7 +241,7 @@ def test_the_beginning_of_an_id_is_enough(capsys):
             assert main(["explain", server.url, name]) == 0
         assert capsys.readouterr().out.count("chatcmpl-abc1  chat") == 2
         for name, words in (
-            ("ab", "2 requests begin with ab: write more"),
+            ("ab", "2 ids begin with ab: write more"),
             ("q", "nothing at this"),
         ):
             assert main(["explain", server.url, name]) == 2
@@ -258,10 +260,10 @@ def test_json_is_what_the_server_says(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["x", "--prompt", "y"], "three ways to name one"),
-        (["--prompt", "y", "--file", "z"], "three ways to name one"),
-        (["x", "--salt", "s"], "--salt goes with --prompt"),
-        (["x", "--last", "3"], "--last says how many requests"),
+        (["x", "--prompt", "y"], "exclude each other"),
+        (["--prompt", "y", "--file", "z"], "exclude each other"),
+        (["x", "--salt", "s"], "--salt needs --prompt"),
+        (["x", "--last", "3"], "--last is for a summary"),
         (["--last", "0"], "--last is 0"),
         (["--last", "1001"], "--last is 1001"),
         ([" "], "the ID is empty"),
@@ -322,9 +324,9 @@ def test_a_timestamp_in_the_system_prompt_is_found(capsys, tmp_path):
         name = chat(url, "21:58:02", "What does textwrap.dedent do?")
         assert main(["explain", url, name]) == 0
         out = capsys.readouterr().out
-        assert "cached, but behind a difference: at token " in out
+        assert "cached, but after a difference: at token " in out
         lines = out.splitlines()
-        at = lines.index("where they part")
+        at = lines.index("the first difference")
         given_, cached, mark = lines[at + 1 : at + 4]
         assert "It is 21:58:02." in given_
         assert "It is 22:05:31." in cached
@@ -373,7 +375,7 @@ def test_a_real_server_asks_for_its_key_and_may_explain_nothing(capsys, monkeypa
         assert main(["top", url, "--once"]) == 0
         out = capsys.readouterr().out
         assert "kvkeep-tiny" in out
-        assert out.count("this server explains nothing") == 2
+        assert out.count("this server does not explain") == 2
 
 
 @pytest.mark.model

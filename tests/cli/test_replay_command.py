@@ -12,7 +12,7 @@ import pytest
 from kvkeep.bench.replay import PrefillCost
 from kvkeep.bench.traces import generate, write_trace
 from kvkeep.cli import main
-from kvkeep.cli.replay import parse_tokens
+from kvkeep.cli.replaying import parse_tokens
 from kvkeep.core.errors import InvalidValue
 
 
@@ -80,7 +80,7 @@ def test_pages_and_processes(trace, capsys):
         (["--capacity", "3"], "less than a page"),
         (["--capacity", "0"], "capacity"),
         (["--capacity", "3M,,5M"], "--capacity is a list"),
-        (["--capacity", "40GiB"], "takes --model"),
+        (["--capacity", "40GiB"], "needs --model"),
         (["--capacity", "999999999G", "--policy", "lru"], "pages is"),
         (["--capacity", "3M", "--jobs", "0"], "--jobs"),
         (["--capacity", "3M", "--page", "0"], "page_tokens"),
@@ -144,7 +144,7 @@ def test_a_bandwidth_too_many_is_refused(trace, tmp_path, capsys):
     PrefillCost(seconds_per_token=1e-4).write(cost)
     words = ["--capacity", "20k+200k", "--cost", str(cost), "--bandwidth", "20GB,3GB"]
     assert main(["replay", trace, *words]) == 2
-    assert "memory itself left out; got 20GB,3GB" in capsys.readouterr().err
+    assert "each tier below memory; got 20GB,3GB" in capsys.readouterr().err
 
 
 def test_a_report_and_going_on_from_it(trace, tmp_path, capsys):
@@ -154,7 +154,7 @@ def test_a_report_and_going_on_from_it(trace, tmp_path, capsys):
     assert {path.suffix for path in tmp_path.iterdir()} >= {".html", ".json", ".csv", ".jsonl"}
     capsys.readouterr()
     assert main(["replay", trace, *words[:3], "lru,2q", *words[4:]]) == 0
-    assert "3 of 4 replays were done before" in capsys.readouterr().err
+    assert "3 of 4 replays are taken from" in capsys.readouterr().err
     assert "2q" in out.read_text()
 
 
@@ -166,7 +166,7 @@ def test_a_report_is_not_written_over_what_is_read(trace, tmp_path, capsys, comm
     own.write_bytes(lines)
     size = ["--capacity", "50k"] if command == "replay" else ["--memory", "50k"]
     assert main([command, str(own), *size, "--fresh", "--out", str(tmp_path / "azure.html")]) == 2
-    assert f"would write over {own}; name another" in capsys.readouterr().err
+    assert f"would overwrite {own}; name another" in capsys.readouterr().err
     assert own.read_bytes() == lines
     assert list(tmp_path.iterdir()) == [own]
 
@@ -176,7 +176,7 @@ def test_a_report_is_not_written_over_the_cost(trace, tmp_path, capsys):
     PrefillCost(seconds_per_token=1e-4).write(cost)
     words = ["--capacity", "50k", "--cost", str(cost), "--out", str(tmp_path / "cost.html")]
     assert main(["replay", trace, *words]) == 2
-    assert "would write over" in capsys.readouterr().err
+    assert "would overwrite" in capsys.readouterr().err
 
 
 def test_where_no_report_can_be_is_said_before_anything_runs(trace, tmp_path, capsys):
@@ -207,7 +207,7 @@ def test_plan_ends_in_words(tmp_path, capsys):
     assert main(["plan", trace, *words]) == 0
     said = capsys.readouterr().out
     assert "Keep 50 k tokens in memory with the policy" in said
-    assert "need no computing" in said
+    assert "need not be computed" in said
     assert "Keep 50 k tokens in memory" in out.read_text()
     assert main(["plan", trace, *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -219,7 +219,7 @@ def test_plan_ends_in_words(tmp_path, capsys):
     ("words", "says"),
     [
         (["--memory", "lots"], "40GiB: 'lots' is no count"),
-        (["--memory", "40GiB"], "takes --model"),
+        (["--memory", "40GiB"], "needs --model"),
         (["--memory", "0"], "capacity"),
         (["--memory", "3M", "--gpu-hour", "2"], "--prefill-speed, --memory-price, --model"),
     ],

@@ -256,7 +256,7 @@ def test_named_tiers_and_none(tmp_path):
 
 def test_a_server_that_reuses_nothing_says_so(tmp_path):
     with serving("--no-reuse", XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
-        assert "nothing is reused" in process.stdout.readline()
+        assert "no KV is reused" in process.stdout.readline()
         first = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60).json()
         again = httpx.post(f"{url}/v1/completions", json={**LONG, "n": 3}, timeout=60).json()
         assert {one["text"] for one in again["choices"]} == {first["choices"][0]["text"]}
@@ -277,12 +277,12 @@ def test_a_server_that_reuses_nothing_says_so(tmp_path):
 def test_a_cache_that_cannot_be_written_is_no_reason_not_to_serve(tmp_path):
     (tmp_path / "kvkeep").write_text("in the way")
     with serving(XDG_CACHE_HOME=str(tmp_path)) as (process, url, _):
-        assert process.stdout.readline().strip().endswith("kept in memory://1GiB")
+        assert process.stdout.readline().strip().endswith("stored in memory://1GiB")
         assert asked(url)[1] == 0
         process.send_signal(signal.SIGTERM)
         code, log = ended(process)
     assert code == 0
-    assert "nothing is kept on disk" in log
+    assert "KV is not stored on disk" in log
 
 
 @pytest.mark.parametrize(

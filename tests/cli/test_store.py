@@ -282,7 +282,7 @@ def test_gc_removes_what_is_too_much(
     place: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (line,) = said(capsys, "gc", url, "--size", str(5 * RECORD - 1))
-    assert line == f"{url}: removed 4 blocks, 273.9 KiB; 4 blocks, 273.9 KiB, stay"
+    assert line == f"{url}: removed 4 blocks, 273.9 KiB; 4 blocks, 273.9 KiB, are kept"
     left = {block(A, 0), block(A, 1), block(B, 0), block(B, 1)}
     assert there(place) == left
     answered(capsys, "gc", f"{url}?size={3 * RECORD}")  # the budget of the tier itself

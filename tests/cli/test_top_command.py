@@ -21,9 +21,10 @@ from told_server import failure, told
 
 import warm
 from kvkeep.cli import main
+from kvkeep.cli.replies import entries
 from kvkeep.cli.top_sections import main_reason
 from kvkeep.cli.top_view import draw
-from kvkeep.cli.watch import Picture, entries
+from kvkeep.cli.watch import Picture
 from warm import KVKEEP
 
 AT = 1_790_000_000.0
@@ -108,12 +109,12 @@ def test_what_is_missing_is_drawn_as_missing():
         lines = draw(Picture({}, None, None, None, AT), "x", 80, height)
         assert all(line.cell_len == 80 for line in lines)
         assert len(lines) <= height
-    assert sum("explains nothing" in line for line in plain(lines)) == 2
+    assert sum("does not explain" in line for line in plain(lines)) == 2
 
 
 def test_a_server_that_is_gone_is_said_to_be():
     lines = draw(picture(trouble="no server listens\x1b[2J", seen_at=time.time()), "x", 80, 24)
-    assert "seen 0 s ago, asked again: no server listens␛[2J" in lines[0].plain
+    assert "last seen 0 s ago, retrying: no server listens␛[2J" in lines[0].plain
     assert "64 % so far" in "\n".join(plain(lines)), "what was known stays"
 
 
@@ -344,7 +345,7 @@ def test_a_server_that_goes_away_is_waited_for():
             server.server_close()
             for connection in server.connected:
                 connection.shutdown(2)
-            since = len(top.read("asked again"))
+            since = len(top.read("retrying"))
             with told(answers(running=9), port):
                 top.read("9 running", since)
             top.press(b"q")

@@ -27,9 +27,9 @@ def test_info(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for text in (
         "(mooncake)",
-        "25.0% of them",
+        "25.0% of the units",
         "2,000",
-        "lines left out",
+        "lines skipped",
         "line 2: not JSON",
         "1.5 s",
     ):
@@ -52,7 +52,7 @@ def test_generate_and_convert(
     assert "namespaces" in shown
     assert "sessions" in shown
     assert main(made) == 2
-    assert "there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     converted = tmp_path / "c.jsonl"
     assert main(["trace", "convert", str(trace), str(converted)]) == 0
     assert "2 requests" in capsys.readouterr().out

@@ -99,7 +99,7 @@ def test_more_of_one_node():
     one = {**MAP["nodes"][3], "namespace": "acme", "path_tokens": 41, "page_ids": [3, 4],
            "policy": "used 3 s ago", "children": 2, "text": "The larger one, " * 20}  # fmt: skip
     first, *rest = [line.plain.rstrip() for line in detail(one, 80)]
-    assert first == "node 3 of acme: 32 tokens behind 41 others, 2 pages [3,4] · used 3 s ago"
+    assert first == "node 3 of acme: 32 tokens after 41 others, 2 pages [3,4] · used 3 s ago"
     assert " ".join(" ".join(rest).split()) == ("The larger one, " * 20).strip()
     assert "at the beginning" in detail({**one, "path_tokens": 0}, 80)[0].plain
 
@@ -161,17 +161,20 @@ def test_what_is_asked_for(capsys):
     ("arguments", "words"),
     [
         (["127.0.0.1:1"], "no server listens"),
-        (["http://127.0.0.1:1", "--pages", "4"], "--pages is about prompts of one's own"),
-        (["http://127.0.0.1:1", "--prompt", "x"], "--prompt is about prompts of one's own"),
-        (["--nodes", "4"], "--nodes is about a server: give its URL"),
-        (["--prompt", "[1]", "--search-tokens", "4"], "--search-tokens is about a server"),
+        (["http://127.0.0.1:1", "--pages", "4"], "--pages is for a tree of prompts"),
+        (["http://127.0.0.1:1", "--prompt", "x"], "--prompt is for a tree of prompts"),
+        (["--nodes", "4"], "--nodes is for the tree of a server: give its URL"),
+        (
+            ["--prompt", "[1]", "--search-tokens", "4"],
+            "--search-tokens is for the tree of a server",
+        ),
         (["127.0.0.1:1", "--nodes", "0"], "--nodes is 0"),
         (["127.0.0.1:1", "--depth", "0"], "--depth is 0"),
-        (["127.0.0.1:1", "--search", ""], "this one is empty"),
+        (["127.0.0.1:1", "--search", ""], "--search is empty"),
         (["127.0.0.1:1", "--search", "x", "--search-tokens", "1"], "give one of them"),
-        (["127.0.0.1:1", "--search", "x", "--root", "1"], "--root is about drawing"),
-        (["127.0.0.1:1", "--search-tokens", "1,x"], "ids with commas"),
-        (["127.0.0.1:1", "--search-tokens", "1,-2"], "ids with commas"),
+        (["127.0.0.1:1", "--search", "x", "--root", "1"], "--root is for drawing"),
+        (["127.0.0.1:1", "--search-tokens", "1,x"], "ids separated by commas"),
+        (["127.0.0.1:1", "--search-tokens", "1,-2"], "ids separated by commas"),
         (["no.such.file"], "no.such.file cannot be read"),
     ],
 )
@@ -210,7 +213,7 @@ def test_the_tree_of_a_real_server(capsys, monkeypatch):
         assert main(["tree", url, "--search", "json.dumps"]) == 0
         assert capsys.readouterr().out.startswith("2 places")
         assert main(["tree", url, "--search", "nobody said this"]) == 0
-        assert capsys.readouterr().out == "nowhere in the cache\n"
+        assert capsys.readouterr().out == "not in the cache\n"
         assert main(["tree", url, "--root", "123456"]) == 2
         assert "123456" in capsys.readouterr().err
 
@@ -226,9 +229,9 @@ def test_a_server_that_shows_no_text_shows_none_here(capsys, monkeypatch):
         assert "(no text)" in out
         assert main(["explain", url, name]) == 0
         out += capsys.readouterr().out
-        assert "behind a difference: at token" in out
+        assert "after a difference: at token" in out
         assert "helpful" not in out
-        assert "where they part" not in out
+        assert "the first difference" not in out
         assert "token ids" not in out
         assert main(["tree", url, "--search", "helpful"]) == 2
         assert "--no-text" in capsys.readouterr().err

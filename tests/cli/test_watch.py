@@ -17,7 +17,8 @@ from told_server import failure, told
 import warm
 from kvkeep.cli import main
 from kvkeep.cli.client import Address, Client, Gone, ServerRefusal
-from kvkeep.cli.watch import Watcher, entries, number, text, tokens_by, whole
+from kvkeep.cli.replies import entries, number, text, tokens_by, whole
+from kvkeep.cli.watch import Watcher
 from kvkeep.core.errors import InvalidValue
 from warm import KVKEEP
 
@@ -85,13 +86,13 @@ def test_a_connection_that_was_closed_meanwhile_is_made_again():
         ((401, failure("key")), ServerRefusal, "needs an API key: give it with --api-key-file"),
         ((503, failure("shutting down")), Gone, "says: shutting down"),
         ((502, b"<html>"), Gone, "answers 502 at /kv/live"),
-        ((404, b"<html>"), ServerRefusal, "answers 404 at /kv/live, without what a kvkeep server"),
+        ((404, b"<html>"), ServerRefusal, "answers 404 at /kv/live: it is no kvkeep server"),
         ((301, b""), ServerRefusal, "answers 301"),
-        (b"<html>", ServerRefusal, "without what a kvkeep server says"),
-        (b"[]", ServerRefusal, "without what a kvkeep server says"),
-        (b'{"x":' + b"[" * 100_000, ServerRefusal, "without what a kvkeep server says"),
-        (b"1" * 5000, ServerRefusal, "without what a kvkeep server says"),
-        (b"\xff\xfe", ServerRefusal, "without what a kvkeep server says"),
+        (b"<html>", ServerRefusal, "it is no kvkeep server"),
+        (b"[]", ServerRefusal, "it is no kvkeep server"),
+        (b'{"x":' + b"[" * 100_000, ServerRefusal, "it is no kvkeep server"),
+        (b"1" * 5000, ServerRefusal, "it is no kvkeep server"),
+        (b"\xff\xfe", ServerRefusal, "it is no kvkeep server"),
         ((500, {"error": {"message": 5}}), Gone, "answers 500"),
         ((400, {"error": "words"}), ServerRefusal, "answers 400"),
     ],
@@ -194,7 +195,7 @@ def test_certificates_that_are_none(tmp_path, capsys):
         assert main(["top", "https://localhost", "--once", "--ca-file", str(file)]) == 2
         assert "cannot read certificates from" in capsys.readouterr().err
     assert main(["top", "http://localhost", "--once", "--ca-file", str(wrong)]) == 2
-    assert "--ca-file is for https" in capsys.readouterr().err
+    assert "--ca-file needs an https address" in capsys.readouterr().err
 
 
 # --- the key --------------------------------------------------------------------------------------

@@ -129,10 +129,10 @@ def test_users_wait_for_answers():
             ),
             "kv_bytes_per_token",
         ),
-        (lambda work: ReplayRun("lru", 99, bandwidths=(1.0,)), "bandwidths are of tiers"),
+        (lambda work: ReplayRun("lru", 99, bandwidths=(1.0,)), "bandwidths need tiers"),
         (
             lambda work: ReplayRun("lru", 9, below=(9,), cost=COST, bandwidths=(0.0,)),
-            "bytes a second",
+            "a bandwidth is",
         ),
     ],
 )
@@ -159,4 +159,4 @@ def test_from_the_command_line(tmp_path, capsys):
     assert main([*arguments, "--cost", str(cost), "--bandwidth", "fast"]) == 2
     assert "fast" in capsys.readouterr().err
     assert main(["replay", str(trace), "--capacity", "3072", *timed]) == 2
-    assert "--bandwidth is of tiers" in capsys.readouterr().err
+    assert "--bandwidth needs tiers" in capsys.readouterr().err

@@ -26,14 +26,13 @@ def test_findings():
         made("lru", 3000, 25, refused=2),
         made("2q", 3000, 25),
     ) == [
-        "Of all blocks asked for, 60.0 % had been asked for before: so much would be reused by a "
-        "cache that never forgets.",
+        "Of all blocks requested, 60.0 % had been requested before: an unlimited cache would reuse "
+        "all of these.",
         "With 1 k tokens, lru reuses 15.0 % of all blocks. 2q would reuse 20.0 %, for which lru "
-        "needs about 2 k. The most that is possible with that much memory is 40.0 %.",
-        "With 3 k tokens, lru reuses 25.0 % of all blocks. None of the others reuses noticeably "
-        "more.",
+        "needs about 2 k. The optimum with that much memory is 40.0 %.",
+        "With 3 k tokens, lru reuses 25.0 % of all blocks. No other policy reuses noticeably more.",
         "Of the 850 tokens that lru computes with 1 k, 70.6 % were never seen before and 29.4 % "
-        "had been evicted. Half of what had been evicted was needed again within 4 min of that.",
+        "had been evicted. Half of the evicted tokens were requested again within 4 min.",
         "2 of 10 requests do not fit into 3 k tokens at all (lru); their tokens count as computed.",
     ]
 
@@ -92,15 +91,15 @@ def test_the_cheapest_is_told():
     small, large = made("lru", 1000, 10, misses={}), made("2q", 10**7, 90, misses={})
     dear = Prices(3600.0, 0.001, 0.0, 1024, 1)
     assert said(small, large, prices=dear)[-1] == (
-        "The cheapest of all that was replayed is 2q with 10 M tokens: $73,050 a month for prefill "
+        "The cheapest of all replays is 2q with 10 M tokens: $73,050 a month for prefill "
         "and memory. Without any cache it would be $730,500."
     )
     cheap = Prices(0.0, 10.0, 0.0, 2**20, 1, currency="€")
     assert said(small, large, prices=cheap)[-1] == (
-        "The cheapest of all that was replayed is lru with 1 k tokens: €9.77 a month for prefill "
-        "and memory. No cache at all would cost less still: €0.00."
+        "The cheapest of all replays is lru with 1 k tokens: €9.77 a month for prefill "
+        "and memory. No cache at all would be cheaper still: €0.00."
     )
-    assert "costs are left out" in said(small, prices=PRICES, span_s=0.0)[-1]
+    assert "cannot be estimated" in said(small, prices=PRICES, span_s=0.0)[-1]
 
 
 @pytest.mark.parametrize(

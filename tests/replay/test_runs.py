@@ -148,5 +148,5 @@ def test_sessions_are_named_to_the_cache_if_the_trace_knows_them():
 
 
 def test_sessions_that_a_trace_does_not_know():
-    with pytest.raises(InvalidValue, match="needs sessions; listed knows of none"):
+    with pytest.raises(InvalidValue, match="needs sessions; listed has none"):
         next(replay(workload(PATHS), [ReplayRun("lru+sessions", 16)]))

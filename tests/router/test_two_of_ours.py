@@ -212,9 +212,12 @@ def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
     ("arguments", "said"),
     [
         (["--instances", "nonsense"], "an instance must be http://HOST:PORT, got 'nonsense'"),
-        (["--instances", "http://a,http://b", "--events", "tcp://x:1"], "--events names one"),
+        (
+            ["--instances", "http://a,http://b", "--events", "tcp://x:1"],
+            "--events needs an address for each",
+        ),
         (["--instances", "http://a", "--events", "x"], "an endpoint is tcp://HOST:PORT"),
-        (["--instances", "http://a", "--prefill-speed", "0"], "--prefill-speed is above 0"),
+        (["--instances", "http://a", "--prefill-speed", "0"], "--prefill-speed is 0"),
         (["--instances", "http://a", "--ranks", "0"], "--ranks is 0"),
         (["--instances", "http://a", "--tries", "0"], "--tries is 0"),
         (["--instances", "http://a", "--most-blocks", "0"], "most_blocks is 0"),
@@ -223,7 +226,7 @@ def test_prompts_find_their_cache_and_survive_the_death_of_an_instance(two):
             "body_budget_bytes is 1048576",
         ),
         *(
-            (["--instances", "http://a", option, "nan"], f"{option} is a number of seconds above 0")
+            (["--instances", "http://a", option, "nan"], f"{option} is nan; a number of seconds")
             for option in (
                 "--first-byte-timeout",
                 "--idle-timeout",
@@ -257,4 +260,4 @@ def test_an_amount_that_is_none_is_refused_with_its_option(capsys):
 def test_serve_needs_events_for_a_replay(capsys):
     asked = ["serve", "--port", "0", "--memory", "16MiB", "--events-replay", "tcp://127.0.0.1:*"]
     assert main(asked) == 2
-    assert "nothing to replay without --events" in capsys.readouterr().err
+    assert "--events-replay needs --events" in capsys.readouterr().err

@@ -146,7 +146,7 @@ def test_many_threads_note_each_once(tmp_path: Path) -> None:
 
 def test_a_capture_does_not_write_over_a_file(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("precious")
-    with pytest.raises(InvalidValue, match="there already"):
+    with pytest.raises(InvalidValue, match="exists already"):
         Capture(tmp_path / "t", name="t", page_size=16, pages=1)
     with pytest.raises(InvalidValue, match="unit_tokens"):
         Capture(tmp_path / "u", name="t", page_size=16, pages=1, unit_tokens=-1)

@@ -201,7 +201,7 @@ def test_azure_tells_of_lengths_alone(tmp_path: Path) -> None:
         (mooncake(output_length=1.5), "output_length is 1.5"),
         (mooncake(timestamp="0"), "timestamp is '0'; a number is needed"),
         (mooncake(timestamp=10**400), "a finite number is needed"),
-        ('{"timestamp": NaN, "hash_ids": []}', "NaN is no JSON"),
+        ('{"timestamp": NaN, "hash_ids": []}', "NaN is not valid JSON"),
         ('{"timestamp": 1e999, "input_length": 0, "output_length": 0, "hash_ids": []}', "finite"),
         ('{"hash_ids": [], "output_length": 1, "timestamp": 1}', "input_length is missing"),
         ('{"input_length": 0, "hash_ids": [], "timestamp": 1}', "output_length is missing"),
@@ -234,7 +234,7 @@ def test_a_bad_line_has_a_number_and_a_reason(line: object, reason: str, tmp_pat
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ({"prompt": 5}, "a prompt is text in `prompt`"),
+        ({"prompt": 5}, "a prompt needs text in `prompt`"),
         ({"tokens": [1, -1]}, "token ids lie in"),
         ({"tokens": [1, 2.5]}, "integer ids"),
         ({"tokens": [[1]]}, "one row of ids"),

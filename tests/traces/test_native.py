@@ -101,7 +101,7 @@ def test_the_same_trace_is_the_same_bytes(tmp_path: Path) -> None:
 
 def test_no_file_is_written_over_and_none_is_left_unfinished(tmp_path: Path) -> None:
     there = write(tmp_path / "there", "precious")
-    with pytest.raises(InvalidValue, match="there already"):
+    with pytest.raises(InvalidValue, match="exists already"):
         write_trace(generate("chat", seed=1, requests=1), there)
     assert there.read_text() == "precious\n"
     with pytest.raises(InvalidValue, match="cannot write"):
@@ -123,11 +123,11 @@ def line(**more: object) -> dict[str, object]:
     ("bad", "reason"),
     [
         (line(units="0" * 16), "units has 1 ids; 10 tokens are 2 units"),
-        (line(units="0" * 31), "16 hexadecimal digits an id"),
-        (line(units="x" * 32), "other signs than hexadecimal"),
+        (line(units="0" * 31), "16 hexadecimal digits per id"),
+        (line(units="x" * 32), "characters other than hexadecimal"),
         (line(units="f" * 32), "ids in 0 … 2⁶³-1"),
         (line(units=" " * 32), "ids in 0 … 2⁶³-1"),
-        (line(units=[1, 2]), "16 hexadecimal digits an id"),
+        (line(units=[1, 2]), "16 hexadecimal digits per id"),
         (line(answer="0" * 32), "answer has 2 ids; 9 tokens fill 1 units"),
         (line(store=1), "store is 1; true or false"),
         (line(cached_tokens=11), "cached_tokens is 11; a whole number in 0 … 10"),
@@ -155,7 +155,7 @@ def test_notes_of_what_is_missing_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "reason"),
     [
-        ({"kvkeep_trace": 2, "unit_tokens": 8}, "kvkeep_trace is 2; 1 is read"),
+        ({"kvkeep_trace": 2, "unit_tokens": 8}, "kvkeep_trace is 2, not 1"),
         ({"kvkeep_trace": 1}, "unit_tokens is missing"),
         ({"kvkeep_trace": 1, "unit_tokens": 0}, "unit_tokens is 0"),
         ({"kvkeep_trace": 1, "unit_tokens": 8, "pages": "x"}, "pages is 'x'"),

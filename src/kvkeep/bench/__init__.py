@@ -1,5 +1,5 @@
-"""The bench: real traces through the very same code.
+"""The bench: real traces, replayed through the code that serves.
 
 traces/  requests with their times: readers, generators, capture
-replay/  a trace through the cache and the tiers, bounds, plans, reports
+replay/  a trace through the cache and the tiers; bounds, plans, reports
 """

@@ -1,7 +1,7 @@
-"""The command line: one file a command, imported when the command line is used.
+"""The command line: one file per command.
 
-Each has ``add_parser(commands)``, which names its arguments, and ``run(args)``, which does it and
-returns the exit code. Neither imports torch before `run`: ``kvkeep --help`` answers at once.
+Each has ``add_parser(commands)``, which adds its options, and ``run(args)``, which returns the exit
+code. torch is imported only in ``run``, so that ``kvkeep --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ COMMANDS = (
     "generate", "serve", "route", "top", "explain", "tree", "demo", "size", "store", "trace",
     "replay", "plan", "calibrate",
 )  # fmt: skip
-WRONG_INPUT = 2  # argparse uses it too
+WRONG_INPUT = 2  # as argparse
 INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``kvkeep`` with these arguments (default: the process's own); returns the exit code.
+    """Run ``kvkeep`` with these arguments (default: the process's own); return the exit code.
 
-    What the caller got wrong is one line on stderr and exit code 2.
+    A mistake of the user is one line on stderr and exit code 2.
     """
     args = _parser().parse_args(arguments)
     try:
         code: int = args.run(args)
     except KVKeepError as error:
-        line = visible(" ".join(str(error).split()))  # it may quote a file, or a server
+        line = visible(" ".join(str(error).split()))  # it may quote a file or a server
         print(f"kvkeep: error: {line}", file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`); what is buffered has nowhere to go either.
+        # stdout is closed (`| head`); drop the buffered output, which would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvkeep",
-        description="Keeps the KV cache of language models: no token is ever prefilled twice.",
+        description="Keep the KV cache of large language models: no token is ever prefilled twice.",
     )
     parser.add_argument("--version", action="version", version=f"kvkeep {version('kvkeep')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -1,83 +1,73 @@
-"""``kvkeep calibrate``: measure what prefill and decode take here, for replay in a closed loop."""
+"""``kvkeep calibrate``: measure the time of prefill and decode, for ``kvkeep replay --cost``."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay.costs import PrefillCost
+from kvkeep.cli.arguments import add_count, add_json, add_option, add_path
 from kvkeep.cli.calibrating import LENGTHS, measure_engine, measure_server
-from kvkeep.cli.model import add_model_arguments, choose_threads
-from kvkeep.cli.numbers import count
+from kvkeep.cli.model import add_dtype, add_model_arguments, choose_threads
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.geometry.units import parse_count
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
     from kvkeep.bench.replay.costs import Fit
+    from kvkeep.cli.arguments import Commands
     from kvkeep.cli.calibrating import Readings
-    from kvkeep.cli.model import Commands
 
 __all__ = ["add_parser", "run"]
 
-_CLOSE = 0.1
+_CLOSE = 0.1  # median relative error of a good fit
 
 
 def add_parser(commands: Commands) -> None:
-    """Name the arguments."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "calibrate",
-        help="measure what a prompt and an answer take, for kvkeep replay",
-        description="Measure how long prompts of several lengths take, with and without a cached "
-        "prefix, and how long an answer takes; fit a cost to it and write it as JSON. On kvkeep's "
-        "own engine, or on a server that speaks OpenAI's API. docs/calibrate.md has more.",
+        help="measure the time of prompts and answers, for kvkeep replay",
+        description="Measure the time that prompts of several lengths take, with and without a "
+        "cached prefix, and the time of an answer; fit a cost to the times and write it as JSON. "
+        "Measures kvkeep's own engine, or a server with OpenAI's API. See docs/calibrate.md.",
     )
     add_model_arguments(parser, memory="256MiB")
-    parser.add_argument("--dtype", help="float32, float16 or bfloat16 (default: as saved)")
+    add_dtype(parser)
     server = parser.add_argument_group("a server instead")
-    server.add_argument(
-        "--url",
-        metavar="URL",
-        help="of a server that speaks OpenAI's API, such as http://host:8000",
+    add_option(
+        server, "--url URL", "address of a server with OpenAI's API, such as http://host:8000"
     )
     server.add_argument(
-        "--name", help="of the model to ask there (default: the first that it serves)"
+        "--name", help="name of the model there (default: the first that it serves)"
     )
     measuring = parser.add_argument_group("measuring")
-    measuring.add_argument(
-        "--lengths",
-        metavar="LIST",
-        help="of prompts, in tokens, with commas between (default: "
-        f"{','.join(map(str, LENGTHS))}, as far as the model goes)",
+    add_option(
+        measuring,
+        "--lengths LIST",
+        "prompt lengths in tokens, separated by commas (default: "
+        f"{','.join(map(str, LENGTHS))}, up to the model's longest)",
     )
-    measuring.add_argument(
-        "--repeats",
-        metavar="N",
-        type=count,
-        default=3,
-        help="of each, the median counts (default: 3)",
-    )
-    measuring.add_argument(
-        "--decode", metavar="N", type=count, default=32, help="tokens of an answer (default: 32)"
-    )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the cost there, as JSON")
-    parser.add_argument("--json", action="store_true", help="print it as one JSON object")
+    add_count(measuring, "--repeats", 3, "measurements of each length; their median is used")
+    add_count(measuring, "--decode", 32, "tokens per answer")
+    add_path(parser, "--out", "write the cost to this file, as JSON")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, fit, write, say what came of it."""
+    """Measure, fit, write and print the cost."""
     whole("--repeats", args.repeats, 1)
     whole("--decode", args.decode, 2)
     if args.url is not None and args.model is not None:
-        raise InvalidValue("--model is measured here and --url elsewhere: give one of the two")
+        raise InvalidValue("--model measures the engine and --url a server: give one of the two")
     if args.out is not None and not args.out.absolute().parent.is_dir():
         raise InvalidValue(f"cannot write {args.out}: there is no folder {args.out.parent}")
     lengths = None if args.lengths is None else _lengths(args.lengths)
     if args.url is None:
-        choose_threads(args)  # before torch comes
+        choose_threads(args)  # before torch is imported
         readings = measure_engine(args, lengths)
     else:
         readings = measure_server(args, lengths)
@@ -111,29 +101,28 @@ def _lengths(text: str) -> list[int]:
         raise InvalidValue(f"--lengths is a list such as 256,1k,4096: {error}") from error
     if found[0] < 2 or len(found) < 2:
         raise InvalidValue(
-            f"--lengths are two or more different ones, of 2 tokens or more; got {text!r}"
+            f"--lengths needs two or more different lengths, of 2 tokens or more; got {text!r}"
         )
     return found
 
 
 def _print(readings: Readings, fit: Fit, out: Path | None) -> None:
     cost = fit.cost
-    print(f"{readings.name}: a prompt of n tokens behind c cached ones takes")
+    print(f"{readings.name}: a prompt of n tokens, the first c of them cached, takes")
     print(
-        f"  {_seconds(cost.seconds_fixed)} + {_seconds(cost.seconds_per_token)} a token"
-        f" + {_seconds(cost.seconds_per_token_pair)} a pair, of which there are (n² - c²) / 2"
+        f"  {_seconds(cost.seconds_fixed)} + (n - c) · {_seconds(cost.seconds_per_token)}"
+        f" + (n² - c²) / 2 · {_seconds(cost.seconds_per_token_pair)}"
     )
-    print(f"  and each token of an answer {_seconds(cost.decode_seconds_per_token)}")
-    print(f"{'cached':>8} {'prompt':>8} {'measured':>10} {'by the fit':>10}")
+    print(f"  and each token of the answer {_seconds(cost.decode_seconds_per_token)}")
+    print(f"{'cached':>8} {'prompt':>8} {'measured':>10} {'fitted':>10}")
     for one in readings.prefill:
-        by_fit = cost.prefill_s(one.start, one.stop)
-        print(f"{one.start:8,} {one.stop:8,} {_seconds(one.seconds):>10} {_seconds(by_fit):>10}")
+        fitted = cost.prefill_s(one.start, one.stop)
+        print(f"{one.start:8,} {one.stop:8,} {_seconds(one.seconds):>10} {_seconds(fitted):>10}")
     print(
-        f"The fit misses half of these by less than {fit.median_error:.0%}, and none by more than "
-        f"{fit.largest_error:.0%}."
+        f"Error of the fit: {fit.median_error:.0%} in the median, {fit.largest_error:.0%} at most."
     )
     if fit.median_error > _CLOSE:
-        print("That is far: was something else running? More --repeats can help.")
+        print("That is large: was the machine busy? More --repeats can help.")
     if readings.remark:
         print(readings.remark)
     if out is not None:

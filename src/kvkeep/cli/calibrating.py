@@ -1,4 +1,4 @@
-"""Measuring for ``kvkeep calibrate``: the engine here, or a server elsewhere."""
+"""Measurements of ``kvkeep calibrate``: kvkeep's own engine, or a server."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import random
 import time
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPException
 from statistics import median
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from kvkeep.bench.replay.costs import Measured
-from kvkeep.cli.model import load, progress
-from kvkeep.cli.watch import KEY_VARIABLE
+from kvkeep.cli.arguments import model_name
+from kvkeep.cli.client import Address
+from kvkeep.cli.model import load
+from kvkeep.cli.progress import progress
+from kvkeep.cli.server import KEY_VARIABLE
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -28,17 +30,17 @@ if TYPE_CHECKING:
 __all__ = ["LENGTHS", "Readings", "Timed", "measure_engine", "measure_server"]
 
 LENGTHS = (64, 256, 1024, 2048, 4096)
-"""Of prompts, in tokens, where no others are asked for; as far as a model goes."""
+"""Default prompt lengths, in tokens; those longer than the model takes are left out."""
 
-_PATIENCE_S = 600.0
-_MOST_BYTES = 1 << 20  # of an answer that is no stream, and of a line of one that is
+_TIMEOUT_S = 600.0
+_MOST_BYTES = 1 << 20  # of a whole answer, or of one line of a stream
 _MOST_LINES = 1_000_000
 _SYLLABLES = tuple(first + last for first in "bdfglmnprstv" for last in "aeiou")
 
 
 @dataclass(slots=True)
 class Readings:
-    """What was measured; ``remark`` is for whoever reads it."""
+    """The measurements; times in seconds. ``remark`` is a note for the user."""
 
     name: str
     prefill: list[Measured] = field(default_factory=list)
@@ -49,7 +51,7 @@ class Readings:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One request, in seconds; ``cached_tokens`` is None where nobody says."""
+    """One request; times in seconds. ``cached_tokens`` is None if the server does not report it."""
 
     prompt_tokens: int
     cached_tokens: int | None
@@ -59,13 +61,13 @@ class Timed:
 
 
 def _starts(length: int, page: int) -> list[int]:
-    """How much of a prompt is to be cached: nothing, half of it, all but the end."""
+    """Return the lengths of a prompt to cache, in whole pages: none, half, all but the end."""
     half, most = length // 2 // page * page, (length - 1) // page * page
     return sorted({0, half, most})
 
 
 def _pace(timed: Sequence[Timed]) -> float:
-    """Seconds for each token after the first; 0 where no answer had two."""
+    """Return seconds per token after the first; 0 if no answer had two tokens."""
     paces = [
         (one.seconds - one.ttft_s) / (one.generated_tokens - 1)
         for one in timed
@@ -78,9 +80,9 @@ def _pace(timed: Sequence[Timed]) -> float:
 
 
 def measure_engine(args: argparse.Namespace, wanted: Sequence[int] | None) -> Readings:
-    """Load the model, and let the engine compute one prompt after the other.
+    """Load the model and measure one prompt after the other.
 
-    Raises `InvalidValue` for prompts longer than it takes.
+    Raises `InvalidValue` for lengths that the model or the memory cannot take.
     """
     from kvkeep.core.cache import PagedCache  # noqa: PLC0415
     from kvkeep.serve.engine import Engine, SamplingParams  # noqa: PLC0415 - seconds, for torch
@@ -89,8 +91,8 @@ def measure_engine(args: argparse.Namespace, wanted: Sequence[int] | None) -> Re
     lengths = wanted or [one for one in LENGTHS if one + args.decode <= runner.max_tokens]
     if not lengths or max(lengths) + args.decode > runner.max_tokens:
         raise InvalidValue(
-            f"a prompt and {args.decode} tokens of its answer have {runner.max_tokens} tokens at "
-            "most here; give shorter --lengths, or more --memory"
+            f"a prompt with {args.decode} tokens of its answer can have {runner.max_tokens} tokens "
+            "here; use shorter --lengths or more --memory"
         )
     cache = PagedCache(runner.num_pages, runner.page_size)
     engine = Engine(runner, cache)
@@ -99,12 +101,11 @@ def measure_engine(args: argparse.Namespace, wanted: Sequence[int] | None) -> Re
     def ask(prompt: list[int], tokens: int = 1) -> Completion:
         return engine.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True))[0]
 
-    readings = Readings("kvkeep-tiny" if args.model is None else args.model.resolve().name)
-    readings.name += f" on {runner.device}"
+    readings = Readings(f"{model_name(args.model)} on {runner.device}")
     readings.kv_bytes = runner.geometry.bytes_per_token
     plan = [(start, one) for one in lengths for start in _starts(one, runner.page_size)]
     with progress("measuring", of=args.repeats * (len(plan) + 1)) as advance:
-        ask([rng.randrange(runner.vocabulary) for _ in range(max(lengths))])  # to be warm
+        ask([rng.randrange(runner.vocabulary) for _ in range(max(lengths))])  # warm-up
         for start, length in plan:
             done = []
             for _ in range(args.repeats):
@@ -130,28 +131,28 @@ def measure_engine(args: argparse.Namespace, wanted: Sequence[int] | None) -> Re
 
 
 def measure_server(args: argparse.Namespace, wanted: Sequence[int] | None) -> Readings:
-    """Ask a server that speaks OpenAI's API, one request after the other.
+    """Measure a server with OpenAI's API, one request after the other.
 
-    Raises `InvalidValue` for one that cannot be asked, or refuses.
+    Raises `InvalidValue` for a server that cannot be reached or refuses a request.
     """
     server = _Server(args.url, args.name)
     rng = random.Random()  # noqa: S311 - prompts that the server has not seen, no secrets
     readings = Readings(f"{server.model} at {args.url}")
     with progress("measuring") as advance:
-        server.ask(_words(rng, 16), 2)  # to be warm
-        known = server.ask(_words(rng, 200), 1).prompt_tokens / 200
-        tells = True
+        server.ask(_words(rng, 16), 2)  # warm-up
+        tokens_per_word = server.ask(_words(rng, 200), 1).prompt_tokens / 200
+        reports_cached = True
         for length in wanted or LENGTHS:
-            words = max(1, round(length / known))
-            for start in _starts(words, 1) if tells else [0]:
+            words = max(1, round(length / tokens_per_word))
+            for start in _starts(words, 1) if reports_cached else [0]:
                 try:
-                    done = [_behind(server, rng, start, words) for _ in range(args.repeats)]
+                    done = [_ask_cached(server, rng, start, words) for _ in range(args.repeats)]
                 except InvalidValue as error:
                     if wanted or len(readings.prefill) < 2:
                         raise
-                    readings.remark = f"It takes no prompts of {length:,} tokens: {error}"
+                    readings.remark = f"It refuses prompts of {length:,} tokens: {error}"
                     break
-                tells = tells and done[0].cached_tokens is not None
+                reports_cached = reports_cached and done[0].cached_tokens is not None
                 cached = done[0].cached_tokens or 0
                 seconds = median(one.ttft_s for one in done)
                 if cached < done[0].prompt_tokens and (start == 0 or cached):
@@ -162,18 +163,20 @@ def measure_server(args: argparse.Namespace, wanted: Sequence[int] | None) -> Re
         readings.decode_s = _pace(
             [server.ask(_words(rng, 100), args.decode) for _ in range(args.repeats)]
         )
-    if not tells:
-        readings.remark += " It does not say what was cached: prefixes were not measured."
+    if not reports_cached:
+        readings.remark += (
+            " It does not report cached tokens, so prompts with a cached prefix were not measured."
+        )
     return readings
 
 
 def _words(rng: random.Random, count: int) -> str:
-    """Text that nobody has sent before."""
+    """Return random text, which the server has not cached."""
     return " ".join("".join(rng.choices(_SYLLABLES, k=2)) for _ in range(count))
 
 
-def _behind(server: _Server, rng: random.Random, start: int, words: int) -> Timed:
-    """A prompt of so many words, of which the first ``start`` were sent before."""
+def _ask_cached(server: _Server, rng: random.Random, start: int, words: int) -> Timed:
+    """Send a prompt of ``words`` words, after sending its first ``start`` words."""
     text = _words(rng, words).split()
     if start:
         server.ask(" ".join(text[:start]), 1)
@@ -181,32 +184,23 @@ def _behind(server: _Server, rng: random.Random, start: int, words: int) -> Time
 
 
 class _Server:
-    """A server's address, and a request to it at a time."""
+    """A server with OpenAI's API; each request makes its own connection."""
 
     def __init__(self, url: str, model: str | None) -> None:
-        parts = urlsplit(url)
-        try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in {"http", "https"} or not parts.hostname or port == -1:
-            raise InvalidValue(f"--url is such as http://host:8000, got {url!r}")
         self._url = url
-        self._host, self._port = parts.hostname, port
-        self._connection = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._address = Address.parse(url)
         self.model = model or self._first_model()
 
     def _first_model(self) -> str:
-        with self._asked("GET", "/v1/models", None) as (response, _):
+        with self._request("GET", "/v1/models", None) as (response, _):
             found = self._json(response.read(_MOST_BYTES))
         try:
             return str(found["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
-            raise InvalidValue(f"{self._url} names no model; say which with --name") from error
+            raise InvalidValue(f"{self._url} lists no model; give its name with --name") from error
 
     def ask(self, prompt: str, tokens: int) -> Timed:
-        """Send a prompt and listen to the end of its answer. Raises `InvalidValue`."""
+        """Send a prompt and read its answer to the end. Raises `InvalidValue`."""
         body = {
             "model": self.model,
             "prompt": prompt,
@@ -216,45 +210,46 @@ class _Server:
             "stream_options": {"include_usage": True},
         }
         ttft, usage = None, None
-        with self._asked("POST", "/v1/completions", body) as (response, begun):
+        with self._request("POST", "/v1/completions", body) as (response, begun):
             for event in self._events(response):
                 if "error" in event:
-                    raise InvalidValue(f"{self._url} says: {_shortly(event['error'])}")
+                    raise InvalidValue(f"{self._url} says: {_error_text(event['error'])}")
                 usage = event.get("usage") or usage
                 if ttft is None and event.get("choices"):
                     ttft = time.perf_counter() - begun
             seconds = time.perf_counter() - begun
         prompt_tokens = _count(usage, "prompt_tokens")
         if ttft is None or not prompt_tokens:
-            raise InvalidValue(f"{self._url} ends an answer without a token, or without its usage")
+            raise InvalidValue(f"{self._url} ends an answer without a token or without its usage")
         details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
         generated = _count(usage, "completion_tokens") or 0
         return Timed(prompt_tokens, _count(details, "cached_tokens"), generated, ttft, seconds)
 
     @contextmanager
-    def _asked(
+    def _request(
         self, method: str, path: str, body: dict[str, Any] | None
     ) -> Iterator[tuple[HTTPResponse, float]]:
-        """The response, and when it was asked for: the connection was made before."""
+        """Yield the response and when the request was sent, after the connection was made."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
         try:
-            with closing(self._connection(self._host, self._port, timeout=_PATIENCE_S)) as made:
-                made.connect()
+            with closing(self._address.connection(_TIMEOUT_S)) as connection:
+                connection.connect()
                 begun = time.perf_counter()
                 sent = None if body is None else json.dumps(body)
-                made.request(method, self._path + path, sent, headers)
-                with made.getresponse() as response:
+                base = self._address.path.removesuffix("/v1")
+                connection.request(method, base + path, sent, headers)
+                with connection.getresponse() as response:
                     if response.status != 200:
-                        said = _shortly(response.read(_MOST_BYTES).decode("utf-8", "replace"))
+                        said = _error_text(response.read(_MOST_BYTES).decode("utf-8", "replace"))
                         raise InvalidValue(f"{self._url} says {response.status}: {said}")
                     yield response, begun
         except (OSError, HTTPException) as error:
-            raise InvalidValue(f"cannot ask {self._url}: {error!r}") from error
+            raise InvalidValue(f"cannot reach {self._url}: {error!r}") from error
 
     def _events(self, response: HTTPResponse) -> Iterator[dict[str, Any]]:
-        """The JSON objects of a stream of server-sent events, as far as it goes."""
+        """Yield the JSON objects of server-sent events until ``[DONE]`` or the end."""
         for _ in range(_MOST_LINES):
             line = response.readline(_MOST_BYTES)
             name, _, data = line.partition(b":")
@@ -274,13 +269,13 @@ class _Server:
 
 
 def _count(found: object, key: str) -> int | None:
-    """A number out of what a server says, or None where it says none."""
+    """Return the count at ``key``; None if there is no valid one."""
     value = found.get(key) if isinstance(found, dict) else None
     return value if type(value) is int and 0 <= value < 1 << 31 else None
 
 
-def _shortly(said: object) -> str:
-    """What a server says is wrong."""
+def _error_text(said: object) -> str:
+    """Return the message of an error reply, at most 300 characters of it."""
     if isinstance(said, str):
         try:
             found = json.loads(said)

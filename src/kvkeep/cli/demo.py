@@ -1,6 +1,6 @@
-"""``kvkeep demo``: a conversation over one document through the real service, cold and warm.
+"""``kvkeep demo``: one document, several questions, through the real server, cold and warm.
 
-At its end the service is stopped and started again, to be asked what it was asked before.
+At the end the server is stopped and started again, and asked the first question once more.
 """
 
 from __future__ import annotations
@@ -8,20 +8,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import sys
 import tempfile
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from statistics import median
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from kvkeep.cli.client import ask, get
-from kvkeep.cli.model import add_model_arguments, choose_threads, load, progress
-from kvkeep.cli.numbers import count
+from kvkeep.cli.arguments import add_count, add_json, model_name
+from kvkeep.cli.client import Address, Client
+from kvkeep.cli.completions import ask
+from kvkeep.cli.demo_view import as_json, print_rows
+from kvkeep.cli.model import add_model_arguments, choose_threads, load
+from kvkeep.cli.progress import progress
 from kvkeep.cli.tiers import add_store_arguments, open_store
 from kvkeep.core.errors import require
 
@@ -29,16 +30,16 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvkeep.cli.client import Heard
-    from kvkeep.cli.model import Commands
+    from kvkeep.cli.arguments import Commands
+    from kvkeep.cli.completions import CompletionReply
     from kvkeep.serve.engine import Engine
 
     Talk = list[dict[str, str]]
 
 __all__ = ["add_parser", "run"]
 
-# The document: what the running Python says about these (PSF-2.0), which is also what the model
-# that kvkeep ships has read.
+# The document: docstrings of Python's standard library (PSF-2.0), on which the bundled model was
+# trained.
 SECTIONS = (
     "textwrap.dedent", "textwrap.shorten", "textwrap.wrap", "json.dumps", "heapq.merge",
     "heapq.nlargest", "shutil.copytree", "shutil.rmtree", "os.makedirs", "random.shuffle",
@@ -51,16 +52,12 @@ TENANTS = ("a", "b")
 CLIENTS = ("json.dumps", "os.makedirs", "textwrap.wrap", "shutil.rmtree")
 RESTARTED = "restarted"
 REQUESTS = len(ASKED) + 1 + len(TENANTS) + len(CLIENTS) + 1
-DIFFERENT = 1
-NEXT = """\
-Next: kvkeep serve (or make serve), and when it listens
-curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
--d '{"messages": [{"role": "user", "content": "What does heapq.merge do?"}]}'"""
+DIFFERENT = 1  # exit code
 
 
 @dataclass(frozen=True, slots=True)
 class DemoRow:
-    """One request, answered cold and warm; all but ``ttft_cold_s`` is about the warm one."""
+    """One request, sent cold and warm; all fields but ``ttft_cold_s`` are of the warm one."""
 
     request: str
     about: str
@@ -76,32 +73,32 @@ class DemoRow:
 
     @property
     def faster(self) -> float:
-        """How many times sooner the first token comes."""
+        """Cold time to the first token, divided by the warm one."""
         return self.ttft_cold_s / self.ttft_warm_s
 
 
 def add_parser(commands: Commands) -> None:
-    """Name the arguments."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "demo",
-        help="start the service, play a conversation over a long document, and compare",
-        description="Start the service, ask it about one long document over HTTP, and stop it. "
-        "Every request is sent twice: cold, with nothing to reuse, and warm. Fails if the two "
-        "answers to one of them differ. Then start it again, and ask once more: what the tiers "
-        "have is not computed again.",
+        help="start the server, ask about a long document, and compare cold with warm",
+        description="Start the server, ask questions about one long document over HTTP, and stop "
+        "it. Every request is sent twice: cold, with nothing to reuse, and warm. The exit code is "
+        "1 if the two answers to a request differ. Then start the server again and repeat the "
+        "first question, whose KV comes from the tiers.",
     )
     add_model_arguments(parser, memory="256MiB")
     add_store_arguments(parser, default="memory, and a folder that is deleted at the end")
-    parser.add_argument("--max-tokens", metavar="N", type=count, default=64, help="of an answer")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_count(parser, "--max-tokens", 64, "tokens per answer")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Play, compare, print; 1 if the two answers to a request differ."""
-    choose_threads(args)  # before torch comes
-    name = "kvkeep-tiny" if args.model is None else args.model.resolve().name
-    # The services end first: then all clients come to an end too, whatever they wait for.
+    """Play the conversation and print it; return 1 if two answers to a request differ."""
+    choose_threads(args)  # before torch is imported
+    name = model_name(args.model)
+    # The server ends before the pool of clients: clients that wait for it then end, too.
     with (
         ThreadPoolExecutor(len(CLIENTS), "kvkeep client") as clients,
         _tiers(args) as tiers,
@@ -112,22 +109,27 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{name} is served at {url} while this lasts", flush=True)
             with progress("asking, cold and warm", of=2 * (REQUESTS - 1)) as advance:
                 rows = demo.play(url, engine, advance)
-            stats = clients.submit(get, url, "/kv/stats").result()
+            stats = clients.submit(_stats, url).result()
         with (
             _service(args, name, tiers) as (engine, again),
             progress("asking again", of=2) as advance,
         ):
             rows += demo.ask_again(again, engine, advance)
     if args.json:
-        print(json.dumps(_as_json(url, name, rows, stats)))
+        print(json.dumps(as_json(url, name, rows, stats)))
     else:
-        _print(rows)
+        print_rows(rows, len(CLIENTS))
     return 0 if all(row.same_text for row in rows) else DIFFERENT
+
+
+def _stats(url: str) -> dict[str, Any]:
+    with Client(Address.parse(url)) as client:
+        return client.get("/kv/stats")
 
 
 @contextmanager
 def _tiers(args: argparse.Namespace) -> Iterator[list[str]]:
-    """The tiers that were named, or some that are gone afterwards."""
+    """Yield the tiers of ``--tier``, or temporary ones."""
     if args.tier:
         yield args.tier
         return
@@ -137,13 +139,15 @@ def _tiers(args: argparse.Namespace) -> Iterator[list[str]]:
 
 @contextmanager
 def _service(args: argparse.Namespace, name: str, tiers: list[str]) -> Iterator[tuple[Engine, str]]:
-    """A model, a pool and a store, served from scratch: nothing is left of one before but tiers."""
+    """Serve a new engine over ``tiers``; yield the engine and its URL."""
     with progress("starting"):
         from kvkeep.core.cache import PagedCache  # noqa: PLC0415
         from kvkeep.serve.engine import Engine  # noqa: PLC0415 - seconds, for torch
 
-        require("kvkeep.serve.server", "server")  # what it lacks is said before the model is loaded
-    # float32: in half precision the order of summing can decide between two like tokens.
+        require(
+            "kvkeep.serve.server", "server"
+        )  # a missing extra is reported before the model is loaded
+    # float32: in half precision the order of summation can decide between two close logits.
     runner, tokenizer = load(args, dtype="float32")
     with open_store(args, runner, name=name, tiers=tiers) as store:
         cache = PagedCache(runner.num_pages, runner.page_size)
@@ -154,10 +158,10 @@ def _service(args: argparse.Namespace, name: str, tiers: list[str]) -> Iterator[
 
 @contextmanager
 def serving(engine: Engine, name: str) -> Iterator[str]:
-    """Serve ``engine`` on a free port of this machine, as ``kvkeep serve`` does; gives the URL.
+    """Serve ``engine`` on a free local port, as ``kvkeep serve`` does; yield the URL.
 
-    In a thread, so that neither a process nor a port outlives this one, however it ends. At the
-    end of the block the requests that still run are failed.
+    The server runs in a thread, so it ends with this process, however that ends. When the block
+    ends, running requests fail.
     """
     from kvkeep.serve.server import Listener, ServerSettings, bind, create_app, url_of  # noqa: PLC0415
 
@@ -172,7 +176,7 @@ def serving(engine: Engine, name: str) -> Iterator[str]:
             wait((listening, served), return_when=FIRST_COMPLETED)
             yield url
         finally:
-            # Interrupted before it has begun, it could not be stopped.
+            # stop() has no effect before the server listens.
             wait((listening, served), return_when=FIRST_COMPLETED)
             if not served.done():
                 listener.stop()
@@ -180,9 +184,9 @@ def serving(engine: Engine, name: str) -> Iterator[str]:
 
 
 class Demo:
-    """The script, played against one service and then the next.
+    """The conversation, played against a first server and then a second one.
 
-    ``advance`` is called for each answer.
+    ``advance`` is called after each answer. ``clients`` are the threads that send requests.
     """
 
     def __init__(self, clients: ThreadPoolExecutor, *, max_tokens: int) -> None:
@@ -195,8 +199,8 @@ class Demo:
         self._salts = 0
 
     def play(self, url: str, engine: Engine, advance: Callable[[], object]) -> list[DemoRow]:
-        """The whole conversation with the service at ``url``, row by row."""
-        self._meet(url, engine, advance)
+        """Play the whole conversation with the server at ``url``."""
+        self._warm_up(url, engine, advance)
         first, *others = ASKED
         rows = self._both("first", [first])
         for name in others:
@@ -207,17 +211,17 @@ class Demo:
         return rows + self._both("at once", CLIENTS)
 
     def ask_again(self, url: str, engine: Engine, advance: Callable[[], object]) -> list[DemoRow]:
-        """What was asked first, of another service: its pool is empty."""
-        self._meet(url, engine, advance)
+        """Repeat the first question to another server, whose pool is empty."""
+        self._warm_up(url, engine, advance)
         return self._both(RESTARTED, ASKED[:1])
 
-    def _meet(self, url: str, engine: Engine, advance: Callable[[], object]) -> None:
+    def _warm_up(self, url: str, engine: Engine, advance: Callable[[], object]) -> None:
         self._url, self._advance = url, advance
         self._chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
-        warm_up = [{"role": "user", "content": _question(ASKED[0])}]
-        # Torch's, unmeasured. Asked by a client's thread as all others are: an interrupt, which
-        # comes to this one, then cannot come between a socket and its end.
-        self._clients.submit(self._ask, warm_up, self._new_salt(), store=False).result()
+        talk = [{"role": "user", "content": _question(ASKED[0])}]
+        # torch warms up, unmeasured. As all requests, in a client thread: an interrupt is raised
+        # in the main thread, and then cannot leave a socket open.
+        self._clients.submit(self._ask, talk, self._new_salt(), store=False).result()
 
     def _both(
         self,
@@ -227,7 +231,7 @@ class Demo:
         before: DemoRow | None = None,
         salt: str | None = None,
     ) -> list[DemoRow]:
-        """Ask about all of these at once, cold and then warm; ``before`` is the turn before."""
+        """Ask about all ``abouts`` at once, cold and then warm, after the turn ``before``."""
         talks = [self._talk(about, before) for about in abouts]
         colds = self._at_once([(talk, self._new_salt(), False) for talk in talks])
         warms = self._at_once([(talk, salt, True) for talk in talks])
@@ -236,15 +240,15 @@ class Demo:
             for about, cold, warm in zip(abouts, colds, warms, strict=True)
         ]
 
-    def _at_once(self, requests: Sequence[tuple[Talk, str | None, bool]]) -> list[Heard]:
-        asked = [self._clients.submit(self._ask, *request) for request in requests]
-        heard = []
-        for one in asked:
-            heard.append(one.result())
+    def _at_once(self, requests: Sequence[tuple[Talk, str | None, bool]]) -> list[CompletionReply]:
+        futures = [self._clients.submit(self._ask, *request) for request in requests]
+        replies = []
+        for future in futures:
+            replies.append(future.result())
             self._advance()
-        return heard
+        return replies
 
-    def _ask(self, talk: Talk, salt: str | None, store: bool) -> Heard:
+    def _ask(self, talk: Talk, salt: str | None, store: bool) -> CompletionReply:
         body: dict[str, Any] = {
             "max_tokens": self._max_tokens,
             "temperature": 0,
@@ -268,13 +272,13 @@ class Demo:
         return [*talk, {"role": "user", "content": _question(about)}]
 
     def _new_salt(self) -> str:
-        """Nobody else has it: nothing of others is found under it."""
+        """Return a cache_salt that no other request has: nothing is cached under it."""
         self._salts += 1
         return f"cold {self._salts}"
 
 
 def read_document() -> str:
-    """The sections, each under its name, cut to whole paragraphs."""
+    """Return the document: the sections, each below its name, cut to whole paragraphs."""
     return "\n\n".join(f"# {name}\n\n{_section(name)}" for name in SECTIONS)
 
 
@@ -293,7 +297,7 @@ def _question(about: str) -> str:
     return f"What does {about} do?"
 
 
-def _row(request: str, about: str, cold: Heard, warm: Heard) -> DemoRow:
+def _row(request: str, about: str, cold: CompletionReply, warm: CompletionReply) -> DemoRow:
     assert not cold.cached_tokens, "nobody else has its salt"
     return DemoRow(
         request=request,
@@ -308,84 +312,3 @@ def _row(request: str, about: str, cold: Heard, warm: Heard) -> DemoRow:
         same_text=cold.answer == warm.answer,
         text=warm.text,
     )
-
-
-def _totals(rows: list[DemoRow]) -> dict[str, float | None]:
-    prompt = sum(row.prompt_tokens for row in rows)
-    reused = sum(row.reused_tokens for row in rows)
-    faster = [row.faster for row in rows if row.reused_tokens]
-    return {
-        "prompt_tokens": prompt,
-        "reused_tokens": reused,
-        "reused_share": reused / prompt,
-        # Where nothing is reused there is nothing to be faster by.
-        "ttft_median_ratio": median(faster) if faster else None,
-    }
-
-
-def _as_json(url: str, name: str, rows: list[DemoRow], stats: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "url": url,
-        "model": name,
-        "requests": [{**asdict(row), "faster": row.faster} for row in rows],
-        "same_text": all(row.same_text for row in rows),
-        **_totals(rows),
-        **stats,
-    }
-
-
-def _print(rows: list[DemoRow]) -> None:
-    console = require("rich.console", "cli").Console()
-    say = partial(console.print, markup=False, highlight=False)
-    say(
-        f"{len(rows)} requests over HTTP about one document: {_question('…')}\n"
-        "cold      every token is computed, and nothing kept\n"
-        "warm      what others have computed before is reused\n"
-        "TTFT      time to first token, as the client sees it\n"
-        "tenant …  has a cache_salt of its own and shares with nobody\n"
-        f"at once   {len(CLIENTS)} clients in the same moment, cold as well as warm\n"
-        "restarted the service was stopped and started again: its pool is empty"
-    )
-    console.print(_table(rows))
-    say(f"> {_question(rows[0].about)}\n{rows[0].text.strip()}\n")
-    totals = _totals(rows)
-    line = f"{totals['prompt_tokens']:,} prompt tokens, {totals['reused_share']:.0%} reused"
-    if totals["ttft_median_ratio"] is not None:
-        line += f"; answers that reuse began {totals['ttft_median_ratio']:.1f}× sooner (median)"
-    say(line)
-    last = rows[-1]
-    say(
-        f"After the restart {last.loaded_tokens:,} of {last.prompt_tokens:,} prompt tokens came "
-        f"from disk:\nthe first token after {_milliseconds(last.ttft_warm_s)} instead of "
-        f"{_milliseconds(last.ttft_cold_s)}"
-    )
-    if not all(row.same_text for row in rows):
-        print("kvkeep: the warm answers are not the cold ones", file=sys.stderr)
-    print(NEXT)  # as it is, whatever the width: it is to be copied
-
-
-def _table(rows: list[DemoRow]) -> Any:
-    box = require("rich.box", "cli").SIMPLE_HEAD
-    table = require("rich.table", "cli").Table(box=box, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("\nrequest", no_wrap=True)
-    table.add_column("\nasks about", no_wrap=True)
-    for heading in (
-        "prompt\ntokens", "reused\ntokens", "TTFT\ncold", "TTFT\nwarm", "tokens\n/s", "same\ntext",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row.request,
-            row.about,
-            f"{row.prompt_tokens:,}",
-            f"{row.reused_tokens:,}",
-            _milliseconds(row.ttft_cold_s),
-            _milliseconds(row.ttft_warm_s),
-            "–" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-            "yes" if row.same_text else "NO",
-        )
-    return table
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:,.1f} ms" if seconds < 0.1 else f"{seconds * 1000:,.0f} ms"

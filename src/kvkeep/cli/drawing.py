@@ -1,4 +1,4 @@
-"""Words, numbers, bars and lines for a terminal, as plain text: what others wrote made harmless."""
+"""Numbers, times and bars as plain text, and text of others made safe for a terminal."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _EIGHTHS: Final = len(_BARS) - 1
 
 
 def visible(text: str) -> str:
-    r"""``text`` on one line, with nothing in it that acts on a terminal or on a reader.
+    r"""Return ``text`` on one line, without characters that could control a terminal.
 
-    Control characters are shown as their pictures (␀ … ␡), and what else is not printable, lone
-    surrogates and what turns the direction of writing among it, as an escape such as ``\u202e``.
+    Control characters become their pictures (␀ … ␡); other characters that are not printable, such
+    as lone surrogates and changes of the writing direction, become escapes such as ``\u202e``.
     """
     if text.isprintable():
         return text
@@ -46,7 +46,7 @@ def plural(number: float, word: str) -> str:
 
 
 def amount(number: float) -> str:
-    """A count in at most six characters: ``"9,999"``, ``"12.3 k"``, ``"120 k"``, ``"4.5 M"``."""
+    """Return a count in at most six characters: ``"9,999"``, ``"12.3 k"``, ``"4.5 M"``."""
     if number < 9999.5:
         return f"{number:,.0f}"
     for unit in "kMGTP":
@@ -59,7 +59,7 @@ def amount(number: float) -> str:
 
 
 def storage(number: int) -> str:
-    """Bytes in at most eight characters: ``"1 GiB"``, ``"9.9 MiB"``, ``"134 MiB"``."""
+    """Return bytes in at most eight characters: ``"1 GiB"``, ``"9.9 MiB"``, ``"134 MiB"``."""
     size = float(number)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1023.5:
@@ -70,7 +70,7 @@ def storage(number: int) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share: ``"38 %"``; ``"–"`` of nothing. Neither 0 nor 100 unless it is all of it."""
+    """Return a share: ``"38 %"``; ``"–"`` if ``whole`` is 0. 0 and 100 only where exact."""
     if whole <= 0:
         return "–"
     share = round(100 * part / whole)
@@ -80,7 +80,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A time: ``"0.4 ms"``, ``"412 ms"``, ``"1.24 s"``, ``"34 s"``, ``"5 min"``, ``"3.5 h"``."""
+    """Return a duration: ``"0.4 ms"``, ``"412 ms"``, ``"1.24 s"``, ``"34 s"``, ``"5 min"``."""
     if value is None:
         return "–"
     if value < 0.01:
@@ -93,7 +93,7 @@ def seconds(value: float | None) -> str:
 
 
 def ago(value: float) -> str:
-    """A time of seconds and more, roughly: ``"12 s"``, ``"5 min"``, ``"3.5 h"``, ``"12 d"``."""
+    """Return a rough duration: ``"12 s"``, ``"5 min"``, ``"3.5 h"``, ``"12 d"``."""
     if value < 99.5:
         return f"{max(0.0, value):.0f} s"
     if value < 5970:
@@ -102,7 +102,7 @@ def ago(value: float) -> str:
 
 
 def clock(at: float) -> str:
-    """The time of day here: ``"12:34:56"``; dashes where there is no such time."""
+    """Return the local time of day of a Unix time: ``"12:34:56"``; dashes if out of range."""
     try:
         return time.strftime("%H:%M:%S", time.localtime(at))
     except (OverflowError, OSError, ValueError):
@@ -110,10 +110,10 @@ def clock(at: float) -> str:
 
 
 def stacked(parts: Sequence[float], width: int) -> list[int]:
-    """How many of ``width`` characters each part of a bar takes.
+    """Return how many of ``width`` characters each part of a bar takes.
 
-    They sum to ``width`` (to 0 where all parts are 0), and a part that is not 0 has one at least,
-    as long as there are enough.
+    The numbers add up to ``width`` (to 0 if all parts are 0). Every part above 0 gets at least one
+    character, if there are enough.
     """
     total = sum(parts)
     if total <= 0 or width <= 0:
@@ -122,7 +122,8 @@ def stacked(parts: Sequence[float], width: int) -> list[int]:
     cells = [max(int(cut), 1) if part > 0 else 0 for part, cut in zip(parts, exact, strict=True)]
     while (left := width - sum(cells)) != 0:
         step = 1 if left > 0 else -1
-        # Who lost most by rounding gets one; one is given by who has several, and won most by it.
+        # Add a character to the part that rounding cut most, or take one from the part of several
+        # characters that rounding favoured most.
         at = max(
             (i for i, count in enumerate(cells) if count),
             key=lambda i: (step > 0 or cells[i] > 1, step * (exact[i] - cells[i])),
@@ -132,10 +133,10 @@ def stacked(parts: Sequence[float], width: int) -> list[int]:
 
 
 def trend(shares: Sequence[tuple[float, float]], each: int, rows: int = 1) -> list[str]:
-    """Shares over time as columns of blocks, ``rows`` high, the newest one right.
+    """Return shares over time as columns of blocks, ``rows`` high, the newest on the right.
 
-    A share is (part, whole), and a column stands for ``each`` of them, together. It is blank where
-    there was nothing to have a part of, and not blank for a part of 0.
+    A share is (part, whole); a column stands for the sum of ``each`` shares. A column is blank only
+    if its whole is 0.
     """
     first = len(shares) % each
     starts = range(first, len(shares), each)

@@ -1,91 +1,85 @@
-"""``kvkeep explain``: why the tokens of a prompt were computed, as a running server saw it."""
+"""``kvkeep explain``: why a running server computed the tokens of a prompt."""
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
+from kvkeep.cli.arguments import add_json, add_option, add_path, count
 from kvkeep.cli.client import ServerRefusal
 from kvkeep.cli.drawing import visible
-from kvkeep.cli.numbers import count
-from kvkeep.cli.watch import add_server_arguments, asking, console, entries, path
-from kvkeep.core.errors import InvalidValue, require
-from kvkeep.core.errors import whole as integer
+from kvkeep.cli.replies import entries
+from kvkeep.cli.server import add_server_arguments, add_server_url, connect, path
+from kvkeep.cli.tables import console, print_lines
+from kvkeep.core.errors import InvalidValue, require, whole
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
+    from kvkeep.cli.arguments import Commands
     from kvkeep.cli.client import Client
-    from kvkeep.cli.model import Commands
 
 __all__ = ["add_parser", "run"]
 
-_MOST_BYTES: Final = 8 << 20  # of a body, for the server
-_REMEMBERED: Final = 1000  # requests that are looked through for the beginning of an id
+_MOST_BYTES: Final = 8 << 20  # the server's limit for a body
+_REMEMBERED: Final = 1000  # requests that the server remembers
 
 
 def add_parser(commands: Commands) -> None:
-    """Name the arguments."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "explain",
-        help="say why the tokens of a request were not reused, or what costs most of all",
-        description="Ask a running kvkeep server why tokens were computed and not reused: of one "
-        "request (its id is in the answer that its client got, and in kvkeep top), of a prompt as "
-        "if it came now, or, with neither, what cost most in the last requests.",
+        help="explain why tokens of a request were not reused, or summarise the causes",
+        description="Ask a running kvkeep server why tokens were computed instead of reused: for a "
+        "request, by its id in the API's answer or in kvkeep top; for a prompt, as if it were sent "
+        "now; or, without either, the main causes in the latest requests.",
     )
-    parser.add_argument("url", metavar="URL", help="of the server: http://host:port, or host:port")
+    add_server_url(parser)
     parser.add_argument(
         "id",
         nargs="?",
         metavar="ID",
-        help="of a request, as in the answer of the API (cmpl-…, chatcmpl-…); its beginning, with "
-        "or without that word, is enough where no other begins so",
+        help="id of a request, as in the API's answer (cmpl-…, chatcmpl-…), or a unique beginning "
+        "of it, with or without cmpl-",
     )
-    prompt = parser.add_argument_group("a prompt instead, which is not computed")
-    prompt.add_argument("--prompt", metavar="TEXT", help="as /v1/completions takes it")
-    prompt.add_argument(
+    prompt = parser.add_argument_group("a prompt instead of a request; it is not computed")
+    add_option(prompt, "--prompt TEXT", "text of the prompt, as for /v1/completions")
+    add_path(
+        prompt,
         "--file",
-        metavar="FILE",
-        type=Path,
-        help="a prompt in a file (-: standard input): text, a JSON array of token ids or of "
-        "messages, or the JSON object that a client sends to the API",
+        "file that holds the prompt (-: standard input): text, a JSON array of token ids or of "
+        "messages, or the JSON body of an API request",
     )
-    prompt.add_argument(
-        "--salt", metavar="SALT", help="the cache_salt that it would come with (default: none)"
-    )
-    parser.add_argument(
-        "--last",
-        metavar="N",
+    add_option(prompt, "--salt SALT", "cache_salt of the prompt (default: none)")
+    add_option(
+        parser,
+        "--last N",
+        "requests to summarise (default: all that the server remembers, at most 1,000)",
         type=count,
-        help="requests that the summary is about (default: 1000, as far as they are remembered)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print the server's answer as one JSON object"
-    )
+    add_json(parser, "print the server's answer as one JSON object instead of text")
     add_server_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask, and say it."""
+    """Ask the server, and print the explanation."""
     prompted = args.prompt is not None or args.file is not None
     if prompted + (args.id is not None) > 1 or (args.prompt is not None and args.file is not None):
-        raise InvalidValue(
-            "an ID, --prompt and --file are three ways to name one: give one of them"
-        )
+        raise InvalidValue("an ID, --prompt and --file exclude each other: give one of them")
     if args.salt is not None and not prompted:
-        raise InvalidValue("--salt goes with --prompt or --file; a request has its own")
+        raise InvalidValue("--salt needs --prompt or --file; a request has its own cache_salt")
     if args.last is not None and (prompted or args.id is not None):
-        raise InvalidValue("--last says how many requests a summary is about; leave it out here")
+        raise InvalidValue("--last is for a summary; leave it out with an ID or a prompt")
     if args.last is not None:
-        integer("--last", args.last, 1, _REMEMBERED)
+        whole("--last", args.last, 1, _REMEMBERED)
     if args.id is not None and not args.id.strip():
-        raise InvalidValue("the ID is empty; kvkeep top shows those of the last requests")
+        raise InvalidValue("the ID is empty; kvkeep top shows the ids of the latest requests")
     body = _body(args) if prompted else None
-    with asking(args.url, args) as client:
+    with connect(args.url, args) as client:
         if body is not None:
             answer = client.post("/kv/explain", body)
         elif args.id is not None:
@@ -96,19 +90,17 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(answer))
         return 0
     require("rich", "cli")
-    from kvkeep.cli import explain_view as view  # noqa: PLC0415 - rich comes with an extra
+    from kvkeep.cli import explain_view as view  # noqa: PLC0415 - rich is optional
 
     screen = console()
     about_one = body is not None or args.id is not None
     draw = view.explanation if about_one else view.summary
-    for line in draw(answer, max(screen.width, 60)):
-        line.rstrip()
-        screen.print(line)
+    print_lines(screen, draw(answer, max(screen.width, 60)))
     return 0
 
 
 def _request(client: Client, name: str) -> dict[str, Any]:
-    """The explanation of a request, by its id or the beginning of it."""
+    """Get the explanation of a request, by its id or the beginning of its id."""
     try:
         return client.get(path("/kv/explain", quote(name, safe="")))
     except ServerRefusal as error:
@@ -117,7 +109,7 @@ def _request(client: Client, name: str) -> dict[str, Any]:
         try:
             seen = client.get(path("/kv/requests", last=_REMEMBERED))
         except ServerRefusal:
-            raise error from None  # nothing is explained there at all
+            raise error from None  # the server does not explain
         ids = [one["id"] for one in entries(seen, "requests") if isinstance(one.get("id"), str)]
         found = [
             one for one in ids if one.startswith(name) or one.partition("-")[2].startswith(name)
@@ -126,7 +118,7 @@ def _request(client: Client, name: str) -> dict[str, Any]:
             raise
         if len(found) > 1:
             raise InvalidValue(
-                f"{len(found)} requests begin with {visible(name)}: write more of the id, such as "
+                f"{len(found)} ids begin with {visible(name)}: write more of the id, such as "
                 f"{visible(found[0])}"
             ) from error
     return client.get(path("/kv/explain", quote(found[0], safe="")))
@@ -136,8 +128,8 @@ def _request(client: Client, name: str) -> dict[str, Any]:
 
 
 def _body(args: argparse.Namespace) -> dict[str, Any]:
-    """What is posted, for ``--prompt`` or ``--file``."""
-    body = {"prompt": args.prompt} if args.file is None else _asked(_read(args.file), args.file)
+    """Return the body to post, for ``--prompt`` or ``--file``."""
+    body = {"prompt": args.prompt} if args.file is None else _parsed(_read(args.file), args.file)
     if args.salt is not None:
         body["cache_salt"] = args.salt
     return body
@@ -154,12 +146,12 @@ def _read(file: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue(f"{file} cannot be read as text: {error}") from error
     if len(read) > _MOST_BYTES:
-        raise InvalidValue(f"{file} has more than {_MOST_BYTES:,} bytes, which no server takes")
+        raise InvalidValue(f"{file} has more than {_MOST_BYTES:,} bytes, the limit of a request")
     return text
 
 
-def _asked(text: str, file: Path) -> dict[str, Any]:
-    """The prompt that a file holds: what is no JSON array or object is text, as it stands."""
+def _parsed(text: str, file: Path) -> dict[str, Any]:
+    """Return the prompt in a file; anything but a JSON array or object is plain text."""
     try:
         found = json.loads(text) if text.lstrip()[:1] in {"[", "{"} else None
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What ``kvkeep explain`` prints: lines for `rich`; nothing in them is read as markup."""
+"""What ``kvkeep explain`` prints, as lines of `rich` without markup."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.text import Text
 
 from kvkeep.cli.drawing import ago, amount, clock, percent, plural, seconds, visible
 from kvkeep.cli.lines import REUSE, bar, cell, hanging, reuse_bar
-from kvkeep.cli.watch import below, cause_words, entries, number, short_id, text, tokens_by, whole
+from kvkeep.cli.replies import below, cause_words, entries, number, short_id, text, tokens_by, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,35 +18,35 @@ if TYPE_CHECKING:
 
 __all__ = ["explanation", "summary"]
 
-_WIDEST: Final = 120  # more makes a bar longer and nothing clearer
+_WIDEST: Final = 120  # columns; a longer bar shows no more
 _SHOWN_CAUSES: Final = 12
 _SHOWN_IDS: Final = 16
 _WORDS: Final = {
     "new": "never seen before",
-    "diverged": "cached, but behind a difference",
+    "diverged": "cached, but after a difference",
     "evicted": "were cached, and evicted",
-    "not_admitted": "seen before, and not kept",
+    "not_admitted": "seen before, but not stored",
     "other_namespace": "cached in another namespace",
     "page_remainder": "the rest of a page that is not shared",
-    "computing": "another request was just computing them",
-    "tier_unavailable": "a tier has them and could not be asked",
-    "damaged": "what was stored was damaged",
-    "last_token": "the prompt's last token, whose logits are wanted",
+    "computing": "being computed by another request",
+    "tier_unavailable": "in a tier that was unavailable",
+    "damaged": "the stored blocks were damaged",
+    "last_token": "the last token, whose logits are needed",
 }
 _WHY: Final = {
-    "reuse_off": "the server reuses nothing (--no-reuse)",
-    "store_false": "its request said store: false",
-    "answer": "an answer, and only prompts were to be stored",
+    "reuse_off": "reuse is off (--no-reuse)",
+    "store_false": "the request had store: false",
+    "answer": "answers are not stored",
     "admission": "the policy did not admit it",
     "queue_full": "the queue to the tier was full",
-    "given_up": "its request was given up before it was kept",
-    "breaker": "its breaker is open",
+    "given_up": "the request was aborted before it was stored",
+    "breaker": "its circuit breaker is open",
     "late": "it was too slow",
     "error": "it failed",
 }
 _CAUSE: Final = {
-    "pressure": "for want of pages",
-    "asked": "because somebody asked for it",
+    "pressure": "for lack of pages",
+    "asked": "by request of a user",
     "cleared": "when the cache was cleared",
     "dropped": "when it was dropped",
 }
@@ -56,12 +56,12 @@ _CAUSE: Final = {
 
 
 def summary(said: Object, width: int) -> list[Text]:
-    """What the last requests cost, and for what reasons, the dearest first."""
+    """Draw the causes of the tokens computed for the latest requests, largest first."""
     width = min(width, _WIDEST)
     reused, computed = tokens_by(said, "reused"), tokens_by(said, "computed")
     prompt, missed = whole(said, "prompt_tokens"), sum(computed.values())
     if not whole(said, "requests"):
-        return [Text("no request is remembered yet")]
+        return [Text("the server has recorded no request yet")]
     line = Text()
     line.append(f"the last {plural(whole(said, 'requests'), 'request')}", "bold")
     line.append(f": {prompt:,} prompt tokens, {percent(sum(reused.values()), prompt)} reused")
@@ -71,8 +71,8 @@ def summary(said: Object, width: int) -> list[Text]:
     lines = [line, reuse_bar(reused, missed, width), _legend(reused, missed), Text()]
     causes = entries(said, "causes")
     if not causes:
-        return [*lines, Text("nothing was computed that could have been reused")]
-    lines.append(Text(f"what the {missed:,} computed tokens were", "bold"))
+        return [*lines, Text("no computed token could have been reused")]
+    lines.append(Text(f"causes of the {missed:,} computed tokens", "bold"))
     lines.append(Text("share   tokens  requests", "dim"))
     for cause in causes[:_SHOWN_CAUSES]:
         share = percent(number(cause, "share") or 0.0, 1.0)
@@ -85,7 +85,7 @@ def summary(said: Object, width: int) -> list[Text]:
         tokens = amount(sum(whole(cause, "tokens") for cause in rest))
         lines.append(Text(f"{share:>5}  {tokens:>7}  {'':8}  {plural(len(rest), 'more cause')}"))
     lines.append(Text())
-    lines.append(Text("in brackets: a request to look at, kvkeep explain URL ID", "dim"))
+    lines.append(Text("in brackets: an example request, for kvkeep explain URL ID", "dim"))
     return lines
 
 
@@ -106,7 +106,7 @@ def _legend(reused: Mapping[str, int], computed: int) -> Text:
 
 
 def explanation(said: Object, width: int) -> list[Text]:
-    """One prompt: what was reused, what was not and why, and where it went another way."""
+    """Draw one prompt: reused and computed spans, reasons, and the first difference."""
     width = min(width, _WIDEST)
     prompt = whole(said, "prompt_tokens")
     reused, computed = tokens_by(said, "reused"), tokens_by(said, "computed")
@@ -121,7 +121,7 @@ def explanation(said: Object, width: int) -> list[Text]:
 
 
 def _who(said: Object, width: int) -> list[Text]:
-    name = text(said, "id") or "this prompt, if it came now"
+    name = text(said, "id") or "this prompt, if it were sent now"
     parts = [text(said, "endpoint")]
     if salt := text(said, "cache_salt"):
         parts.append(f"cache_salt {salt}")
@@ -142,7 +142,7 @@ def _who(said: Object, width: int) -> list[Text]:
 
 
 def _spans_bar(spans: Sequence[Object], width: int) -> Text:
-    """The prompt from its first token to its last, each span in its place."""
+    """Draw the spans of a prompt as one bar."""
     return bar([(whole(s, "stop") - whole(s, "start"), *REUSE[_kind(s)]) for s in spans], width)
 
 
@@ -165,19 +165,19 @@ def _span(span: Object, digits: int, width: int) -> list[Text]:
 
 
 def _evidence(reason: str, of: Object, tokens: int) -> str:
-    """What a span's reason rests on, in words; what is not known here, as it was said."""
+    """Return the evidence for a span's reason in words; unknown fields as they are."""
     if reason == "diverged":
         nearest, differs = text(of, "nearest"), whole(of, "differs")
         said = f"at token {whole(of, 'position'):,}"
         said += f", {plural(differs, 'token')} long" if differs else ""
         said += f", from {nearest}" if nearest else ""
-        would = whole(of, "would_reuse")  # by the first of several spans behind one difference
+        would = whole(of, "would_reuse")  # without the difference, in this and later spans
         return said + (f"; without it {would:,} more would be reused" if would > tokens else "")
     if reason == "evicted":
         return _evicted(of)
     if reason == "not_admitted":
         tier = text(of, "tier")
-        why = _WHY.get(text(of, "why"), "nobody remembers why")
+        why = _WHY.get(text(of, "why"), "the reason is not known")
         return why + (f" ({tier})" if tier else "")
     if reason == "other_namespace":
         return "; ".join(
@@ -185,7 +185,7 @@ def _evidence(reason: str, of: Object, tokens: int) -> str:
             for name, pair in below(of, "fields").items()
         )
     if reason == "computing":
-        return f"{text(of, 'by')} had them in hand" if text(of, "by") else ""
+        return text(of, "by")
     if reason == "tier_unavailable":
         waited = number(of, "waited_s")
         why = _WHY.get(text(of, "why"), text(of, "why"))
@@ -215,11 +215,11 @@ def _one(pair: object, at: int) -> str:
     return visible(repr(found) if isinstance(found, str) else str(found))[:80]
 
 
-# --- where it went another way --------------------------------------------------------------------
+# --- the first difference ------------------------------------------------------------------------
 
 
 def _difference(said: Object, spans: Sequence[Object], width: int) -> list[Text]:
-    """Both texts around the first token that differs, one below the other, with a mark."""
+    """Draw both texts around the first different token, one below the other, with a mark."""
     shown = below(said, "text")
     names = ("this prompt", "cached")
     room = width - 14
@@ -229,8 +229,8 @@ def _difference(said: Object, spans: Sequence[Object], width: int) -> list[Text]
             raw, at = shown.get(f"{which}_text"), whole(shown, f"at_{which}")
             both.append(_marked(name, raw if isinstance(raw, str) else "", at, room))
         (given, mark), (cached, other) = both
-        marks = [mark] if mark.plain != other.plain else []  # one is enough where they are alike
-        return [Text("where they part", "bold"), given, *marks, cached, other]
+        marks = [mark] if mark.plain != other.plain else []  # one mark is enough at the same column
+        return [Text("the first difference", "bold"), given, *marks, cached, other]
     for span in spans:
         of = below(span, "evidence")
         if text(span, "reason") == "diverged" and isinstance(of.get("given"), list):
@@ -246,7 +246,7 @@ def _difference(said: Object, spans: Sequence[Object], width: int) -> list[Text]
 
 
 def _marked(name: str, raw: str, at: int, room: int) -> tuple[Text, Text]:
-    """A text on one line, cut to ``room`` columns around its character ``at``, with a mark."""
+    """Draw a text on one line, cut to ``room`` columns, and a mark below character ``at``."""
     before, after = visible(raw[:at]), visible(raw[at:])
     head = cell(before, Text(before).cell_len)
     keep = room // 2

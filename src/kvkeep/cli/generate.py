@@ -1,4 +1,4 @@
-"""``kvkeep generate``: let a model continue prompts, over the paged cache."""
+"""``kvkeep generate``: generate text with a model on the paged cache."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.model import add_model_arguments, choose_threads, load, progress
-from kvkeep.cli.numbers import count
+from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch, count
+from kvkeep.cli.model import add_dtype, add_model_arguments, choose_threads, load
+from kvkeep.cli.progress import progress
 
 if TYPE_CHECKING:
     import argparse
 
-    from kvkeep.cli.model import Commands
+    from kvkeep.cli.arguments import Commands
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine import Completion, Engine, SamplingParams, Tokenizer
 
@@ -20,14 +21,14 @@ __all__ = ["add_parser", "run"]
 
 
 def add_parser(commands: Commands) -> None:
-    """Name the arguments."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "generate",
         help="generate text with a model on the paged cache",
-        description="Generate text. Prompts of one call share what they have in common.",
+        description="Generate text. Prompts of one call share the KV of their common prefixes.",
     )
     parser.add_argument(
-        "--prompt", metavar="TEXT", action="append", required=True, help="may be given repeatedly"
+        "--prompt", metavar="TEXT", action="append", required=True, help="prompt; may be repeated"
     )
     style = parser.add_mutually_exclusive_group()
     style.add_argument(
@@ -40,32 +41,51 @@ def add_parser(commands: Commands) -> None:
         "--raw", action="store_false", dest="chat", help="the prompt is text to be continued"
     )
     add_model_arguments(parser, memory="1GiB")
-    parser.add_argument("--dtype", help="float32, float16 or bfloat16 (default: as saved)")
-    parser.add_argument(
-        "--no-cache", action="store_true", help="compute every prompt in full, reuse nothing"
-    )
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", metavar="N", type=count, default=128)
-    sampling.add_argument("--temperature", metavar="T", type=float, default=0.0)
-    sampling.add_argument("--top-p", metavar="P", type=float, default=1.0)
-    sampling.add_argument("--top-k", metavar="K", type=count, default=0)
-    sampling.add_argument("--seed", metavar="N", type=int)
-    sampling.add_argument(
-        "--stop", metavar="TEXT", action="append", default=[], help="end before this text"
-    )
-    sampling.add_argument(
-        "--draft-tokens",
-        metavar="N",
-        type=count,
-        default=0,
-        help="guess up to N tokens a step from what the prompt repeats (default: 0)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_dtype(parser)
+    add_switch(parser, "--no-cache", "compute every prompt in full; reuse nothing")
+    _add_sampling(parser.add_argument_group("sampling"))
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
+def _add_sampling(sampling: argparse._ArgumentGroup) -> None:
+    add_count(sampling, "--max-tokens", 128, "tokens to generate per prompt")
+    add_option(
+        sampling,
+        "--temperature T",
+        "sampling temperature; 0: always the most likely token",
+        type=float,
+        default=0.0,
+    )
+    add_option(
+        sampling,
+        "--top-p P",
+        "sample from the most likely tokens whose probabilities add up to P",
+        type=float,
+        default=1.0,
+    )
+    add_option(
+        sampling,
+        "--top-k K",
+        "sample from the K most likely tokens; 0: from all",
+        type=count,
+        default=0,
+    )
+    add_option(sampling, "--seed N", "seed (default: a random one)", type=int)
+    sampling.add_argument(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="end before this text; may be repeated",
+    )
+    add_count(
+        sampling, "--draft-tokens", 0, "tokens to guess per step from repetitions in the prompt"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
-    """Generate and print."""
+    """Generate, and print the completions."""
     choose_threads(args)
     with progress("starting"):
         from kvkeep.core.cache import PagedCache  # noqa: PLC0415
@@ -85,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     engine = Engine(runner, cache, tokenizer)
     prompts = [_tokens(text, tokenizer, args.chat) for text in args.prompt]
     if len(prompts) == 1 and not args.json:
-        _print_as_it_comes(engine, prompts, params)
+        _print_stream(engine, prompts, params)
         return 0
     with progress("generating", of=len(prompts)) as advance:
         done: dict[int, Completion] = {}
@@ -125,7 +145,7 @@ def _tokens(prompt: str, tokenizer: Tokenizer, chat: bool | None) -> TokenArray:
     return tokenizer.encode(prompt)
 
 
-def _print_as_it_comes(engine: Engine, prompts: list[TokenArray], params: SamplingParams) -> None:
+def _print_stream(engine: Engine, prompts: list[TokenArray], params: SamplingParams) -> None:
     for delta in engine.stream(prompts, params):
         print(delta.text, end="", flush=True)
         if delta.completion is not None:
@@ -134,7 +154,7 @@ def _print_as_it_comes(engine: Engine, prompts: list[TokenArray], params: Sampli
 
 
 def _print_figures(completion: Completion) -> None:
-    """One line on stderr, so that stdout has the text alone."""
+    """Print one line of figures on stderr; stdout has only the text."""
     print(
         f"[{completion.prompt_tokens} prompt tokens, {completion.cached_tokens} reused; "
         f"{len(completion.tokens)} generated ({completion.finish_reason}); "

@@ -1,7 +1,7 @@
-"""Lines of cells and bars for `rich`, each exactly as wide as it is said to be.
+"""Lines of cells and bars for `rich`, each of an exact width.
 
-Imported when something is drawn: rich comes with an extra. Texts are taken as they are, never as
-markup; what others wrote goes through `kvkeep.cli.drawing.visible` before it comes here.
+Imported only to draw, as rich is optional. Texts are not markup; text of others must have gone
+through `kvkeep.cli.drawing.visible`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["REUSE", "bar", "beside", "cell", "fit", "hanging", "heading", "reuse_bar", "row"]
 
-# How tokens came about: glyph and style. The glyphs differ, so that nobody needs the colours.
+# Sources of tokens: glyph and style. The glyphs differ, so that colours are not needed.
 REUSE: Final[dict[str, tuple[str, str]]] = {
     "reused": ("█", "green"),
     "loaded": ("▓", "cyan"),
@@ -27,13 +27,13 @@ REUSE: Final[dict[str, tuple[str, str]]] = {
 
 
 def fit(text: Text, width: int) -> Text:
-    """``text`` in exactly ``width`` columns: padded, or cut with an ellipsis."""
+    """Pad ``text`` to ``width`` columns, or cut it with an ellipsis."""
     text.truncate(max(width, 0), overflow="ellipsis", pad=True)
     return text
 
 
 def cell(content: str, width: int, style: str = "", *, right: bool = False) -> Text:
-    """A text in exactly ``width`` columns."""
+    """Return a text of exactly ``width`` columns."""
     text = Text(content, style, no_wrap=True, end="")
     if right and text.cell_len < width:
         text.pad_left(width - text.cell_len)
@@ -41,16 +41,14 @@ def cell(content: str, width: int, style: str = "", *, right: bool = False) -> T
 
 
 def row(*cells: Text, width: int) -> Text:
-    """A line of cells with a column between them, ``width`` in all."""
+    """Join cells with a space between them, to ``width`` columns in all."""
     return fit(Text(" ", no_wrap=True, overflow="crop", end="").join([Text(), *cells]), width)
 
 
 def hanging(
     head: Text, words: str, width: int, style: str = "", indent: int | None = None
 ) -> list[Text]:
-    """``words`` behind ``head``, in as many lines as they take, all but the first ``indent``ed
-    (default: to where the words begin).
-    """
+    """Wrap ``words`` after ``head``; indent all lines but the first (default: to the words)."""
     indent = head.cell_len if indent is None else indent
     first = " " * (head.cell_len - indent)
     wrapped = textwrap.wrap(first + words, max(width - indent, 20), break_on_hyphens=False) or [
@@ -61,13 +59,13 @@ def hanging(
 
 
 def heading(text: Text) -> Text:
-    """A line as the head of what stands below it."""
+    """Style a line as the heading of a section."""
     text.stylize("bold reverse")
     return text
 
 
 def bar(parts: Sequence[tuple[float, str, str]], width: int) -> Text:
-    """A bar ``width`` wide of parts: how much, its glyph, its style. Blank where all are 0."""
+    """Draw a bar of parts (amount, glyph, style); blank if all amounts are 0."""
     drawn = Text(no_wrap=True, end="")
     for (_, glyph, style), cells in zip(
         parts, stacked([much for much, _, _ in parts], width), strict=True
@@ -77,14 +75,14 @@ def bar(parts: Sequence[tuple[float, str, str]], width: int) -> Text:
 
 
 def reuse_bar(reused: Mapping[str, int], computed: int, width: int) -> Text:
-    """Tokens from the pool, from tiers, and computed."""
+    """Draw a bar of tokens from the pool, from tiers, and computed."""
     pool = reused.get("pool", 0)
     much = {"reused": pool, "loaded": sum(reused.values()) - pool, "computed": computed}
     return bar([(much[name], *REUSE[name]) for name in REUSE], width)
 
 
 def beside(left: Sequence[Text], right: Sequence[Text], left_width: int, width: int) -> list[Text]:
-    """Two columns of lines, the shorter one filled up."""
+    """Set two columns of lines side by side."""
     lines = []
     for at in range(max(len(left), len(right))):
         line = Text(no_wrap=True, overflow="crop", end="")

@@ -1,4 +1,4 @@
-"""``kvkeep plan``: what to buy and what to set for the traffic that a trace shows."""
+"""``kvkeep plan``: which policy, memory and tiers suit the traffic of a trace."""
 
 from __future__ import annotations
 
@@ -10,66 +10,57 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay import PlannedMemory
+from kvkeep.cli import replaying
+from kvkeep.cli.arguments import add_json, add_option
 from kvkeep.cli.drawing import visible
-from kvkeep.cli.replay import (
-    add_price_arguments,
-    add_replay_arguments,
-    add_report_arguments,
-    check_out,
-    parse_tokens,
-    prices_of,
-    read_workload,
-    replayed,
-    report,
-)
 from kvkeep.cli.trace import add_reading_arguments
 
 if TYPE_CHECKING:
     import argparse
 
     from kvkeep.bench.replay import Workload
-    from kvkeep.cli.model import Commands
+    from kvkeep.cli.arguments import Commands
 
 __all__ = ["add_parser", "run"]
 
 
 def add_parser(commands: Commands) -> None:
-    """Name the arguments."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "plan",
-        help="what to buy and what to set for the traffic of a trace",
-        description="Replay a trace with policies, with less and more memory, and with a tier "
-        "below, and recommend what to do, in plain words. docs/replay.md tells more.",
+        help="recommend a policy, memory and tiers for the traffic of a trace",
+        description="Replay a trace with several policies, with less and more memory, and with a "
+        "tier below it, and recommend in words what to use. docs/replay.md explains the results.",
     )
-    parser.add_argument("file", metavar="TRACE", type=Path)
+    parser.add_argument("file", metavar="TRACE", type=Path, help="trace file")
     add_reading_arguments(parser)
     parser.add_argument(
         "--memory",
         metavar="SIZE",
         required=True,
-        help="for KV: bytes, such as 40GiB, with --model; or tokens, such as 3M",
+        help="memory for KV: tokens, such as 3M; or bytes, such as 40GiB, with --model",
     )
-    parser.add_argument("--disk", metavar="SIZE", help="a tier below it, in the same way")
-    add_replay_arguments(parser, pages=False)
-    add_price_arguments(parser)
-    add_report_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_option(parser, "--disk SIZE", "a tier below it, in tokens or bytes (default: none)")
+    replaying.add_replay_arguments(parser.add_argument_group("replaying"))
+    replaying.add_price_arguments(parser)
+    replaying.add_report_arguments(parser)
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay what it takes, and recommend."""
-    check_out(args)
-    memory = parse_tokens(args.memory, args.model)
-    disk = parse_tokens(args.disk, args.model) if args.disk is not None else 0
-    prices = prices_of(args)
-    workload = read_workload(args)
+    """Replay, and print the recommendation."""
+    replaying.check_out(args)
+    memory = replaying.parse_tokens(args.memory, args.model)
+    disk = replaying.parse_tokens(args.disk, args.model) if args.disk is not None else 0
+    prices = replaying.prices_of(args)
+    workload = replaying.read_workload(args)
     plan = PlannedMemory(memory, disk)
     runs = plan.runs(workload)
-    outcomes = replayed(workload, runs, args)
+    outcomes = replaying.replayed(workload, runs, args)
     advice = plan.advice(dict(zip(runs, outcomes, strict=True)))
     if args.out is not None:
-        report(workload, outcomes, args, prices, str(advice))
+        replaying.report(workload, outcomes, args, prices, str(advice))
     if args.json:
         found = [one.as_dict() for one in outcomes]
         print(json.dumps({"memory_tokens": memory, "disk_tokens": disk, **asdict(advice),

@@ -1,21 +1,21 @@
-"""``kvkeep route``: a reverse proxy that sends each prompt where most of it is cached."""
+"""``kvkeep route``: a reverse proxy that sends each prompt to the server that has it cached."""
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import math
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.numbers import amount, count
+from kvkeep.cli.arguments import add_count, add_option, add_path, add_seconds, count
+from kvkeep.cli.listening import add_address, add_connection_limits, add_log_level, allowed_hosts
 from kvkeep.core.errors import InvalidValue, require, whole
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
-    from kvkeep.cli.model import Commands
+    from kvkeep.cli.arguments import Commands
     from kvkeep.serve.kv_events import Source
     from kvkeep.serve.router import CostModel
     from kvkeep.serve.router.health import Timeouts
@@ -23,108 +23,98 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+
 
 def add_parser(commands: Commands) -> None:
-    """Name the arguments."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "route",
-        help="route prompts to the instance that has most of them cached",
+        help="send each prompt to the server that has most of it cached",
         description="A reverse proxy in front of several OpenAI-compatible servers (kvkeep serve, "
-        "vLLM) of one model. It reads their KV events, and sends each prompt where it is through "
-        "first: where most of it is cached, if not too much waits there.",
+        "vLLM) of one model. It follows their KV events and sends each prompt to the server that "
+        "will finish its prefill first: the one with the longest cached prefix, unless its queue "
+        "is too long.",
     )
     parser.add_argument(
-        "--instances", metavar="URL,…", required=True, help="http://HOST:PORT of each"
+        "--instances",
+        metavar="URL,…",
+        required=True,
+        help="servers to route to, each http://HOST:PORT",
     )
-    events = parser.add_argument_group("their KV events, in the order of the instances")
-    events.add_argument(
-        "--events", metavar="ADDRESS,…", default="", help="tcp://HOST:PORT of each ('': has none)"
-    )
-    events.add_argument(
-        "--replay", metavar="ADDRESS,…", default="", help="where each replays what was missed"
-    )
-    events.add_argument("--topic", default="", help="only events of topics that begin so")
-    events.add_argument(
-        "--ranks", metavar="N", type=count, default=1,
-        help="data-parallel ranks of each instance, on ports one above the other (default: 1)",
-    )  # fmt: skip
-    parser.add_argument(
+    _add_events(parser.add_argument_group("KV events, in the order of the instances"))
+    add_path(
+        parser,
         "--model",
+        "tokenize in the router, with the tokenizer of this model directory (default: ask an "
+        "instance)",
         metavar="PATH",
-        type=Path,
-        help="tokenize here, with this model directory's tokenizer (default: ask an instance)",
     )
-    costs = parser.add_argument_group("what a prompt costs")
-    costs.add_argument(
-        "--prefill-speed", metavar="N", type=float, help="tokens a second (default: 15,000)"
+    costs = parser.add_argument_group("cost of a prompt")
+    add_option(costs, "--prefill-speed N", "tokens per second (default: 15,000)", type=float)
+    add_option(
+        costs,
+        "--balance X",
+        "weight of an instance's recent load in its cost (default: 0.02)",
+        type=float,
     )
-    costs.add_argument(
-        "--balance", metavar="X", type=float,
-        help="how much of what an instance had of late counts against it (default: 0.02)",
-    )  # fmt: skip
-    waits = parser.add_argument_group("instances that do not answer, in seconds")
-    waits.add_argument(
-        "--first-byte-timeout", metavar="S", type=float, default=600.0,
-        help="until an answer begins, prefill and queue included (default: 600)",
-    )  # fmt: skip
-    waits.add_argument(
-        "--idle-timeout", metavar="S", type=float, default=300.0,
-        help="between two pieces of an answer (default: 300)",
-    )  # fmt: skip
-    waits.add_argument(
-        "--probe-interval", metavar="S", type=float, default=1.0,
-        help="from one GET /health of an instance to the next (default: 1)",
-    )  # fmt: skip
-    waits.add_argument(
-        "--probe-timeout", metavar="S", type=float, default=2.0,
-        help="until a probe is answered; then the instance gets no requests (default: 2)",
-    )  # fmt: skip
-    waits.add_argument(
-        "--tokenize-timeout", metavar="S", type=float, default=2.0,
-        help="until an instance's /tokenize answers (default: 2)",
-    )  # fmt: skip
-    waits.add_argument(
-        "--tries", metavar="N", type=count, default=2,
-        help="instances that may have a request without answering it (default: 2)",
-    )  # fmt: skip
-    limits = parser.add_argument_group("limits")
-    limits.add_argument(
-        "--max-connections", metavar="N", type=count,
-        help="open at once (default: 1,024, or half of what the limit on open files leaves)",
-    )  # fmt: skip
-    limits.add_argument(
-        "--head-timeout", metavar="S", type=float, default=10.0,
-        help="seconds in which the head of a request has to come (default: 10)",
-    )  # fmt: skip
-    limits.add_argument(
-        "--body-timeout", metavar="S", type=float, default=60.0,
-        help="seconds in which its body has to come (default: 60)",
-    )  # fmt: skip
-    limits.add_argument(
-        "--body-budget", metavar="SIZE", type=amount, default="256MiB",
-        help="for the bodies of all requests together (default: 256MiB)",
-    )  # fmt: skip
-    memory = parser.add_argument_group("memory")
-    memory.add_argument(
-        "--most-blocks", metavar="N", type=count, default=1_000_000,
-        help="blocks that are remembered of an instance; beyond, those that were stored or looked "
-        "up longest ago are forgotten (default: 1,000,000, some 250 MB)",
-    )  # fmt: skip
-    address = parser.add_argument_group("address")
-    address.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine")
-    address.add_argument("--port", metavar="N", type=int, default=8080, help="0: a free one")
-    address.add_argument(
-        "--allow-host", metavar="NAME", action="append", default=[],
-        help="a Host name to answer to, besides localhost (default beyond --host 127.0.0.1: any)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info"
+    _add_timeouts(parser.add_argument_group("instances that do not answer"))
+    add_connection_limits(parser.add_argument_group("limits"), share="half of what")
+    add_count(
+        parser.add_argument_group("memory"),
+        "--most-blocks",
+        1_000_000,
+        "blocks to remember per instance, about 250 bytes each; beyond, the least recently stored "
+        "or looked up are forgotten",
     )
+    add_address(parser.add_argument_group("address"), port=8080)
+    add_log_level(parser)
     parser.set_defaults(run=run)
 
 
+def _add_events(events: argparse._ArgumentGroup) -> None:
+    add_option(
+        events,
+        "--events ADDRESS,…",
+        "address of each instance's KV events, tcp://HOST:PORT; empty for an instance without",
+        default="",
+    )
+    add_option(
+        events,
+        "--replay ADDRESS,…",
+        "address where each instance resends missed events; empty for an instance without",
+        default="",
+    )
+    events.add_argument(
+        "--topic", default="", help="read only events whose topic begins with this (default: all)"
+    )
+    add_option(
+        events,
+        "--ranks N",
+        "data-parallel ranks per instance, on consecutive ports",
+        type=count,
+        default=1,
+    )
+
+
+def _add_timeouts(waits: argparse._ArgumentGroup) -> None:
+    add_seconds(
+        waits, "--first-byte-timeout", 600.0, "time until an answer begins, prefill included"
+    )
+    add_seconds(waits, "--idle-timeout", 300.0, "time between two pieces of an answer")
+    add_seconds(waits, "--probe-interval", 1.0, "time between two GET /health of an instance")
+    add_seconds(
+        waits,
+        "--probe-timeout",
+        2.0,
+        "time until /health answers; a slower instance gets no requests",
+    )
+    add_seconds(waits, "--tokenize-timeout", 2.0, "time until an instance's /tokenize answers")
+    add_count(waits, "--tries", 2, "instances to try per request, while none has answered")
+
+
 def run(args: argparse.Namespace) -> int:
-    """Route until a signal; 0 after an orderly end."""
+    """Route until a signal; return 0 after an orderly shutdown."""
     require("zmq", "router")
     require("httpx", "router")
     require("starlette", "router")
@@ -151,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
-    for noisy in ("uvicorn", "httpx", "httpcore"):  # httpx writes a line for each request
+    for noisy in ("uvicorn", "httpx", "httpcore"):  # httpx logs a line per request
         logging.getLogger(noisy).setLevel(logging.WARNING)
     with http.bind(args.host, args.port) as bound:
         reader = EventReader(sources, router) if sources else None
@@ -161,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
                 upstreams,
                 reader,
                 tokenize=tokenize,
-                hosts=_hosts(args.host, args.allow_host),
+                hosts=allowed_hosts(args.host, args.allow_host, _LOOPBACK),
                 timeouts=timeouts,
                 bodies=bodies,
             )
@@ -186,8 +176,8 @@ def _sources(args: argparse.Namespace, names: list[str]) -> list[Source]:
     for given, option in ((events, "--events"), (replays, "--replay")):
         if len(given) != len(names):
             raise InvalidValue(
-                f"{option} names one address for each of the {len(names)} instances, got "
-                f"{len(given)}; leave one empty for an instance without"
+                f"{option} needs an address for each of the {len(names)} instances, got "
+                f"{len(given)}; leave an address empty for an instance without"
             )
     return [
         Source(name, _of_rank(event, rank), _of_rank(replay, rank) or None, args.topic)
@@ -198,7 +188,7 @@ def _sources(args: argparse.Namespace, names: list[str]) -> list[Source]:
 
 
 def _of_rank(address: str, rank: int) -> str:
-    """As vLLM has it: each rank's port is one above that of the rank before."""
+    """Return the address of a rank: as in vLLM, each rank's port is one above the last."""
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else address
 
@@ -209,7 +199,9 @@ def _cost(args: argparse.Namespace) -> CostModel:
     given: dict[str, Any] = {}
     if args.prefill_speed is not None:
         if not args.prefill_speed > 0:
-            raise InvalidValue(f"--prefill-speed is above 0, got {args.prefill_speed}")
+            raise InvalidValue(
+                f"--prefill-speed is {args.prefill_speed}; a number above 0 is needed"
+            )
         given["token_s"] = 1 / args.prefill_speed
     if args.balance is not None:
         given["balance"] = args.balance
@@ -224,7 +216,7 @@ def _timeouts(args: argparse.Namespace) -> Timeouts:
         seconds = getattr(args, option)
         if not 0 < seconds < math.inf:
             name = option.replace("_", "-")
-            raise InvalidValue(f"--{name} is a number of seconds above 0, got {seconds}")
+            raise InvalidValue(f"--{name} is {seconds}; a number of seconds above 0 is needed")
     return Timeouts(
         first_byte_s=args.first_byte_timeout,
         idle_s=args.idle_timeout,
@@ -240,31 +232,23 @@ def _tokenizer(path: Path) -> Tokenize:
 
     tokenizer = Tokenizer.load(path)
 
-    def tokenize(asked: dict[str, Any]) -> Any:
-        if "messages" not in asked:
-            return tokenizer.encode(asked["prompt"])
-        for turn in asked["messages"]:
-            if not (
-                isinstance(turn, dict) and all(isinstance(said, str) for said in turn.values())
-            ):
+    def tokenize(body: dict[str, Any]) -> Any:
+        if "messages" not in body:
+            return tokenizer.encode(body["prompt"])
+        for turn in body["messages"]:
+            if not (isinstance(turn, dict) and all(isinstance(v, str) for v in turn.values())):
                 raise InvalidValue("only text can be tokenized here")
-        return tokenizer.chat(asked["messages"])
+        return tokenizer.chat(body["messages"])
 
     return tokenize
 
 
-def _hosts(host: str, allowed: list[str]) -> list[str] | None:
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    names = [name.lower() for name in allowed]
-    return [*names, "localhost", "127.0.0.1", "[::1]", host] if loopback else names or None
-
-
 def _announce(url: str, names: list[str], sources: list[Source]) -> None:
-    told = len({source.instance for source in sources})
-    print(f"kvkeep routes at {url} to {len(names)} instances, {told} with KV events", flush=True)
+    known = {source.instance for source in sources}
+    print(
+        f"kvkeep routes at {url} to {len(names)} instances, {len(known)} with KV events",
+        flush=True,
+    )
     for name in names:
-        if not any(source.instance == name for source in sources):
+        if name not in known:
             print(f"kvkeep: no --events for {name}: its cache is unknown", file=sys.stderr)

@@ -1,20 +1,20 @@
-"""``kvkeep size``: what a model's KV costs, and how much of it a memory holds."""
+"""``kvkeep size``: the size of a model's KV, and how much of it fits into a memory."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.facts import print_facts
-from kvkeep.cli.numbers import count
+from kvkeep.cli.arguments import add_json, add_model_path, add_option, add_page_size
+from kvkeep.cli.tables import print_facts
 from kvkeep.core.geometry import KVGeometry, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    from kvkeep.cli.arguments import Commands
 
 __all__ = ["add_parser", "run"]
 
@@ -23,7 +23,7 @@ _PROMPTS = (8 * 1024, 32 * 1024, 128 * 1024)
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What fits: all counts are of one tensor-parallel rank."""
+    """What fits into ``memory`` bytes; all counts are per tensor-parallel rank."""
 
     model: str
     geometry: KVGeometry
@@ -39,43 +39,33 @@ class _Sizes:
         return self.pages * self.page_size
 
     def prompts(self, length: int) -> int:
-        """How many prompts of that many tokens fit, each in pages of its own."""
+        """Return how many prompts of ``length`` tokens fit, each in its own pages."""
         return self.pages // -(-length // self.page_size)
 
 
 def add_parser(commands: Commands) -> None:
-    """Name the arguments."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "size",
-        help="what a model's KV costs, and how much a memory holds",
-        description="Read a model's configuration and say what a token and a page of its KV cost, "
-        "and how many pages, tokens and prompts a memory holds. No weights are loaded.",
+        help="the size of a model's KV, and how much of it fits into a memory",
+        description="Read a model's configuration and print the bytes of a token and a page of its "
+        "KV, and how many pages, tokens and prompts fit into a memory. No weights are loaded.",
     )
+    add_model_path(parser, "local Hugging Face model directory or its config.json")
     parser.add_argument(
-        "--model",
-        metavar="PATH",
-        type=Path,
-        help="a local Hugging Face model directory or its config.json "
-        "(default: the tiny model that kvkeep ships)",
+        "--memory", metavar="SIZE", required=True, help="memory for KV per GPU, such as 24GiB"
     )
+    add_page_size(parser)
+    add_option(parser, "--tp RANKS", "tensor-parallel ranks", type=int, default=1)
     parser.add_argument(
-        "--memory", metavar="SIZE", required=True, help="memory for KV, such as 24GiB, of each GPU"
+        "--dtype", help="type of the KV cache, such as fp8 (default: as configured)"
     )
-    parser.add_argument(
-        "--page-size", metavar="TOKENS", type=count, default=16, help="tokens a page (default: 16)"
-    )
-    parser.add_argument(
-        "--tp", metavar="RANKS", type=int, default=1, help="tensor-parallel ranks (default: 1)"
-    )
-    parser.add_argument(
-        "--dtype", help="of the KV cache, such as fp8 (default: what the configuration says)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the model's KV costs."""
+    """Print the sizes."""
     sizes = _Sizes(
         model=str(args.model or "the tiny model that kvkeep ships"),
         geometry=KVGeometry.from_config(args.model or _bundled(), dtype=args.dtype, tp=args.tp),
@@ -90,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bundled() -> Path:
-    from kvkeep.serve.models import bundled_model  # noqa: PLC0415 - only where no model is named
+    from kvkeep.serve.models import bundled_model  # noqa: PLC0415 - only without --model
 
     return bundled_model()
 

@@ -1,4 +1,4 @@
-"""``kvkeep store``: look at the tiers of a store, verify them, and take things out of them."""
+"""``kvkeep store``: list the tiers of a store, verify them, and remove blocks from them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.numbers import count
+from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends import TierURL
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from kvkeep.cli.model import Commands
+    from kvkeep.cli.arguments import Commands
     from kvkeep.cli.store_place import CommandResult, OpenTier
 
     Action = Callable[[OpenTier, argparse.Namespace], CommandResult]
@@ -25,88 +25,82 @@ _FAILED = 1
 
 
 def add_parser(commands: Commands) -> None:
-    """Name the actions and their arguments."""
+    """Add the command, its actions and their options."""
     store = commands.add_parser(
         "store",
-        help="look at the tiers of a store, verify them, clean them up",
-        description="Look at the tiers of a store and take care of them, also while others use "
-        "them. A tier is named by its URL: file:///var/lib/kvkeep, valkey://host:6379, "
+        help="list, verify and clean up the tiers of a store",
+        description="List, verify and clean up the tiers of a store, also while servers use them. "
+        "A tier is named by its URL: file:///var/lib/kvkeep, valkey://host:6379, "
         "s3://bucket/prefix.",
     )
     actions = store.add_subparsers(title="actions", metavar="ACTION", required=True)
-    action = _add(actions, "ls", "what is there: one line a namespace")
-    action.add_argument("--blocks", action="store_true", help="and one line a block")
-    action = _add(actions, "stat", "totals, codecs, and when it was used last")
-    action.add_argument(
-        "--sample",
-        metavar="N",
-        type=count,
-        default=8,
-        help="read so many records, picked by chance, to see their codecs (default: 8)",
+    action = _add(actions, "ls", "list namespaces, one per line")
+    add_switch(action, "--blocks", "also list blocks, one per line")
+    action = _add(
+        actions, "stat", "show totals, codecs, and the ages of blocks since their last use"
     )
-    action = _add(actions, "verify", "read everything and check it; exit code 1 if it is not sound")
-    action.add_argument("--repair", action="store_true", help="quarantine what is not sound")
-    action.add_argument(
-        "--threads", metavar="N", type=count, default=4, help="records read at once (default: 4)"
-    )
+    add_count(action, "--sample", 8, "records to read, at random, to see their codecs")
+    action = _add(actions, "verify", "read and check every record; exit code 1 if any is damaged")
+    add_switch(action, "--repair", "quarantine damaged records")
+    add_count(action, "--threads", 4, "records to read at once")
     action = _add(
         actions,
         "gc",
-        "remove what was not used for long, or is too much, least recently used first, and what "
-        "killed writers left behind",
+        "remove the least recently used blocks, by age or down to a size, and files that killed "
+        "writers left behind",
     )
-    action.add_argument("--older", metavar="TIME", help="what was last used so long ago: 7d, 12h")
-    action.add_argument(
-        "--size", metavar="SIZE", help="keep this much, such as 100GiB (default: size= of the URL)"
-    )
-    action.add_argument("--dry-run", action="store_true", help="only say what would go")
-    action = _add(actions, "rm", "remove a namespace, or everything")
+    add_option(action, "--older TIME", "remove blocks not used for this long: 7d, 12h")
+    add_option(action, "--size SIZE", "keep at most this much: 100GiB (default: size= of the URL)")
+    add_switch(action, "--dry-run", "only print what would be removed")
+    action = _add(actions, "rm", "remove a namespace, or all blocks")
     what = action.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--space", metavar="HEX", help="the namespace, as ls shows it; its first digits will do"
+    add_option(
+        what, "--space HEX", "namespace to remove, as ls shows it; its first digits are enough"
     )
-    what.add_argument("--all", action="store_true", help="everything")
-    action.add_argument("--yes", action="store_true", help="do not ask")
+    add_switch(what, "--all", "remove all blocks")
+    add_switch(action, "--yes", "do not ask for confirmation")
 
 
 def _add(
     actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str
 ) -> argparse.ArgumentParser:
     parser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-    parser.add_argument("urls", metavar="URL", nargs="+", help="a tier; several are done in turn")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument(
+        "urls", metavar="URL", nargs="+", help="tier; several are processed in turn"
+    )
+    add_json(parser)
     parser.set_defaults(run=run, action=name)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it to each tier; a tier that does not answer is one line on stderr and exit code 1."""
+    """Run the action on each tier; a tier that fails is one line on stderr and exit code 1."""
     action = _action(args.action)
-    urls = [TierURL(url) for url in args.urls]  # what is wrong with one is said before any is used
+    urls = [TierURL(url) for url in args.urls]  # all URLs are checked before any is used
     code = 0
-    answers: list[dict[str, object]] = []
+    results: list[dict[str, object]] = []
     for text, url in zip(args.urls, urls, strict=True):
         try:
-            answer = _done(action, text, args)
+            result = _done(action, text, args)
         except BackendFailed as error:
             line = " ".join(str(error).split())
             if (url.place or url.path) not in line:
                 line = f"{url.safe}: {line}"
             print(f"kvkeep: error: {line}", file=sys.stderr)
-            answers.append({"url": url.safe, "error": line})
+            results.append({"url": url.safe, "error": line})
             code = _FAILED
             continue
-        answers.append(answer.json)
-        code = max(code, answer.code)
+        results.append(result.json)
+        code = max(code, result.code)
         if not args.json:
-            print("\n".join(answer.lines))
+            print("\n".join(result.lines))
     if args.json:
-        print(json.dumps({"tiers": answers}))
+        print(json.dumps({"tiers": results}))
     return code
 
 
 def _action(name: str) -> Action:
-    """The function that does it. Imported now: none of this is needed for ``kvkeep --help``."""
+    """Return the function of an action, imported here to keep ``kvkeep --help`` fast."""
     from kvkeep.cli import store_change, store_look  # noqa: PLC0415
 
     actions: dict[str, Action] = {
@@ -120,7 +114,7 @@ def _action(name: str) -> Action:
 
 
 def _done(action: Action, url: str, args: argparse.Namespace) -> CommandResult:
-    """Open the tier and do it; what a backend raises for its troubles becomes one error."""
+    """Open the tier and run the action; raise `BackendFailed` for any failure of the backend."""
     from kvkeep.cli.store_place import opened  # noqa: PLC0415
 
     try:
@@ -129,6 +123,6 @@ def _done(action: Action, url: str, args: argparse.Namespace) -> CommandResult:
     except BackendFailed:
         raise
     except BrokenPipeError:
-        raise  # it is our reader that has gone
+        raise  # of our stdout, not of the backend
     except OSError as error:
         raise BackendFailed(str(error)) from error

@@ -1,4 +1,4 @@
-"""``kvkeep store verify``, ``gc`` and ``rm``: what changes a tier, or may."""
+"""``kvkeep store verify``, ``gc`` and ``rm``, which can change a tier."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvkeep.cli.store_place import CommandResult, bar, remove, spaces_of
+from kvkeep.cli.progress import bytes_progress
+from kvkeep.cli.store_place import CommandResult, remove, spaces_of
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.geometry.units import format_bytes, parse_bytes, parse_seconds
 from kvkeep.store.backends.buffers import aligned
@@ -35,14 +36,14 @@ _FEWEST_DIGITS = 4
 
 
 class _Verdict(NamedTuple):
-    """What became of one record; ``why`` where it is not sound."""
+    """The state of one record; ``why`` if it is not sound."""
 
     state: Literal["sound", "gone", "other version", "bad"]
     why: str = ""
 
 
 class _Verifier:
-    """Reads and checks records; each thread into a buffer of its own."""
+    """Reads and checks records. Thread-safe: each thread has its own buffer."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -52,7 +53,7 @@ class _Verifier:
         try:
             record = self._backend.get(listed.block, self._room)
         except (OSError, MemoryError) as error:
-            self._backend.sizes([listed.block])  # raises where it is not the record that fails
+            self._backend.sizes([listed.block])  # raises if the whole backend fails
             return _Verdict("bad", f"it cannot be read: {error}")
         if record is None:
             return _Verdict("gone")
@@ -72,7 +73,7 @@ class _Verifier:
 
 
 def verify(place: OpenTier, args: argparse.Namespace) -> CommandResult:
-    """Read everything and check it."""
+    """Read and check every record; with ``--repair``, quarantine damaged ones."""
     threads = whole("--threads", args.threads, 1, _MOST_THREADS)
     records = place.records()
     counts = dict.fromkeys(("sound", "gone", "other version", "bad"), 0)
@@ -83,7 +84,7 @@ def verify(place: OpenTier, args: argparse.Namespace) -> CommandResult:
             counts[verdict.state] += 1
             if verdict.state != "bad":
                 continue
-            # Again: somebody may have put a sound one in its place since.
+            # Check again: a writer may have replaced the record since.
             repaired = args.repair and check(listed).state == "bad"
             if repaired:
                 place.backend.quarantine(listed.block, verdict.why)
@@ -98,22 +99,22 @@ def verify(place: OpenTier, args: argparse.Namespace) -> CommandResult:
     }
     lines = _findings(place.url, records, counts, bad)
     if place.odd:
-        lines.append(f"  files that lie among the records and are none: {place.odd:,}")
+        lines.append(f"  other files among the records: {place.odd:,}")
     return CommandResult(answer, lines, _BAD if bad else 0)
 
 
 def _verdicts(
     check: _Verifier, records: Sequence[Listed], threads: int
 ) -> Generator[tuple[Listed, _Verdict], None, None]:
-    """Each record with its verdict, in order, while a bar shows how far that is."""
+    """Yield each record with its verdict, in order, behind a progress bar."""
     pool = ThreadPoolExecutor(threads, "kvkeep verify")
     try:
-        with bar("verifying", of=sum(record.size for record in records)) as advance:
+        with bytes_progress("verifying", of=sum(record.size for record in records)) as advance:
             for listed, verdict in zip(records, pool.map(check, records), strict=True):
                 advance(listed.size)
                 yield listed, verdict
     finally:
-        pool.shutdown(cancel_futures=True)  # interrupted, it does not read what nobody waits for
+        pool.shutdown(cancel_futures=True)  # if interrupted, read no more records
 
 
 def _findings(
@@ -131,7 +132,7 @@ def _findings(
         for one in bad
     ]
     if not all(one["quarantined"] for one in bad):
-        lines.append("  --repair quarantines what is bad; whoever reads it finds it bad anyway")
+        lines.append("  --repair quarantines bad records; reading one is a miss in any case")
     return lines
 
 
@@ -139,70 +140,72 @@ def _findings(
 
 
 def gc(place: OpenTier, args: argparse.Namespace) -> CommandResult:
-    """Remove what is too old, then the least recently used of what is too much.
+    """Remove blocks that are too old, then the least recently used ones above the budget.
 
-    What killed writers left behind went when the place was opened, as it does each time.
+    Files that killed writers left behind are removed when the tier is opened.
     """
     older = None if args.older is None else parse_seconds(args.older)
     budget = place.backend.capacity if args.size is None else parse_bytes(args.size)
     records = sorted(place.records(), key=lambda record: record.used)
-    going = _going(records, older, budget)
-    size = sum(record.size for record in going)
-    freed = 0 if args.dry_run else remove(place, going)
+    victims = _victims(records, older, budget)
+    size = sum(record.size for record in victims)
+    freed = 0 if args.dry_run else remove(place, victims)
     kept = sum(record.size for record in records) - size
     answer: dict[str, object] = {
         "url": place.url,
-        "blocks": len(going),
+        "blocks": len(victims),
         "bytes": size,
         "freed": freed,
-        "kept_blocks": len(records) - len(going),
+        "kept_blocks": len(records) - len(victims),
         "kept_bytes": kept,
         "dry_run": args.dry_run,
     }
     done = "would remove" if args.dry_run else "removed"
-    left = f"{len(records) - len(going):,} blocks, {format_bytes(kept)}, stay"
+    left = f"{len(records) - len(victims):,} blocks, {format_bytes(kept)}, are kept"
     return CommandResult(
-        answer, [f"{place.url}: {done} {len(going):,} blocks, {format_bytes(size)}; {left}"]
+        answer, [f"{place.url}: {done} {len(victims):,} blocks, {format_bytes(size)}; {left}"]
     )
 
 
-def _going(records: list[Listed], older: float | None, budget: int | None) -> list[Listed]:
-    """What has to go of ``records``, which are in order of their last use."""
+def _victims(records: list[Listed], older: float | None, budget: int | None) -> list[Listed]:
+    """Return the records to remove of ``records``, which are sorted by their last use."""
     before = float("-inf") if older is None else time.time() - older
     excess = 0 if budget is None else sum(record.size for record in records) - budget
-    going = []
+    victims = []
     for record in records:
         if record.used >= before and excess <= 0:
             break
-        going.append(record)
+        victims.append(record)
         excess -= record.size
-    return going
+    return victims
 
 
 # --- rm --------------------------------------------------------------------------------------
 
 
 def rm(place: OpenTier, args: argparse.Namespace) -> CommandResult:
-    """Remove a namespace, or everything, after asking."""
+    """Remove a namespace or all blocks, after confirmation."""
     if not args.yes and (args.json or not sys.stdin.isatty()):
-        raise InvalidValue("nobody can be asked here; add --yes to remove without asking")
+        raise InvalidValue(
+            "stdin is no terminal to confirm on; add --yes to remove without confirmation"
+        )
     records = place.records()
-    name, going = (
+    name, victims = (
         ("everything", records) if args.all else _namespace(place.url, records, args.space)
     )
-    size = sum(record.size for record in going)
-    what = f"{name} of {place.url}: {len(going):,} blocks, {format_bytes(size)}"
+    size = sum(record.size for record in victims)
+    what = f"{name} of {place.url}: {len(victims):,} blocks, {format_bytes(size)}"
     answer: dict[str, object] = {"url": place.url, "space": None if args.all else name}
-    if going and not args.yes and not _agreed(f"Remove {what}?"):
+    if victims and not args.yes and not _agreed(f"Remove {what}?"):
         return CommandResult(
             {**answer, "blocks": 0, "bytes": 0}, ["nothing was removed"], _DECLINED
         )
-    freed = remove(place, going)
-    return CommandResult({**answer, "blocks": len(going), "bytes": freed}, [f"removed {what}"])
+    freed = remove(place, victims)
+    return CommandResult({**answer, "blocks": len(victims), "bytes": freed}, [f"removed {what}"])
 
 
 def _namespace(url: str, records: list[Listed], text: str) -> tuple[str, list[Listed]]:
-    """The namespace that begins with the digits ``text``, and its records."""
+    """Return the namespace whose name begins with ``text``, and its records."""
     if len(text) < _FEWEST_DIGITS or set(text) - set("0123456789abcdefABCDEF"):
         raise InvalidValue(
             f"--space is {text!r}; at least {_FEWEST_DIGITS} hexadecimal digits are needed"

@@ -1,4 +1,4 @@
-"""``kvkeep store ls`` and ``stat``: what is in a tier. Nothing is changed."""
+"""``kvkeep store ls`` and ``stat``, which only read a tier."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from bisect import bisect_right
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.cli.store_place import CommandResult, age, bar, columns, spaces_of
+from kvkeep.cli.progress import bytes_progress
+from kvkeep.cli.store_place import CommandResult, age, columns, spaces_of
 from kvkeep.core.errors import whole
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.keys import SPACE_BYTES
@@ -32,7 +33,7 @@ _BAR = 30
 
 
 def codec_name(number: int) -> str:
-    """What the codec with this number is called in URLs."""
+    """Return the name of a codec, as in URLs."""
     inside = inner_number(number)
     if inside is not None:
         return f"encrypted {codec_name(inside)}"
@@ -43,7 +44,7 @@ def codec_name(number: int) -> str:
 
 
 def ls(place: OpenTier, args: argparse.Namespace) -> CommandResult:
-    """One line a namespace, and with ``--blocks`` one a block."""
+    """List namespaces, and with ``--blocks`` their blocks."""
     spaces = spaces_of(place.records())
     found = [_as_json(space, blocks=args.blocks) for space in spaces]
     return CommandResult(
@@ -93,7 +94,7 @@ def _latest_first(space: NamespaceRecords) -> list[Listed]:
 
 
 class _Sample(NamedTuple):
-    """What the headers of a few records said."""
+    """The headers of some records, and how many records were bad."""
 
     headers: list[RecordHeader]
     bad: int
@@ -112,7 +113,7 @@ class _Sample(NamedTuple):
 
 
 def stat(place: OpenTier, args: argparse.Namespace) -> CommandResult:
-    """Totals, codecs, and when things were used last."""
+    """Show totals, codecs, and a histogram of ages since the last use."""
     picked = whole("--sample", args.sample, 0)
     records = place.records()
     sample = _sampled(place, records, picked)
@@ -143,10 +144,10 @@ def stat(place: OpenTier, args: argparse.Namespace) -> CommandResult:
 
 
 def _sampled(place: OpenTier, records: list[Listed], count: int) -> _Sample:
-    """Read the headers of ``count`` records picked by chance: whole ones, there is no other way."""
+    """Read ``count`` random records for their headers; a backend reads only whole records."""
     some = random.sample(records, min(count, len(records)))
     headers, bad = [], 0
-    with bar("reading a few records", of=sum(record.size for record in some)) as advance:
+    with bytes_progress("reading some records", of=sum(record.size for record in some)) as advance:
         for listed in some:
             record = place.backend.get(listed.block, aligned)
             try:
@@ -158,7 +159,7 @@ def _sampled(place: OpenTier, records: list[Listed], count: int) -> _Sample:
 
 
 def _by_age(records: list[Listed]) -> list[list[Listed]]:
-    """Records in the intervals of `_AGES`."""
+    """Group records by the intervals of `_AGES`."""
     now = time.time()
     ages: list[list[Listed]] = [[] for _ in _AGES]
     limits = [limit for _, limit in _AGES if limit is not None]
@@ -178,7 +179,7 @@ def _totals(answer: dict[str, object], sample: _Sample) -> list[str]:
         ("bytes", amount("bytes")),
     ]
     if answer["used"] is not None:
-        rows.append(("room taken", amount("used")))
+        rows.append(("space used", amount("used")))
     rows.append(("budget", "none" if answer["capacity"] is None else amount("capacity")))
     if answer["quarantined"] is not None:
         rows.append(("quarantined", f"{answer['quarantined']:,}"))
@@ -189,14 +190,14 @@ def _totals(answer: dict[str, object], sample: _Sample) -> list[str]:
         codecs = ", ".join(f"{name} {count}" for name, count in sample.codecs.items())
         ratio = sample.raw_bytes / sample.record_bytes
         smaller = f"; {ratio:.2f}× smaller than the KV" if ratio > 1.005 else ""
-        lines.append(f"  of {len(sample.headers)} records read: {codecs}{smaller}")
+        lines.append(f"  codecs of {len(sample.headers)} records read: {codecs}{smaller}")
     if sample.bad:
-        lines.append(f"  of the records read {sample.bad} are bad: see kvkeep store verify")
+        lines.append(f"  {sample.bad} of the records read are bad: see kvkeep store verify")
     return lines
 
 
 def _histogram(ages: list[list[Listed]]) -> list[str]:
-    """A bar for each age, as long as its share of the bytes."""
+    """Return a bar for each age, as long as its share of the bytes."""
     sizes = [sum(record.size for record in inside) for inside in ages]
     if not any(sizes):
         return []

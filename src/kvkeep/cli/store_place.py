@@ -1,22 +1,21 @@
-"""What the actions of ``kvkeep store`` share: a tier that is open, its records, and bars."""
+"""What the actions of ``kvkeep store`` share: an open tier, its records, and columns of text."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.core.errors import InvalidValue, MissingExtra, require
+from kvkeep.cli.progress import bytes_progress
+from kvkeep.core.errors import InvalidValue
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends import TierURL
 from kvkeep.store.tiers import TIER_OPTIONS, open_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kvkeep.store.backends import Backend, Listed
 
@@ -25,18 +24,17 @@ __all__ = [
     "NamespaceRecords",
     "OpenTier",
     "age",
-    "bar",
     "columns",
     "opened",
     "remove",
     "spaces_of",
 ]
 
-_AT_ONCE = 64
+_BATCH = 64  # records per call that deletes
 
 
 class CommandResult(NamedTuple):
-    """What an action found: for programs, for people, and as an exit code."""
+    """The result of an action: as JSON, as lines of text, and as an exit code."""
 
     json: dict[str, object]
     lines: list[str]
@@ -44,14 +42,14 @@ class CommandResult(NamedTuple):
 
 
 class OpenTier(NamedTuple):
-    """A tier that is open, and its URL without secrets."""
+    """An open tier, and its URL without secrets."""
 
     url: str
     backend: Backend
 
     def records(self) -> list[Listed]:
-        """All that is there now."""
-        with bar(f"listing {self.url}") as advance:
+        """List all records."""
+        with bytes_progress(f"listing {self.url}") as advance:
             found = []
             for listed in self.backend.list():
                 found.append(listed)
@@ -60,14 +58,14 @@ class OpenTier(NamedTuple):
 
     @property
     def quarantined(self) -> int | None:
-        """Records that were found bad and lie aside; None where they are simply deleted."""
+        """Number of records in quarantine; None for a backend that deletes bad records."""
         url = TierURL(self.url)
         return len(os.listdir(Path(url.path, "quarantine"))) if url.scheme == "file" else None
 
     @property
     def odd(self) -> int:
-        """What lay among the records when they were last listed, and is none."""
-        return getattr(self.backend, "odd", 0)  # a directory may have such
+        """Number of files that are no records, as of the last listing."""
+        return getattr(self.backend, "odd", 0)  # only directories have it
 
 
 class NamespaceRecords(NamedTuple):
@@ -78,36 +76,36 @@ class NamespaceRecords(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of all its records."""
+        """Size of all its records."""
         return sum(record.size for record in self.records)
 
     @property
     def newest(self) -> float:
-        """When one of them was used last."""
+        """Latest use of any record."""
         return max(record.used for record in self.records)
 
     @property
     def oldest(self) -> float:
-        """When the one that nobody used for longest was used last."""
+        """Last use of the least recently used record."""
         return min(record.used for record in self.records)
 
 
 @contextmanager
 def opened(text: str) -> Iterator[OpenTier]:
-    """Open a tier that exists. Raises `InvalidValue` where there is none to look at."""
+    """Open an existing tier. Raises `InvalidValue` if there is none at the URL."""
     url = TierURL(text)
     if url.scheme == "memory":
         raise InvalidValue(
-            f"{url.safe} is memory of the process that uses it; ask that one (GET /kv/stats)"
+            f"{url.safe} is memory of the process that uses it; ask that server (GET /kv/stats)"
         )
     if url.scheme == "file" and not url.place:
         if not Path(url.path).is_dir():
-            raise InvalidValue(f"{url.path} is no directory: nothing was stored there")
-        if not any(Path(url.path).iterdir()):  # opening it would make it a store's, and ours alone
-            raise InvalidValue(f"{url.path} is an empty directory: nothing was stored there")
+            raise InvalidValue(f"{url.path} is no directory: no tier is there")
+        if not any(Path(url.path).iterdir()):  # opening it would create a tier there
+            raise InvalidValue(f"{url.path} is an empty directory: no tier is there")
     timeout = url.seconds("timeout")
     for option in TIER_OPTIONS:
-        url.text(option)  # of no matter here: a URL can be given as the store has it
+        url.text(option)  # read and ignored, so that the URL of a store can be used as it is
     with open_backend(url) as backend:
         url.finish()
         backend.timeout = timeout or backend.timeout
@@ -115,7 +113,7 @@ def opened(text: str) -> Iterator[OpenTier]:
 
 
 def spaces_of(records: Iterable[Listed]) -> list[NamespaceRecords]:
-    """Records by namespace, what was used last first."""
+    """Group records by namespace, the most recently used namespace first."""
     by_name: dict[bytes, list[Listed]] = {}
     for record in records:
         by_name.setdefault(record.block[:SPACE_BYTES], []).append(record)
@@ -124,46 +122,18 @@ def spaces_of(records: Iterable[Listed]) -> list[NamespaceRecords]:
 
 
 def remove(place: OpenTier, records: Sequence[Listed]) -> int:
-    """Delete them, with a bar; the bytes that were freed."""
+    """Delete records, with a progress bar; return the bytes that were freed."""
     freed = 0
-    with bar("removing", of=sum(record.size for record in records)) as advance:
-        for start in range(0, len(records), _AT_ONCE):
-            some = records[start : start + _AT_ONCE]
+    with bytes_progress("removing", of=sum(record.size for record in records)) as advance:
+        for start in range(0, len(records), _BATCH):
+            some = records[start : start + _BATCH]
             freed += place.backend.delete([record.block for record in some])
             advance(sum(record.size for record in some))
     return freed
 
 
-@contextmanager
-def bar(doing: str, *, of: int | None = None) -> Iterator[Callable[[int], object]]:
-    """Show on stderr, where that is a terminal, how many of the ``of`` bytes are done.
-
-    Call what it gives with each more bytes; without a number to come to, with each more records.
-    """
-    try:
-        rich = require("rich.progress", "cli") if sys.stderr.isatty() else None
-    except MissingExtra:
-        rich = None  # the work can be done without being watched
-    if rich is None:
-        yield lambda _: None
-        return
-    console = require("rich.console", "cli").Console(stderr=True)
-    shown = [rich.TextColumn("{task.description}", markup=False)]
-    if of is None:
-        shown += [rich.SpinnerColumn(), rich.TextColumn("{task.completed:,} records")]
-    else:
-        shown += [
-            rich.BarColumn(),
-            rich.DownloadColumn(binary_units=True),
-            rich.TransferSpeedColumn(),
-            rich.TimeRemainingColumn(),
-        ]
-    with rich.Progress(*shown, console=console, transient=True) as progress:
-        yield partial(progress.advance, progress.add_task(doing, total=of))
-
-
 def age(used: float, now: float | None = None) -> str:
-    """How long ago that was, in its largest unit: ``"12 s"``, ``"5 min"``, ``"3 h"``, ``"7 d"``."""
+    """Return the time since ``used`` in its largest unit: ``"12 s"``, ``"5 min"``, ``"3 h"``."""
     seconds = max(0, int((time.time() if now is None else now) - used))
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= length:
@@ -172,7 +142,7 @@ def age(used: float, now: float | None = None) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines in which the columns stand below each other: the first one left, all others right."""
+    """Align rows: the first column left, all others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

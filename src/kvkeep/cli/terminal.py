@@ -1,4 +1,4 @@
-"""A terminal that a command has to itself for a while, and gives back as it was."""
+"""Raw keyboard input, suspending and termination, with the terminal restored afterwards."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 __all__ = ["SUSPEND", "keys", "suspend", "terminated"]
 
-SUSPEND: Final = "\x1a"  # Ctrl-Z, which comes as a key here
-# Keys that come as several characters: arrows, functions, those with Alt.
+SUSPEND: Final = "\x1a"  # Ctrl-Z, which is read as a key
+# Keys that send several characters: arrows, function keys, Alt with a key.
 _SEVERAL: Final = re.compile(r"\x1b(?:\[[0-9;?]*[@-~]|O.|.)?", re.DOTALL)
 
 
 @contextmanager
 def keys() -> Iterator[Keys]:
-    """Keys as they are pressed, and not shown: what it gives waits so many seconds for some.
+    """Read keys without echo; yield a function that waits up to some seconds for keys.
 
-    It gives "" where none was; arrows and their like are left out. Ctrl-C interrupts as ever;
-    Ctrl-Z is a key, so that the terminal can be given back before one stops. Where the input is no
-    terminal, or the system is not POSIX, no key ever comes.
+    The function returns the keys pressed, "" if none; arrow and function keys are left out. Ctrl-C
+    interrupts as usual; Ctrl-Z is returned as a key, so that the terminal can be restored before
+    the process stops. Without a terminal, or without POSIX, no key is ever returned.
     """
     if os.name != "posix" or not sys.stdin.isatty():
         yield _no_key
@@ -50,13 +50,13 @@ def keys() -> Iterator[Keys]:
             if not select.select([stdin], [], [], seconds)[0]:
                 return ""
             pressed = os.read(stdin, 1024)
-            if not pressed:  # the end of the input: nobody is there any more
+            if not pressed:  # end of input: the terminal is gone
                 raise KeyboardInterrupt
             return _SEVERAL.sub("", pressed.decode("utf-8", "replace"))
 
         yield key
     finally:
-        # What was typed and not read does not go to the shell.
+        # Discards keys that were typed and not read: the shell would run them.
         termios.tcsetattr(stdin, termios.TCSAFLUSH, before)
 
 
@@ -66,13 +66,13 @@ def _no_key(seconds: float) -> str:
 
 
 def suspend() -> None:
-    """Stop as Ctrl-Z does; it comes back when the shell lets it go on."""
+    """Stop the process as Ctrl-Z does; return when it is continued."""
     os.kill(os.getpid(), signal.SIGTSTP)
 
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """SIGTERM ends what is inside as an exception, so that the terminal is given back first."""
+    """Raise SystemExit on SIGTERM inside the block, so that the terminal is restored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

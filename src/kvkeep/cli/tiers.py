@@ -1,4 +1,4 @@
-"""What the commands with a store share: which tiers it has, and opening it."""
+"""Arguments of the commands with a store, and opening the store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from kvkeep.cli.numbers import count
+from kvkeep.cli.arguments import add_option, count
 from kvkeep.core.errors import InvalidValue, KVKeepError
 from kvkeep.core.geometry.units import format_bytes
 
@@ -25,40 +25,41 @@ __all__ = ["add_store_arguments", "cache_folder", "open_default_store", "open_st
 _BLOCK_TOKENS = 256
 _MEMORY_BYTES = 1 << 30
 _DISK_BYTES = 20 << 30
-_DISK_SHARE = 10  # a tenth of what is free
+_DISK_SHARE = 10  # at most a tenth of the free space
 _LEAST_DISK_BYTES = 256 << 20
 
 
 def add_store_arguments(parser: argparse.ArgumentParser, *, default: str) -> None:
-    """The tiers; ``default`` says which there are when none is named."""
+    """Add the options of a store; ``default`` describes its tiers without ``--tier``."""
     store = parser.add_argument_group("store")
     store.add_argument(
         "--tier",
         metavar="URL",
         action="append",
         default=[],
-        help="where KV is kept besides the pool: memory://4GiB, file:///path?size=200GiB, "
-        f"valkey://host:6379, s3://bucket; fastest first, may be repeated (default: {default})",
+        help="tier to store KV in: memory://4GiB, file:///path?size=200GiB, valkey://host:6379, "
+        f"s3://bucket; may be repeated, fastest first (default: {default})",
     )
-    store.add_argument(
-        "--tiering",
-        metavar="NAME",
+    add_option(
+        store,
+        "--tiering NAME",
+        "which blocks move between tiers: inclusive, exclusive or adaptive; inclusive:2 or "
+        "exclusive:2 move only blocks used twice",
         default="inclusive",
-        help="what moves where: inclusive, exclusive, adaptive; inclusive:2 or exclusive:2 for "
-        "blocks that were touched twice (default: inclusive)",
     )
-    store.add_argument(
-        "--block-tokens",
-        metavar="N",
+    add_option(
+        store,
+        "--block-tokens N",
+        "tokens per stored block, a multiple of the page size (default: "
+        f"{_BLOCK_TOKENS}, rounded up to whole pages)",
         type=count,
-        help=f"tokens that are kept as one (default: {_BLOCK_TOKENS}, or the pages next to it)",
     )
 
 
 def open_store(
     args: argparse.Namespace, runner: Runner, *, name: str, tiers: Sequence[str]
 ) -> KVStore:
-    """The store of ``args``' model over ``tiers``. Raises `InvalidValue`: a URL is wrong."""
+    """Open the store of the model in ``args`` over ``tiers``. Raises `InvalidValue`."""
     from kvkeep.store import KVStore  # noqa: PLC0415 - torch
     from kvkeep.store.tiers import tiering  # noqa: PLC0415
 
@@ -80,31 +81,31 @@ def open_store(
 
 
 def open_default_store(args: argparse.Namespace, runner: Runner, *, name: str) -> KVStore | None:
-    """The store of one who named no tiers: memory, and a capped folder in the user's cache.
+    """Open the store used without ``--tier``: memory, and a capped folder in the user's cache.
 
-    Where that cannot be had, less is kept, and said on stderr: it must not stop the service.
+    If a tier cannot be opened, a warning is printed and the server starts without it.
     """
     from kvkeep.store.tiers import tiering  # noqa: PLC0415
 
-    tiering(args.tiering)  # which is wrong is not for want of a place
+    tiering(args.tiering)  # a wrong name is an error, not a missing tier
     memory = f"memory://{_MEMORY_BYTES}"
     try:
         return open_store(args, runner, name=name, tiers=[memory, _disk_tier()])
     except (KVKeepError, OSError) as error:
         if args.block_tokens is not None and isinstance(error, InvalidValue):
             raise
-        _say(f"nothing is kept on disk: {error}")
+        _warn(f"KV is not stored on disk: {error}")
     try:
         return open_store(args, runner, name=name, tiers=[memory])
     except KVKeepError as error:
-        _say(f"nothing is kept beyond the pool: {error}")
+        _warn(f"KV is not stored outside the pool: {error}")
         return None
 
 
 def cache_folder() -> Path:
-    """Where the disk tier of those who named none is: $XDG_CACHE_HOME/kvkeep/store."""
+    """Return the folder of the default disk tier: $XDG_CACHE_HOME/kvkeep/store."""
     home = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative one is to be ignored, says the specification.
+    # A relative path is ignored, as the XDG specification demands.
     return (Path(home) if Path(home).is_absolute() else Path.home() / ".cache") / "kvkeep/store"
 
 
@@ -114,11 +115,11 @@ def _disk_tier() -> str:
     share = shutil.disk_usage(exists).free // _DISK_SHARE
     if share < _LEAST_DISK_BYTES:
         raise InvalidValue(
-            f"a tenth of what is free at {exists} is {format_bytes(share)}, which is too little; "
-            "name a place with --tier file:///path?size=…"
+            f"a tenth of the free space at {exists} is {format_bytes(share)}, which is too little; "
+            "name another place with --tier file:///path?size=…"
         )
     return f"file://{quote(str(folder))}?size={min(_DISK_BYTES, share)}"
 
 
-def _say(what: str) -> None:
-    print("kvkeep: " + " ".join(what.split()), file=sys.stderr)
+def _warn(message: str) -> None:
+    print("kvkeep: " + " ".join(message.split()), file=sys.stderr)

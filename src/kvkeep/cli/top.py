@@ -1,4 +1,4 @@
-"""``kvkeep top``: what a running server does, drawn again every second."""
+"""``kvkeep top``: the state of a running server, redrawn every second."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.cli.numbers import count
+from kvkeep.cli.arguments import add_count, add_json, add_seconds, add_switch
+from kvkeep.cli.server import add_server_arguments, add_server_url, connect
+from kvkeep.cli.tables import console, print_lines
 from kvkeep.cli.terminal import SUSPEND, keys, suspend, terminated
-from kvkeep.cli.watch import Watcher, add_server_arguments, asking, console
+from kvkeep.cli.watch import Watcher
 from kvkeep.core.errors import InvalidValue, require, whole
 
 if TYPE_CHECKING:
@@ -17,54 +19,47 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from kvkeep.cli.arguments import Commands
     from kvkeep.cli.client import Client
-    from kvkeep.cli.model import Commands
     from kvkeep.cli.watch import Picture
 
 __all__ = ["add_parser", "run"]
 
-_LOOK_S: Final = 0.1  # at the keyboard, and whether the terminal has another size
-_ONCE_ROWS: Final = 40  # of a picture that is printed: nothing has to fit
+_LOOK_S: Final = 0.1  # between two looks at the keyboard and the size of the terminal
+_ONCE_ROWS: Final = 40  # rows of a picture that is printed once
 
 
 def add_parser(commands: Commands) -> None:
-    """Name the arguments."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "top",
-        help="watch a running server: hit rate, tiers, tenants, requests, and what costs most",
-        description="Draw what a running kvkeep server does, again every second: hit rate, time to "
-        "the first token, pages, tiers, tenants, the last requests and why their tokens were "
-        "computed. q or Ctrl-C ends it. Where the output is no terminal, one picture is printed.",
+        help="watch a running server: hit rate, tiers, tenants, requests, causes of misses",
+        description="Show the state of a running kvkeep server, updated every second: hit rate, "
+        "time to the first token, pages, tiers, tenants, and the latest requests with the reasons "
+        "why tokens were computed. q or Ctrl-C ends it. If stdout is no terminal, the state is "
+        "printed once.",
     )
-    parser.add_argument("url", metavar="URL", help="of the server: http://host:port, or host:port")
-    parser.add_argument(
-        "--interval", metavar="S", type=float, default=1.0, help="seconds (default: 1)"
-    )
-    parser.add_argument("--once", action="store_true", help="print one picture, and end")
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object a line at each interval instead (with --once: one)",
-    )
-    parser.add_argument(
-        "--last", metavar="N", type=count, default=50, help="requests to show at most (default: 50)"
-    )
+    add_server_url(parser)
+    add_seconds(parser, "--interval", 1.0, "time between two updates")
+    add_switch(parser, "--once", "print the state once, and end")
+    add_json(parser, "print one JSON object per interval, each on a line (with --once: only one)")
+    add_count(parser, "--last", 50, "requests to show at most")
     add_server_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watch until somebody ends it; 0 then."""
+    """Watch until the user ends it; return 0."""
     if not 0.1 <= args.interval <= 3600:
-        raise InvalidValue(f"--interval is {args.interval:g}; seconds in 0.1 … 3600 are needed")
+        raise InvalidValue(f"--interval is {args.interval:g}; 0.1 … 3600 seconds are needed")
     whole("--last", args.last, 1, 1000)
-    with asking(args.url, args) as client:
+    with connect(args.url, args) as client:
         watcher = Watcher(client, last=args.last)
         if args.json:
             return _lines(watcher, args)
         require("rich", "cli")
         screen = console(live=True)
-        # The first picture comes before the screen is taken: an error is then one line.
+        # Poll before the screen is cleared: an error is then one line.
         first = watcher.poll()
         if args.once or not screen.is_terminal or screen.is_dumb_terminal:
             return _print(screen, first, client)
@@ -82,11 +77,9 @@ def _lines(watcher: Watcher, args: argparse.Namespace) -> int:
 
 
 def _print(screen: Console, picture: Picture, client: Client) -> int:
-    from kvkeep.cli.top_view import draw  # noqa: PLC0415 - rich comes with an extra
+    from kvkeep.cli.top_view import draw  # noqa: PLC0415 - rich is optional
 
-    for line in draw(picture, str(client.address), max(screen.width, 80), _ONCE_ROWS):
-        line.rstrip()
-        screen.print(line, soft_wrap=True)
+    print_lines(screen, draw(picture, str(client.address), max(screen.width, 80), _ONCE_ROWS))
     return 0
 
 
@@ -94,7 +87,7 @@ def _print(screen: Console, picture: Picture, client: Client) -> int:
 
 
 class _Polling(threading.Thread):
-    """Polls beside the drawing, so that a server that hangs holds up no key."""
+    """Polls in a thread, so that a server that hangs does not block the keyboard."""
 
     def __init__(self, watcher: Watcher, first: Picture, interval: float) -> None:
         super().__init__(name="kvkeep top", daemon=True)
@@ -105,18 +98,18 @@ class _Polling(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Poll until `end`, or until asking again would not help."""
+        """Poll until `end` is called or an error occurs."""
         due = time.monotonic() + self._interval
         while not self._ended.wait(max(0.0, due - time.monotonic())):
             try:
                 self.picture = self._watcher.poll()
-            except Exception as error:  # noqa: BLE001 - raised where it is drawn
+            except Exception as error:  # noqa: BLE001 - raised by the drawing thread
                 self.error = error
                 return
             due = max(due + self._interval, time.monotonic())
 
     def end(self) -> None:
-        """Have it end, and wait for it a moment."""
+        """Stop polling; wait a moment for the thread."""
         self._ended.set()
         self.join(_LOOK_S)
 
@@ -129,7 +122,7 @@ def _live(
     try:
         with terminated():
             while _shown(screen, polling, str(client.address)) == SUSPEND:
-                suspend()  # and drawn anew when it goes on
+                suspend()  # redrawn when the process continues
     finally:
         polling.end()
     if polling.error is not None:
@@ -138,8 +131,8 @@ def _live(
 
 
 def _shown(screen: Console, polling: _Polling, address: str) -> str:
-    """Draw until there is an error, or one of the keys was pressed that end it: that key."""
-    from rich.live import Live  # noqa: PLC0415 - rich comes with an extra
+    """Draw until an error (return "") or a key that ends the drawing; return the key."""
+    from rich.live import Live  # noqa: PLC0415 - rich is optional
     from rich.text import Text  # noqa: PLC0415
 
     from kvkeep.cli.top_view import draw  # noqa: PLC0415
@@ -148,7 +141,7 @@ def _shown(screen: Console, polling: _Polling, address: str) -> str:
     with keys() as pressed, Live(console=screen, screen=True, auto_refresh=False) as live:
         while polling.error is None:
             picture, size = polling.picture, screen.size
-            # Drawn for a new picture or another size; where the server is gone, each second.
+            # Redraw for a new picture or size; each second while the server is unreachable.
             now = picture, size, int(time.time()) if picture.trouble is not None else 0
             if now != drawn:
                 lines = draw(picture, address, size.width, size.height, ends="q ends")

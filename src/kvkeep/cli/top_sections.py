@@ -1,6 +1,6 @@
-"""What stands below the head in ``kvkeep top``: tiers, tenants, causes, requests.
+"""The sections of ``kvkeep top``: tiers, tenants, causes, requests.
 
-Imported when it is drawn, for it needs rich. Every line is one `rich.text.Text`; nothing wraps.
+Imported only to draw, as rich is optional. Every line is one `rich.text.Text`; none is wrapped.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvkeep.cli.drawing import ago, amount, percent, seconds, storage
 from kvkeep.cli.lines import bar, beside, cell, heading, reuse_bar, row
-from kvkeep.cli.watch import cause_words, entries, number, text, tokens_by, whole
+from kvkeep.cli.replies import cause_words, entries, number, text, tokens_by, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 __all__ = ["ROOMY", "main_reason", "sections"]
 
-ROOMY: Final = 110  # columns from which on lines say what they could leave out
-_WIDE: Final = 150  # and from which on two sections stand beside each other
-_SENTENCE: Final = 36  # columns that a sentence needs to say anything
-# How the sentence about a request begins: that has a column of its own.
+ROOMY: Final = 110  # columns from which lines have optional parts
+_WIDE: Final = 150  # columns from which two sections stand side by side
+_SENTENCE: Final = 36  # columns that a sentence needs
+# The beginning of the sentence about a request, which has its own column.
 _COUNTED: Final = re.compile(r"[0-9,]+ of [0-9,]+ tokens computed(?:: |, )")
 
 
 def sections(picture: Picture, width: int, rows: int) -> list[Text]:
-    """Tiers, tenants, causes and requests in ``rows``, each with what it can have of them."""
+    """Draw tiers, tenants, causes and requests in ``rows`` lines, shared out among them."""
     live, summary = picture.live, picture.summary
     tiers, tenants = entries(live, "tiers"), entries(live, "tenants")
     causes = entries(summary, "causes")
     requests = picture.requests or []
     pair = width >= _WIDE
     half = 62 if pair else width
-    # What each would like, what it needs, in the order in which it is given.
+    # Rows that each section can use, and rows that it needs, by priority.
     wants = {
         "requests": (len(requests), 4),
         "causes": (min(len(causes), 10), 3),
         "tiers": (min(len(tiers), 8), 3),
         "tenants": (min(len(tenants), 10), 2),
     }
-    if pair:  # they stand beside each other, and share their rows
+    if pair:  # side by side, they share their rows
         both = max(wants["causes"][0], wants["tenants"][0])
         wants["causes"], wants["tenants"] = (both, 3), (0, 0)
     heads = 1 + bool(tiers) + 2 - pair
@@ -62,7 +62,7 @@ def sections(picture: Picture, width: int, rows: int) -> list[Text]:
 
 
 def _share_out(wants: Mapping[str, tuple[int, int]], rows: int) -> dict[str, int]:
-    """Rows for each: what it needs first, then one after the other until all is given."""
+    """Give each section the rows it needs, then one more in turn until none is left."""
     given = dict.fromkeys(wants, 0)
     for needed in (True, False):
         hungry = True
@@ -124,18 +124,18 @@ def _counted(trouble: int) -> Text:
 
 
 def _moved(now: Any, before: Any, name: str, passed: float) -> Text:
-    """Bytes a second since the picture before; what was moved in all where there is none."""
+    """Draw bytes per second since the last picture; the total if there is none."""
     moved = whole(now, name)
     if before is not None:
         moved = max(0, round((moved - whole(before, name)) / passed))
     return cell(storage(moved), 9, right=True)
 
 
-_SERVING = ("read", "write", "lookup")  # kinds of call, as a breaker has them
+_SERVING = ("read", "write", "lookup")  # kinds of call that a breaker counts
 
 
 def _state(tier: Mapping[str, Any]) -> tuple[str, str]:
-    """The breaker in a word, and its style."""
+    """Return the state of the breaker in a word, and its style."""
     breaker = text(tier, "breaker", "–")
     if breaker not in {"closed", "–"}:
         failing = tier.get("breakers")
@@ -176,7 +176,7 @@ def _tenants(tenants: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
 
 def _causes(picture: Picture, causes: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
     summary = picture.summary
-    title = f"what costs most of {amount(sum(tokens_by(summary, 'computed').values()))} computed"
+    title = f"causes of {amount(sum(tokens_by(summary, 'computed').values()))} computed tokens"
     lines = [heading(row(cell("share", 6, right=True), cell(title, width - 8), width=width))]
     if summary is None:
         return [*lines, _unexplained(width)]
@@ -187,7 +187,7 @@ def _causes(picture: Picture, causes: Sequence[Mapping[str, Any]], width: int) -
 
 
 def _unexplained(width: int) -> Text:
-    return cell("        this server explains nothing (--no-explain)", width, "dim")
+    return cell("        this server does not explain (--no-explain)", width, "dim")
 
 
 def _requests(picture: Picture, requests: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
@@ -216,7 +216,7 @@ def _requests(picture: Picture, requests: Sequence[Mapping[str, Any]], width: in
             row(
                 cell(ago(picture.seen_at - (number(one, "at") or 0.0)), 6, right=True),
                 cell(
-                    # What is the same in all of them says nothing where room is scarce.
+                    # The common prefix of all ids is left out where space is scarce.
                     name if wide else name.removeprefix("chat").removeprefix("cmpl-"),
                     named,
                     "bold green" if one.get("outcome") is None else "",
@@ -233,6 +233,6 @@ def _requests(picture: Picture, requests: Sequence[Mapping[str, Any]], width: in
 
 
 def main_reason(computed: Mapping[str, int]) -> str:
-    """Why most of the computed tokens were; the last token always is, and is not told of."""
+    """Return the main reason of the computed tokens, without the last, always computed."""
     reasons = [name for name in computed if name != "last_token" and computed[name]]
     return (reasons or ["all reused" if computed else "–"])[0].replace("_", " ")

@@ -1,6 +1,7 @@
-"""The picture of ``kvkeep top``: lines of exactly the width there is, as many as fit.
+"""The screen of ``kvkeep top``: its head, and the sections below.
 
-Imported when it is drawn, for it needs rich. Every line is one `rich.text.Text`; nothing wraps.
+Imported only to draw, as rich is optional. Every line is one `rich.text.Text` of the screen's
+width; none is wrapped.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from rich.text import Text
 
 from kvkeep.cli.drawing import ago, amount, clock, percent, plural, seconds, trend, visible
 from kvkeep.cli.lines import REUSE, bar, cell, fit
+from kvkeep.cli.replies import below, entries, number, text, whole
 from kvkeep.cli.top_sections import ROOMY, sections
-from kvkeep.cli.watch import below, entries, number, text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 _LABEL: Final = 10
-_EACH_S: Final = 5  # seconds of one point of the history
+_EACH_S: Final = 5  # seconds per point of the history
 _POINTS: Final = 120
 _RECENT: Final = 12  # points: the last minute
-_TALL: Final = 36  # from here on, what is pleasant and not needed has room
-_SPAN: Final = "  last 5 min"  # what the times to the first token are of
+_TALL: Final = 36  # rows from which optional lines are shown
+_SPAN: Final = "  last 5 min"  # of the times to the first token
 _PAGES: Final = (
     ("private", "█", "magenta", "in use"),
     ("cached_held", "▓", "blue", "held"),
@@ -37,7 +38,7 @@ _PAGES: Final = (
 
 
 def draw(picture: Picture, address: str, width: int, height: int, *, ends: str = "") -> list[Text]:
-    """At most ``height`` lines of ``width`` columns; ``ends`` says how to leave."""
+    """Draw at most ``height`` lines of ``width`` columns; ``ends`` says how to quit."""
     tall = height >= _TALL
     head = [
         _title(picture, address, width),
@@ -52,7 +53,7 @@ def draw(picture: Picture, address: str, width: int, height: int, *, ends: str =
     blank = [cell("", width)] * (left > 24)
     rows = left - len(blank)
     lines = [*head, *blank, *sections(picture, width, rows)]
-    if ends:  # there is a bottom to stand at
+    if ends:  # a full screen: the foot is on its last line
         lines += [cell("", width) for _ in range(height - 1 - len(lines))]
     return [*lines[: height - 1], foot]
 
@@ -65,7 +66,7 @@ def _title(picture: Picture, address: str, width: int) -> Text:
     line = Text(no_wrap=True, end="")
     line.append(f" {text(live, 'model', '?')} ", "bold reverse")
     if picture.trouble is not None:
-        line.append(f" seen {ago(time.time() - picture.seen_at)} ago, asked again: ", "red")
+        line.append(f" last seen {ago(time.time() - picture.seen_at)} ago, retrying: ", "red")
         return fit(line.append(visible(picture.trouble), "bold red"), width)
     line.append(
         f" {address} · kvkeep {text(live, 'version', '?')} · {text(live, 'policy', '?')}", "dim"
@@ -113,7 +114,7 @@ def _hit_rate(live: Mapping[str, Any], width: int, rows: int) -> list[Text]:
 
 
 def _history(live: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """(reused, prompt) tokens of each five seconds of the last ten minutes, the newest last."""
+    """Return (reused, prompt) tokens per five seconds of the last ten minutes, newest last."""
     points = [(0.0, 0.0)] * _POINTS
     found = live.get("history")
     now = number(live, "at") or 0.0

@@ -1,4 +1,4 @@
-"""``kvkeep trace``: look at traces of requests, make them from a seed, convert them."""
+"""``kvkeep trace``: summarise, generate and convert traces of requests."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.bench.traces import FORMATS, KINDS, generate, open_trace, summarise, write_trace
+from kvkeep.cli.arguments import add_count, add_json, add_option, add_switch, count
 from kvkeep.cli.drawing import visible
-from kvkeep.cli.facts import print_facts
-from kvkeep.cli.numbers import count
+from kvkeep.cli.tables import print_facts
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -18,57 +18,57 @@ if TYPE_CHECKING:
 
     from kvkeep.bench.traces import FileTrace, TraceSummary
     from kvkeep.bench.traces.formats import Tokenize
-    from kvkeep.cli.model import Commands
+    from kvkeep.cli.arguments import Commands
 
 __all__ = ["add_parser", "add_reading_arguments", "opened", "run"]
 
 
 def add_parser(commands: Commands) -> None:
-    """Name the actions and their arguments."""
+    """Add the command, its actions and their options."""
     trace = commands.add_parser(
         "trace",
-        help="look at traces of requests, make and convert them",
-        description="Look at traces of requests, make them from a seed, convert them to kvkeep's "
-        "own format. docs/traces.md has the formats.",
+        help="summarise, generate and convert traces of requests",
+        description="Summarise traces of requests, generate them from a seed, and convert them to "
+        "kvkeep's own format. docs/traces.md describes the formats.",
     )
     actions = trace.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     info = actions.add_parser(
         "info",
-        help="what is in a trace, and how much of it could be reused",
-        description="Count what is in a trace, and what a cache without limits would reuse of it.",
+        help="summarise a trace, and how much of it a cache could reuse",
+        description="Count the requests and tokens of a trace, and what an unlimited cache would "
+        "reuse of them.",
     )
-    info.add_argument("file", metavar="FILE", type=Path)
+    info.add_argument("file", metavar="FILE", type=Path, help="trace file")
     add_reading_arguments(info)
-    info.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_json(info)
     info.set_defaults(run=run, action=_info)
 
     made = actions.add_parser(
         "generate",
-        help="make a trace",
-        description="Make a trace of a kind of traffic; the same seed makes the same one, on "
-        "every machine.",
+        help="generate a trace",
+        description="Generate a trace of one kind of traffic. The same seed gives the same trace "
+        "on every machine.",
     )
-    made.add_argument("kind", choices=KINDS)
-    made.add_argument("--seed", metavar="N", type=int, default=0, help="default: 0")
-    made.add_argument(
-        "--requests", metavar="N", type=count, default=10_000, help="how many (default: 10000)"
-    )
-    made.add_argument(
-        "--unit", metavar="TOKENS", type=count, default=16, help="tokens an id (default: 16)"
-    )
-    made.add_argument(
-        "--rate", metavar="N", type=float, help="sessions that begin a second (default: the kind's)"
+    made.add_argument("kind", choices=KINDS, help="kind of traffic")
+    add_option(made, "--seed N", "seed", type=int, default=0)
+    add_count(made, "--requests", 10_000, "number of requests")
+    add_count(made, "--unit", 16, "tokens per id", metavar="TOKENS")
+    add_option(
+        made,
+        "--rate N",
+        "sessions that begin per second (default: depends on the kind)",
+        type=float,
     )
     _add_out(made, "--out", required=True)
     made.set_defaults(run=run, action=_generate)
 
     convert = actions.add_parser(
         "convert",
-        help="write any trace in kvkeep's format",
-        description="Write a trace in kvkeep's own format. Of prompts, only their ids are left.",
+        help="convert any trace to kvkeep's format",
+        description="Write a trace in kvkeep's own format, which has ids in place of prompts.",
     )
-    convert.add_argument("file", metavar="IN", type=Path)
+    convert.add_argument("file", metavar="IN", type=Path, help="trace file to read")
     _add_out(convert, "out", metavar="OUT")
     add_reading_arguments(convert)
     convert.set_defaults(run=run, action=_convert)
@@ -79,40 +79,37 @@ def _add_out(parser: argparse.ArgumentParser, name: str, **options: object) -> N
     parser.add_argument(
         name,
         type=Path,
-        help="a file that is not there yet; compressed where it ends in .gz",
+        help="file to write, which must not exist; compressed if the name ends in .gz",
         **options,  # type: ignore[arg-type]
     )
 
 
 def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
-    """How a file is read; `opened` reads it."""
+    """Add the options that say how a trace is read; `opened` uses them."""
     reading = parser.add_argument_group("reading")
-    reading.add_argument("--format", choices=FORMATS, help="default: what the file looks like")
-    reading.add_argument(
-        "--unit",
-        metavar="TOKENS",
+    reading.add_argument("--format", choices=FORMATS, help="format of the file (default: detected)")
+    add_option(
+        reading,
+        "--unit TOKENS",
+        "tokens per id (default: mooncake 512, bailian 16, prompts 1, azure 512)",
         type=count,
-        help="that an id stands for (default: mooncake 512, bailian 16, prompts 1, azure 512)",
     )
-    reading.add_argument(
+    add_switch(
+        reading,
         "--unchained",
-        action="store_true",
-        help="an id in the file stands for its own tokens alone, not for all before them too",
+        "an id in the file stands for its own tokens only, not also for all tokens before them",
     )
-    reading.add_argument(
-        "--text",
-        metavar="HOW",
+    add_option(
+        reading,
+        "--text HOW",
+        "how text is split into tokens: words, bytes, or a model directory, for its tokenizer",
         default="words",
-        help="what a token of a text is: words, bytes, or a model's directory, for its tokenizer "
-        "(default: words)",
     )
-    reading.add_argument(
-        "--strict", action="store_true", help="end at a line that is no request; else it is counted"
-    )
+    add_switch(reading, "--strict", "fail at an invalid line (default: skip it and count it)")
 
 
 def opened(args: argparse.Namespace, path: Path) -> FileTrace:
-    """The trace in ``path``, read as the arguments say."""
+    """Open the trace in ``path`` with the options of `add_reading_arguments`."""
     return open_trace(
         path,
         format=args.format,
@@ -124,7 +121,7 @@ def opened(args: argparse.Namespace, path: Path) -> FileTrace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it."""
+    """Run the action."""
     code: int = args.action(args)
     return code
 
@@ -147,11 +144,11 @@ def _info(args: argparse.Namespace) -> int:
         return 0
     print_facts(f"{visible(str(args.file))} ({trace.format})", _rows(found))
     for reason in found.reasons:
-        print(f"left out: {reason}")
+        print(f"skipped: {reason}")
     if found.unchained_units:
         print(
-            f"kvkeep: {found.unchained_units:,} ids were known though the one before was not: they "
-            "are not prefix-chained; read the file with --unchained",
+            f"kvkeep: {found.unchained_units:,} ids were seen before although the id before them "
+            "was not: they are not prefix-chained; read the file with --unchained",
             file=sys.stderr,
         )
     return 0
@@ -172,10 +169,10 @@ def _generate(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     trace = opened(args, args.file)
     written = write_trace(trace, args.out)
-    left_out = f", {trace.skipped:,} lines left out" if trace.skipped else ""
-    print(f"{written:,} requests in {args.out}{left_out}")
+    skipped = f", {trace.skipped:,} lines skipped" if trace.skipped else ""
+    print(f"{written:,} requests in {args.out}{skipped}")
     for reason in trace.reasons:
-        print(f"left out: {reason}")
+        print(f"skipped: {reason}")
     return 0
 
 
@@ -186,31 +183,34 @@ def _rows(found: TraceSummary) -> list[tuple[str, str]]:
         ("span", _duration(found.span_s)),
         ("prompt tokens", f"{found.tokens:,}"),
         (
-            "a prompt (median, 90 %, longest)",
+            "tokens per prompt (median, 90 %, longest)",
             f"{found.prompt_p50:,} / {found.prompt_p90:,} / {found.prompt_max:,}",
         ),
         ("answer tokens", f"{found.output_tokens:,}"),
         (f"units of {each} token{'s' * (each > 1)}", f"{found.units:,}"),
-        ("reusable at most", f"{found.reusable_share:.1%} of them"),
+        ("reusable at most", f"{found.reusable_share:.1%} of the units"),
     ]
     if found.namespaces > 1:
         rows += [
             ("namespaces", f"{found.namespaces:,}"),
-            ("known in others alone", f"{found.elsewhere_units / max(1, found.units):.1%}"),
+            (
+                "cached only in other namespaces",
+                f"{found.elsewhere_units / max(1, found.units):.1%}",
+            ),
         ]
     if found.sessions:
         rows += [
             ("sessions", f"{found.sessions:,}"),
-            ("requests alone in theirs", f"{found.single_turn:.1%}"),
+            ("requests in a session of one", f"{found.single_turn:.1%}"),
         ]
     if len(found.kinds) > 1:
         rows += [(f"  {visible(kind)}", f"{count:,}") for kind, count in found.kinds.items()]
     if found.served_tokens:
         rows.append(("reused when captured", f"{found.cached_tokens / found.served_tokens:.1%}"))
     if found.skipped:
-        rows.append(("lines left out", f"{found.skipped:,}"))
+        rows.append(("lines skipped", f"{found.skipped:,}"))
     if found.dropped:
-        rows.append(("missed by the capture", f"{found.dropped:,}"))
+        rows.append(("requests dropped by the capture", f"{found.dropped:,}"))
     return rows
 
 

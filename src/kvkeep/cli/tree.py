@@ -1,7 +1,4 @@
-"""``kvkeep tree``: see what prompts share: the prefix tree that they make, as text.
-
-Of prompts of one's own, which are put into a cache of page ids, or of a running server.
-"""
+"""``kvkeep tree``: the prefix tree of some prompts, or of a running server, as text."""
 
 from __future__ import annotations
 
@@ -10,9 +7,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvkeep.cli.numbers import count
+from kvkeep.cli.arguments import add_json, add_model_path, add_option, count
+from kvkeep.cli.server import add_server_arguments
 from kvkeep.cli.tree_live import LIVE, add_live_arguments, draw_server
-from kvkeep.cli.watch import add_server_arguments
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.errors import InvalidValue, require, whole
 from kvkeep.core.eviction import POLICIES
@@ -24,14 +21,14 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
 
-    from kvkeep.cli.model import Commands
+    from kvkeep.cli.arguments import Commands
     from kvkeep.core.tokens import TokenArray
 
 __all__ = ["add_parser", "run"]
 
 _HOST_AND_PORT: Final = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}(/\S*)?")
-# What is said of prompts of one's own, and what it is where nothing is said.
-_OWN: Final[dict[str, Any]] = {
+# Options for a tree of prompts and their defaults; refused for a server.
+_PROMPT_DEFAULTS: Final[dict[str, Any]] = {
     "prompt": (),
     "model": None,
     "pages": 16_384,
@@ -51,83 +48,77 @@ _EXAMPLE = (
 
 
 def add_parser(commands: Commands) -> None:
-    """Name the arguments."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "tree",
-        help="draw the prefix tree that prompts make, or that a running server has",
-        description="Put prompts into a cache of page ids alone (nothing is computed) and draw the "
-        "prefix tree: what they share, in which pages, and what would be evicted first. With the "
-        "URL of a running kvkeep server, draw what that one has: how much lies where, how often "
-        "and how lately it was used, what is pinned.",
+        help="draw the prefix tree of prompts, or of a running server",
+        description="Draw the prefix tree of some prompts: which prefixes and pages they share, "
+        "and what would be evicted first (no KV is computed). With the URL of a running kvkeep "
+        "server, draw its prefix tree: sizes, hits, last uses and pins.",
     )
     parser.add_argument(
         "file",
         nargs="?",
         metavar="FILE|URL",
-        help="one prompt a line: text, or a JSON array of token ids (default: a few examples); or "
-        "a server: http://host:port, or host:port",
+        help="file with one prompt per line, as text or a JSON array of token ids (default: some "
+        "examples); or a server: http://host:port, or host:port",
     )
     shown = parser.add_argument_group("drawing")
-    shown.add_argument("--depth", metavar="N", type=int, default=8, help="runs deep (default: 8)")
-    shown.add_argument("--json", action="store_true", help="print one JSON object instead")
-    _of_ones_own(parser)
-    add_live_arguments(parser.add_argument_group("what a server has"))
+    add_option(shown, "--depth N", "levels to draw", type=int, default=8)
+    add_json(shown)
+    _add_prompt_options(parser.add_argument_group("tree of prompts"))
+    add_live_arguments(parser.add_argument_group("tree of a server"))
     add_server_arguments(parser)
     parser.set_defaults(run=run)
 
 
-def _of_ones_own(parser: argparse.ArgumentParser) -> None:
-    own = parser.add_argument_group("prompts of one's own")
-    own.add_argument(
-        "--prompt", metavar="TEXT", action="append", help="one more; can be given several times"
+def _add_prompt_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options of `_PROMPT_DEFAULTS`; None unless given."""
+    group.add_argument(
+        "--prompt", metavar="TEXT", action="append", help="one more prompt; may be repeated"
     )
-    own.add_argument(
-        "--model",
-        metavar="PATH",
-        type=Path,
-        help="a model directory, for its tokenizer (default: the tiny model that kvkeep ships)",
-    )
-    own.add_argument("--pages", metavar="N", type=count, help="of the cache (default: 16384)")
-    own.add_argument("--page-size", metavar="TOKENS", type=count, help="of a page (default: 4)")
-    own.add_argument("--prefix", choices=INDICES, help="how prefixes are found (default: radix)")
-    own.add_argument("--eviction", choices=POLICIES, help="what goes first (default: lru)")
-    own.add_argument("--branches", metavar="N", type=int, help="drawn of a run (default: 12)")
+    add_model_path(group, "model directory, for its tokenizer")
+    add_option(group, "--pages N", "pages of the cache (default: 16,384)", type=count)
+    add_option(group, "--page-size TOKENS", "tokens per page (default: 4)", type=count)
+    group.add_argument("--prefix", choices=INDICES, help="prefix index (default: radix)")
+    group.add_argument("--eviction", choices=POLICIES, help="eviction policy (default: lru)")
+    add_option(group, "--branches N", "branches to draw below a node (default: 12)", type=int)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw what a server has, or what prompts make."""
+    """Draw the tree of a server, or of prompts."""
     whole("--depth", args.depth, 1)
     live = args.file is not None and _is_server(args.file)
-    for name in _OWN if live else LIVE:
+    for name in _PROMPT_DEFAULTS if live else LIVE:
         if getattr(args, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise InvalidValue(
-                f"{option} is about prompts of one's own; {args.file} is a server"
+                f"{option} is for a tree of prompts; {args.file} is a server"
                 if live
-                else f"{option} is about a server: give its URL"
+                else f"{option} is for the tree of a server: give its URL"
             )
     if live:
         return draw_server(args)
-    for name, value in _OWN.items():
+    for name, value in _PROMPT_DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    return _draw_own(args)
+    return _draw_prompts(args)
 
 
 def _is_server(text: str) -> bool:
-    """A URL, or host:port where no file is called so."""
+    """Whether ``text`` is a URL, or host:port and no file of that name exists."""
     if text.startswith(("http://", "https://")):
         return True
     return _HOST_AND_PORT.fullmatch(text) is not None and not Path(text).exists()
 
 
-def _draw_own(args: argparse.Namespace) -> int:
-    """Read, store, draw."""
+def _draw_prompts(args: argparse.Namespace) -> int:
+    """Put the prompts into a cache, and draw its prefix tree."""
     lines = [*args.prompt, *(_lines(Path(args.file)) if args.file else ())] or list(_EXAMPLE)
     cache = PagedCache(args.pages, args.page_size, prefix=args.prefix, eviction=args.eviction)
     encode, decode = _tokenizer(args.model, lines)
     for line in lines:
-        # The pages belong to no memory: copies that would complete them need not be made.
+        # The pages have no memory behind them, so the page copies are not made.
         sequence = cache.open(encode(line))
         sequence.copies()
         sequence.publish()
@@ -172,7 +163,7 @@ def _lines(path: Path) -> Iterator[str]:
 def _tokenizer(
     model: Path | None, lines: list[str]
 ) -> tuple[Callable[[str], TokenArray], Callable[[TokenArray], str] | None]:
-    """How to read a line, and how to show tokens; no tokenizer is loaded for token ids."""
+    """Return functions that encode a line and decode tokens; no tokenizer for token ids alone."""
     if all(line.lstrip().startswith("[") for line in lines):
         return _token_ids, None
     from kvkeep.serve.engine.text import Tokenizer  # noqa: PLC0415 - seconds, for torch

@@ -1,4 +1,4 @@
-"""What ``kvkeep tree URL`` prints: lines for `rich`; nothing in them is read as markup."""
+"""What ``kvkeep tree URL`` prints, as lines of `rich` without markup."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.text import Text
 
 from kvkeep.cli.drawing import ago, amount, plural
 from kvkeep.cli.lines import cell, fit
-from kvkeep.cli.watch import entries, number, text, tokens_by, whole
+from kvkeep.cli.replies import entries, number, text, tokens_by, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["detail", "matches", "tree"]
 
-# By the seconds since the last use, up to which it is so: a glyph and a style.
+# Seconds since the last use below which a glyph and a style apply.
 _HEAT: Final = (
     (10.0, "█", "bold red"),
     (60.0, "▆", "red"),
@@ -31,7 +31,7 @@ _IDS: Final = 12
 
 
 def tree(said: Object, width: int, depth: int) -> list[Text]:
-    """The nodes, each on a line: how much, how hot, and where it hangs."""
+    """Return a line for each node: its size, hits and last use, indented below its parent."""
     nodes = entries(said, "nodes")
     size = whole(said, "page_size")
     top = Text(plural(whole(said, "total_nodes"), "node"), "bold")
@@ -46,18 +46,19 @@ def tree(said: Object, width: int, depth: int) -> list[Text]:
     ids = {_id(node) for node in nodes}
     for node in nodes:
         parent = node.get("parent")
-        # Who hangs from one that was not said is a root: nothing is lost.
+        # A node whose parent is not in the reply is drawn as a root, so that none is lost.
         known = type(parent) is int and parent in ids and parent != _id(node)
         below.setdefault(parent if known else None, []).append(node)
     for children in below.values():
         children.sort(key=lambda n: (n.get("hidden") is True, -whole(n, "subtree_tokens")))
-    # A stack, not a recursion: a server may say a thousand levels, or a circle (never reached).
+    # A stack instead of recursion: a reply may be 1,000 levels deep, or have a cycle, which is
+    # never reached from a root.
     stack = [(node, "", 0) for node in reversed(below.get(None, []))]
     while stack:
         node, guide, level = stack.pop()
         children = below.pop(_id(node), [])
         cut = level + 1 >= depth and children
-        lines.append(_node(node, guide, width, sum(_many(c) for c in children) if cut else 0))
+        lines.append(_node(node, guide, width, sum(_node_count(c) for c in children) if cut else 0))
         if cut:
             continue
         inner = guide.replace("├─ ", "│  ").replace("└─ ", "   ")
@@ -76,8 +77,8 @@ def _id(node: Object) -> object:
     return found if type(found) is int else None
 
 
-def _many(node: Object) -> int:
-    """Nodes that a node stands for, with all below it."""
+def _node_count(node: Object) -> int:
+    """Return the number of nodes that ``node`` stands for, including all below it."""
     return max(whole(node, "subtree_nodes"), whole(node, "count"), 1)
 
 
@@ -92,7 +93,7 @@ def _node(node: Object, guide: str, width: int, left_out: int) -> Text:
         (g, s) for up_to, g, s in _HEAT if (age or 0) < up_to or up_to == _HEAT[-1][0]
     )
     line.append(" " if hidden or age is None else glyph, style)
-    # So deep that there is no room for text any more: the nearest part of the way is what counts.
+    # Deep nodes show only the nearest levels, to leave room for the text.
     near = guide if len(guide) <= width // 3 else f"… {guide[-(width // 3) :]}"
     line.append(f"  {near}", "dim")
     if hidden:
@@ -119,12 +120,12 @@ def _node(node: Object, guide: str, width: int, left_out: int) -> Text:
 
 
 def detail(said: Object, width: int) -> list[Text]:
-    """More of one node, above what lies below it."""
+    """Return the details of one node, to be shown above its subtree."""
     line = Text(f"node {whole(said, 'id')}", "bold")
     if namespace := text(said, "namespace"):
         line.append(f" of {namespace}")
     before = whole(said, "path_tokens")
-    place = f"behind {plural(before, 'other')}" if before else "at the beginning"
+    place = f"after {plural(before, 'other')}" if before else "at the beginning"
     tokens, pages = plural(whole(said, "tokens"), "token"), plural(whole(said, "pages"), "page")
     line.append(f": {tokens} {place}, {pages}")
     ids = said.get("page_ids")
@@ -132,7 +133,7 @@ def detail(said: Object, width: int) -> list[Text]:
         shown = ",".join(str(one) for one in ids[:_IDS] if type(one) is int)
         line.append(f" [{shown}{'…' if whole(said, 'pages') > _IDS else ''}]", "dim")
     for tier, count in tokens_by(said, "tier_tokens").items():
-        line.append(f" · {plural(count, 'token')} in {tier} too", "dim")
+        line.append(f" · {plural(count, 'token')} also in {tier}", "dim")
     if policy := text(said, "policy"):
         line.append(f" · {policy}", "dim")
     wrapped = textwrap.wrap(text(said, "text"), max(width - 2, 20))[:_TEXT_LINES]
@@ -140,10 +141,10 @@ def detail(said: Object, width: int) -> list[Text]:
 
 
 def matches(said: Object, width: int) -> list[Text]:
-    """The places that hold what was looked for."""
+    """Return a line for each node that a search found."""
     found = entries(said, "matches")
     if not found:
-        return [Text("nowhere in the cache")]
+        return [Text("not in the cache")]
     lines = [Text(plural(len(found), "place"), "bold")]
     for one in found:
         line = Text(f"node {whole(one, 'id')}", "bold", no_wrap=True, end="")

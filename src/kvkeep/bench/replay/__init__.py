@@ -1,4 +1,4 @@
-"""Replay: a trace through the very code that serves, its memory and its clock virtual."""
+"""Replay: traces through the code that serves, with virtual memory and a virtual clock."""
 
 from __future__ import annotations
 

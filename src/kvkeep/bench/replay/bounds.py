@@ -1,4 +1,4 @@
-"""What no policy can exceed: a cache that never forgets, and one that knows what will be asked."""
+"""Upper bounds of hit rates: an unlimited cache, and one that knows all future requests."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ if TYPE_CHECKING:
 __all__ = ["BELADY", "INFINITE", "belady", "infinite"]
 
 BELADY = "belady"
-"""The name of `belady` where policies are named."""
+"""The name of `belady` in a list of policies."""
 INFINITE = "infinite"
-"""The name of `infinite` where policies are named."""
+"""The name of `infinite` in a list of policies."""
 _NEVER = 2**31 - 1
 
 
 def infinite(workload: Workload, progress: Callable[[int], None] | None = None) -> Outcome:
-    """A cache with room for everything, by units: what can be reused at all."""
+    """Replay through a cache that never evicts, by units: the reuse that is possible at all."""
     return _by_units(workload, INFINITE, workload.num_ids, progress)
 
 
 def belady(
     workload: Workload, capacity_tokens: int, progress: Callable[[int], None] | None = None
 ) -> Outcome:
-    """The best that can be done with ``capacity_tokens``, by units, if all that comes is known.
+    """Replay through an optimal cache of ``capacity_tokens``, by units.
 
-    What is asked for next last goes first, or is not even taken in (bypass); what is never asked
-    for again is not kept. (Belady: A study of replacement algorithms, 1966.) A unit is asked for
-    no later than what follows it, so what is kept of a prompt is always its beginning.
+    The cache evicts the unit whose next request is farthest in the future, and does not admit a
+    unit that would be evicted first or is never requested again. (Belady: A study of replacement
+    algorithms, 1966.) A unit is requested no later than the units that follow it in a prompt, so
+    the cache always holds beginnings of prompts.
 
-    Cost: about 1 µs a unit, times the logarithm of the capacity.
+    Cost: about 1 µs per unit, times the logarithm of the capacity.
     """
     pages = Paging(workload.unit_tokens).pages(capacity_tokens)
     outcome = _by_units(workload, BELADY, pages, progress)
@@ -79,7 +80,7 @@ def _by_units(
 
 
 class _Foresight:
-    """Keeps the units that are asked for next soonest."""
+    """Keeps the units whose next requests come soonest."""
 
     def __init__(self, workload: Workload, pages: int, kept: Flags, watch: ReplayWatch) -> None:
         self._workload = workload
@@ -87,9 +88,9 @@ class _Foresight:
         self._kept = kept
         self._watch = watch
         self._next = _next_requests(workload)
-        self._due = np.full(workload.num_ids, _NEVER, np.int64)  # next request for it
-        # (-due, -place in its prompt, id): of what is due together the end goes first. Stale where
-        # due has moved on.
+        self._due = np.full(workload.num_ids, _NEVER, np.int64)  # next request, by id
+        # (-due, -position in the prompt, id): of units due together the last of a prompt is
+        # evicted first. An entry is stale if `_due` has changed.
         self._heap: list[tuple[int, int, int]] = []
         self._count = 0
 
@@ -127,9 +128,9 @@ class _Foresight:
 
 
 def _next_requests(workload: Workload) -> npt.NDArray[np.int64]:
-    """For each place in ``workload.ids``: the number of the next request that has it in its prompt.
+    """Return, for each place in ``workload.ids``, the next request with that id in its prompt.
 
-    What is only stored again by an answer is not asked for.
+    An id that only an answer stores again counts as not requested.
     """
     lengths = workload.last - workload.first
     requests = np.repeat(np.arange(len(workload)), lengths)
@@ -138,7 +139,7 @@ def _next_requests(workload: Workload) -> npt.NDArray[np.int64]:
     order = np.argsort(workload.ids, kind="stable")
     ids, when = workload.ids[order], np.where(asked, requests, _NEVER)[order]
     following = np.full(len(ids), _NEVER, np.int64)
-    # Backwards through the places of one id: the next one that asks. Few rounds, as few answers.
+    # Propagate backwards through the places of one id: few rounds, as few answers repeat an id.
     same = ids[1:] == ids[:-1]
     following[:-1][same] = when[1:][same]
     while True:

@@ -1,4 +1,4 @@
-"""`PrefillCost`: what computing takes, in seconds, measured or given."""
+"""`PrefillCost`: seconds that an engine takes to compute prompts and answers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvkeep.bench.traces.fields import shown
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Tokens ``start`` … ``stop - 1`` of a prompt were computed in so many seconds."""
+    """Seconds measured for computing tokens ``start`` … ``stop - 1`` of a prompt."""
 
     start: int
     stop: int
@@ -46,33 +47,33 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A cost that was fitted, and by what share it misses what was measured: one for each."""
+    """A fitted cost, and its relative error for each measurement."""
 
     cost: PrefillCost
     errors: tuple[float, ...]
 
     @property
     def median_error(self) -> float:
-        """Of the measured times; half of them are missed by less."""
+        """Median of the absolute relative errors."""
         return float(np.median(np.abs(self.errors)))
 
     @property
     def largest_error(self) -> float:
-        """Of the measured times."""
+        """Largest absolute relative error."""
         return float(np.max(np.abs(self.errors)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCost:
-    """Seconds that an engine takes, alone with one prompt.
+    """Seconds that an engine takes for one prompt while it computes nothing else.
 
-    Tokens a … b - 1 of a prompt behind what is cached of it take ``seconds_fixed`` +
-    ``seconds_per_token`` · (b - a) + ``seconds_per_token_pair`` · (b² - a²) / 2: the last is
-    attention, where each token looks at all before it. Each token of an answer but its first takes
-    ``decode_seconds_per_token``. ``kv_bytes_per_token`` is what would have to be moved instead; 0
-    where that is not known. ``name`` says what was measured.
+    Tokens a … b - 1 of a prompt, after cached tokens, take ``seconds_fixed`` +
+    ``seconds_per_token`` · (b - a) + ``seconds_per_token_pair`` · (b² - a²) / 2; the last term is
+    attention, of each token to all before it. Each token of an answer after the first takes
+    ``decode_seconds_per_token``. ``kv_bytes_per_token`` is the size of a token's KV, 0 if unknown.
+    ``name`` says what was measured.
 
-    Raises `InvalidValue` for what is no number, below 0, or above 10¹².
+    Raises `InvalidValue` for values that are no numbers in 0 … 10¹².
     """
 
     seconds_fixed: float = 0.0
@@ -86,18 +87,16 @@ class PrefillCost:
         for field in _NUMBERS:
             value: object = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise InvalidValue(f"{field} is {_shown(value)}; a number is needed")
+                raise InvalidValue(f"{field} is {shown(value)}; a number is needed")
             if not 0 <= value <= _MAX_VALUE:  # NaN is in no range
-                raise InvalidValue(f"{field} is {_shown(value)}; 0 … {_MAX_VALUE:g} is needed")
+                raise InvalidValue(f"{field} is {shown(value)}; 0 … {_MAX_VALUE:g} is needed")
             object.__setattr__(self, field, float(value))
         name: object = self.name
         if not isinstance(name, str) or len(name) > _MAX_NAME:
-            raise InvalidValue(
-                f"name is text of at most {_MAX_NAME} characters, got {_shown(name)}"
-            )
+            raise InvalidValue(f"name is text of at most {_MAX_NAME} characters, got {shown(name)}")
 
     def prefill_s(self, start: int, stop: int) -> float:
-        """Seconds for tokens ``start`` … ``stop - 1``; nothing is to be done for none."""
+        """Return seconds for tokens ``start`` … ``stop - 1``; 0 if there are none."""
         if stop <= start:
             return 0.0
         linear = self.seconds_per_token * (stop - start)
@@ -105,24 +104,23 @@ class PrefillCost:
         return self.seconds_fixed + linear + self.seconds_per_token_pair * pairs
 
     def decode_s(self, tokens: int) -> float:
-        """Seconds for an answer of ``tokens`` after its first one."""
+        """Return seconds for the tokens of an answer after its first."""
         return self.decode_seconds_per_token * max(0, tokens - 1)
 
     # --- measured ------------------------------------------------------------------------------
 
     @classmethod
     def fit(cls, points: Sequence[Measured], **others: Any) -> Fit:
-        """The cost that comes closest to what was measured; ``others`` are its other fields.
+        """Fit a cost to measurements; ``others`` are its other fields.
 
-        Least squares of the relative errors, so that short prompts count as much as long ones,
-        with no coefficient below 0. Raises `InvalidValue` for nothing measured, or times that are
-        none.
+        Minimises the squares of the relative errors, so that short prompts count as much as long
+        ones, with no negative coefficient. Raises `InvalidValue` for no or invalid measurements.
         """
         if not points:
-            raise InvalidValue("a cost is fitted to times that were measured, got none")
+            raise InvalidValue("a cost needs at least one measurement, got none")
         for point in points:
             if not 0 <= point.start < point.stop or not 0 < point.seconds < math.inf:
-                raise InvalidValue(f"{point} is no measured time of a prompt")
+                raise InvalidValue(f"{point} is no valid measurement of a prompt")
         starts, stops, seconds = np.array([(p.start, p.stop, p.seconds) for p in points], float).T
         terms = np.stack((np.ones(len(points)), stops - starts, (stops**2 - starts**2) / 2), 1)
         fixed, linear, pair = _non_negative(terms / seconds[:, None]).tolist()
@@ -138,18 +136,18 @@ class PrefillCost:
     # --- files ---------------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `of` reads it."""
+        """Return the cost for JSON; `of` reads it."""
         return {"kvkeep_cost": _VERSION, **asdict(self)}
 
     @classmethod
     def of(cls, found: object) -> PrefillCost:
-        """What `as_dict` gave. Raises `InvalidValue` that says what is wrong."""
+        """Return the cost of an `as_dict`. Raises `InvalidValue`."""
         if not isinstance(found, dict):
-            raise InvalidValue(f"a cost is an object, got {_shown(found)}")
+            raise InvalidValue(f"a cost is an object, got {shown(found)}")
         version = found.get("kvkeep_cost")
         if isinstance(version, bool) or version != _VERSION:
             raise InvalidValue(
-                f"kvkeep_cost is {_shown(version)}; {_VERSION} is read, as `kvkeep calibrate` "
+                f"kvkeep_cost is {shown(version)}; {_VERSION} is needed, as `kvkeep calibrate` "
                 "writes it"
             )
         if "seconds_per_token" not in found:
@@ -159,14 +157,14 @@ class PrefillCost:
 
     @classmethod
     def read(cls, path: Path) -> PrefillCost:
-        """The cost in a file of JSON. Raises `InvalidValue` with its name for what is none."""
+        """Read a JSON file. Raises `InvalidValue` with its name."""
         try:
             with path.open("rb") as file:
                 text = file.read(_MAX_FILE + 1)
         except OSError as error:
             raise InvalidValue(f"cannot read {path}: {error.strerror}") from error
         if len(text) > _MAX_FILE:
-            raise InvalidValue(f"{path} has more than {_MAX_FILE:,} bytes: it is no cost")
+            raise InvalidValue(f"{path} has more than {_MAX_FILE:,} bytes: it is no cost file")
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -177,9 +175,9 @@ class PrefillCost:
             raise InvalidValue(f"{path}: {error}") from error
 
     def write(self, path: Path, **more: Any) -> None:
-        """Write it to a file, over what is there; ``more`` stands beside it, for people.
+        """Write a JSON file, replacing an old one; ``more`` are further fields, for people.
 
-        Raises `InvalidValue` where that cannot be.
+        Raises `InvalidValue` if the file cannot be written.
         """
         text = json.dumps({**self.as_dict(), **more}, indent=2, allow_nan=False)
         try:
@@ -189,14 +187,14 @@ class PrefillCost:
 
 
 def _non_negative(terms: Floats) -> Floats:
-    """The coefficients, none below 0, with which the terms come closest to 1 in each row.
+    """Return non-negative coefficients for which the terms come closest to 1 in each row.
 
-    Where coefficients would be below 0 the best ones lie where some are 0: of few terms, each
-    choice of those that are not can be tried.
+    The optimum lies where some coefficients are 0 and the others are free. There are few terms, so
+    every choice of free coefficients is tried.
     """
     count = terms.shape[1]
     scale = np.abs(terms).max(0)
-    scaled = terms / scale  # squares of lengths beside ones: to be comparable
+    scaled = terms / scale  # n² beside 1: scaled to be comparable
     best, least = np.zeros(count), math.inf
     for size in range(1, count + 1):
         for chosen in combinations(range(count), size):
@@ -205,17 +203,9 @@ def _non_negative(terms: Floats) -> Floats:
             if (found < 0).any():
                 continue
             rest = float(((scaled[:, some] @ found - 1) ** 2).sum())
-            # More terms only where they tell something: not for what is rounding.
+            # More terms must improve the fit by more than rounding errors.
             if rest < least * (1 - 1e-9) - 1e-18:
                 best, least = np.zeros(count), rest
                 best[some] = found
     result: Floats = best / scale
     return result
-
-
-def _shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):  # digits beyond Python's limit
-        return f"a {type(value).__name__}"
-    return text if len(text) <= 60 else text[:60] + "…"

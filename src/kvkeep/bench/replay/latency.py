@@ -1,4 +1,4 @@
-"""`RequestTimes`: when each request of a closed loop came, began, and was through."""
+"""`RequestTimes`: times of each request in a replay that takes time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from kvkeep.bench.replay.outcome import Spans
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from kvkeep.bench.replay.costs import PrefillCost
+
     Floats = npt.NDArray[np.float64]
 
 __all__ = ["RequestTimes"]
@@ -19,31 +21,40 @@ _WINDOWS = 100
 
 
 class _Waits(Spans):
-    """Spans from 61 µs to 2 years: 4 steps for each doubling."""
+    """A histogram of seconds from 61 µs to 2 years, in 4 steps per doubling."""
 
     _LOWEST = 2.0**-14
-    _COUNT = 40 * Spans._STEPS
+    _COUNT = 40 * Spans.STEPS
 
 
 class RequestTimes:
-    """Seconds for each of ``requests``; NaN where something did not happen (yet).
+    """Times of each request, in seconds of the replay's clock; NaN until they happen.
 
-    Memory: 90 bytes a request.
+    Memory: 90 bytes per request.
     """
 
     def __init__(self, requests: int) -> None:
         self.came, self.began, self.first, self.last = np.full((4, requests), np.nan)
-        """When it came, was admitted, had its first token, and its last."""
+        """Arrival, admission, first token and last token."""
         self.prefill, self.saved, self.loaded = np.zeros((3, requests))
-        """What was computed of its prompt, what a hit saved, what was read from tiers."""
+        """Seconds to compute the prompt, seconds saved by hits, seconds to read from tiers."""
         self._seen: list[tuple[float, int, int]] = []
 
+    def begin(self, number: int, now: float, cost: PrefillCost, cached: int, tokens: int) -> float:
+        """Record that computing a prompt of ``tokens`` begins; return the seconds it takes."""
+        # The last token is always computed: the answer follows from it.
+        seconds = cost.prefill_s(min(cached, tokens - 1), tokens)
+        self.began[number] = now
+        self.prefill[number] = seconds
+        self.saved[number] = cost.prefill_s(0, tokens) - seconds
+        return seconds
+
     def seen(self, now: float, blocks: int, hit_blocks: int) -> None:
-        """So many ``blocks`` were asked for until ``now``, and so many found."""
+        """Record the totals of prompt blocks and hit blocks at ``now``."""
         self._seen.append((now, blocks, hit_blocks))
 
     def latency(self) -> dict[str, Any]:
-        """`Outcome.latency`; see `simulate_loop`."""
+        """Return `Outcome.latency`; see `simulate_loop`."""
         served = ~np.isnan(self.first)
         came, first = self.came[served], self.first[served]
         waits = _Waits()
@@ -63,14 +74,14 @@ class RequestTimes:
         }
 
     def timeline(self) -> list[list[float]]:
-        """`Outcome.timeline`, in the time that has passed here."""
+        """Return `Outcome.timeline`, by the clock of the replay."""
         seen = np.array(self._seen)
         begin, end = float(np.nanmin(self.came)), float(seen[-1, 0])
         span = end - begin or 1.0
         window = np.minimum((seen[:, 0] - begin) / span * _WINDOWS, _WINDOWS - 1).astype(np.int64)
-        asked = np.diff(seen[:, 1:], axis=0, prepend=0)
-        blocks = np.bincount(window, asked[:, 0], _WINDOWS)
-        hits = np.bincount(window, asked[:, 1], _WINDOWS)
+        counts = np.diff(seen[:, 1:], axis=0, prepend=0)
+        blocks = np.bincount(window, counts[:, 0], _WINDOWS)
+        hits = np.bincount(window, counts[:, 1], _WINDOWS)
         return [
             [begin + span * (at + 1) / _WINDOWS, int(blocks[at]), int(hits[at])]
             for at in np.flatnonzero(blocks).tolist()
@@ -78,7 +89,7 @@ class RequestTimes:
 
 
 def _summary(seconds: Floats) -> dict[str, float]:
-    """Mean and quantiles; empty where there are none."""
+    """Return mean and quantiles; empty for no values."""
     if not len(seconds):
         return {}
     p50, p90, p99 = np.quantile(seconds, (0.5, 0.9, 0.99)).tolist()

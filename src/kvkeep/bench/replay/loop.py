@@ -1,10 +1,10 @@
-"""`simulate_loop`: a trace through the real `PagedCache` on an engine that takes its time.
+"""`simulate_loop`: a trace through `PagedCache`, on an engine that takes time to compute.
 
     arrive ──▶ queue ──admit──▶ prefill ──first token──▶ decode ──▶ end
                  ▲                 one at a time            │
-                 └────────── its pages are free again ◀─────┘
+                 └─────────────── pages are freed ◀─────────┘
 
-What a hit is worth here is what a user gets: seconds until the first token.
+It measures what a hit is worth to a user: seconds until the first token.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ def simulate_loop(
     speed: float = 1.0,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
-    """Replay ``workload`` through one pool of ``capacity_tokens``, in the time that it would take.
+    """Replay ``workload`` through one pool of ``capacity_tokens``, with computing times.
 
-    Requests come at their times in the trace, ``speed`` times as fast, and wait in line. Whoever
-    is first is admitted when no other prompt is computed, fewer than ``max_running`` requests run,
-    and there is room for its prompt and its answer; what is not cached of it then takes what
-    ``cost`` says. It is published, the first token is there, and the answer goes on beside others
-    at ``cost``'s pace. All pages are in use until it ends. A prompt that is larger than the pool
-    is refused; an answer is cut where the pool ends.
+    Requests arrive at their times in the trace, ``speed`` times as fast, and queue. The first is
+    admitted when no other prompt is being computed, fewer than ``max_running`` requests run, and
+    the pool has pages for its prompt and answer. The tokens that are not cached take the time that
+    ``cost`` says; then the prompt is published, the first token is there, and the answer is
+    generated beside others at ``cost``'s rate. The request holds its pages until it ends. A prompt
+    larger than the pool is refused; an answer is cut at the end of the pool.
 
-    With ``users`` requests do not come at their times: so many users each go through one session
-    of the trace after the other. The next request of a session comes after the one before has
-    ended, and then as much later as it was in the trace (divided by ``speed``); a request that
-    belongs to no session is one by itself.
+    With ``users``, requests do not arrive at their times: each of the users goes through one
+    session of the trace after the other. The next request of a session arrives after the end of
+    the last, with the pause of the trace (divided by ``speed``); a request without a session is a
+    session of its own.
 
-    ``latency`` of the outcome has seconds, of requests that were not refused: ``ttft_s`` (from
-    coming to the first token), ``queue_s`` (to being admitted) and ``total_s`` (to the last token),
-    each with mean, p50, p90 and p99; ``prefill_s``, what was computed, and ``saved_s``, what hits
-    saved; ``span_s`` from the first coming to the last end, of which prompts were computed for
-    ``utilisation``; ``rows`` is a histogram of ``ttft_s``. Times in all else of the outcome are
-    those of this clock. What is not told here is as in `simulate`.
+    ``latency`` of the outcome has seconds of the requests that were not refused: ``ttft_s`` (from
+    arrival to the first token), ``queue_s`` (to admission) and ``total_s`` (to the last token),
+    each with mean, p50, p90 and p99; ``prefill_s``, the time of computing prompts, and
+    ``saved_s``, the time that hits saved; ``span_s`` from the first arrival to the last end;
+    ``utilisation``, the share of it spent on prompts; ``rows``, a histogram of ``ttft_s``. All
+    other times of the outcome are of this clock. All else is as in `simulate`.
 
-    Cost: some 50 µs a request more than `simulate`.
+    Cost: about 50 µs per request more than `simulate`.
     """
     whole("max_running", max_running, 1)
     calls = calls_of(workload, users, speed)
@@ -88,12 +88,12 @@ def simulate_loop(
 
 # --- the engine ----------------------------------------------------------------------------------
 
-# What happens, in this order where it is at one time: room is made before it is asked for.
-_ENDED, _COMPUTED, _COMES = range(3)
+# Events, in their order at equal times: pages are freed before others are admitted.
+_ENDS, _COMPUTED, _ARRIVES = range(3)
 
 
 class _Loop:
-    """One replay. Each request comes once; then it is refused, or computed once and ends once."""
+    """One replay. Each request arrives once; then it is refused, or computed and ended once."""
 
     def __init__(self, stage: Stage, calls: Calls, cost: PrefillCost, max_running: int) -> None:
         self._stage = stage
@@ -101,42 +101,42 @@ class _Loop:
         self._calls = calls
         self._cost = cost
         self._max_running = max_running
-        self._events = [(when, _COMES, number) for when, number in calls.first()]
+        self._events = [(when, _ARRIVES, number) for when, number in calls.first()]
         heapq.heapify(self._events)
         self._queue: deque[int] = deque()
         self._running: dict[int, Sequence] = {}
-        self._answered: dict[int, int] = {}  # how long a sequence is with what is known of it
+        self._answered: dict[int, int] = {}  # length of a sequence with the known answer
         self._computing = False
         self._over = 0
         self._times = RequestTimes(len(self._work))
 
     def run(self, progress: Callable[[int], None] | None) -> Outcome:
-        """Until nothing happens any more."""
+        """Process events until none is left."""
         done = 0
         while self._events:
             now, kind, number = heapq.heappop(self._events)
             self._stage.watch.now = now
-            if kind == _COMES:
+            if kind == _ARRIVES:
                 self._times.came[number] = now
                 self._queue.append(number)
             elif kind == _COMPUTED:
                 self._computed(number, now)
             else:
                 self._ended(number, now)
-            if not self._events or self._events[0][:2] >= (now, _COMES):
-                self._admit(now)  # whatever ends now has made room
+            if not self._events or self._events[0][:2] >= (now, _ARRIVES):
+                self._admit(now)  # all events that free pages now are processed
             if progress is not None and self._over - done >= 100:
                 done = self._over
                 progress(done)
-        assert not self._queue, "somebody waits, and nothing will happen"
-        assert not self._running, "somebody runs, and nothing will happen"
+        assert not self._queue, "a request waits, but no event is left"
+        assert not self._running, "a request runs, but no event is left"
         outcome = self._stage.done()
         outcome.latency = self._times.latency()
         outcome.timeline = self._times.timeline()
         return outcome
 
     def _admit(self, now: float) -> None:
-        """Let whoever is first begin, if it may."""
+        """Admit requests in order, as long as there is room."""
         while self._queue and not self._computing and len(self._running) < self._max_running:
             number = self._queue[0]
             prompt, reserve = self._pages(number)
@@ -147,8 +147,8 @@ class _Loop:
                 try:
                     sequence, hit = self._stage.open(number, reserve)
                 except OutOfPages:
-                    # Alone, whatever is no larger than the pool has room.
-                    assert self._running, "there is room for one"
+                    # A request that fits into the pool has room when no other runs.
+                    assert self._running, "an empty pool has room for one request"
                     return
                 self._begin(number, now, sequence, hit)
             self._queue.popleft()
@@ -156,35 +156,31 @@ class _Loop:
             self._times.seen(now, outcome.blocks, outcome.hit_blocks)
 
     def _pages(self, number: int) -> tuple[int, int]:
-        """Of its prompt, and how many more its answer takes; an answer is cut at the pool's end."""
+        """Return the pages of a prompt, and the further pages of its answer, cut at the pool."""
         size, pages = self._stage.paging.size, self._stage.pages
         whole_units = self._stage.paging.whole_units(int(self._work.tokens[number]))
         prompt = -(-self._stage.length(number) // size)
-        # A known answer follows the whole units; what is behind them may stay another's.
+        # A known answer follows the whole units; what is after them may belong to another request.
         begin = whole_units // size if len(self._work.answer(number)) else prompt
         end = -(-self._stage.length(number, answered=True) // size)
         return prompt, max(0, min(end - begin, pages - prompt))
 
     def _begin(self, number: int, now: float, sequence: Sequence, hit: int) -> None:
         if self._stage.paging.page_tokens is None:
-            sequence.truncate(self._stage.length(number))  # nobody's token gives its page back
-        tokens, cost, times = int(self._work.tokens[number]), self._cost, self._times
-        # The last token is computed in any case: it is what the answer follows.
-        seconds = cost.prefill_s(min(hit, tokens - 1), tokens)
-        times.began[number] = now
-        times.prefill[number] = seconds
-        times.saved[number] = cost.prefill_s(0, tokens) - seconds
+            sequence.truncate(self._stage.length(number))  # frees the page of the padding token
+        tokens = int(self._work.tokens[number])
+        seconds = self._times.begin(number, now, self._cost, hit, tokens)
         self._running[number] = sequence
         self._computing = True
         heapq.heappush(self._events, (now + seconds, _COMPUTED, number))
 
     def _computed(self, number: int, now: float) -> None:
-        """The prompt can be reused, and the answer begins: all its pages are in use from now on."""
+        """Publish the prompt and take the pages of the answer, which are held from now on."""
         stage, sequence = self._stage, self._running[number]
         if self._work.store[number]:
             stage.publish(number, sequence)
-        # There is room: it was asked for at first, and nobody began since. But for what the pool
-        # cannot hold, and where others have what lies behind the whole units.
+        # The pages were reserved on admission, and none was admitted since. They are missing only
+        # if the pool cannot hold them, or if others hold what follows the whole units.
         with suppress(OutOfPages):
             if len(self._work.answer(number)):
                 self._answered[number] = stage.append_answer(number, sequence)
@@ -192,7 +188,7 @@ class _Loop:
         self._computing = False
         self._times.first[number] = now
         seconds = self._cost.decode_s(int(self._work.output_tokens[number]))
-        heapq.heappush(self._events, (now + seconds, _ENDED, number))
+        heapq.heappush(self._events, (now + seconds, _ENDS, number))
 
     def _ended(self, number: int, now: float) -> None:
         sequence = self._running.pop(number)
@@ -204,10 +200,10 @@ class _Loop:
         self._follow(number, now)
 
     def _follow(self, number: int, now: float) -> None:
-        """Request ``number`` is over: who comes next?"""
+        """End request ``number``, and let the request that waits for its answer arrive."""
         self._over += 1
         self._times.last[number] = now
         following = self._calls.after(number, now)
         if following is not None:
             when, other = following
-            heapq.heappush(self._events, (when, _COMES, other))
+            heapq.heappush(self._events, (when, _ARRIVES, other))

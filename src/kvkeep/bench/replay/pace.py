@@ -1,4 +1,4 @@
-"""`Pace`: when requests come, are loaded, computed and over, where tiers take their time."""
+"""`Pace`: arrival, loading, computing and end of requests, where tiers take time to read."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Pace"]
 
 
 class Pace:
-    """One request after the other: what tiers have is read while others are computed.
+    """Requests one after the other: tiers are read for some while others are computed.
 
         arrive ──▶ read from tiers ──▶ wait for the one before ──▶ prefill ──▶ decode ──▶ end
                    one at a time each           one at a time          beside the next one
 
-    ``speeds`` are bytes a second of each level, fastest first; None: at once. Go through it for
-    the requests in the order in which they are computed, and say with `served` what was found.
+    ``speeds`` are bytes per second of each level, fastest first; None: reads take no time. Iterate
+    over the requests, in the order in which they are computed, and call `served` for each.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class Pace:
     ) -> None:
         if any(speeds) and not cost.kv_bytes_per_token:
             raise InvalidValue(
-                "how long a tier takes depends on the bytes of a token, and the cost does not tell "
-                "them; give it kv_bytes_per_token"
+                "the time to read a tier depends on the bytes of a token, which the cost lacks: "
+                "set its kv_bytes_per_token"
             )
         self.now = float(workload.times[0])
-        """When the request at hand is looked up: whoever is before it is computed."""
+        """The time at which the current request is looked up: those before it are computed."""
         self._work = workload
         self._calls = calls
         self._cost = cost
         unit_bytes = workload.unit_tokens * cost.kv_bytes_per_token
         self._seconds = [0.0 if speed is None else unit_bytes / speed for speed in speeds]
-        self._free = [self.now for _ in speeds]  # when each level has read what it was asked for
+        self._free = [self.now for _ in speeds]  # when each level has finished its reads
         self._times = RequestTimes(len(workload))
 
     def __iter__(self) -> Iterator[int]:
@@ -55,13 +55,13 @@ class Pace:
             self._times.came[number] = came
             self.now = max(self.now, came)
             yield number
-            # Whoever comes because of this one comes later than all that came so far.
+            # A request that this answer causes arrives after all that have arrived so far.
             following = self._calls.after(number, float(self._times.last[number]))
             if following is not None:
                 heapq.heappush(events, following)
 
     def served(self, number: int, found: Sequence[int], hit_tokens: int, outcome: Outcome) -> None:
-        """So many leading units came from each level, which are ``hit_tokens``."""
+        """Record the leading units found in each level, and the ``hit_tokens`` they make."""
         times, cost = self._times, self._cost
         came = float(times.came[number])
         ready = came
@@ -72,16 +72,13 @@ class Pace:
                 times.loaded[number] += self._free[level] - begin
                 ready = max(ready, self._free[level])
         tokens = int(self._work.tokens[number])
-        # The last token is computed in any case: it is what the answer follows.
-        seconds = cost.prefill_s(min(hit_tokens, tokens - 1), tokens)
-        times.prefill[number] = seconds
-        times.saved[number] = cost.prefill_s(0, tokens) - seconds
-        times.began[number] = begin = max(self.now, ready)
-        times.first[number] = self.now = begin + seconds
+        begin = max(self.now, ready)
+        self.now = begin + times.begin(number, begin, cost, hit_tokens, tokens)
+        times.first[number] = self.now
         times.last[number] = self.now + cost.decode_s(int(self._work.output_tokens[number]))
         times.seen(begin, outcome.blocks, outcome.hit_blocks)
 
     def finish(self, outcome: Outcome) -> None:
-        """Give ``outcome`` its latency and its timeline."""
+        """Set the latency and the timeline of ``outcome``."""
         outcome.latency = self._times.latency()
         outcome.timeline = self._times.timeline()

@@ -1,4 +1,4 @@
-"""`PlannedMemory`: which replays answer what to buy and set, and what they say in plain words."""
+"""`PlannedMemory`: the replays behind a recommendation, and the recommendation in words."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _USUAL = "lru"
 _TIERINGS = ("inclusive", "exclusive", "adaptive")
 _TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
 _WORTH = 0.01
-"""Of all prompt tokens: what is less is not worth a change."""
+"""The least difference that is worth a change, as a share of all prompt tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to do, and why; each a sentence or some.
+    """A recommendation and its reasons, each one or several sentences.
 
-    ``policy`` and ``tiering`` are what to set, ``disk`` whether a tier below memory is worth it.
+    ``policy`` and ``tiering`` are the settings to use; ``disk`` says whether a tier below memory
+    is worth it.
     """
 
     policy: str
@@ -46,16 +47,16 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMemory:
-    """What is asked: so many tokens of memory, perhaps so many below it.
+    """The memory to plan for: its tokens, and those of a tier below it (0: none).
 
-    Shares are of prompt tokens, with a page for each unit of the trace.
+    Shares are of prompt tokens, with one page per unit of the trace.
     """
 
     memory_tokens: int
     disk_tokens: int = 0
 
     def runs(self, workload: Workload) -> list[ReplayRun]:
-        """The replays it takes: policies, less and more memory, tiers, and the bounds."""
+        """Return the replays to run: policies, less and more memory, tiers, and the bounds."""
         policies = [name for name in POLICIES if policy_named(name).advised]
         found = [ReplayRun(policy, self.memory_tokens) for policy in policies]
         if (workload.session >= 0).any():
@@ -78,7 +79,7 @@ class PlannedMemory:
         return list(dict.fromkeys(found))
 
     def advice(self, outcomes: Mapping[ReplayRun, Outcome]) -> Advice:
-        """What the outcomes of `runs` say."""
+        """Return the recommendation that the outcomes of `runs` support."""
         return _Reading(self, outcomes).advice()
 
 
@@ -119,27 +120,27 @@ class _Reading:
         elif self._plan.disk_tokens:
             words.append(" and nothing below it")
         words.append(
-            f": {_share(kept)} of all prompt tokens need no computing, of {_share(self._most)} "
-            "that any cache could reuse."
+            f": {_share(kept)} of all prompt tokens need not be computed; an unlimited cache would "
+            f"reuse {_share(self._most)}."
         )
-        reasons = [self._what_is_there(), why_policy, why_disk, self._sizes(), self._misses()]
+        reasons = [self._bounds(), why_policy, why_disk, self._sizes(), self._misses()]
         return Advice(policy, tiering, disk, "".join(words), tuple(filter(None, reasons)))
 
-    def _what_is_there(self) -> str:
+    def _bounds(self) -> str:
         if self._most < _WORTH:
             return (
-                f"Prompts hardly share a beginning: with endless memory {_share(self._most)} would "
-                "be reused. No cache will help this traffic."
+                f"Prompts hardly share a prefix: an unlimited cache would reuse only "
+                f"{_share(self._most)}. No cache will help this traffic."
             )
         said = (
-            f"With endless memory {_share(self._most)} would be reused; the rest is seen for the "
-            f"first time. Knowing the future, {_share(self._here[BELADY])} could be had here"
+            f"An unlimited cache would reuse {_share(self._most)}; all other tokens are seen for "
+            f"the first time. An optimal policy would reuse {_share(self._here[BELADY])}"
         )
         if not self._tiers:
             return f"{said}."
         plan = self._plan
         both = self._all[ReplayRun(BELADY, plan.memory_tokens, below=(plan.disk_tokens,))]
-        return f"{said} in memory alone, {_share(both.token_hit_rate)} with the tier below."
+        return f"{said} with memory alone, {_share(both.token_hit_rate)} with the tier below."
 
     def _policy(self) -> tuple[str, str]:
         tried = {name: rate for name, rate in self._here.items() if name != BELADY}
@@ -149,11 +150,11 @@ class _Reading:
         if tried[best] - plain[best_plain] < _WORTH:
             best = best_plain
         if plain["adaptive"] > tried[best] - _WORTH / 2:
-            best = "adaptive"  # as good, and it follows when traffic changes
+            best = "adaptive"  # as good, and it adapts when traffic changes
         if tried[best] - self._usual < _WORTH:
             return _USUAL, (
-                f"No policy is worth a change: LRU reuses {_share(self._usual)}, the best of the "
-                f"others {_share(max(plain.values()))}."
+                f"No other policy is worth a change: LRU reuses {_share(self._usual)}, the best of "
+                f"all {_share(max(plain.values()))}."
             )
         return best, (
             f"The policy {best} reuses {_share(tried[best])} where LRU reuses "
@@ -161,28 +162,28 @@ class _Reading:
         )
 
     def _disk(self, kept: float) -> tuple[tuple[str, str] | None, str]:
-        """Policy and tiering of two tiers, where they are worth it beside ``kept`` by one."""
+        """Return the best policy and tiering if a tier adds to ``kept``, else None; and why."""
         if not self._tiers:
             return None, ""
         most = max(self._tiers.values())
         below = amount(self._plan.disk_tokens)
         if most - kept < _WORTH:
             return None, (
-                f"A tier of {below} below would bring {_points(max(0.0, most - kept))}: what is "
-                "reused at all is reused from memory."
+                f"A tier of {below} below memory would add {_points(max(0.0, most - kept))}: "
+                "nearly all reuse is from memory."
             )
         policy, tiering = self._pair(most)
         rates = {name: rate for (one, name), rate in self._tiers.items() if one == policy}
         return (policy, tiering), (
-            f"A tier of {below} below brings {_points(rates[tiering] - kept)} more, with the "
+            f"A tier of {below} below memory adds {_points(rates[tiering] - kept)}, with the "
             f"policy {policy} in both and the tiering {tiering} "
-            f"(written: {self._written(policy, tiering):.2f} blocks for each that is computed). "
+            f"({self._written(policy, tiering):.2f} blocks written per computed block). "
             + "; ".join(f"{name} {_share(rate)}" for name, rate in rates.items())
             + "."
         )
 
     def _pair(self, most: float) -> tuple[str, str]:
-        """The best policy and tiering; the usual and adaptive ones where they are as good."""
+        """Return the best policy and tiering; prefer the usual and adaptive ones if as good."""
         good = [pair for pair, rate in self._tiers.items() if rate > most - _WORTH / 2]
         for policy in (_USUAL, "adaptive"):
             found = [name for one, name in good if one == policy]
@@ -210,11 +211,11 @@ class _Reading:
         said = "More or less memory, with the policy adaptive: " + ", ".join(parts) + "."
         twice, half = rates.get(2 * here), rates.get(here // 2)
         if twice is not None and twice - rates[here] < _WORTH:
-            said += " Twice the memory would bring next to nothing."
+            said += " Twice the memory would add next to nothing."
             if half is not None and rates[here] - half < _WORTH:
-                said += " Half of it would do."
+                said += " Half of the memory would be enough."
         elif twice is not None:
-            said += f" Twice the memory would bring {_points(twice - rates[here])}."
+            said += f" Twice the memory would add {_points(twice - rates[here])}."
         return said
 
     def _misses(self) -> str:
@@ -228,12 +229,12 @@ class _Reading:
             return ""
         share = _share(avoidable[worst])
         return {
-            EVICTED: f"{share} of all prompt tokens were there and had to go before they were "
-            "asked for again (with LRU): memory or policy decide over these.",
-            NEVER: f"{share} of all prompt tokens came before and were never kept: requests too "
-            "large for the memory, or that asked not to be stored.",
-            OTHER: f"{share} of all prompt tokens were there in another namespace: look at what "
-            "keeps tenants, salts or adapters apart.",
+            EVICTED: f"{share} of all prompt tokens were evicted before they were requested again "
+            "(with LRU): more memory or another policy may keep them.",
+            NEVER: f"{share} of all prompt tokens were seen before but never cached: their "
+            "requests were too large for the memory, or asked not to be stored.",
+            OTHER: f"{share} of all prompt tokens were cached in another namespace: check whether "
+            "tenants, salts or adapters must be kept apart.",
             REMAINDER: f"{share} of all prompt tokens lie in pages that were not full: smaller "
             "pages would reuse them.",
         }[worst]
@@ -248,7 +249,7 @@ def _points(part: float) -> str:
 
 
 def amount(tokens: int) -> str:
-    """``1_536_000`` → 1.54 M tokens."""
+    """Format tokens: ``1_536_000`` → 1.54 M tokens."""
     for scale, letter in ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k")):
         if tokens >= scale:
             return f"{tokens / scale:.3g} {letter} tokens"

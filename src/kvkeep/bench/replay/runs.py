@@ -1,4 +1,4 @@
-"""Many replays of one workload: several at once, and those that were done before not again."""
+"""Many replays of one workload: in several processes, and with a log of finished replays."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
     from kvkeep.bench.replay.costs import PrefillCost
     from kvkeep.bench.replay.workload import Workload
 
-__all__ = ["BOUNDS", "ReplayRun", "RunLog", "replay"]
+__all__ = ["BOUNDS", "ReplayRun", "RunLog", "increments", "replay"]
 
 BOUNDS = (BELADY, INFINITE)
-"""Names that stand in the place of a policy, for what no policy can exceed."""
+"""Names of bounds, which can stand in the place of a policy."""
 
 _CURVE_OF = "lru"
-_WATCHED = 0.1  # of the blocks
-_VERSION = 4  # of what replays find: what an older one found is not taken over
+_SAMPLED_BLOCKS = 0.1  # share of the blocks that the what-if curve samples
+_VERSION = 4  # of replays: outcomes in a log of another version are not reused
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayRun:
     """One replay: a policy (or a bound) with a capacity.
 
-    A policy is one of `kvkeep.core.eviction.POLICIES`, or one of them and ``+sessions``. With
-    ``below`` there are tiers of so many tokens below the first of ``capacity_tokens``, and
-    ``tiering`` says what moves where (`kvkeep.store.tiers.tiering`). With ``cost`` the replay
-    takes its time, and ``users`` may ask one after the other (`simulate_loop`); tiers then read at
-    ``bandwidths``, the first one's too (`simulate_tiers`). Raises `InvalidValue` for what is none.
+    A policy is one of `kvkeep.core.eviction.POLICIES`, with or without ``+sessions``. ``below`` are
+    the tokens of tiers below the first one of ``capacity_tokens``, and ``tiering`` the policy that
+    moves blocks between them (`kvkeep.store.tiers.tiering`). With ``cost`` computing takes time,
+    and ``users`` may send requests in turn (`simulate_loop`); tiers, the first included, are then
+    read at ``bandwidths`` (`simulate_tiers`). Raises `InvalidValue` for invalid values.
     """
 
     policy: str
@@ -63,8 +63,8 @@ class ReplayRun:
         if self.eviction not in POLICIES and self.policy not in BOUNDS:
             known = ", ".join((*POLICIES, *BOUNDS))
             raise InvalidValue(
-                f"there is no eviction policy {self.policy!r}; there are {known}, and with "
-                f"{SESSIONS} behind it a policy is told of sessions"
+                f"there is no eviction policy {self.policy!r}; there are {known}, and policies "
+                f"with {SESSIONS} appended, which know the session of each request"
             )
         if self.policy != INFINITE:
             for capacity in (self.capacity_tokens, *self.below):
@@ -72,50 +72,50 @@ class ReplayRun:
         if self.below and self.policy not in BOUNDS:
             self._check_tiers()
         if self.users is not None and self.cost is None:
-            raise InvalidValue("users wait for answers: what prompts cost has to be known")
+            raise InvalidValue("users wait for answers: that needs the cost of prompts")
         if self.bandwidths and not (self.below and self.cost):
-            raise InvalidValue("bandwidths are of tiers, where prompts cost something")
+            raise InvalidValue("bandwidths need tiers and the cost of prompts")
         for speed in self.bandwidths:
             if speed is not None and not 0 < speed < math.inf:
-                raise InvalidValue(f"a tier reads some bytes a second, got {speed}")
+                raise InvalidValue(f"a bandwidth is {speed}; a number above 0 is needed")
 
     def _check_tiers(self) -> None:
         tiering(self.tiering)
         for what, given in (
             ("sessions", self.policy.endswith(SESSIONS)),
-            ("pages by tokens", self.page_tokens is not None),
+            ("pages of tokens", self.page_tokens is not None),
         ):
             if given:
-                raise InvalidValue(f"tiers are replayed by blocks alone: not with {what}")
+                raise InvalidValue(f"tiers are replayed by blocks only, not with {what}")
 
     @property
     def name(self) -> str:
-        """What its outcome's policy is called."""
+        """The policy's name in the outcome."""
         if self.below and self.policy not in BOUNDS:
             return f"{self.policy}/{self.tiering}"
         return self.policy
 
     @property
     def total_tokens(self) -> int:
-        """Of all tiers."""
+        """Tokens of all tiers."""
         return self.capacity_tokens + sum(self.below)
 
     @property
     def eviction(self) -> str:
-        """The name of the policy alone."""
+        """The name of the eviction policy, without ``+sessions``."""
         return self.policy.removesuffix(SESSIONS)
 
     def check(self, workload: Workload) -> None:
-        """Raise `InvalidValue` if it cannot be run on ``workload``."""
+        """Raise `InvalidValue` if the replay cannot run on ``workload``."""
         if self.policy != INFINITE:
             page = None if self.policy in BOUNDS else self.page_tokens
             for capacity in (self.capacity_tokens, *self.below):
                 Paging(workload.unit_tokens, page).pages(capacity)
         if self.policy.endswith(SESSIONS) and not (workload.session >= 0).any():
-            raise InvalidValue(f"{self.policy} needs sessions; {workload.name} knows of none")
+            raise InvalidValue(f"{self.policy} needs sessions; {workload.name} has none")
 
     def on(self, workload: Workload, progress: Callable[[int], None] | None = None) -> Outcome:
-        """Do it. Raises `InvalidValue` as `check` does."""
+        """Run the replay. Raises `InvalidValue` as `check` does."""
         if self.policy == INFINITE:
             return infinite(workload, progress)
         if self.policy == BELADY:
@@ -148,8 +148,8 @@ class ReplayRun:
             workload,
             self.capacity_tokens,
             self.eviction,
-            # One is enough: the curve is of LRU, whatever the policy.
-            what_if=_WATCHED if self.policy == _CURVE_OF else None,
+            # The curve is always of LRU, so one run that samples it is enough.
+            what_if=_SAMPLED_BLOCKS if self.policy == _CURVE_OF else None,
             sessions=self.policy.endswith(SESSIONS),
             page_tokens=self.page_tokens,
             prefix=self.prefix,
@@ -165,11 +165,11 @@ def replay(
     journal: RunLog | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Iterator[tuple[ReplayRun, Outcome]]:
-    """``runs`` and their outcomes, each as soon as it is there, in any order.
+    """Run replays and yield each with its outcome as soon as it is finished, in any order.
 
-    ``jobs`` processes work at once, each with a copy of the workload. What ``journal`` has is not
-    done again, and it is given what is. ``progress`` is told how many more requests were replayed.
-    Raises `InvalidValue` before anything runs.
+    ``jobs`` processes run at once, each with a copy of the workload. Outcomes in ``journal`` are
+    reused, and new ones are added to it. ``progress`` is called with the number of further requests
+    replayed. Raises `InvalidValue` before anything runs.
     """
     whole("jobs", jobs, 1)
     for run in runs:
@@ -183,17 +183,20 @@ def replay(
             if progress is not None:
                 progress(len(workload))
             yield run, known
-    together = _here if jobs == 1 or len(left) < 2 else _in_processes
-    for run, outcome in together(workload, left, min(jobs, len(left)), progress):
+    if jobs == 1 or len(left) < 2:
+        outcomes = _in_turn(workload, left, progress)
+    else:
+        outcomes = _in_processes(workload, left, min(jobs, len(left)), progress)
+    for run, outcome in outcomes:
         if journal is not None:
             journal.add(workload, run, outcome)
         yield run, outcome
 
 
 class RunLog:
-    """A file with a line for each replay that was done, so that it need not be done again.
+    """A log of finished replays, one per line of a file, so that none is run twice.
 
-    Lines that are torn, foreign or of another version are passed over. Thread safety: none.
+    Lines that are truncated, foreign or of another version are skipped. Not thread-safe.
     """
 
     def __init__(self, path: Path) -> None:
@@ -209,11 +212,11 @@ class RunLog:
                     self._known[found[0]] = found[1]
 
     def find(self, workload: Workload, run: ReplayRun) -> Outcome | None:
-        """What it came to, if it was done."""
+        """Return the outcome of ``run``, or None if the log has none."""
         return self._known.get(_key(workload, run))
 
     def add(self, workload: Workload, run: ReplayRun, outcome: Outcome) -> None:
-        """Keep what it came to. Raises `InvalidValue` where nothing can be written."""
+        """Append an outcome. Raises `InvalidValue` if the file cannot be written."""
         key = _key(workload, run)
         self._known[key] = outcome
         line = json.dumps({"run": key, "outcome": outcome.as_dict()}) + "\n"
@@ -238,27 +241,26 @@ def _line(line: bytes) -> tuple[str, Outcome] | None:
         return None
 
 
-# --- one after the other, or several processes ---------------------------------------------------
+# --- in turn, or in several processes -------------------------------------------------------------
 
 
-def _here(
-    workload: Workload,
-    runs: Iterable[ReplayRun],
-    jobs: int,
-    progress: Callable[[int], object] | None,
+def _in_turn(
+    workload: Workload, runs: Iterable[ReplayRun], progress: Callable[[int], object] | None
 ) -> Iterator[tuple[ReplayRun, Outcome]]:
-    del jobs
     for run in runs:
-        with _differences(progress, len(workload)) as told:
+        with increments(progress, len(workload)) as told:
             outcome = run.on(workload, told)
         yield run, outcome
 
 
 @contextmanager
-def _differences(
-    progress: Callable[[int], object] | None, total: int
+def increments(
+    progress: Callable[[int], object] | None, total: int | None = None
 ) -> Iterator[Callable[[int], None] | None]:
-    """Makes of totals what came since; at the end all of them have come."""
+    """Yield a callback that takes totals and calls ``progress`` with increments.
+
+    At the end it reports the rest of ``total``.
+    """
     if progress is None:
         yield None
         return
@@ -270,11 +272,12 @@ def _differences(
         told = number
 
     yield more
-    more(total)
+    if total is not None:
+        more(total)
 
 
 class _Worker:
-    """What a process has: the workload, and where it says how far it is."""
+    """State of a worker process: the workload, and a shared counter of replayed requests."""
 
     workload: Workload
     done: Any
@@ -290,7 +293,7 @@ class _Worker:
             with cls.done.get_lock():
                 cls.done.value += more
 
-        with _differences(told, len(cls.workload)) as progress:
+        with increments(told, len(cls.workload)) as progress:
             return run.on(cls.workload, progress)
 
 
@@ -300,7 +303,7 @@ def _in_processes(
     jobs: int,
     progress: Callable[[int], object] | None,
 ) -> Iterator[tuple[ReplayRun, Outcome]]:
-    # Not forked: threads of whoever calls would be missing there, with their locks held.
+    # Spawned, not forked: a forked process lacks the caller's threads, but has their locks held.
     context = multiprocessing.get_context("spawn")
     done = context.Value("q", 0)
     told = 0
@@ -323,7 +326,7 @@ def _in_processes(
 
 
 def _end_with_parent() -> None:
-    """Who was killed gives no more work, and nobody else would end this process."""
+    """End this process when its parent has died, as nothing else would."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

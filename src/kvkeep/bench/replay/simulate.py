@@ -1,4 +1,4 @@
-"""`simulate`: a trace through the real `PagedCache`, its memory and its clock virtual."""
+"""`simulate`: a trace through `PagedCache`, with virtual memory and a virtual clock."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import Sequence
     from kvkeep.core.eviction import EvictionPolicy
 
-__all__ = ["NOBODY", "SESSIONS", "Paging", "Stage", "simulate"]
+__all__ = ["PADDING", "SESSIONS", "Paging", "Stage", "simulate"]
 
 SESSIONS = "+sessions"
-"""What follows a policy's name where the cache is told of sessions."""
+"""Suffix of a policy's name when the cache knows the session of each request."""
 
-NOBODY = 2**31 - 1
-"""The token that is in no prompt, and never stored."""
-_UNIT = 2  # tokens of the cache that stand for a unit, by units: a page
+PADDING = 2**31 - 1
+"""A token that is in no prompt and never stored."""
+_UNIT = 2  # tokens of the cache per unit, by units: one page
 
-_TIMES = (0.5, 1.0, 2.0, 4.0)  # the memory, for each namespace's curve
+_TIMES = (0.5, 1.0, 2.0, 4.0)  # factors of the memory, for the curve of each namespace
 
 
 @dataclass(frozen=True, slots=True)
 class Paging:
     """How the tokens of a workload lie in pages.
 
-    By units (``page_tokens`` None): each unit is a page, the last of a prompt as well, full or not.
-    That is how hit rates of traces of block ids are given in the literature. By tokens: a prompt
-    has all its tokens, pages of ``page_tokens`` are stored when they are full, the last token of a
-    prompt is always computed, and an answer has its pages while it is written, as an engine does
-    it.
+    By units (``page_tokens`` None): each unit is a page, the last one of a prompt as well, full or
+    not. Published hit rates of traces of block ids are counted this way. By tokens: a prompt has
+    all its tokens, pages of ``page_tokens`` are stored when they are full, the last token of a
+    prompt is always computed, and an answer takes its pages while it is generated, as in an engine.
     """
 
     unit_tokens: int
@@ -54,16 +53,16 @@ class Paging:
 
     @property
     def size(self) -> int:
-        """Of a page of `PagedCache`, in its tokens."""
+        """Tokens of the cache per page."""
         return _UNIT if self.page_tokens is None else self.page_tokens
 
     @property
     def tokens(self) -> int:
-        """Of a page, in tokens of the trace."""
+        """Tokens of the trace per page."""
         return self.unit_tokens if self.page_tokens is None else self.page_tokens
 
     def pages(self, capacity_tokens: int) -> int:
-        """In a capacity; `InvalidValue` where there is none."""
+        """Return the pages in a capacity. Raises `InvalidValue` if there is none."""
         whole("capacity", capacity_tokens, 1)
         pages = capacity_tokens // self.tokens
         if not pages:
@@ -73,19 +72,20 @@ class Paging:
         return pages
 
     def prompt(self, ids: Ids, tokens: int) -> Ids:
-        """What `PagedCache.open` is given."""
+        """Return the tokens to give to `PagedCache.open`."""
         if self.page_tokens is None:
-            # `open` never gives the last one; this one fills no page, so no policy hears of it.
-            return np.append(np.repeat(ids, _UNIT), np.int32(NOBODY))
+            # `open` never returns the last token as cached; this one fills no page, so no policy
+            # sees it.
+            return np.append(np.repeat(ids, _UNIT), np.int32(PADDING))
         return ids if self.unit_tokens == 1 else np.repeat(ids, self.unit_tokens)[:tokens]
 
     def whole_units(self, tokens: int) -> int:
-        """How many tokens of the cache lie in the whole units of a prompt of ``tokens``."""
+        """Return the tokens of the cache in the whole units of a prompt of ``tokens``."""
         units = tokens // self.unit_tokens
         return units * (_UNIT if self.page_tokens is None else self.unit_tokens)
 
     def answer(self, ids: Ids) -> Ids:
-        """What is appended behind them."""
+        """Return the tokens to append after the whole units of the prompt."""
         if self.page_tokens is None:
             return np.repeat(ids, _UNIT)
         return ids if self.unit_tokens == 1 else np.repeat(ids, self.unit_tokens)
@@ -102,21 +102,20 @@ def simulate(
     what_if: float | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
-    """Replay ``workload`` through one pool of ``capacity_tokens``, requests one after the other.
+    """Replay ``workload`` through one pool of ``capacity_tokens``, one request after the other.
 
-    Each request is opened at its time, its prompt (and its answer, where the trace has it)
-    published, and closed: what an engine does that serves one request at a time. ``page_tokens``
-    and what it means is told in `Paging`. With ``sessions`` the cache is told to which session a
-    request belongs, where the trace knows; the outcome's policy is then "lru+sessions". With
-    ``what_if`` the cache watches that share of the blocks, and the outcome has the curve: what LRU
-    would reuse with ⅛ … 8 times the memory.
-    ``progress`` is told the number of requests done.
+    Each request is opened at its time, its prompt (and its answer, if the trace has it) is
+    published, and it is closed, as in an engine that serves one request at a time. `Paging`
+    explains ``page_tokens``. With ``sessions`` the cache knows the session of each request, if the
+    trace does; the policy of the outcome is then "lru+sessions". With ``what_if`` the cache samples
+    that share of the blocks, and the outcome has the curve of what LRU would reuse with ⅛ … 8 times
+    the memory. ``progress`` is called with the number of requests done.
 
-    By tokens this is what the engine finds, token for token; but where several pages begin alike
-    and one is copied from, ids do not tell which one the engine took.
+    By tokens, the hits are those of the engine, token for token. One exception: if several pages
+    begin alike and one is copied from, ids do not say which one the engine took.
 
-    Cost: some 100 µs a request by units, some 200 by tokens for prompts of 12,000, and 60 for each
-    page of its answer with a policy that is not `by_recency`.
+    Cost: about 100 µs per request by units; about 200 by tokens for prompts of 12,000 tokens, and
+    60 for each page of an answer with a policy that is not `by_recency`.
     """
     begun = time.perf_counter()
     stage = Stage(
@@ -147,7 +146,7 @@ def _serve(stage: Stage, number: int, sequence: Sequence) -> None:
     keep = bool(stage.workload.store[number])
     if keep:
         stage.publish(number, sequence)
-    with suppress(OutOfPages):  # an engine ends an answer where there is no room for more
+    with suppress(OutOfPages):  # an engine ends an answer that finds no more pages
         if stage.paging.page_tokens is not None:
             _write(stage, number, sequence, keep=keep)
         elif keep and len(stage.workload.answer(number)):
@@ -156,9 +155,10 @@ def _serve(stage: Stage, number: int, sequence: Sequence) -> None:
 
 
 def _write(stage: Stage, number: int, sequence: Sequence, *, keep: bool) -> None:
-    """The answer, as an engine writes it: each page is taken when the one before is stored.
+    """Generate the answer as an engine does: each page is taken when the one before is stored.
 
-    By what is stored most policies choose the next victim; with the others it can go at once.
+    Most policies choose the next victim by what is stored; with the others the whole answer can be
+    appended at once.
     """
     if len(stage.workload.answer(number)):
         try:
@@ -185,7 +185,7 @@ def _write_pages(stage: Stage, number: int, sequence: Sequence, *, keep: bool) -
 
 
 class Stage:
-    """The cache of one replay, whose clock is ``watch.now``, and who watches it.
+    """The cache of one replay, with the clock ``watch.now``, and the watch that counts.
 
     The steps of a request are `open`, `publish`, `append_answer`, and those of its sequence.
     """
@@ -206,7 +206,7 @@ class Stage:
         self.sessions = sessions
         self.paging = Paging(workload.unit_tokens, page_tokens)
         pages = self.paging.pages(capacity_tokens)
-        # By units a request has a page more for the token that is nobody's, which is never stored.
+        # By units a request needs one more page, for the padding token, which is never stored.
         self.pages = pages
         pages = whole("pages", pages + (page_tokens is None), 1, 2**31 - 1)
         named = policy if isinstance(policy, str) else policy.name
@@ -230,9 +230,9 @@ class Stage:
         self.cache.subscribe(self.watch.see)
 
     def open(self, number: int, reserve: int = 0) -> tuple[Sequence, int]:
-        """The sequence of a request's prompt, and how many tokens of it were cached.
+        """Open the sequence of a request's prompt; return it and its cached tokens.
 
-        ``reserve`` pages are left that others could get. Raises `OutOfPages`.
+        ``reserve`` pages must remain available after that. Raises `OutOfPages`.
         """
         work, paging = self.workload, self.paging
         ids, tokens = work.prompt(number), int(work.tokens[number])
@@ -265,7 +265,7 @@ class Stage:
         return self.workload.namespaces[int(self.workload.namespace[number])]
 
     def length(self, number: int, *, answered: bool = False) -> int:
-        """Tokens of a prompt's sequence, or of its prompt and answer, whose last is not kept."""
+        """Return the tokens of a prompt, or of prompt and answer without the last token."""
         work, unit = self.workload, self.paging.unit_tokens
         units, tokens = self.paging.page_tokens is None, int(work.tokens[number])
         if not answered:
@@ -277,19 +277,18 @@ class Stage:
         return max(longest, self.paging.whole_units(tokens) + told)
 
     def refuse(self, number: int) -> None:
-        """A request for which there is no room."""
+        """Record a request for which there is no room."""
         self.watch.outcome.refused += 1
         self.watch.request(number, 0, 0)
 
     def publish(self, number: int, sequence: Sequence) -> None:
-        """Its prompt is computed."""
+        """Publish the prompt of a request."""
         sequence.publish(self.length(number))
 
     def append_answer(self, number: int, sequence: Sequence) -> int:
-        """Append what the trace tells of the answer; all or nothing.
+        """Append the known units of the answer after the whole units of the prompt; all or nothing.
 
-        It follows the whole units of the prompt. Returns how long the sequence is then, in its own
-        tokens. Raises `OutOfPages`.
+        Returns the length of the sequence, in tokens of the cache. Raises `OutOfPages`.
         """
         sequence.truncate(self.paging.whole_units(int(self.workload.tokens[number])))
         sequence.append(self.paging.answer(self.workload.answer(number)))
@@ -297,14 +296,14 @@ class Stage:
         return sequence.num_tokens
 
     def fill(self, number: int, sequence: Sequence) -> None:
-        """Take the pages for what the trace does not tell of an answer. Raises `OutOfPages`."""
+        """Take the pages of the part of an answer that the trace lacks. Raises `OutOfPages`."""
         end = min(self.length(number, answered=True), self.pages * self.paging.size)
         if end > sequence.num_tokens:
-            sequence.append(np.full(end - sequence.num_tokens, NOBODY, np.int32))
+            sequence.append(np.full(end - sequence.num_tokens, PADDING, np.int32))
             sequence.copies()
 
     def done(self) -> Outcome:
-        """What was found."""
+        """Return the complete outcome."""
         outcome = self.watch.outcome
         outcome.evicted_pages = self.cache.stats().evicted_pages
         if self._what_if is not None:
@@ -325,7 +324,7 @@ class Stage:
         return outcome
 
     def _curve(self, sizes: list[int], space: str | None = None) -> Iterator[tuple[int, float]]:
-        """Pages and hit rates; of what the cache was asked for, not of nobody's tokens."""
+        """Yield pages and hit rates, of prompt tokens only, without padding tokens."""
         work, share = self.workload, 1.0
         if self.paging.page_tokens is None:
             units = work.prompt_units

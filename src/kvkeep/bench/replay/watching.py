@@ -1,4 +1,4 @@
-"""What became of each unit, seen from the cache's own events: why a token was computed again."""
+"""`ReplayWatch`: follows the cache's events to find why each token was computed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["ReplayWatch"]
 
 _WINDOWS = 100
 _NAMESPACES = 20
-_IN, _OUT = 1, 2  # states of a unit; 0: it never was in
+_IN, _OUT = 1, 2  # states of a unit: cached, evicted; 0: never cached
 
 
 class ReplayWatch:
     """Follows a replay of one workload and adds up its `Outcome`.
 
-    It is a hook of the cache (`see`), and is told of each request (`request`). Cost: about 30 µs a
-    request. Memory: 25 bytes for each different unit, 4 for each page.
+    `see` is a hook of the cache; `request` is called for each request. Cost: about 30 µs per
+    request. Memory: 25 bytes per different unit, 4 per page.
     """
 
     def __init__(self, workload: Workload, pages: int, page_size: int, outcome: Outcome) -> None:
@@ -47,7 +47,7 @@ class ReplayWatch:
         self._spaces = np.zeros((len(workload.namespaces), 2), np.int64)
 
     def see(self, event: Event) -> None:
-        """The cache's hook."""
+        """Handle an event of the cache."""
         if isinstance(event, Stored):
             units = event.tokens[:: self._page_size]
             self._unit_of[event.pages] = units
@@ -56,21 +56,21 @@ class ReplayWatch:
             self.gone(np.unique(self._unit_of[event.pages]))
 
     def stored(self, units: Ids) -> None:
-        """``units`` can be reused from now on."""
+        """Record that ``units`` are cached."""
         self._state[units] = _IN
         self._stored[units] = self.now
 
     def gone(self, units: Ids) -> None:
-        """``units`` are no longer to be had, or not as a whole."""
+        """Record that ``units`` are evicted, at least in part."""
         first = units[self._state[units] == _IN]
         self._lives.add(self.now - self._stored[first], np.ones(len(first), np.int64))
         self._state[units] = _OUT
         self._gone[units] = self.now
 
     def request(self, number: int, hit_tokens: int, hit_blocks: int) -> None:
-        """Request ``number`` was served, ``hit_tokens`` of its prompt from the cache.
+        """Record that request ``number`` was served, ``hit_tokens`` of its prompt from the cache.
 
-        To be called before what it leaves is stored.
+        To be called before its own units are stored.
         """
         work, outcome = self._workload, self.outcome
         ids, tokens = work.prompt(number), int(work.tokens[number])
@@ -120,7 +120,7 @@ class ReplayWatch:
         self._misses[reason] += int(weights[which].sum())
 
     def done(self) -> Outcome:
-        """The outcome, complete."""
+        """Return the complete outcome."""
         work, outcome = self._workload, self.outcome
         outcome.misses = self._misses
         ends = work.times[0] + work.span_s * np.arange(1, _WINDOWS + 1) / _WINDOWS

@@ -1,4 +1,4 @@
-"""`Workload`: a trace as arrays, ready to be replayed many times."""
+"""`Workload`: a trace as arrays, to be replayed many times."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Workload"]
 
-_MOST_IDS = 2**31 - 2  # an id has to be a token of `PagedCache`; the last one is nobody's
+_MOST_IDS = 2**31 - 2  # ids are tokens of `PagedCache`; the last one is the padding token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
     """All requests of a trace, in the order of their times.
 
-    The ids of request ``i`` are ``ids[first[i] : last[i]]``: those of its prompt first
-    (``prompt_units[i]`` of them), then those that end in its answer. They are numbered from 0 by
-    namespace and unit together, so that equal ids are what may be reused; ``content[id]`` numbers
-    the units alone, whatever the namespace.
+    The ids of request ``i`` are ``ids[first[i] : last[i]]``: first the ``prompt_units[i]`` ids of
+    its prompt, then those that end in its answer. They number the pairs of namespace and unit from
+    0, so that equal ids can be reused; ``content[id]`` numbers the units, whatever the namespace.
 
-    ``digest`` names all of it: two workloads with the same one are the same.
+    ``digest`` identifies the workload: equal digests mean equal workloads.
 
-    Memory: 4 bytes a unit and some 60 a request.
+    Memory: 4 bytes per unit and about 60 per request.
     """
 
     name: str
@@ -60,12 +59,12 @@ class Workload:
     skipped: int = 0
 
     def __len__(self) -> int:
-        """Requests."""
+        """Number of requests."""
         return len(self.times)
 
     @property
     def num_ids(self) -> int:
-        """Different ids."""
+        """Number of different ids."""
         return len(self.content)
 
     @property
@@ -74,31 +73,31 @@ class Workload:
         return float(self.times[-1] - self.times[0]) if len(self) else 0.0
 
     def prompt(self, number: int) -> Ids:
-        """Ids of a request's prompt."""
+        """Return the ids of a request's prompt."""
         start = self.first[number]
         return self.ids[start : start + self.prompt_units[number]]
 
     def answer(self, number: int) -> Ids:
-        """Ids of the full units that end in its answer, as far as the trace tells."""
+        """Return the ids of the full units that end in its answer, as far as the trace has them."""
         return self.ids[self.first[number] + self.prompt_units[number] : self.last[number]]
 
     @classmethod
     def read(cls, trace: Trace, progress: Callable[[int], None] | None = None) -> Workload:
-        """Read all of ``trace``; ``progress`` is told how many requests were read.
+        """Read all of ``trace``; ``progress`` is called with the number of requests read.
 
-        Raises what reading it raises, and `InvalidValue` for a trace with no requests.
+        Raises what reading raises, and `InvalidValue` for a trace without requests.
         """
-        made = _Making()
+        builder = _Builder()
         for number, request in enumerate(trace, 1):
-            made.add(request)
+            builder.add(request)
             if progress is not None and number % 1000 == 0:
                 progress(number)
-        if not made.times:
+        if not builder.times:
             raise InvalidValue(f"{trace.name} has no requests to replay")
-        return made.done(trace)
+        return builder.build(trace)
 
 
-class _Making:
+class _Builder:
     def __init__(self) -> None:
         self.times: list[float] = []
         self.numbers: list[tuple[int, int, int, int, int, bool, int, int]] = []
@@ -122,7 +121,7 @@ class _Making:
             request.store, len(request.units), answer,
         ))  # fmt: skip
 
-    def done(self, trace: Trace) -> Workload:
+    def build(self, trace: Trace) -> Workload:
         table = np.array(self.numbers, np.int64)
         lengths = table[:, 6] + table[:, 7]
         last = np.cumsum(lengths)
@@ -131,7 +130,8 @@ class _Making:
         ids, content = _numbered(units, np.repeat(table[:, 2], lengths), len(self.spaces))
         if len(content) > _MOST_IDS:
             raise InvalidValue(
-                f"{trace.name} has {len(content):,} different units; {_MOST_IDS:,} can be replayed"
+                f"{trace.name} has {len(content):,} different units; at most {_MOST_IDS:,} can be "
+                "replayed"
             )
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{trace.unit_tokens} {list(self.spaces)}".encode())
@@ -161,7 +161,7 @@ class _Making:
 
 
 def _numbered(units: npt.NDArray[np.int64], spaces: Wholes, count: int) -> tuple[Ids, Ids]:
-    """Ids by namespace and unit, and for each id the number of its unit."""
+    """Return ids by namespace and unit, and for each id the number of its unit."""
     different, numbers = np.unique(units, return_inverse=True)
     if count == 1:
         return numbers.astype(np.int32), np.arange(len(different), dtype=np.int32)

@@ -1,6 +1,6 @@
-"""Traces: requests with their times and what their prompts have in common, to be replayed.
+"""Traces: requests with their times and their common prefixes, to be replayed.
 
-Read from files (`open_trace`), made by generators (`generate`), captured from a server (`Capture`).
+Read from files (`open_trace`), generated (`generate`), captured from a server (`Capture`).
 """
 
 from __future__ import annotations

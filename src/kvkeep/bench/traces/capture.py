@@ -1,4 +1,4 @@
-"""`Capture`: writes the requests that a server serves, as a trace that tells nothing they say."""
+"""`Capture`: writes the requests of a server as a trace, without their contents."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = ["Capture", "CaptureStats", "KeyedIds", "Seen"]
 log = logging.getLogger("kvkeep.traces")
 
 QUEUE_BYTES = 64 << 20
-_ENTRY_BYTES = 512  # of a request besides its tokens
+_ENTRY_BYTES = 512  # per request, besides its tokens
 _FLUSH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Seen:
-    """A request as a server saw it. ``arrived`` is of `time.perf_counter`.
+    """A request as a server saw it. ``arrived`` is a time of `time.perf_counter`.
 
-    ``answer`` are the tokens of its first answer. ``served`` is None for one that did not end well:
-    its client went away, or it failed.
+    ``answer`` has the tokens of its first answer. ``served`` is None for a request that failed or
+    whose client disconnected.
     """
 
     arrived: float
@@ -55,13 +55,13 @@ class Seen:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes while it waits."""
+        """Bytes that it takes in the queue."""
         return self.prompt.nbytes + len(self.answer) * 32 + _ENTRY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureStats:
-    """``written`` requests, ``dropped`` ones, and whether the file ``failed``."""
+    """Requests ``written`` and ``dropped``, and whether writing the file has ``failed``."""
 
     written: int
     dropped: int
@@ -69,17 +69,17 @@ class CaptureStats:
 
 
 class KeyedIds:
-    """Ids and names that only who has the key can find out by trying; nobody has it.
+    """Ids and names made with a secret key, so that no reader can confirm a guessed prompt.
 
     An id is a keyed BLAKE2b of all tokens up to its unit's end, cut to 63 bits. The key is random,
-    made anew for each file, and never leaves this object.
+    new for each file, and never leaves this object.
     """
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
 
     def units(self, tokens: TokenArray, unit_tokens: int) -> UnitArray:
-        """The ids of a prompt's units, prefix-chained. Cost: about 1 µs each."""
+        """Return the prefix-chained ids of a prompt's units. Cost: about 1 µs each."""
         data = memoryview(tokens.astype(TOKEN_DTYPE, copy=False).tobytes())
         running = hashlib.blake2b(key=self._key, digest_size=8, person=b"kvkeep unit")
         step = unit_tokens * TOKEN_BYTES
@@ -90,24 +90,24 @@ class KeyedIds:
         return np.frombuffer(digests, "<i8").astype(np.int64) & np.int64(MAX_ID)
 
     def name(self, kind: str, value: bytes) -> str:
-        """What stands for a namespace or a session."""
+        """Return the name that replaces that of a namespace or a session."""
         person = f"kvkeep {kind}".encode()[: hashlib.blake2b.PERSON_SIZE]
         return hashlib.blake2b(value, key=self._key, digest_size=8, person=person).hexdigest()
 
 
 class Capture:
-    """A file that requests are written to, by a thread of its own.
+    """A file to which a thread writes requests.
 
-    ``unit_tokens`` is what an id stands for: the pool's ``page_size`` makes a replay exact to the
-    page, 1 to the token, at 16 bytes a token. What comes in faster than it can be written waits
-    in ``queue_bytes`` of memory; beyond that requests are dropped, counted, and the file says so.
-    A file that cannot be written any more (a full disk) ends the capture, never the server.
+    ``unit_tokens`` are the tokens per id: with the pool's ``page_size`` a replay is exact to the
+    page, with 1 exact to the token, at 16 bytes per token. Requests that arrive faster than they
+    are written wait in ``queue_bytes`` of memory; further ones are dropped and counted, also in the
+    file. An error in writing (a full disk) ends the capture, never the server.
 
-    What is written: times, lengths, keyed ids (`KeyedIds`) of the prompt and of the answer, names
-    made with the same key, and how it was served. No text, no token, no name that a client gave.
-    With the same prompt under two namespaces, the file tells that it is the same.
+    The file has times, lengths, keyed ids (`KeyedIds`) of prompt and answer, names made with the
+    same key, and how requests were served: no text, no tokens, no names of clients. It does show
+    that two namespaces have the same prompt.
 
-    Thread safety: all of it. `note` never waits. Raises `InvalidValue` for a file that is there.
+    Thread-safe; `note` never waits. Raises `InvalidValue` for a file that exists.
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class Capture:
         self._dropped = 0
         self._failed = False
         self._closed = False
-        self._noted = 0  # of the dropped, those that the file tells of
+        self._noted = 0  # dropped requests that the file has recorded
         self._thread = threading.Thread(target=self._run, name="kvkeep capture", daemon=True)
         self._thread.start()
 
     def note(self, seen: Seen) -> None:
-        """One more request; the arrays in it may not change any more."""
+        """Queue a request, or drop it if the queue is full. Its arrays must not change any more."""
         size = seen.size
         with self._changed:
             full = self._bytes + size > self._queue_bytes
@@ -151,15 +151,15 @@ class Capture:
                 self._waiting.append(seen)
                 self._changed.notify()
         if first:
-            log.warning("the capture in %s cannot keep up: requests are left out", self.path)
+            log.warning("capture %s cannot keep up: requests are dropped", self.path)
 
     def stats(self) -> CaptureStats:
-        """What it has done."""
+        """Return the counts so far."""
         with self._changed:
             return CaptureStats(self._written, self._dropped, self._failed)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Write what waits and end the file; False if that took longer. Again: nothing happens."""
+        """Write the queue and end the file; return False if that takes longer. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -175,7 +175,7 @@ class Capture:
             finally:
                 self._writer.close()
         except OSError as error:
-            log.error("the capture in %s ends: %s", self.path, error)
+            log.error("capture %s ends: %s", self.path, error)
             with self._changed:
                 self._failed = True
                 self._dropped += len(self._waiting)
@@ -195,7 +195,7 @@ class Capture:
         self._note_dropped()
 
     def _next(self, wait_s: float | None) -> Seen | bool | None:
-        """The next request; False when none came in time, None at the end."""
+        """Return the next request; False if none came in time, None at the end."""
         with self._changed:
             if not self._waiting and not self._closed:
                 self._changed.wait(wait_s)
@@ -220,7 +220,7 @@ class Capture:
 
     def _request(self, seen: Seen) -> TraceRequest:
         unit, tokens = self.unit_tokens, len(seen.prompt)
-        # The last token's KV is never computed, so no cache has it.
+        # The KV of the last token is never computed, so no cache holds it.
         computed = np.array(seen.answer[:-1], TOKEN_DTYPE)
         ids = self._ids.units(np.concatenate((seen.prompt, computed)), unit)
         full = ids[: (tokens + len(computed)) // unit]

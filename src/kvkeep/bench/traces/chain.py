@@ -1,18 +1,19 @@
-"""Prefix-chained ids of units, from tokens or from ids of single units, a whole prompt at a time.
+"""Prefix-chained ids of units, from tokens or from ids of single units.
 
     sum[i] = mix(token[0] + 0·K) + … + mix(token[i] + i·K)      mod 2⁶⁴
     id of the unit that ends at token i = mix(sum[i]), without its highest bit
 
-``mix`` is splitmix64's finaliser and K its increment. A sum can be taken of all prefixes at once,
-which a hash that goes from token to token cannot; so a prompt costs a few passes of NumPy.
+``mix`` is splitmix64's finaliser and K its increment. Unlike a hash that goes from token to token,
+the sums of all prefixes are computed at once, in a few passes of NumPy per prompt.
 
-Two different prefixes share an id with a chance of 2⁻⁶³, unless somebody looks for such: this is no
-cryptographic hash, and is for traces alone, which can lie about nothing but themselves. What is
-written to files for others to read is made with a key, by `capture`.
+Two different prefixes have the same id with a probability of 2⁻⁶³. The hash is not cryptographic:
+collisions can be constructed, but only harm the trace that has them. Files for others to read are
+written with a key, by `capture`.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,7 +36,7 @@ _ID = np.uint64(MAX_ID)
 
 
 def _mix(words: Words) -> Words:
-    """splitmix64's finaliser; wraps around as it must. ``words`` are consumed."""
+    """Apply splitmix64's finaliser, which wraps around, to ``words`` in place."""
     words ^= words >> np.uint64(30)
     words *= _FIRST
     words ^= words >> np.uint64(27)
@@ -49,32 +50,32 @@ def _positions(start: int, count: int) -> Words:
 
 
 def words_of(seed: int, count: int) -> Words:
-    """``count`` stand-ins for tokens that nothing else has: the text of a synthetic segment."""
+    """Return ``count`` stand-ins for the tokens of a synthetic segment, different per seed."""
     return _mix(_positions(1, count) + np.uint64(seed & (2**64 - 1)))
 
 
 def fresh_ids(number: int, count: int) -> UnitArray:
-    """Ids that occur once, for a prompt of which only the length is known: its ``number`` is one.
+    """Return ids that occur nowhere else, for a prompt of known length only, one per ``number``.
 
-    Two numbers share an id with a chance of 2⁻⁶³.
+    Two numbers share an id with a probability of 2⁻⁶³.
     """
     return chain_tokens(words_of(number * 0x2545F4914F6CDD1D + 1, count), 1)
 
 
 def chain_ids(ids: UnitArray) -> UnitArray:
-    """Chained ids, from ids of what is in each unit alone; what is chained already stays so."""
+    """Return chained ids for ids that each stand for their own unit only."""
     return chain_tokens(ids.view(np.uint64), 1)
 
 
 def chain_tokens(tokens: npt.NDArray[np.int32] | Words, unit_tokens: int) -> UnitArray:
-    """The ids of a prompt's units, the last one of fewer tokens where they do not go evenly."""
+    """Return the ids of a prompt's units; the last unit may have fewer tokens."""
     growing = Growing(unit_tokens)
     growing.append(tokens)
     return growing.units()
 
 
 class Growing:
-    """A prompt that grows at its end; its ids are made as it does. Thread safety: none."""
+    """A prompt that grows at its end, and its ids. Not thread-safe."""
 
     def __init__(self, unit_tokens: int) -> None:
         self.unit_tokens = unit_tokens
@@ -83,7 +84,7 @@ class Growing:
         self._full: UnitArray = NO_UNITS
 
     def append(self, tokens: npt.NDArray[np.int32] | Words) -> None:
-        """More tokens. Cost: about 20 ns each."""
+        """Append tokens. Cost: about 20 ns each."""
         count = len(tokens)
         if not count:
             return
@@ -99,17 +100,15 @@ class Growing:
         self._sum = sums[-1]
 
     def fork(self) -> Growing:
-        """Another prompt that begins like this one."""
-        other = Growing(self.unit_tokens)
-        other.length, other._sum, other._full = self.length, self._sum, self._full
-        return other
+        """Return another prompt that begins like this one."""
+        return copy(self)  # arrays are replaced, never changed
 
     def full(self, start: int = 0) -> UnitArray:
-        """The ids of its full units from number ``start`` on."""
+        """Return the ids of its full units, from number ``start`` on."""
         return self._full[start:]
 
     def units(self) -> UnitArray:
-        """The ids of all its units."""
+        """Return the ids of all its units."""
         if self.length % self.unit_tokens == 0:
             return self._full
         return np.concatenate((self._full, _as_ids(np.array([self._sum], np.uint64))))

@@ -1,4 +1,4 @@
-"""Values out of lines that others wrote: each is what it should be, or the line is a bad one."""
+"""Values from lines of a trace file; a wrong value raises `BadLine`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Fresh", "count", "json_object", "number", "optional_text", "shown", "unit_ids"]
 
-_SHOWN = 60  # characters of a value in a reason
+_SHOWN = 60  # characters of a value in a message
 _MOST_TEXT = 512  # characters of a session, a namespace, a kind
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise BadLine(f"{name} is no JSON")
+    raise BadLine(f"{name} is not valid JSON")
 
 
 _decode = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-    """The object of a line; `BadLine` for anything else."""
+    """Return the object of a line; `BadLine` for anything else."""
     try:
         text = line.decode().strip()
         value, end = _decode(text)
@@ -49,7 +49,7 @@ def json_object(line: bytes) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value for a reason; one that is long, in short."""
+    """Return a value for a message, shortened."""
     try:
         text = repr(value[:_SHOWN] if isinstance(value, str | list) else value)
     except (RecursionError, ValueError):  # digits beyond Python's limit
@@ -58,7 +58,7 @@ def shown(value: object) -> str:
 
 
 def count(found: dict[str, Any], key: str, low: int = 0, high: int = MAX_TOKENS) -> int:
-    """A whole number in ``low`` … ``high``; 5.0 is one, as some writers have it."""
+    """Return the whole number at ``key``, in ``low`` … ``high``; accepts 5.0 as 5."""
     value = found.get(key)
     if type(value) is float and value.is_integer():
         value = int(value)
@@ -70,7 +70,7 @@ def count(found: dict[str, Any], key: str, low: int = 0, high: int = MAX_TOKENS)
 
 
 def number(found: dict[str, Any], key: str) -> float:
-    """A finite number."""
+    """Return the finite number at ``key``."""
     value = found.get(key)
     if type(value) not in (int, float):
         if key not in found:
@@ -86,7 +86,7 @@ def number(found: dict[str, Any], key: str) -> float:
 
 
 def optional_text(found: dict[str, Any], key: str) -> str | None:
-    """Text, or a whole number as text; None where there is none."""
+    """Return the text at ``key``, a whole number as text, or None if it is missing."""
     value = found.get(key)
     if value is None:
         return None
@@ -104,10 +104,10 @@ def optional_text(found: dict[str, Any], key: str) -> str | None:
 def unit_ids(
     found: dict[str, Any], key: str, tokens: int, unit_tokens: int, *, chained: bool, fresh: Fresh
 ) -> UnitArray:
-    """The ids of a prompt's units, chained.
+    """Return the chained ids of a prompt's units.
 
-    There is one for each unit; where the last that is not full has none, it gets one of its own.
-    ``chained`` says that they are already, and that none may occur twice, therefore.
+    There must be one for each unit, but for the last unit if it is not full: it then gets an id of
+    its own. ``chained``: the ids are chained already, so none may occur twice.
     """
     ids = _whole_numbers(found, key)
     wanted = units_of(tokens, unit_tokens)
@@ -118,7 +118,7 @@ def unit_ids(
     if not chained:
         ids = chain_ids(ids)
     elif len(set(found[key])) != len(ids):
-        raise BadLine(f"{key} has an id twice: it stands for one unit's tokens alone, not chained")
+        raise BadLine(f"{key} has an id twice: its ids stand for single units and are not chained")
     if len(ids) < wanted:
         ids = np.concatenate((ids, fresh.ids(1)))
     return ids
@@ -137,17 +137,17 @@ def _whole_numbers(found: dict[str, Any], key: str) -> UnitArray:
     except (ValueError, OverflowError) as error:
         raise BadLine(f"{key} is not a list of ids: {shown(values)}") from error
     if ids.dtype != np.int64 or ids.ndim != 1 or min(values) < 0:
-        raise BadLine(f"{key} has ids in 0 … 2⁶³-1 alone, got {shown(values)}")
+        raise BadLine(f"{key} needs ids in 0 … 2⁶³-1, got {shown(values)}")
     return ids
 
 
 class Fresh:
-    """Ids that no other prompt has, for what a trace does not tell; the same in each pass."""
+    """Ids that no other prompt has, for prompts of unknown content; the same in each pass."""
 
     def __init__(self) -> None:
         self._made = 0
 
     def ids(self, count: int) -> UnitArray:
-        """``count`` of them."""
+        """Return ``count`` of them."""
         self._made += 1
         return fresh_ids(self._made, count)

@@ -1,4 +1,4 @@
-"""Lines of a file that may be compressed, and may be hostile: how long, how many, how far."""
+"""Lines of a file that may be compressed and may be hostile, with bounds on their size."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ if TYPE_CHECKING:
 __all__ = ["LINE_BYTES", "BadLine", "Lines", "compression", "opened"]
 
 LINE_BYTES = 16 << 20
-"""A longer line is a bad one; it is never held in memory."""
+"""Longest line; a longer one is a bad line and is never held in memory."""
 
 _BUFFER_BYTES = 256 << 10
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _LFS = b"version https://git-lfs"
-# What a file may become: traces shrink to a fourth or, of much that repeats, a fiftieth.
+# Bound on decompression: traces shrink to a fourth or, if repetitive, to a fiftieth.
 _MOST_TIMES = 400
 _ANYWAY_BYTES = 256 << 20
 _ZSTD_WINDOW_BYTES = 128 << 20
 
 
 class BadLine(Exception):
-    """Why a line cannot be a request; `FileTrace` counts it, or raises `InvalidValue` of it."""
+    """Why a line is no valid request; `FileTrace` counts it, or raises `InvalidValue` for it."""
 
 
 def compression(path: Path) -> str | None:
-    """ "gzip", "zstd" or None, from the file's first bytes. `InvalidValue` if it cannot be read."""
+    """Return "gzip", "zstd" or None, from the first bytes. `InvalidValue` if unreadable."""
     if path.is_fifo():
-        raise InvalidValue(f"{path} is a pipe; a trace is gone through again and again: save it")
+        raise InvalidValue(f"{path} is a pipe; a trace is read several times: save it to a file")
     try:
         with path.open("rb") as file:
             magic = file.read(len(_LFS))
     except OSError as error:
         raise InvalidValue(f"cannot read {path}: {error.strerror}") from error
     if magic == _LFS:
-        raise InvalidValue(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull`")
+        raise InvalidValue(f"{path} is a Git LFS pointer, not the file: run `git lfs pull`")
     if magic.startswith(_GZIP):
         return "gzip"
     return "zstd" if magic.startswith(_ZSTD) else None
@@ -51,13 +51,13 @@ def compression(path: Path) -> str | None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Lines]:
-    """The file's lines. `InvalidValue` if it cannot be read, `MissingExtra` for zstd without it."""
+    """Open the file's lines. `InvalidValue` if unreadable, `MissingExtra` without zstandard."""
     packed = compression(path)
     with path.open("rb") as raw:
         if packed is None:
             yield Lines(raw, None)
         elif packed == "gzip":
-            # It has a buffer of its own; in another one, what is before a break would be lost.
+            # GzipFile has a buffer; a second one would lose the lines before a truncation.
             with gzip.GzipFile(fileobj=raw) as unpacked:
                 yield Lines(unpacked, raw)
         else:
@@ -74,11 +74,10 @@ class _Readable(Protocol):
 
 
 class Lines:
-    """Iterates ``(number, line)``, from 1, blank lines left out; a line is bytes or why it is bad.
+    """Iterates ``(number, line)`` from 1, without blank lines; a line is bytes or a `BadLine`.
 
-    Raises `InvalidValue` when a compressed file becomes more than 400 times its size: that is no
-    trace, and has no end that one would see. A file that breaks off in the middle has a bad line
-    at its end. Memory: one line, at most `LINE_BYTES`.
+    Raises `InvalidValue` if a compressed file grows to more than 400 times its size, which no
+    trace does. A truncated file has a bad line at its end. Memory: one line of `LINE_BYTES`.
     """
 
     def __init__(self, file: _Readable, packed: BinaryIO | None) -> None:
@@ -115,7 +114,7 @@ class Lines:
         while line and not line.endswith(b"\n"):
             line = self._file.readline(LINE_BYTES)
             self._count(len(line))
-        return BadLine(f"a line has at most {LINE_BYTES >> 20} MiB")
+        return BadLine(f"a line has more than {LINE_BYTES >> 20} MiB")
 
     def _count(self, size: int) -> None:
         self._read += size
@@ -123,6 +122,6 @@ class Lines:
             return
         if self._read > _MOST_TIMES * max(1, self._packed.tell()):
             raise InvalidValue(
-                f"the file becomes more than {_MOST_TIMES} times its size when it is unpacked; "
-                "unpack it yourself if it is really a trace"
+                f"the file grows to more than {_MOST_TIMES} times its size when decompressed; "
+                "decompress it yourself if it really is a trace"
             )

@@ -1,7 +1,7 @@
-"""Formats of single lines: Mooncake, Qwen-Bailian, plain prompts, Azure.
+"""Formats of single lines: Mooncake, Qwen-Bailian, Azure.
 
-A format is made anew for each pass over a file; ``read`` turns a line into a request whose time is
-the file's own, None for a line that is none and says so (a header), and raises `BadLine`.
+A format object is made for each pass over a file. ``read`` returns the request of a line, with the
+time as in the file, or None for a header line, and raises `BadLine`.
 """
 
 from __future__ import annotations
@@ -9,32 +9,33 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvkeep.bench.traces.fields import Fresh, count, json_object, number, optional_text, unit_ids
 from kvkeep.bench.traces.files import BadLine
-from kvkeep.bench.traces.request import MAX_TOKENS, TraceRequest, units_of
+from kvkeep.bench.traces.request import MAX_TOKENS, MAX_UNIT_TOKENS, TraceRequest, units_of
 from kvkeep.core.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvkeep.bench.traces.request import UnitArray
+
     Tokenize = Callable[[str], Sequence[int]]
 
 __all__ = ["Azure", "Bailian", "Format", "Mooncake", "ReadOptions"]
 
-_MOST_SESSIONS = 1_000_000  # chats whose root is remembered
-_MOST_UNIT = 1 << 20
+_MOST_SESSIONS = 1_000_000  # chats whose first chat is remembered
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How a file is read, where its format leaves it open.
+    """How to read a file, where its format leaves that open.
 
-    ``unit_tokens``: what an id stands for where the file does not say (Mooncake 512, Bailian 16),
-    or is to stand for where ids are made (prompts 1, Azure 512). ``chained``: whether ids in the
-    file are prefix-chained; None is as its format has it (Mooncake: yes, Bailian: no). ``text``:
-    what a token of a text is: "words", "bytes" (of UTF-8), or a tokenizer's function.
+    ``unit_tokens``: tokens per id where the file does not say (Mooncake 512, Bailian 16), or of ids
+    that are made here (prompts 1, Azure 512). ``chained``: whether ids in the file are
+    prefix-chained; None: as usual in the format (Mooncake: yes, Bailian: no). ``text``: what a
+    token of a text is: "words", "bytes" (of UTF-8), or a tokenizer's function.
     """
 
     unit_tokens: int | None = None
@@ -43,93 +44,93 @@ class ReadOptions:
 
     def __post_init__(self) -> None:
         if self.unit_tokens is not None:
-            whole("unit_tokens", self.unit_tokens, 1, _MOST_UNIT)
+            whole("unit_tokens", self.unit_tokens, 1, MAX_UNIT_TOKENS)
         if isinstance(self.text, str) and self.text not in {"words", "bytes"}:
             raise InvalidValue(
-                f'text is read as "words", "bytes" or by a tokenizer\'s function, got {self.text!r}'
+                f'text is "words", "bytes" or a tokenizer\'s function, got {self.text!r}'
             )
 
     def unit(self, default: int) -> int:
-        """``unit_tokens``, or what is usual."""
+        """Return ``unit_tokens``, or the default of a format."""
         return self.unit_tokens or default
 
     def is_chained(self, default: bool) -> bool:
-        """``chained``, or what is usual."""
+        """Return ``chained``, or the default of a format."""
         return default if self.chained is None else self.chained
 
 
 class Format(Protocol):
-    """How one kind of lines is read."""
+    """Reads the lines of one format."""
 
     unit_tokens: int
 
     def read(self, line: bytes) -> TraceRequest | None:
-        """The line's request; None for a line that is none."""
+        """Return the request of a line; None for a header."""
 
 
-class Mooncake:
-    """``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``; ``session_id`` may be.
+class _IdLines:
+    """JSON lines with ``input_length`` and ``hash_ids``, the ids of the prompt's units."""
 
-    Released with Mooncake (FAST'25): ids are chained, one for 512 tokens.
-    """
-
-    def __init__(self, options: ReadOptions) -> None:
-        self.unit_tokens = options.unit(512)
-        self._chained = options.is_chained(True)
+    def __init__(self, unit_tokens: int, chained: bool) -> None:
+        self.unit_tokens = unit_tokens
+        self._chained = chained
         self._fresh = Fresh()
 
-    def read(self, line: bytes) -> TraceRequest:
-        """One request a line."""
-        found = json_object(line)
+    def _prompt(self, found: dict[str, Any]) -> tuple[UnitArray, int]:
         tokens = count(found, "input_length")
         units = unit_ids(
             found, "hash_ids", tokens, self.unit_tokens, chained=self._chained, fresh=self._fresh
         )
+        return units, tokens
+
+
+class Mooncake(_IdLines):
+    """``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``, ``session_id``.
+
+    Released with Mooncake (FAST'25): ids are chained and stand for 512 tokens. ``session_id`` is
+    optional.
+    """
+
+    def __init__(self, options: ReadOptions) -> None:
+        super().__init__(options.unit(512), options.is_chained(True))
+
+    def read(self, line: bytes) -> TraceRequest:
+        """Return the request of a line."""
+        found = json_object(line)
         return TraceRequest(
             number(found, "timestamp") / 1000,
-            units,
-            tokens,
+            *self._prompt(found),
             count(found, "output_length"),
             session=optional_text(found, "session_id"),
         )
 
 
-class Bailian:
+class Bailian(_IdLines):
     """Qwen-Bailian's anonymised traces: ``timestamp`` (s), ``chat_id``, ``parent_chat_id``, ….
 
-    Its ids are hashes of 16 tokens each, by what is published of them without what comes before:
-    they are chained here, which leaves ids that are chained already as they were, but for names.
+    Their ids are hashes of 16 tokens each, published as independent of the tokens before them, and
+    are therefore chained here. Chaining ids that were chained already keeps which ones are equal.
     A session has the name of its first chat.
     """
 
     def __init__(self, options: ReadOptions) -> None:
-        self.unit_tokens = options.unit(16)
-        self._chained = options.is_chained(False)
-        self._fresh = Fresh()
+        super().__init__(options.unit(16), options.is_chained(False))
         self._roots: OrderedDict[str, str] = OrderedDict()
 
     def read(self, line: bytes) -> TraceRequest:
-        """One request a line."""
+        """Return the request of a line."""
         found = json_object(line)
-        tokens = count(found, "input_length")
-        units = unit_ids(
-            found, "hash_ids", tokens, self.unit_tokens, chained=self._chained, fresh=self._fresh
-        )
-        time, output = number(found, "timestamp"), count(found, "output_length")
         chat, parent = optional_text(found, "chat_id"), optional_text(found, "parent_chat_id")
-        turn = count(found, "turn", 0) if found.get("turn") is not None else None
-        kind = optional_text(found, "type") or ""
         if parent == "-1":
             parent = None
         return TraceRequest(
-            time,
-            units,
-            tokens,
-            output,
+            number(found, "timestamp"),
+            *self._prompt(found),
+            count(found, "output_length"),
             session=self._session(chat, parent),
             parent=parent,
-            turn=turn,
-            kind=kind,
+            turn=count(found, "turn", 0) if found.get("turn") is not None else None,
+            kind=optional_text(found, "type") or "",
         )
 
     def _session(self, chat: str | None, parent: str | None) -> str | None:
@@ -143,10 +144,10 @@ class Bailian:
 
 
 class Azure:
-    """``TIMESTAMP,ContextTokens,GeneratedTokens``: lengths alone.
+    """``TIMESTAMP,ContextTokens,GeneratedTokens``: only times and lengths.
 
-    What prompts have in common is not in these files, so each has ids of its own: nothing can be
-    reused. They tell of load, not of caches.
+    The files do not have what prompts have in common, so every prompt gets ids of its own and
+    nothing can be reused. They show load, not reuse.
     """
 
     COLUMNS = ("timestamp", "contexttokens", "generatedtokens")
@@ -156,7 +157,7 @@ class Azure:
         self._fresh = Fresh()
 
     def read(self, line: bytes) -> TraceRequest | None:
-        """One request a line; None for the header."""
+        """Return the request of a line; None for the header."""
         try:
             columns = line.decode("ascii").strip().split(",")
         except UnicodeDecodeError as error:

@@ -1,11 +1,11 @@
-"""kvkeep's own format: a line that says what is in the file, then a line a request.
+"""kvkeep's own format: a header line, then a line per request.
 
     {"kvkeep_trace": 1, "name": "…", "unit_tokens": 16, "page_size": 16, "pages": 4096}
     {"time": 0.5, "tokens": 40, "output_tokens": 9, "units": "…", "answer": "…", …}
     {"dropped": 3}
 
-Ids are 16 hexadecimal digits each, one after the other. A field that says nothing is left out.
-``docs/traces.md`` has all of them.
+Ids are 16 hexadecimal digits each, without separators. Fields with a default value are left out.
+``docs/traces.md`` describes all fields.
 """
 
 from __future__ import annotations
@@ -21,24 +21,21 @@ import numpy as np
 
 from kvkeep.bench.traces.fields import count, json_object, number, optional_text, shown
 from kvkeep.bench.traces.files import BadLine
-from kvkeep.bench.traces.request import Served, TraceRequest, units_of
+from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, Served, TraceRequest, units_of
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from kvkeep.bench.traces.request import Trace, UnitArray
 
 __all__ = ["VERSION", "Native", "TraceHeader", "TraceWriter", "write_trace"]
 
 VERSION = 1
 _DIGITS = 16
-_MOST_UNIT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TraceHeader:
-    """The first line. ``page_size`` and ``pages`` are of the pool a trace was captured at."""
+    """The first line. ``page_size`` and ``pages`` are those of the pool of a captured trace."""
 
     name: str
     unit_tokens: int
@@ -47,19 +44,19 @@ class TraceHeader:
 
     @classmethod
     def of(cls, line: bytes) -> TraceHeader:
-        """Read it; `BadLine`."""
+        """Parse a header. Raises `BadLine`."""
         found = json_object(line)
         if found.get("kvkeep_trace") != VERSION:
-            raise BadLine(f"kvkeep_trace is {shown(found.get('kvkeep_trace'))}; {VERSION} is read")
+            raise BadLine(f"kvkeep_trace is {shown(found.get('kvkeep_trace'))}, not {VERSION}")
         sizes = {
             key: count(found, key, 1) if found.get(key) is not None else None
             for key in ("page_size", "pages")
         }
-        unit = count(found, "unit_tokens", 1, _MOST_UNIT)
+        unit = count(found, "unit_tokens", 1, MAX_UNIT_TOKENS)
         return cls(optional_text(found, "name") or "", unit, **sizes)
 
     def line(self) -> bytes:
-        """Write it."""
+        """Return the header as a line."""
         fields = {
             "kvkeep_trace": VERSION,
             "name": self.name,
@@ -71,14 +68,14 @@ class TraceHeader:
 
 
 class Native:
-    """Reads lines of a file with this header. ``dropped``: requests that the capture left out."""
+    """Reads lines of a file with this header. ``dropped`` counts requests the capture dropped."""
 
     def __init__(self, header: TraceHeader) -> None:
         self.unit_tokens = header.unit_tokens
         self.dropped = 0
 
     def read(self, line: bytes) -> TraceRequest | None:
-        """One request a line; None for a header or a note."""
+        """Return the request of a line; None for a header or a note."""
         found = json_object(line)
         if "kvkeep_trace" in found:
             if TraceHeader.of(line).unit_tokens != self.unit_tokens:
@@ -133,13 +130,13 @@ def _served(found: dict[str, Any], tokens: int) -> Served | None:
 def _from_hex(found: dict[str, Any], key: str) -> UnitArray:
     text = found.get(key)
     if type(text) is not str or len(text) % _DIGITS:
-        raise BadLine(f"{key} is {shown(text)}; {_DIGITS} hexadecimal digits an id are needed")
+        raise BadLine(f"{key} is {shown(text)}; {_DIGITS} hexadecimal digits per id are needed")
     try:
         ids = np.frombuffer(bytes.fromhex(text), ">i8").astype(np.int64)
     except ValueError as error:
-        raise BadLine(f"{key} has other signs than hexadecimal digits") from error
+        raise BadLine(f"{key} has characters other than hexadecimal digits") from error
     if len(ids) * _DIGITS != len(text) or (len(ids) and ids.min() < 0):
-        raise BadLine(f"{key} has ids in 0 … 2⁶³-1 alone")
+        raise BadLine(f"{key} needs ids in 0 … 2⁶³-1")
     return ids
 
 
@@ -149,10 +146,10 @@ def _line(fields: dict[str, Any]) -> bytes:
 
 
 class TraceWriter:
-    """Writes a file in kvkeep's format; one whose name ends in ``.gz`` is compressed.
+    """Writes a file in kvkeep's format, compressed if its name ends in ``.gz``.
 
-    Raises `InvalidValue` where there is such a file already, or it cannot be made: traces are not
-    overwritten. Only its owner may read it. Thread safety: none.
+    Only its owner can read the file. Raises `InvalidValue` for a file that exists, as traces are
+    not overwritten, or cannot be created. Not thread-safe.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: TraceHeader) -> None:
@@ -160,19 +157,19 @@ class TraceWriter:
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError as error:
-            raise InvalidValue(f"{path} is there already; name another file") from error
+            raise InvalidValue(f"{path} exists already; name another file") from error
         except OSError as error:
             raise InvalidValue(f"cannot write {path}: {error.strerror}") from error
         self._raw = os.fdopen(handle, "wb")
         self._file: IO[bytes] = self._raw
         if path.suffix == ".gz":
-            # No name and no time: the same trace is the same bytes.
+            # Without name and time, so that the same trace gives the same bytes.
             packed = gzip.GzipFile("", "wb", 6, self._raw, mtime=0)
             self._file = cast("IO[bytes]", packed)
         self._file.write(header.line())
 
     def write(self, request: TraceRequest) -> None:
-        """One more; times to the microsecond."""
+        """Write a request; times are rounded to microseconds."""
         fields: dict[str, Any] = {
             "time": round(request.time, 6),
             "tokens": request.tokens,
@@ -196,16 +193,16 @@ class TraceWriter:
         self._file.write(_line(fields))
 
     def note_dropped(self, requests: int) -> None:
-        """So many more requests are missing here."""
+        """Record that ``requests`` more requests are missing."""
         self._file.write(_line({"dropped": requests}))
 
     def flush(self) -> None:
-        """What was written can be read by others."""
+        """Make what was written visible to readers."""
         self._file.flush()
         self._raw.flush()
 
     def close(self) -> None:
-        """The end; a compressed file needs it."""
+        """End the file; a compressed file is incomplete before."""
         try:
             self._file.close()
         finally:
@@ -214,19 +211,14 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> int:
-    """Write all of ``trace`` in kvkeep's format; returns how many requests there were.
+    """Write all of ``trace`` in kvkeep's format; return the number of requests.
 
-    A file that could not be finished is removed. Raises what reading and `TraceWriter` raise.
+    An incomplete file is removed. Raises what reading and `TraceWriter` raise.
     """
     written = 0
     with TraceWriter(path, TraceHeader(trace.name, trace.unit_tokens)) as writer:

@@ -1,4 +1,4 @@
-"""Plain prompts: text, token ids, or OpenAI's messages, one JSON object a line."""
+"""`PromptReader`: prompts as text, token ids or OpenAI's messages, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 __all__ = ["PromptReader", "words"]
 
-# A word with the space before it, or one other sign: about what a tokenizer makes of English.
+# A word with the space before it, or one other character: close to the tokens of English text.
 _PIECE = re.compile(r"\s*\w{1,32}|\s*[^\w\s]|\s+")
 _MARK = "<|{}|>\n"
 
 
 class PromptReader:
-    """``prompt`` (text), ``tokens`` (ids) or ``messages``, and what else is known.
+    """Reads lines with ``prompt`` (text), ``tokens`` (ids) or ``messages``.
 
-    ``time`` or ``timestamp`` (s; without it, requests are a second apart), ``output_tokens``,
-    ``namespace`` (or ``cache_salt``), ``session``, ``parent``, ``turn``, ``kind``.
-    Ids are made here: of one token each by default, which is exact.
+    Optional: ``time`` or ``timestamp`` (s; otherwise requests are a second apart),
+    ``output_tokens``, ``namespace`` (or ``cache_salt``), ``session``, ``parent``, ``turn``,
+    ``kind``. Ids are made here, by default one per token, which is exact.
     """
 
     def __init__(self, options: ReadOptions) -> None:
@@ -45,7 +45,7 @@ class PromptReader:
         self._read = 0
 
     def read(self, line: bytes) -> TraceRequest:
-        """One request a line."""
+        """Return the request of a line."""
         found = json_object(line)
         tokens = self._tokens(found)
         time = self._time(found)
@@ -65,7 +65,7 @@ class PromptReader:
         )
 
     def _time(self, found: dict[str, Any]) -> float:
-        """The first line says for all whether there are times."""
+        """Return the time of a request; the first line decides whether the file has times."""
         if not self._read:
             self._timed = next((key for key in ("time", "timestamp") if key in found), None)
         time = float(self._read) if self._timed is None else number(found, self._timed)
@@ -79,7 +79,7 @@ class PromptReader:
             return self._of_text(_conversation(messages))
         ids = found.get("tokens", found.get("prompt"))
         if not isinstance(ids, list):
-            raise BadLine("a prompt is text in `prompt`, ids in `tokens`, or `messages`")
+            raise BadLine("a prompt needs text in `prompt`, ids in `tokens`, or `messages`")
         try:
             return as_tokens(ids)
         except InvalidValue as error:
@@ -95,9 +95,9 @@ class PromptReader:
 
 
 def words(text: str) -> Words:
-    """Words with the space before them, and single other signs, as 64-bit hashes.
+    """Return 64-bit hashes of words, with the space before them, and other single characters.
 
-    English has about a tenth fewer of them than tokens; other languages differ more.
+    English text has about a tenth fewer of them than tokens; other languages differ more.
     """
     return np.array([_word(piece) for piece in _PIECE.findall(text)], np.uint64)
 
@@ -109,7 +109,7 @@ def _word(piece: str) -> int:
 
 
 def _conversation(messages: list[Any]) -> str:
-    """A conversation as one text that grows at its end when messages are added."""
+    """Return a conversation as one text, to which more messages only append."""
     parts = []
     for message in messages:
         if not isinstance(message, dict):
@@ -130,6 +130,6 @@ def _content(content: object) -> str:
     return "".join(
         part["text"]
         if isinstance(part, dict) and isinstance(part.get("text"), str)
-        else json.dumps(part, sort_keys=True)  # an image: as it is named
+        else json.dumps(part, sort_keys=True)  # an image, by its URL
         for part in content
     )

@@ -1,4 +1,4 @@
-"""`open_trace`: a file of requests, in whatever format it is."""
+"""`open_trace`: reads a trace file in any of the known formats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "FileTrace", "open_trace"]
 
 FORMATS = ("kvkeep", "mooncake", "bailian", "prompts", "azure")
-"""The names of the formats that `open_trace` reads."""
+"""Names of the formats that `open_trace` reads."""
 
 _KINDS: dict[str, Callable[[ReadOptions], Format]] = {
     "mooncake": Mooncake,
@@ -31,11 +31,11 @@ _KINDS: dict[str, Callable[[ReadOptions], Format]] = {
     "prompts": PromptReader,
     "azure": Azure,
 }
-# Captured requests are written when they end, so lines are out of order by as long as one takes.
+# A capture writes requests when they end: lines are out of order by the duration of a request.
 _WINDOW = 8192
 _WINDOW_UNITS = 8 << 20
 _REASONS = 5
-_FIRST_LINES = 20  # in which the format is looked for
+_FIRST_LINES = 20  # lines from which the format is detected
 
 
 def open_trace(
@@ -47,12 +47,12 @@ def open_trace(
     chained: bool | None = None,
     text: str | Tokenize = "words",
 ) -> FileTrace:
-    """The trace in a file, which may be compressed with gzip or zstd.
+    """Open a trace file, which may be compressed with gzip or zstd.
 
-    ``format`` is one of `FORMATS`; None looks into the file. A line that is no request is counted
-    and left out (`FileTrace.skipped`), or with ``strict`` raises `InvalidValue` with its number and
-    why. The others are what `ReadOptions` has. Raises `InvalidValue` for a file that cannot be
-    read or is in no format known here, `MissingExtra` for zstd without zstandard.
+    ``format`` is one of `FORMATS`; None detects it. An invalid line is skipped and counted
+    (`FileTrace.skipped`), or with ``strict`` raises `InvalidValue` with its number and the reason.
+    `ReadOptions` explains the other arguments. Raises `InvalidValue` for a file that cannot be read
+    or has no known format, `MissingExtra` for zstd without zstandard.
     """
     path = Path(path)
     if format is not None and format not in FORMATS:
@@ -70,15 +70,14 @@ def open_trace(
 
 
 class FileTrace:
-    """A trace in a file, read anew each time it is gone through; a `Trace`.
+    """A trace in a file, read again in each pass; a `Trace`.
 
-    ``format`` is what it is read as; ``header`` what a file of our own says of itself.
-    ``skipped``, ``reasons`` (of the first few) and ``dropped`` are of the latest time it was gone
-    through: bad lines, and requests that a capture had to leave out.
+    ``header`` is that of a file in kvkeep's own format. ``skipped`` (invalid lines), ``reasons``
+    (for the first few) and ``dropped`` (requests that a capture dropped) are of the latest pass.
 
-    Requests come in the order of their times, the first at 0. Lines may be out of order by 8,192
-    requests; what comes later than that is a bad line. Memory: those requests, however long the
-    file is. Raises `InvalidValue` at the end if there were lines and none was a request.
+    Yields requests in the order of their times, the first at 0. Lines may be out of order by up to
+    8,192 requests; a line that comes later is invalid. Memory: those requests, however long the
+    file is. Raises `InvalidValue` at the end if no line was a request.
     """
 
     def __init__(
@@ -96,56 +95,52 @@ class FileTrace:
         self.strict = strict
         self.unit_tokens = make().unit_tokens
         self._make = make
-        self._pass = _Pass(self)
+        self._pass = _Pass(self, make())
 
     @property
     def name(self) -> str:
-        """What the file says, or is called."""
+        """The name in the header, or else the file's name."""
         return (self.header.name if self.header else "") or self.path.name
 
     @property
     def length(self) -> int | None:
-        """Nobody knows before the end."""
+        """None: not known before the end."""
         return None
 
     @property
     def skipped(self) -> int:
-        """Bad lines of the latest time through."""
+        """Invalid lines in the latest pass."""
         return self._pass.skipped
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Of the first few of them: ``line 3: …``."""
+        """Reasons for the first few of them: ``line 3: …``."""
         return tuple(self._pass.reasons)
 
     @property
     def dropped(self) -> int:
-        """Requests that are missing since the capture could not keep up."""
+        """Requests that the capture dropped."""
         return getattr(self._pass.format, "dropped", 0)
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        self._pass = _Pass(self)
+        self._pass = _Pass(self, self._make())
         return self._pass.requests()
 
     def __repr__(self) -> str:
         return f"<FileTrace {self.path}, {self.format}, units of {self.unit_tokens} tokens>"
 
-    def make_format(self) -> Format:
-        """A reader of its lines, for one time through."""
-        return self._make()
-
 
 class _Pass:
-    """One time through a file."""
+    """One pass over a file."""
 
-    def __init__(self, trace: FileTrace) -> None:
+    def __init__(self, trace: FileTrace, format: Format) -> None:
         self._trace = trace
-        self.format = trace.make_format()
+        self.format = format
         self.skipped = 0
         self.reasons: list[str] = []
 
     def requests(self) -> Iterator[TraceRequest]:
-        """In order, from 0 on."""
+        """Yield requests in order, with times from 0."""
         begin: float | None = None
         for request in self._in_order():
             if begin is None:
@@ -164,8 +159,8 @@ class _Pass:
             if request.time < last:
                 self._bad(
                     number,
-                    f"its time is {last - request.time:.3f} s before a request more than "
-                    f"{len(waiting):,} lines further up; sort the file by time",
+                    f"its time is {last - request.time:.3f} s before that of a request more than "
+                    f"{len(waiting):,} lines earlier; sort the file by time",
                 )
                 continue
             heapq.heappush(waiting, (request.time, number, request))
@@ -202,9 +197,9 @@ class _Pass:
 
 
 def _look(path: Path, format: str | None) -> tuple[str, TraceHeader | None]:
-    """The format, and the header of a file of our own."""
+    """Return the format, and the header of a file in kvkeep's own."""
     if format not in {None, "kvkeep"}:
-        with opened(path):  # it is there, and can be unpacked
+        with opened(path):  # checks that it can be read
             return str(format), None
     seen = ""
     with opened(path) as lines:
@@ -226,7 +221,7 @@ def _look(path: Path, format: str | None) -> tuple[str, TraceHeader | None]:
             seen = seen or "the first line is no header"
     if not seen:
         raise InvalidValue(f"{path} has no lines; a trace has a request in each")
-    raise InvalidValue(f"{path} is no trace in {format or 'a format known here'}: {seen}")
+    raise InvalidValue(f"{path} is no trace in {format or 'a known format'}: {seen}")
 
 
 def _format_of(line: bytes) -> str:

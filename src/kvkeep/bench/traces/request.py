@@ -1,4 +1,4 @@
-"""`TraceRequest` and `Trace`: what a trace is made of, and what it is."""
+"""`TraceRequest`, one request of a trace, and `Trace`, the protocol of traces."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ if TYPE_CHECKING:
 
     UnitArray = npt.NDArray[np.int64]
 
-__all__ = ["MAX_ID", "MAX_TOKENS", "NO_UNITS", "Served", "Trace", "TraceRequest", "units_of"]
+__all__ = [
+    "MAX_ID", "MAX_TOKENS", "MAX_UNIT_TOKENS", "NO_UNITS", "Served", "Trace", "TraceRequest",
+    "units_of",
+]  # fmt: skip
 
 MAX_ID = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
-"""Of one prompt, and of one answer."""
+"""Most tokens of a prompt, and of an answer."""
+MAX_UNIT_TOKENS = 1 << 20
 NO_UNITS: UnitArray = np.empty(0, np.int64)
 NO_UNITS.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """How a request was served where it was captured.
+    """How a request was served when it was captured.
 
-    Of its prompt ``cached_tokens`` were reused, ``loaded_tokens`` of them from a store. ``ttft_s``
-    and ``seconds`` run from its arrival to its first and to its last token.
+    ``cached_tokens`` of its prompt were reused, ``loaded_tokens`` of them from a store. ``ttft_s``
+    and ``seconds`` are the times from its arrival to its first and to its last token.
     """
 
     cached_tokens: int
@@ -41,21 +45,21 @@ class Served:
 class TraceRequest:
     """One request of a trace.
 
-    ``time`` is in seconds from the trace's beginning. ``units`` has one id for each ``unit_tokens``
-    of its trace's prompt tokens; the last may stand for fewer. Ids are *prefix-chained*: an id
-    stands for its own tokens and all before them, so two prompts with the same id anywhere have
-    the same tokens from the first to the end of that unit, and have it at the same position. Ids
-    lie in 0 … 2⁶³-1. They do not depend on the namespace: the same prompt under two of them has
-    the same ids, and may not be reused.
+    ``time`` is in seconds from the beginning of the trace. ``units`` has one id per ``unit_tokens``
+    (of the trace) prompt tokens; the last may stand for fewer. Ids are *prefix-chained*: an id
+    stands for its own tokens and all before them, so two prompts with the same id anywhere have the
+    same tokens from the first to the end of that unit, at the same position. Ids lie in 0 … 2⁶³-1.
+    They do not depend on the namespace: the same prompt in two namespaces has the same ids, but may
+    not be reused.
 
-    ``tokens`` is the prompt's length and ``output_tokens`` the (first) answer's. ``session`` names
-    what belongs together, ``parent`` the request in it that this one follows, ``turn`` counts from
-    1; each is None where nothing is known. ``kind`` is the trace's own word ("agent", "text").
+    ``tokens`` is the length of the prompt and ``output_tokens`` that of the (first) answer.
+    ``session`` names the session, ``parent`` the request in it that this one follows, ``turn``
+    counts from 1; each is None if unknown. ``kind`` is a word of the trace ("agent", "text").
 
-    ``answer`` are the ids of the *full* units that end in the answer, so that what a cache can hold
-    afterwards is ``units[: tokens // unit_tokens]`` and then these; None where the trace does not
-    tell. The last token of an answer is in none: its KV is never computed. ``store`` False: it
-    reused what was cached and left nothing. ``served`` is what came of it where it was captured.
+    ``answer`` has the ids of the *full* units that end in the answer, so that a cache can hold
+    ``units[: tokens // unit_tokens]`` and then these afterwards; None if the trace lacks them. They
+    exclude the last token of the answer, whose KV is never computed. ``store`` is False for a
+    request that reused KV but stored none. ``served`` says how it was served when captured.
     """
 
     time: float
@@ -74,27 +78,23 @@ class TraceRequest:
 
 @runtime_checkable
 class Trace(Protocol):
-    """Requests in the order of their times; can be gone through again, the same each time.
-
-    ``unit_tokens`` is how many prompt tokens a unit stands for, ``name`` is for people.
-    ``length`` is the number of requests where it is known without reading them, else None.
-    """
+    """Requests in the order of their times; every iteration yields the same ones."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name of the trace, for people."""
 
     @property
     def unit_tokens(self) -> int:
-        """Prompt tokens of a unit."""
+        """Prompt tokens per unit."""
 
     @property
     def length(self) -> int | None:
-        """Requests, where that is known without reading them."""
+        """Number of requests; None if it is not known without reading them."""
 
     def __iter__(self) -> Iterator[TraceRequest]: ...
 
 
 def units_of(tokens: int, unit_tokens: int) -> int:
-    """How many units a prompt of ``tokens`` has."""
+    """Return the number of units in a prompt of ``tokens``."""
     return -(-tokens // unit_tokens)

@@ -1,4 +1,4 @@
-"""`summarise`: what is in a trace, and what a cache without limits would reuse of it."""
+"""`summarise`: figures of a trace, and what an unlimited cache would reuse of it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 __all__ = ["TraceSummary", "summarise"]
 
-_STEP_TOKENS = 16  # finer units are looked at in steps of about so many tokens
+_STEP_TOKENS = 16  # smaller units are grouped into steps of about this size
 
 
 @dataclass(slots=True)
 class TraceSummary:
-    """Figures of a trace; tokens are prompt tokens where nothing else is said.
+    """Figures of a trace; tokens are prompt tokens unless said otherwise.
 
-    ``reusable_units`` and ``reusable_tokens`` are what a cache that never forgets would reuse:
-    the leading units of a prompt that were there before, in its namespace. ``elsewhere_units`` are
-    those that only other namespaces had. ``unchained_units`` were known though the unit before was
-    not: ids that are no prefix-chained ones, which makes all of these figures wrong.
+    ``reusable_units`` and ``reusable_tokens`` are what an unlimited cache would reuse: the leading
+    units of each prompt that were seen before in its namespace. ``elsewhere_units`` were seen only
+    in other namespaces. ``unchained_units`` were seen before although the unit before them was not:
+    then ids are not prefix-chained, and all of these figures are wrong.
 
-    ``single_turn`` is the share of requests that are alone in their session (None without
-    sessions). ``cached_tokens`` were reused where the trace was captured, of ``served_tokens``.
+    ``single_turn`` is the share of requests alone in their session (None without sessions).
+    ``cached_tokens`` of ``served_tokens`` were reused when the trace was captured.
     """
 
     name: str
@@ -56,19 +56,18 @@ class TraceSummary:
 
     @property
     def reusable_share(self) -> float:
-        """Of the units: the hit rate that no cache can exceed, block by block."""
+        """Share of the units that are reusable: the upper bound of any hit rate by blocks."""
         return self.reusable_units / self.units if self.units else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures by name."""
+        """Return all figures by name."""
         return {**asdict(self), "reusable_share": self.reusable_share}
 
 
 def summarise(trace: Trace) -> TraceSummary:
-    """Go through all of ``trace``. Memory: about 100 bytes for each different unit.
+    """Read all of ``trace``. Memory: about 100 bytes per different unit.
 
-    Units of fewer than 16 tokens are looked at in steps of 16: what is reusable is then known to
-    the step.
+    Units of fewer than 16 tokens are grouped into steps of 16, to which figures are then exact.
     """
     found = TraceSummary(trace.name, trace.unit_tokens)
     reuse = _Reuse(found)
@@ -104,7 +103,7 @@ def summarise(trace: Trace) -> TraceSummary:
 
 
 class _Reuse:
-    """What was there before, by namespace."""
+    """Units seen so far, by namespace."""
 
     def __init__(self, found: TraceSummary) -> None:
         self._found = found
@@ -128,7 +127,7 @@ class _Reuse:
             found.elsewhere_units += min(elsewhere * step, len(request.units) - units)
         if request.store:
             if request.answer is not None:
-                # Its first unit is number tokens // unit_tokens of the whole.
+                # Of the units after the full ones of the prompt, take the ends of steps.
                 first = (step - 1 - request.tokens // found.unit_tokens) % step
                 new += request.answer[first::step].tolist()
             known.update(new)
@@ -137,7 +136,7 @@ class _Reuse:
 
     def _space(self, name: str) -> set[int]:
         if name not in self._spaces:
-            if len(self._spaces) == 1:  # from here on it matters who knows what
+            if len(self._spaces) == 1:  # from a second namespace on, `_anywhere` is needed
                 (only,) = self._spaces.values()
                 self._anywhere.update(only)
             self._spaces[name] = set()

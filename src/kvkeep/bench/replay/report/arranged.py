@@ -1,4 +1,4 @@
-"""Outcomes put in order: a line for each policy, and the bounds apart from them."""
+"""Outcomes arranged for a report: a curve for each policy, and the bounds apart from them."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ _USUAL = "lru"
 
 @dataclass(frozen=True, slots=True)
 class PolicyCurve:
-    """One policy with all its capacities, the smallest first."""
+    """The outcomes of one policy, by capacity, smallest first."""
 
     name: str
     outcomes: tuple[Outcome, ...]
 
     def at(self, capacity: int) -> Outcome | None:
-        """Its outcome with that capacity."""
+        """Return the outcome with that capacity, or None."""
         return next((one for one in self.outcomes if one.capacity_tokens == capacity), None)
 
     def capacity_for(self, hit_rate: float) -> float | None:
-        """Tokens with which it would reach ``hit_rate``, on straight lines between its points.
-
-        None outside of them.
-        """
+        """Interpolate the capacity in tokens that reaches ``hit_rate``; None outside the curve."""
         for low, high in pairwise(self.outcomes):
             if low.hit_rate <= hit_rate <= high.hit_rate and low.hit_rate < high.hit_rate:
                 part = (hit_rate - low.hit_rate) / (high.hit_rate - low.hit_rate)
                 return low.capacity_tokens + part * (high.capacity_tokens - low.capacity_tokens)
         return None
 
+    def what_if(self) -> list[tuple[float, float]]:
+        """Return the points of all sampled curves: (capacity in tokens, hit rate), sorted."""
+        return sorted({at: rate for one in self.outcomes for at, rate in one.what_if}.items())
+
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """All of a report's outcomes. ``capacities`` are those of the policies, smallest first."""
+    """All outcomes of a report. ``capacities`` are those of the policies, smallest first."""
 
     policies: tuple[PolicyCurve, ...]
     belady: PolicyCurve | None
@@ -54,21 +55,21 @@ class Arranged:
 
     @property
     def usual(self) -> PolicyCurve | None:
-        """What the others are compared with: lru, or else the first."""
+        """The policy that others are compared with: lru, or else the first."""
         named = (line for line in self.policies if line.name == _USUAL)
         return next(named, self.policies[0] if self.policies else None)
 
     def best(self, capacity: int) -> PolicyCurve | None:
-        """Who reuses most with that capacity; the first of equals."""
+        """Return the policy that reuses most with that capacity; the first of equals."""
         there = [line for line in self.policies if line.at(capacity) is not None]
         return max(there, key=lambda line: _rate(line.at(capacity)), default=None)
 
     def bound(self, capacity: int) -> Outcome | None:
-        """What no policy exceeds with that capacity, where it was computed."""
+        """Return the optimum with that capacity, if it was computed."""
         return self.belady.at(capacity) if self.belady is not None else None
 
     def each(self) -> Iterable[tuple[PolicyCurve, Outcome]]:
-        """Every policy with every capacity: by capacity, then in the order they were given."""
+        """Yield every policy with every capacity: by capacity, then in the given order."""
         for capacity in self.capacities:
             for line in self.policies:
                 outcome = line.at(capacity)
@@ -77,9 +78,9 @@ class Arranged:
 
 
 def arranged(outcomes: Sequence[Outcome]) -> Arranged:
-    """Put them in order.
+    """Arrange ``outcomes``.
 
-    Raises `InvalidValue` where there are none, or they are of different traces.
+    Raises `InvalidValue` if there are none, or if they are of different traces.
     """
     if not outcomes:
         raise InvalidValue("a report needs at least one outcome")
@@ -102,7 +103,7 @@ def arranged(outcomes: Sequence[Outcome]) -> Arranged:
 
 
 def _place(lines: dict[str, list[Outcome]], outcome: Outcome, *, sizes: bool) -> None:
-    """Give it to its line. The same policy and capacity once more is another line, numbered."""
+    """Add an outcome to its curve; a repeated policy and capacity starts another one."""
     name = shown(outcome.policy, 40)
     if sizes:
         name += f", pages of {outcome.page_tokens}"

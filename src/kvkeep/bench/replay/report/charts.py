@@ -1,4 +1,4 @@
-"""What the page's charts are drawn from: figures rounded to what can be seen."""
+"""The data of the page's charts, rounded to the precision that can be seen."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["PERCENTILES", "chart_data"]
 
-_WINDOWS = 100  # in a timeline, those without a request included
+_WINDOWS = 100  # of a timeline, including windows without requests
 PERCENTILES = ("p50", "p90", "p99", "mean")
 
 
 def chart_data(found: Arranged, prices: Prices | None, span_s: float) -> dict[str, Any]:
-    """For JSON. Histograms and times are by capacity: only one of them is looked at at a time."""
+    """Return the data for JSON; histograms and times by capacity, of which one is shown."""
     lines = [*found.policies, *([found.belady] if found.belady is not None else [])]
     return {
         "policies": [_line(line, prices, span_s) for line in found.policies],
@@ -45,7 +45,7 @@ def _line(line: PolicyCurve, prices: Prices | None, span_s: float) -> dict[str, 
     return {
         "name": line.name,
         "points": [_point(one, prices, span_s) for one in line.outcomes],
-        "what_if": [[int(at), _figure(rate)] for at, rate in _what_if(line)],
+        "what_if": [[int(at), _figure(rate)] for at, rate in line.what_if()],
     }
 
 
@@ -58,11 +58,6 @@ def _point(outcome: Outcome, prices: Prices | None, span_s: float) -> dict[str, 
     if isinstance(times, dict):
         point["ttft"] = {name: _figure(times[name]) for name in PERCENTILES if name in times}
     return point
-
-
-def _what_if(line: PolicyCurve) -> list[tuple[float, float]]:
-    """The points of all its outcomes, one for each capacity."""
-    return sorted({at: rate for one in line.outcomes for at, rate in one.what_if}.items())
 
 
 def _detail(name: str, outcome: Outcome, span_s: float) -> dict[str, Any]:
@@ -78,9 +73,9 @@ def _detail(name: str, outcome: Outcome, span_s: float) -> dict[str, Any]:
 
 
 def _over_time(outcome: Outcome, span_s: float) -> list[list[float | None]]:
-    """[seconds since it began, hit rate]; the last window ends with the replay.
+    """Return [seconds since the beginning, hit rate]; the last window ends with the replay.
 
-    A closed loop has a clock of its own: there the step between two windows says what it took.
+    A closed loop has its own clock: its span follows from the distance of two windows.
     """
     timeline = outcome.timeline
     if not timeline:
@@ -97,7 +92,7 @@ def _rows(rows: Sequence[Sequence[float]]) -> list[list[float | None]]:
 
 
 def _figure(value: float | None) -> float | None:
-    """Five figures that matter; None for what is no number."""
+    """Round to five significant figures; None for NaN and infinity."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.5g}")

@@ -1,4 +1,4 @@
-"""What a replay found, in sentences for somebody who was not there."""
+"""The findings of a replay, in sentences."""
 
 from __future__ import annotations
 
@@ -16,52 +16,50 @@ if TYPE_CHECKING:
 
 __all__ = ["GLOSSARY", "REASON_WORDS", "findings"]
 
-_MOST = 5  # capacities that are told of
-_SAME = 0.0005  # of a hit rate: less is no difference worth a sentence
+_MOST = 5  # capacities in the text
+_SAME = 0.0005  # differences of hit rates below this are not mentioned
 
 REASON_WORDS = {
     FIRST: "were never seen before",
     EVICTED: "had been evicted",
     NEVER: "were seen before but never admitted",
-    OTHER: "were cached, but in another namespace",
+    OTHER: "were cached in another namespace",
     REMAINDER: "lay in a page that was not reused whole",
 }
 
 GLOSSARY = (
-    ("hit rate", "blocks that were reused, of all blocks of all prompts. A prompt's blocks are "
-     "reused from its beginning up to the first that is missing."),
-    ("block", "the unit in which the trace names its tokens; how many there are in one is under "
-     "“The trace”."),
-    ("capacity", "how many tokens' KV the memory holds."),
-    ("policy", "who goes first when memory is full."),
+    ("hit rate", "reused blocks as a share of all blocks of all prompts. A prompt's blocks are "
+     "reused from its beginning to the first block that is not cached."),
+    ("block", "the unit in which the trace names its tokens; its size is under “The trace”."),
+    ("capacity", "tokens whose KV fits into the memory."),
+    ("policy", "the eviction policy: what is evicted when memory is full."),
     ("belady", "a bound, not a policy: what a cache of that capacity could reuse if it knew all "
-     "requests that will come. Nothing that cannot see the future does better."),
-    ("infinite", "a bound, not a policy: what a cache reuses that never forgets. What is missing "
-     "to 100 % was asked for the first time."),
-    (FIRST, "a miss that no cache can avoid: nobody asked for these tokens before."),
-    (EVICTED, "a miss that more memory or a better choice could have avoided."),
-    (NEVER, "seen before, but the policy or a lack of memory did not let it in."),
-    (OTHER, "the same tokens were there for another tenant or model, and are not shared."),
-    (REMAINDER, "cached, but not as a full page, or behind one that was missing."),
-    ("reuse gap", "for a block that was reused: the time since it was last asked for. Memory has "
-     "to last that long."),
-    ("lifetime", "for a block that was evicted: the time it had been in the cache."),
-    ("evicted too early", "for a token computed again: the time since it was evicted. Where that "
+     "future requests. No policy can do better without seeing the future."),
+    ("infinite", "a bound, not a policy: what an unlimited cache reuses. The rest, up to 100 %, "
+     "is requested for the first time."),
+    (FIRST, "a miss that no cache can avoid: these tokens were never requested before."),
+    (EVICTED, "a miss that more memory or a better policy could have avoided."),
+    (NEVER, "seen before, but not admitted by the policy or for lack of memory."),
+    (OTHER, "cached for another tenant or model, with which nothing is shared."),
+    (REMAINDER, "cached, but not as a full page, or after a block that was missing."),
+    ("reuse gap", "for a reused block: the time since its last use. Memory has to last that "
+     "long."),
+    ("lifetime", "for an evicted block: the time it was in the cache."),
+    ("evicted too early", "for a token computed again: the time since its eviction. Where that "
      "is short, a little more memory would have helped."),
-    ("what-if", "a curve that was estimated from a sample of the requests for many capacities at "
-     "once, not replayed."),
+    ("what-if", "a curve estimated for many capacities at once, from a sample of the requests."),
     ("TTFT", "time to first token: from a request's arrival to the first token of its answer. "
      "p50 is the median; p99 is exceeded by one request in a hundred."),
 )  # fmt: skip
 
 
 def findings(found: Arranged, prices: Prices | None, span_s: float) -> list[str]:
-    """The sentences, the most important first."""
+    """Return the sentences, the most important first."""
     said = []
     if found.infinite is not None:
         said.append(
-            f"Of all blocks asked for, {share(found.infinite.hit_rate)} had been asked for before: "
-            "so much would be reused by a cache that never forgets."
+            f"Of all blocks requested, {share(found.infinite.hit_rate)} had been requested before: "
+            "an unlimited cache would reuse all of these."
         )
     usual = found.usual
     if usual is not None:
@@ -82,7 +80,7 @@ def findings(found: Arranged, prices: Prices | None, span_s: float) -> list[str]
 
 
 def _some(capacities: Sequence[int]) -> list[int]:
-    """All of them, or a few from the first to the last."""
+    """Return all capacities, or a few from the first to the last."""
     if len(capacities) <= _MOST:
         return list(capacities)
     last = len(capacities) - 1
@@ -104,14 +102,14 @@ def _capacity(found: Arranged, usual: PolicyCurve, capacity: int) -> str:
             said += f", for which {usual.name} needs about {tokens(need)}"
         said += "."
     elif len(found.policies) > 1:
-        said += " None of the others reuses noticeably more."
+        said += " No other policy reuses noticeably more."
     if bound is not None:
-        said += f" The most that is possible with that much memory is {share(bound.hit_rate)}."
+        said += f" The optimum with that much memory is {share(bound.hit_rate)}."
     return said
 
 
 def _why(usual: PolicyCurve) -> Iterator[str]:
-    """Why the usual policy computed what it computed, with the capacity in the middle."""
+    """Say why the usual policy computed tokens, for the middle capacity."""
     outcome = usual.outcomes[(len(usual.outcomes) - 1) // 2]
     missed = sum(outcome.misses.values())
     if not missed:
@@ -127,14 +125,12 @@ def _why(usual: PolicyCurve) -> Iterator[str]:
     )
     middle = _median(outcome.evicted_ago)
     if middle is not None:
-        said += (
-            f" Half of what had been evicted was needed again within {duration(middle)} of that."
-        )
+        said += f" Half of the evicted tokens were requested again within {duration(middle)}."
     yield said
 
 
 def _median(rows: Sequence[Sequence[float]]) -> float | None:
-    """Seconds that half of a histogram does not exceed: the end of the step it is in."""
+    """Return the seconds that half of a histogram does not exceed: the end of that step."""
     half, seen = sum(row[1] for row in rows) / 2, 0.0
     for number, row in enumerate(rows):
         seen += row[1]
@@ -144,7 +140,7 @@ def _median(rows: Sequence[Sequence[float]]) -> float | None:
 
 
 def _waits(usual: PolicyCurve) -> Iterator[str]:
-    """Times to first token with the least memory and with the most, where there are any."""
+    """Say the times to first token with the least and the most memory, if there are any."""
     timed = [
         (outcome.capacity_tokens, times["p50"], times["p99"])
         for outcome in usual.outcomes
@@ -171,8 +167,8 @@ def _refused(found: Arranged) -> Iterator[str]:
         line, outcome = most
         yield (
             f"{count(outcome.refused)} of {count(outcome.requests)} requests do not fit into "
-            f"{tokens(outcome.capacity_tokens)} tokens at all ({line.name}); their tokens count as "
-            "computed."
+            f"{tokens(outcome.capacity_tokens)} tokens at all ({line.name}); their tokens count "
+            "as computed."
         )
 
 
@@ -183,19 +179,19 @@ def _cheapest(found: Arranged, prices: Prices, span_s: float) -> Iterator[str]:
         if (cost := prices.month(outcome, span_s)) is not None
     ]
     if not priced:
-        yield "The trace takes no time, so that no month can be made of it: costs are left out."
+        yield "The trace has no duration, so the cost of a month cannot be estimated."
         return
     total, name, outcome = min(priced, key=lambda one: one[0])
     nothing = prices.nothing_kept(outcome, span_s)
     assert nothing is not None
     without = money(nothing.total, prices.currency)
     yield (
-        f"The cheapest of all that was replayed is {name} with {tokens(outcome.capacity_tokens)} "
-        f"tokens: {money(total, prices.currency)} a month for prefill and memory. "
+        f"The cheapest of all replays is {name} with {tokens(outcome.capacity_tokens)} tokens: "
+        f"{money(total, prices.currency)} a month for prefill and memory. "
         + (
             f"Without any cache it would be {without}."
             if nothing.total >= total
-            else f"No cache at all would cost less still: {without}."
+            else f"No cache at all would be cheaper still: {without}."
         )
     )
 

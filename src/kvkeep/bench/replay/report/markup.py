@@ -1,4 +1,4 @@
-"""Pieces of HTML. All text that comes in goes through `escaped`."""
+"""Pieces of HTML. All text goes through `escaped`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LONGEST = 4000
 
 
 def escaped(given: str) -> str:
-    """What can stand in an element or an attribute, with nothing in it that is invisible."""
+    """Escape text for an element or an attribute; invisible characters are spelt out."""
     return escape(shown(given, _LONGEST))
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], names: int = 1) -> str:
-    """A table whose first ``names`` columns are names and the others figures."""
+    """Return a table whose first ``names`` columns are names and the others figures."""
     top = "".join(
         f'<th scope="col"{_align(at, names)}>{escaped(one)}</th>' for at, one in enumerate(head)
     )
@@ -36,7 +36,7 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], name
 
 
 def scrolling(content: str, label: str) -> str:
-    """What may be wider than the page; the keyboard reaches it to scroll."""
+    """Wrap content that may be wider than the page, so that the keyboard can scroll it."""
     name = escaped(label)
     return f'<div class="wide" tabindex="0" role="region" aria-label="{name}">{content}</div>'
 
@@ -54,12 +54,12 @@ def _align(at: int, names: int) -> str:
 
 
 def details(summary: str, content: str) -> str:
-    """What is folded away until somebody asks."""
+    """Return content that is folded away until it is opened."""
     return f"<details><summary>{escaped(summary)}</summary>{content}</details>"
 
 
 def bar(label: str, note: str, parts: Sequence[tuple[str, float, str]]) -> str:
-    """One stacked bar: (class, part of the whole, what it says) from the left."""
+    """Return a stacked bar of (class, share, text) from the left."""
     drawn, at = [], 0.0
     for css, part, text in parts:
         if part > 0:
@@ -77,7 +77,7 @@ def bar(label: str, note: str, parts: Sequence[tuple[str, float, str]]) -> str:
 
 
 def key(parts: Iterable[tuple[str, str]]) -> str:
-    """What the colours of bars mean: (class, text)."""
+    """Return a legend of colours: (class, text)."""
     return '<ul class="key">' + "".join(
         f'<li><svg viewBox="0 0 1 1" aria-hidden="true"><rect class="{css}" width="1" height="1"/>'
         f"</svg>{escaped(text)}</li>"
@@ -86,7 +86,7 @@ def key(parts: Iterable[tuple[str, str]]) -> str:
 
 
 def glossary(words: Iterable[tuple[str, str]]) -> str:
-    """Words and what they mean, or facts and what they are."""
+    """Return a list of terms and their descriptions."""
     return "<dl>" + "".join(
         f"<div><dt>{escaped(word)}</dt><dd><bdi>{escaped(text)}</bdi></dd></div>"
         for word, text in words
@@ -94,7 +94,7 @@ def glossary(words: Iterable[tuple[str, str]]) -> str:
 
 
 def paragraphs(text: str) -> str:
-    """Text with blank lines between its paragraphs; its other lines end where they end."""
+    """Return text as paragraphs, which blank lines separate; line breaks are kept."""
     found = re.split(r"\n\s*\n", text.strip())
     return "".join(
         f"<p>{'<br>'.join(escaped(line) for line in one.splitlines())}</p>" for one in found

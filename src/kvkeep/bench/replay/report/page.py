@@ -33,10 +33,10 @@ _FACTS = {
     "requests": "requests",
     "tokens": "prompt tokens",
     "output_tokens": "answer tokens",
-    "units": "blocks asked for",
+    "units": "blocks requested",
     "unit_tokens": "tokens a block",
     "namespaces": "namespaces",
-    "skipped": "lines left out",
+    "skipped": "lines skipped",
     "digest": "digest",
 }
 
@@ -50,7 +50,7 @@ def page(
     advice: str | None,
     beside: tuple[str, ...],
 ) -> str:
-    """All of it; ``beside`` are the names of the files that lie next to it."""
+    """Return the HTML; ``beside`` are the names of the data files next to it."""
     span_s = float(trace.get("span_s") or 0.0)
     name = shown(trace.get("name") or _any_name(found) or "a trace")
     scripts = [_vendored("uPlot.iife.min.js"), *(_text(one) for one in _SCRIPTS)]
@@ -85,7 +85,7 @@ def _vendored(name: str) -> str:
 
 
 def _policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """Content-Security-Policy: these scripts and styles by their digests, and nothing else."""
+    """Return a Content-Security-Policy that allows only these scripts and styles, by digest."""
     return (
         f"default-src 'none'; script-src {_digests(scripts)}; style-src {_digests(styles)}; "
         "base-uri 'none'; form-action 'none'"
@@ -98,7 +98,7 @@ def _digests(texts: Sequence[str]) -> str:
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """JSON that cannot end the element it lies in, whatever names are in it."""
+    """Return JSON that cannot end the script element it is embedded in."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for one in "<>&":
         text = text.replace(one, f"\\u{ord(one):04x}")
@@ -106,7 +106,7 @@ def _embedded(data: dict[str, Any]) -> str:
 
 
 def _link(name: str) -> str:
-    """A file beside this one, as a URL; ``./`` so that no name is taken for a scheme."""
+    """Return the URL of a file beside the page; with ``./``, so that no name is a scheme."""
     safe = "".join(
         one if one.isascii() and (one.isalnum() or one in "-._") else _percent(one) for one in name
     )
@@ -134,7 +134,7 @@ def _summary(trace: Mapping[str, Any], span_s: float) -> str:
 
 
 def _facts(trace: Mapping[str, Any], span_s: float) -> Iterator[tuple[str, str]]:
-    """What is known of the trace: the usual first, then whatever else was given."""
+    """Yield the facts of the trace: known ones first, then all others."""
     for name, title in _FACTS.items():
         if trace.get(name) is not None:
             yield title, _fact(trace[name])

@@ -1,4 +1,4 @@
-"""The report's first chart as a PNG, for where a page cannot be shown."""
+"""The report's first chart as a PNG."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _COLOURS = (
 
 
 def picture(found: Arranged) -> bytes:
-    """Hit rate against capacity, as a PNG of 1600 × 1000 pixels.
+    """Draw hit rate against capacity, as a PNG of 1600 × 1000 pixels.
 
-    Raises `MissingExtra` where matplotlib is not installed. Draws without a display, and leaves
-    matplotlib's own state alone.
+    Raises `MissingExtra` without matplotlib. Needs no display, and leaves matplotlib's global
+    state alone.
     """
     figures = require("matplotlib.figure", "report")
     figure = figures.Figure(figsize=(8, 5), dpi=200, layout="constrained")
@@ -32,9 +32,7 @@ def picture(found: Arranged) -> bytes:
         x = [one.capacity_tokens for one in line.outcomes]
         y = [100 * one.hit_rate for one in line.outcomes]
         axes.plot(x, y, color=colour, marker="o", label=_plain(line.name))
-        curve = sorted(
-            {point[0]: point[1] for one in line.outcomes for point in one.what_if}.items()
-        )
+        curve = line.what_if()
         if curve:
             label = _plain(f"{line.name}, what-if")
             points = ([at for at, _ in curve], [100 * rate for _, rate in curve])
@@ -67,6 +65,6 @@ def _bounds(axes: Any, found: Arranged) -> None:
 
 
 def _plain(name: str) -> str:
-    """A label in letters its font has, that is neither read as a formula nor hidden for its "_"."""
+    """Return a label in ASCII, which matplotlib neither parses as a formula nor hides."""
     plain = name.encode("ascii", "backslashreplace").decode().replace("$", r"\$")
     return f" {plain}" if plain.startswith("_") else plain

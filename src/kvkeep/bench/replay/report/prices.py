@@ -1,4 +1,4 @@
-"""What a capacity costs, and what it saves: from prices that the user gives."""
+"""The cost of a capacity and what it saves, from prices that the user gives."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 __all__ = ["FORMULA", "HOURS", "Cost", "Prices"]
 
 HOURS = 730.5
-"""In a month: 365.25 days × 24 hours / 12."""
+"""Hours per month: 365.25 days × 24 hours / 12."""
 _GIB = 1024**3
 
 FORMULA = (
     "cost of a month = memory + disk + GPU time. "
-    "Memory = capacity in tokens × bytes a token ÷ 2³⁰ × price of a GiB of memory. "
-    "Where there are tiers, it is the room of those that are memory, and disk is the same for the "
-    "others, at the price of a GiB of disk. "
-    f"GPU time = tokens computed ÷ tokens prefilled a second ÷ 3600 × ({HOURS:g} h ÷ hours of the "
-    "trace) × price of a GPU hour. Only prefill is counted; generating costs the same whatever is "
-    "reused."
+    "Memory = capacity in tokens × bytes per token ÷ 2³⁰ × price of a GiB of memory. "
+    "With tiers, memory counts the capacity of the memory tiers, and disk that of all others, at "
+    "the price of a GiB of disk. "
+    f"GPU time = computed tokens ÷ tokens prefilled per second ÷ 3600 × ({HOURS:g} h ÷ hours of "
+    "the trace) × price of a GPU hour. Only prefill is counted: generating costs the same whatever "
+    "is reused."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A month of it."""
+    """The cost of a month, by part."""
 
     memory: float
     disk: float
@@ -38,17 +38,17 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return self.memory + self.disk + self.gpu
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What things cost, all in one currency; `FORMULA` says how they are put together.
+    """Prices in one currency; `FORMULA` says how costs are computed from them.
 
-    ``gpu_hour`` is the price of what prefills ``prefill_tokens_per_s`` tokens in a second, be that
-    one GPU or eight. ``kv_bytes_per_token`` is what `kvkeep size` prints. Raises `InvalidValue` for
-    what is negative or no number, and for a zero to divide by.
+    ``gpu_hour`` is the price of the GPUs that together prefill ``prefill_tokens_per_s``.
+    ``kv_bytes_per_token`` is what `kvkeep size` prints. Raises `InvalidValue` for values that are
+    negative or no numbers, and for 0 where it would be a divisor.
     """
 
     gpu_hour: float
@@ -72,7 +72,7 @@ class Prices:
             raise InvalidValue(f"{name} is {value!r}; a number {least} is needed")
 
     def month(self, outcome: Outcome, span_s: float) -> Cost | None:
-        """Cost of ``outcome`` for a month of such traffic; None where its span is zero."""
+        """Return the cost of a month of such traffic; None if the trace has no duration."""
         if span_s <= 0:
             return None
         memory, disk = 0, 0
@@ -91,7 +91,7 @@ class Prices:
         )
 
     def nothing_kept(self, outcome: Outcome, span_s: float) -> Cost | None:
-        """The same where every prompt token is computed and no memory is paid for."""
+        """Return the same cost if every prompt token is computed and no memory is paid for."""
         if span_s <= 0:
             return None
         return Cost(memory=0.0, disk=0.0, gpu=self._gpu(outcome.tokens, span_s))
@@ -102,5 +102,5 @@ class Prices:
 
 
 def _room(tier: dict[str, Any], page_tokens: int) -> int:
-    """Tokens for which a tier has room: its capacity in blocks, or else the blocks it holds."""
+    """Return the tokens that fit into a tier: its capacity in blocks, or else its blocks."""
     return int(tier.get("capacity", tier.get("blocks", 0))) * page_tokens

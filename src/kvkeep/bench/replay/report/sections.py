@@ -1,10 +1,10 @@
-"""The parts of the page between its sentences and its last line: charts, and tables behind them."""
+"""The sections of the page: charts, and tables behind them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.bench.replay.outcome import REASONS
+from kvkeep.bench.replay.outcome import REASONS, reasons_of
 from kvkeep.bench.replay.report.charts import PERCENTILES
 from kvkeep.bench.replay.report.markup import bar, details, escaped, key, table
 from kvkeep.bench.replay.report.prices import FORMULA
@@ -24,7 +24,7 @@ _FEW = 12  # rows of a table that is not folded away
 
 
 def sections(found: Arranged, prices: Prices | None, span_s: float) -> Iterator[str]:
-    """All that there is something to say about."""
+    """Yield all sections that have data."""
     yield _rates(found)
     if found.policies:
         yield _misses(found)
@@ -47,7 +47,7 @@ def _section(name: str, title: str, *content: str) -> str:
 
 
 def _chart(name: str, title: str, note: str, behind: str = "") -> str:
-    """Where the page's script draws; ``behind`` is its text alternative, folded away."""
+    """Return the place where the page's script draws; ``behind`` is its text alternative."""
     return (
         f'<figure class="chart" data-chart="{name}"><figcaption><h3 id="{name}-chart">'
         f'{escaped(title)}</h3><p>{escaped(note)}</p></figcaption><div class="plot" tabindex="0" '
@@ -57,7 +57,7 @@ def _chart(name: str, title: str, note: str, behind: str = "") -> str:
 
 
 def _choice(name: str, label: str, options: Sequence[tuple[str, str]], first: int = 0) -> str:
-    """What the charts below it are drawn for; at ``first`` when the page opens."""
+    """Return a menu for the charts below it, with the entry ``first`` selected."""
     inside = "".join(
         f'<option value="{escaped(value)}"{" selected" * (at == first)}>{escaped(text)}</option>'
         for at, (value, text) in enumerate(options)
@@ -68,8 +68,8 @@ def _choice(name: str, label: str, options: Sequence[tuple[str, str]], first: in
 
 def _rates(found: Arranged) -> str:
     head = [
-        "policy", "capacity, tokens", "hit rate", "of tokens", "reused tokens", "computed tokens",
-        "evicted pages", "refused requests", "replayed in",
+        "policy", "capacity, tokens", "hit rate", "token hit rate", "reused tokens",
+        "computed tokens", "evicted pages", "refused requests", "replayed in",
     ]  # fmt: skip
     rows = [
         _result(outcome, line.name, bound=False)
@@ -82,10 +82,9 @@ def _rates(found: Arranged) -> str:
         rows.append(_result(found.infinite, "infinite (bound)", bound=True))
     behind = table("Every policy and capacity", head, rows)
     note = (
-        "No policy gets above the shaded part: it ends at what one would reuse that sees the "
-        "future."
+        "No policy gets above the shaded area, which ends at the optimum that knows the future."
         if found.belady is not None and found.policies
-        else "The more memory, the more is reused."
+        else "More memory reuses more blocks."
     )
     chart = _chart("rates", "Hit rate against capacity", note, details("The figures", behind))
     return _section("hit-rate", "How much is reused", chart)
@@ -106,7 +105,7 @@ def _result(outcome: Outcome, name: str, *, bound: bool) -> list[str]:
 
 def _misses(found: Arranged) -> str:
     reasons = [
-        reason for reason in _reasons(found)
+        reason for reason in reasons_of([outcome for _, outcome in found.each()])
         if any(outcome.misses.get(reason) for _, outcome in found.each())
     ]  # fmt: skip
     groups = []
@@ -132,17 +131,11 @@ def _misses(found: Arranged) -> str:
     return _section(
         "misses",
         "What became of every prompt token",
-        "<p>A token is reused, or computed for one reason. These are shares of tokens; a hit "
-        "rate is one of blocks, the last of which is rarely full.</p>",
+        "<p>A token is reused, or computed for one reason. These are shares of tokens; hit rates "
+        "are shares of blocks, and the last block of a prompt is rarely full.</p>",
         f'<div class="bars">{colours}{"".join(groups)}</div>',
-        details("The figures", table("Prompt tokens by what became of them", head, rows)),
+        details("The figures", table("Prompt tokens, reused or computed", head, rows)),
     )
-
-
-def _reasons(found: Arranged) -> list[str]:
-    """The known ones in their order, then any other."""
-    others = {reason for _, outcome in found.each() for reason in outcome.misses}
-    return [*REASONS, *sorted(others - set(REASONS))]
 
 
 def _bar(name: str, outcome: Outcome, reasons: Sequence[str]) -> str:
@@ -166,21 +159,20 @@ def _closer(found: Arranged) -> str:
     behind = details("The figures", '<div class="filled"></div>')
     charts = [
         _chart("time", "Hit rate over time",
-               "In hundredths of the trace's time. A cache begins empty.", behind),
-        _chart("gap", "Reuse gaps: how long blocks lay between two uses",
-               "Blocks that were reused, by the time since they were last asked for. The grey area "
-               "is all the reuse there is; where a line falls below it, memory did not last.",
-               behind),
-        _chart("life", "Lifetimes: how long blocks lay before they were evicted",
+               "In hundredths of the trace's duration. The cache begins empty.", behind),
+        _chart("gap", "Reuse gaps: the time between two uses of a block",
+               "Reused blocks, by the time since their last use. The grey area is all possible "
+               "reuse; where a line falls below it, blocks were evicted too early.", behind),
+        _chart("life", "Lifetimes: the time from storing a block to its eviction",
                "Evicted blocks, by their time in the cache.", behind),
-        _chart("ago", "Evicted too early: how long ago what is missing was evicted",
-               "Tokens computed again, by the time since their eviction. What lies on the left was "
+        _chart("ago", "Evicted too early: the time since missing tokens were evicted",
+               "Tokens computed again, by the time since their eviction. Those on the left were "
                "nearly kept.", behind),
     ]  # fmt: skip
     if any(outcome.latency.get("rows") for _, outcome in found.each()):
-        charts.append(_chart("wait", "Times to first token", "Requests, by how long each waited "
-                             "for the first token of its answer.", behind))  # fmt: skip
-    return _section("closer", "One capacity looked at closely", chosen, *charts)
+        charts.append(_chart("wait", "Times to first token",
+                             "Requests, by their time to first token.", behind))  # fmt: skip
+    return _section("closer", "One capacity in detail", chosen, *charts)
 
 
 def _latency(found: Arranged) -> str:
@@ -191,8 +183,8 @@ def _latency(found: Arranged) -> str:
     ]  # fmt: skip
     rows = (_times(line, outcome) for line, outcome in found.each() if outcome.latency)
     behind = details("The figures", table("Time to first token", head, rows))
-    chart = _chart("ttft", "Time to first token against capacity", "What is reused need not be "
-                   "computed first, nor wait for others that compute.", behind)  # fmt: skip
+    chart = _chart("ttft", "Time to first token against capacity",
+                   "Reuse saves computing and waiting.", behind)  # fmt: skip
     return _section("latency", "How long until the first token", chosen, chart)
 
 
@@ -227,7 +219,7 @@ def _tiers(found: Arranged) -> str:
         + [_cell(tier.get(one)) for one in fields]
         for line, outcome, tier in rows
     )
-    behind = table("What each tier was asked for and wrote", head, body, names=2)
+    behind = table("Requests to each tier, and writes", head, body, names=2)
     if len(rows) > _FEW:
         behind = details("The figures", behind)
     return _section("tiers", "Tiers below", behind)
@@ -257,8 +249,8 @@ def _costs(found: Arranged, prices: Prices, span_s: float) -> str:
         f"{count(prices.prefill_tokens_per_s)} tokens a second; "
         f"{money(prices.memory_gib_month, prices.currency)} a GiB of memory and "
         f"{money(prices.disk_gib_month, prices.currency)} a GiB of disk a month; "
-        f"{count(prices.kv_bytes_per_token)} bytes of KV a token. The trace takes "
-        f"{duration(span_s)}: it is taken that a month is made of such times."
+        f"{count(prices.kv_bytes_per_token)} bytes of KV a token. The trace covers "
+        f"{duration(span_s)}; a month is taken to consist of such spans."
     )
     chart = _chart(
         "cost",
@@ -292,13 +284,11 @@ def _namespaces(found: Arranged) -> str:
         tables += [
             _other_memory(capacity, outcome) for _, outcome in there if outcome.what_if_namespaces
         ]
-    return _section(
-        "namespaces", "Who gets how much", "<p>Nothing is shared between namespaces.</p>", *tables
-    )
+    return _section("namespaces", "Reuse by namespace", "<p>Namespaces share nothing.</p>", *tables)
 
 
 def _other_memory(capacity: int, outcome: Outcome) -> str:
-    """What less and more memory for all would do for each, by the sampled curve."""
+    """Return a table of what LRU would reuse with other capacities, by the sampled curve."""
     curves = outcome.what_if_namespaces
     times = [factor for factor, _ in next(iter(curves.values()))]
     rows = [
@@ -306,7 +296,7 @@ def _other_memory(capacity: int, outcome: Outcome) -> str:
         for space, curve in curves.items()
     ]
     caption = (
-        f"Tokens that LRU would reuse with other memory than {tokens(capacity)} tokens, by a sample"
+        f"Tokens that LRU would reuse with other capacities than {tokens(capacity)} tokens, sampled"
     )
     head = ["namespace", *(f"{factor:g}×" for factor in times)]
     return details(f"With more or less than {tokens(capacity)} tokens", table(caption, head, rows))

@@ -1,4 +1,4 @@
-"""Writing the report and what lies beside it."""
+"""Writing a report and its data files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.bench.replay.outcome import REASONS
+from kvkeep.bench.replay.outcome import reasons_of
 from kvkeep.bench.replay.report.arranged import arranged
 from kvkeep.bench.replay.report.charts import PERCENTILES
 from kvkeep.bench.replay.report.page import page
@@ -44,23 +44,22 @@ def write_report(
     """Write the report to ``path`` (``.html``), and JSON, CSV and PNG of the same name beside it.
 
     ``trace`` has facts of the workload: ``name``, ``requests``, ``tokens``, ``span_s`` (seconds,
-    for times and costs), ``unit_tokens``, ``namespaces``, ``skipped``, ``digest``; what else is in
-    it is listed as it is. ``command`` is how all this was asked for, ``advice`` text for a section
-    of its own. Policies named belady and infinite are drawn as bounds.
+    for times and costs), ``unit_tokens``, ``namespaces``, ``skipped``, ``digest``; other entries
+    are listed as they are. ``command`` is the command line that ran the replays, ``advice`` text
+    for a section of its own. Policies named belady and infinite are drawn as bounds.
 
-    Gives the files that were written, the page first. There is no PNG where matplotlib (the extra
-    ``report``) is not installed: then none is in the list. Files that are there are replaced, each
-    at once. Raises `InvalidValue` where there is nothing to report, outcomes are of different
-    traces or ``path`` does not end in .html, and OSError.
+    Returns the files that were written, the page first; without matplotlib (the extra ``report``)
+    there is no PNG. Existing files are replaced atomically. Raises `InvalidValue` if there are no
+    outcomes, if they are of different traces or if ``path`` does not end in .html, and OSError.
 
-    Cost: some milliseconds an outcome; a second for the PNG.
+    Cost: some milliseconds per outcome; a second for the PNG.
     """
     path = Path(path)
     if path.suffix.lower() not in {".html", ".htm"}:
         raise InvalidValue(f"a report is an .html file; got {str(path)!r}")
     found = arranged(outcomes)
     files: dict[Path, bytes] = {}
-    with suppress(MissingExtra):  # the page does not need it; the list lacks it then
+    with suppress(MissingExtra):  # optional: the page does not need it
         files[path.with_suffix(".png")] = picture(found)
     files = {
         path.with_suffix(".json"): _json(outcomes, trace, command, advice),
@@ -76,7 +75,7 @@ def write_report(
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Nobody sees half of it."""
+    """Replace a file atomically."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         unfinished.write_bytes(content)
@@ -99,7 +98,7 @@ def _json(
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: NumPy's numbers as Python's, and null for what is no number."""
+    """Return a value for JSON: NumPy numbers as Python's, null for NaN and infinity."""
     if isinstance(value, dict):
         return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -112,9 +111,8 @@ def _plain(value: Any) -> Any:
 
 
 def _csv(outcomes: Sequence[Outcome]) -> bytes:
-    """A line for each outcome; a column for each reason, and for each percentile of TTFT."""
-    others = {reason for outcome in outcomes for reason in outcome.misses} - set(REASONS)
-    reasons = [*REASONS, *sorted(others)]
+    """Return a line per outcome, with columns for reasons and for percentiles of TTFT."""
+    reasons = reasons_of(outcomes)
     timed = any(outcome.latency for outcome in outcomes)
     text = io.StringIO(newline="")
     lines = csv.writer(text, lineterminator="\n")

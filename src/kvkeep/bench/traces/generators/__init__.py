@@ -1,4 +1,4 @@
-"""Traces that are made: workloads whose statistics are known, from a seed."""
+"""Generated traces: workloads with known statistics, from a seed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _WORKLOADS: dict[str, Callable[[], TrafficModel]] = {
     "tenants": Tenants,
 }
 KINDS = tuple(_WORKLOADS)
-"""The names of the workloads that `generate` makes."""
+"""Names of the workloads for `generate`."""
 
 
 def generate(
@@ -54,7 +54,7 @@ def generate(
     unit_tokens: int = 16,
     sessions_per_second: float | None = None,
 ) -> GeneratedTrace:
-    """A trace of one of `KINDS` as it is by default; `GeneratedTrace` takes one of your own."""
+    """Return a trace of one of `KINDS` with its defaults; `GeneratedTrace` takes any workload."""
     if kind not in _WORKLOADS:
         raise InvalidValue(f"a kind of traffic is one of {', '.join(KINDS)}; got {kind!r}")
     return GeneratedTrace(

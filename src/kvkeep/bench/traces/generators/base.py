@@ -1,4 +1,4 @@
-"""`GeneratedTrace`: sessions of a workload that run beside each other, merged by time."""
+"""`GeneratedTrace`: concurrent sessions of a workload, merged by time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvkeep.bench.traces.chain import Growing, words_of
 from kvkeep.bench.traces.generators.chance import WAITS, Chance, mean_of
-from kvkeep.bench.traces.request import TraceRequest
+from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, TraceRequest
 from kvkeep.core.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kvkeep.bench.traces.chain import Words
 
 __all__ = [
     "FIRST_TOKEN_S",
@@ -27,34 +29,29 @@ __all__ = [
 
 FIRST_TOKEN_S = 0.3
 TOKEN_S = 0.02
-"""Seconds that an answer is taken to need: to its first token, and for each one."""
-
-_MOST_UNIT = 1 << 20
+"""Assumed seconds of an answer: to its first token, and per token."""
 
 
 class PromptSegments:
-    """Segments of text in a row; each has a name, and is the same text wherever that occurs."""
+    """A prompt of named segments; a name stands for the same text wherever it occurs."""
 
     def __init__(self, unit_tokens: int) -> None:
         self._growing = Growing(unit_tokens)
 
     def add(self, tokens: int, *name: object) -> PromptSegments:
-        """A segment at the end; returns the prompt itself."""
-        digest = hashlib.blake2b("/".join(map(str, name)).encode(), digest_size=8).digest()
-        self._growing.append(words_of(int.from_bytes(digest, "little"), tokens))
+        """Append a segment; return the prompt."""
+        self._growing.append(_segment(tokens, *name))
         return self
 
     def request(
         self, session: SessionScript, turn: int, time: float, output_tokens: int
     ) -> TraceRequest:
-        """It as a request; the answer is at its end afterwards."""
-        growing = self._growing
-        units, tokens = growing.units(), growing.length
+        """Return the prompt as a request, and append the answer to the prompt."""
+        units, tokens = self._growing.units(), self._growing.length
         answer = "answer", session.name, turn
         # Without the last token, whose KV is never computed.
-        computed = PromptSegments(growing.unit_tokens)
-        computed._growing = growing.fork()
-        computed.add(output_tokens - 1, *answer)
+        computed = self._growing.fork()
+        computed.append(_segment(output_tokens - 1, *answer))
         self.add(output_tokens, *answer)
         return TraceRequest(
             time,
@@ -66,15 +63,20 @@ class PromptSegments:
             None,
             turn,
             session.kind,
-            computed._growing.full(tokens // growing.unit_tokens),
+            computed.full(tokens // computed.unit_tokens),
         )
+
+
+def _segment(tokens: int, *name: object) -> Words:
+    digest = hashlib.blake2b("/".join(map(str, name)).encode(), digest_size=8).digest()
+    return words_of(int.from_bytes(digest, "little"), tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The next request of a session, ``gap_s`` after the answer before it was there.
+    """The next request of a session, ``gap_s`` seconds after the end of the last answer.
 
-    ``prompt`` is made into a request when its time has come; the answer is added to it then.
+    ``prompt`` becomes a request at its time; the answer is then appended to it.
     """
 
     gap_s: float
@@ -84,7 +86,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class SessionScript:
-    """What is asked in it, one turn after the other; each once the one before was answered."""
+    """A session: its turns, each after the answer to the one before."""
 
     name: str
     kind: str
@@ -93,7 +95,7 @@ class SessionScript:
 
 
 class TrafficModel(Protocol):
-    """A kind of traffic."""
+    """A workload: a kind of traffic."""
 
     @property
     def kind(self) -> str:
@@ -101,10 +103,10 @@ class TrafficModel(Protocol):
 
     @property
     def sessions_per_second(self) -> float:
-        """How many begin, on average."""
+        """Average number of sessions that begin per second."""
 
     def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
-        """The session of this name; all its chance is ``chance``."""
+        """Return the session ``name``; all its random choices are from ``chance``."""
 
 
 @dataclass(order=True, slots=True)
@@ -117,12 +119,11 @@ class _Running:
 
 
 class GeneratedTrace:
-    """``requests`` requests of a workload; a `Trace`. The same seed is the same on every machine.
+    """``requests`` requests of a workload; a `Trace`. A seed gives the same trace everywhere.
 
-    Sessions begin at random, ``sessions_per_second`` on average (None: the workload's own). More
-    requests only add to the end: the first thousand of two thousand are those of one thousand.
-    Memory: the sessions that run at once. Cost: about 20 ns a prompt token that is new to its
-    session.
+    Sessions begin at random, ``sessions_per_second`` on average (None: the workload's own rate).
+    More requests only add to the end: the first thousand of two thousand are those of one thousand.
+    Memory: the concurrent sessions. Cost: about 20 ns per prompt token that is new in its session.
     """
 
     def __init__(
@@ -137,15 +138,15 @@ class GeneratedTrace:
         self.workload = workload
         self.seed = whole("seed", seed)
         self.length = whole("requests", requests, 0)
-        self.unit_tokens = whole("unit_tokens", unit_tokens, 1, _MOST_UNIT)
+        self.unit_tokens = whole("unit_tokens", unit_tokens, 1, MAX_UNIT_TOKENS)
         rate = workload.sessions_per_second if sessions_per_second is None else sessions_per_second
         if not 0 < rate < 1e9:
-            raise InvalidValue(f"sessions_per_second is a number above 0, got {rate}")
+            raise InvalidValue(f"sessions_per_second is {rate}; a number above 0 is needed")
         self.sessions_per_second = rate
 
     @property
     def name(self) -> str:
-        """What it is, and of which seed."""
+        """The kind of traffic, and the seed."""
         return f"{self.workload.kind}, seed {self.seed}"
 
     def __repr__(self) -> str:
@@ -169,7 +170,7 @@ class GeneratedTrace:
 
     @staticmethod
     def _next(running: list[_Running]) -> TraceRequest:
-        """The first of all turns; the session's next one takes its place."""
+        """Return the earliest turn as a request, and schedule the session's next one."""
         one = heapq.heappop(running)
         turn = one.turn
         request = turn.prompt.request(

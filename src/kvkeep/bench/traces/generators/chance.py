@@ -1,8 +1,8 @@
-"""Chance that is the same on every machine: tables instead of logarithms.
+"""Random numbers that are the same on every machine.
 
-Python promises that `random.Random(seed).random()` never changes; of distributions it promises
-nothing, and a mathematical library may round the last bit otherwise. So a distribution is a table
-of its quantiles here, straight lines between them: four operations that are exact everywhere.
+Python guarantees the sequence of `random.Random(seed).random()`, but not of its distributions, and
+mathematical libraries differ in the last bit. So a distribution is a table of quantiles with linear
+interpolation: four operations that are exact everywhere.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Item = TypeVar("Item")
 
 
 Table = tuple[tuple[float, float], ...]
-"""A distribution by its quantiles, each a share and the value that it lies below: straight between
-them. ``((0, 10), (0.5, 100), (1, 1000))`` has half of its values below 100."""
+"""A distribution by its quantiles: pairs of a share and the value that this share lies below, with
+straight lines between. Half of the values of ``((0, 10), (0.5, 100), (1, 1000))`` are below 100."""
 
 
 @lru_cache(maxsize=512)
@@ -41,7 +41,7 @@ def _columns(table: Table) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def value_at(table: Table, share: float) -> float:
-    """The value that ``share`` (0 … 1) of all lie below."""
+    """Return the value below which ``share`` (0 … 1) of all values lie."""
     shares, values = _columns(table)
     right = min(bisect_right(shares, share), len(shares) - 1)
     low, high = shares[right - 1], shares[right]
@@ -50,7 +50,7 @@ def value_at(table: Table, share: float) -> float:
 
 
 def mean_of(table: Table) -> float:
-    """The mean of the values."""
+    """Return the mean of a distribution."""
     shares, values = _columns(table)
     widths = (right - left for left, right in pairwise(shares))
     heights = ((left + right) / 2 for left, right in pairwise(values))
@@ -61,42 +61,42 @@ WAITS: Table = (
     (0, 0), (0.1, 0.1054), (0.25, 0.2877), (0.5, 0.6931), (0.75, 1.3863), (0.9, 2.3026),
     (0.97, 3.5066), (0.99, 4.6052), (0.999, 6.9078), (1, 8),
 )  # fmt: skip
-"""Times between arrivals that know nothing of each other, 1 on average within 3 %."""
+"""Times between independent arrivals (exponential), with a mean of 1 within 3 %."""
 
 
 class Chance:
-    """One stream of chance, named by what it is for, so that others do not shift it."""
+    """A random stream, named by its purpose, so that other streams do not shift it."""
 
     def __init__(self, *names: object) -> None:
         self._random = random.Random("/".join(map(str, names)))  # noqa: S311 - no secret
 
     def share(self) -> float:
-        """Anything in 0 … 1, but not 1."""
+        """Return a number in 0 … 1, excluding 1."""
         return self._random.random()
 
     def of(self, table: Table) -> float:
-        """A value of this distribution."""
+        """Return a value of a distribution."""
         return value_at(table, self.share())
 
     def whole(self, table: Table) -> int:
-        """The same, to the whole number, 1 at least."""
+        """Return a value of a distribution, rounded, and at least 1."""
         return max(1, int(self.of(table) + 0.5))
 
     def below(self, count: int) -> int:
-        """0 … ``count`` - 1."""
+        """Return a whole number in 0 … ``count`` - 1."""
         return int(self.share() * count)
 
     def happens(self, probability: float) -> bool:
-        """Whether it does."""
+        """Return True with this probability."""
         return self.share() < probability
 
     def pick(self, items: Sequence[Item], sums: Sequence[float]) -> Item:
-        """One of ``items``, as often as the steps of ``sums`` (which only grow) say."""
+        """Return one of ``items``, with weights whose cumulative sums are ``sums``."""
         at = bisect_right(sums, self.share() * sums[-1])
         return items[min(at, len(items) - 1)]
 
     def some(self, items: Sequence[Item], count: int, sums: Sequence[float]) -> list[Item]:
-        """``count`` different ones, in the order in which they came up."""
+        """Return ``count`` different items, in the order in which they were picked."""
         found: dict[Item, None] = {}
         while len(found) < min(count, len(items)):
             found[self.pick(items, sums)] = None
@@ -105,7 +105,7 @@ class Chance:
 
 @lru_cache(maxsize=64)
 def zipf(count: int, exponent: float) -> tuple[float, ...]:
-    """Sums of 1 / (rank ** exponent): sizes as they are among tenants, passages, tools."""
+    """Return cumulative sums of 1 / (rank ** exponent), for popularities of a Zipf law."""
     sums: list[float] = []
     total = 0.0
     for rank in range(1, count + 1):

@@ -1,7 +1,7 @@
 """Kinds of traffic that public traces lack: agents, retrieval, APIs, chats, and many tenants.
 
-Each distribution is a table of quantiles (`Table`). What is named the same in two prompts is the
-same text: a system prompt is, a user's question is not.
+Each distribution is a table of quantiles (`Table`). Segments of the same name are the same text in
+all prompts: a system prompt has one name, a user's question a name of its own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,25 @@ if TYPE_CHECKING:
 __all__ = ["API", "RAG", "Agents", "Chat", "Tenants"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agents:
-    """Loops of a model and its tools: the prompt grows by an answer and a tool's result each turn.
+class _SingleKind:
+    """A workload whose sessions are all made by `_turns`."""
 
-    11 turns on average. 86 % of the tools are back within a second, 1 % need more than a minute.
+    __slots__ = ()
+    kind: str
+
+    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
+        """Return the session of this name."""
+        return SessionScript(name, self.kind, self._turns(name, chance, unit_tokens))
+
+    def _turns(self, name: str, chance: Chance, unit_tokens: int) -> Iterator[Turn]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agents(_SingleKind):
+    """Agents that call tools: each turn appends an answer and a tool's result to the prompt.
+
+    11 turns on average. 86 % of the tools return within a second, 1 % take more than a minute.
     All sessions of one of the ``agents`` begin with its instructions and tools.
     """
 
@@ -39,13 +53,8 @@ class Agents:
     output: Table = ((0, 20), (0.5, 120), (0.9, 600), (1, 2000))
     gap_s: Table = ((0, 0.01), (0.5, 0.15), (0.86, 1), (0.95, 8), (0.99, 60), (1, 900))
 
-    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
-        """One task."""
-        return SessionScript(
-            name, self.kind, self._turns(name, chance, PromptSegments(unit_tokens))
-        )
-
-    def _turns(self, name: str, chance: Chance, prompt: PromptSegments) -> Iterator[Turn]:
+    def _turns(self, name: str, chance: Chance, unit_tokens: int) -> Iterator[Turn]:
+        prompt = PromptSegments(unit_tokens)
         agent = chance.pick(range(self.agents), zipf(self.agents, 1.0))
         shared = self.space, "agent", agent
         prompt.add(Chance(*shared).whole(self.instructions), *shared)
@@ -58,12 +67,12 @@ class Agents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RAG:
-    """Questions on passages that a search found, in the order in which it found them.
+class RAG(_SingleKind):
+    """Questions about passages that a search found, in the order of the search results.
 
-    Popular ``passages`` come up again and again, but rarely behind the same others: a cache of
-    prefixes reuses the instructions and now and then a first passage. One session in five asks
-    once more, with other passages before the second question.
+    Popular ``passages`` recur often, but rarely after the same others: a prefix cache reuses the
+    instructions and sometimes a first passage. One session in five asks a second question, with
+    other passages before it.
     """
 
     kind: str = "rag"
@@ -76,10 +85,6 @@ class RAG:
     question: Table = ((0, 8), (0.5, 25), (0.9, 80), (1, 300))
     output: Table = ((0, 20), (0.5, 180), (0.9, 500), (1, 1200))
     gap_s: Table = ((0, 3), (0.5, 30), (0.9, 180), (1, 1200))
-
-    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
-        """One question, or two."""
-        return SessionScript(name, self.kind, self._turns(name, chance, unit_tokens))
 
     def _turns(self, name: str, chance: Chance, unit_tokens: int) -> Iterator[Turn]:
         popular = zipf(self.passages, 0.8)
@@ -96,8 +101,8 @@ class RAG:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class API:
-    """Programs that ask: a template of theirs and what it is about. 97 % of requests come alone."""
+class API(_SingleKind):
+    """Programs that fill in a template of theirs. 97 % of requests are alone in their session."""
 
     kind: str = "api"
     sessions_per_second: float = 5.0
@@ -109,15 +114,10 @@ class API:
     turns: Table = ((0, 1.51), (0.5, 3), (1, 4.49))
     gap_s: Table = ((0, 0.05), (0.5, 1), (0.9, 10), (1, 60))
     alone: float = 0.99
-    """Sessions of one turn; the others have three on average."""
+    """Share of sessions with one turn; the others have three on average."""
 
-    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
-        """One call, mostly."""
-        return SessionScript(
-            name, self.kind, self._turns(name, chance, PromptSegments(unit_tokens))
-        )
-
-    def _turns(self, name: str, chance: Chance, prompt: PromptSegments) -> Iterator[Turn]:
+    def _turns(self, name: str, chance: Chance, unit_tokens: int) -> Iterator[Turn]:
+        prompt = PromptSegments(unit_tokens)
         template = chance.pick(range(self.templates), zipf(self.templates, 1.1))
         shared = self.space, "api", template
         prompt.add(Chance(*shared).whole(self.template), *shared)
@@ -128,8 +128,8 @@ class API:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chat:
-    """People who talk: 3.5 turns on average, 40 s between an answer and the next question.
+class Chat(_SingleKind):
+    """Chats of people: 3.5 turns on average, 40 s between an answer and the next question.
 
     One session in five begins with a document.
     """
@@ -145,13 +145,8 @@ class Chat:
     turns: Table = ((0, 0.51), (0.45, 1.49), (0.7, 3.5), (0.9, 8), (1, 16))
     gap_s: Table = ((0, 2), (0.5, 40), (0.9, 250), (0.98, 1200), (1, 3600))
 
-    def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
-        """One conversation."""
-        return SessionScript(
-            name, self.kind, self._turns(name, chance, PromptSegments(unit_tokens))
-        )
-
-    def _turns(self, name: str, chance: Chance, prompt: PromptSegments) -> Iterator[Turn]:
+    def _turns(self, name: str, chance: Chance, unit_tokens: int) -> Iterator[Turn]:
+        prompt = PromptSegments(unit_tokens)
         assistant = chance.pick(range(self.assistants), zipf(self.assistants, 1.0))
         shared = self.space, "chat", assistant
         prompt.add(Chance(*shared).whole(self.instructions), *shared)
@@ -163,7 +158,7 @@ class Chat:
 
 
 Kind = Agents | RAG | API | Chat
-"""What a tenant's sessions can be."""
+"""Workloads that a tenant's sessions can have."""
 
 
 def _mix() -> tuple[tuple[float, Kind], ...]:
@@ -172,11 +167,11 @@ def _mix() -> tuple[tuple[float, Kind], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenants:
-    """Many tenants, each a namespace of its own, of all sizes, with sessions of all kinds.
+    """Many tenants of different sizes, each with its own namespace and all kinds of sessions.
 
-    The n-th tenant begins 1 / n as many sessions as the first. ``common`` of the sessions use the
-    provider's own instructions, which are the same text for all tenants, and which a cache may not
-    share between them all the same.
+    The n-th tenant begins 1 / n as many sessions as the first. A share ``common`` of the sessions
+    uses the provider's instructions, the same text for all tenants, which a cache must not share
+    between tenants.
     """
 
     kind: str = "tenants"
@@ -188,7 +183,7 @@ class Tenants:
     """Workloads, each with its share of the sessions."""
 
     def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
-        """One of some tenant."""
+        """Return a session of a random tenant and kind."""
         tenant = chance.pick(range(self.tenants), zipf(self.tenants, self.exponent))
         sums, total = [], 0.0
         for share, _ in self.mix:

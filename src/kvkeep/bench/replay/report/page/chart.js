@@ -1,9 +1,9 @@
-// One chart: its lines, the names below it that switch them, the table behind it.
+// One chart: its lines, the legend that switches them, the table behind it.
 "use strict";
 
 const FONT = "12px system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif";
 
-// As many of `ticks` ([place, text], in order) as have room beside each other.
+// Keep the `ticks` ([place, text], in order) that fit side by side.
 const roomFor = (ticks, low, high, width) => {
   const kept = [];
   let free = -Infinity;
@@ -18,9 +18,9 @@ const roomFor = (ticks, low, high, width) => {
 };
 
 class Chart {
-  // `spec` is asked for anew at each drawing: {x, xName, xLabel, xPad, xTicks(low, high, width),
+  // `spec` is called for each drawing and returns {x, xName, xLabel, xPad, xTicks(low, high, width),
   // xText(index), yText, yTick, yLog, series: [{name, values, colour, dash, width, stepped, points,
-  // fill, behind}]}, or null where there is nothing to draw.
+  // fill, behind}]}, or null if there is nothing to draw.
   constructor(figure, spec) {
     this.figure = figure;
     this.host = figure.querySelector(".plot");
@@ -135,7 +135,7 @@ class Chart {
     this.read();
   }
 
-  // Of the names: those that lie behind the others come last.
+  // Names of lines behind the others come last in the legend.
   order() {
     const behind = (number) => Boolean(this.now.series[number].behind);
     return this.now.series.map((_, number) => number).sort((a, b) => behind(a) - behind(b));
@@ -164,7 +164,7 @@ class Chart {
     if (next === undefined) return;
     event.preventDefault();
     if (next < 0) {
-      this.plot.setData(this.plot.data);  // all of it again
+      this.plot.setData(this.plot.data);  // redraws everything
       this.plot.setCursor({left: -10, top: -10});
       this.said.textContent = "";
       return;
@@ -182,7 +182,7 @@ class Chart {
     }
   }
 
-  // The table behind a chart whose figures change with what is chosen; made when it is opened.
+  // The table behind a chart whose data can be chosen; filled when it is opened.
   fill() {
     if (!this.filled) return;
     this.filled.replaceChildren();

@@ -1,4 +1,4 @@
-// What the charts of a report of `kvkeep replay` are drawn from.
+// The charts of a report of `kvkeep replay`.
 "use strict";
 
 const COLOURS = 8;
@@ -9,7 +9,7 @@ const painted = (name) => {
   return {colour: colour(`c${at % COLOURS}`), dash: at < COLOURS ? undefined : [10, 3]};
 };
 
-// Series of [x, y] on one common x; null where a series has nothing.
+// Put series of [x, y] on a common x; null where a series has no point.
 const joined = (series) => {
   const x = [...new Set(series.flatMap((one) => one.rows.map((row) => row[0])))]
     .sort((a, b) => a - b);
@@ -21,7 +21,7 @@ const joined = (series) => {
   return x;
 };
 
-// A line that others cover is broader than they are, so that it is seen.
+// Draw a line wider if later lines cover it, so that it stays visible.
 const uncovered = (series) => {
   const lines = series.filter((one) => one.points);
   const all = Math.max(...lines.flatMap((one) => one.values));
@@ -81,7 +81,7 @@ const ttft = () => {
   return spec;
 };
 
-// Each point is on a row of its own: two may have the same hit rate.
+// Each point has its own row, as two points may have the same hit rate.
 const cost = () => {
   const lines = [...data.policies];
   if (data.belady) lines.unshift({...data.belady, name: "belady (bound)"});
@@ -108,7 +108,7 @@ const cost = () => {
   };
 };
 
-const chosenDetails = () => {  // bounds first: the others are drawn over them
+const chosenDetails = () => {  // bounds first, below the other lines
   const all = data.details[document.getElementById("capacity").value] || [];
   return [...all].sort((a, b) => places.has(a.name) - places.has(b.name));
 };
@@ -140,9 +140,9 @@ const time = () => {
 
 const MOMENTS = [0.001, 0.004, 0.015, 0.0625, 0.25, 1, 4, 15, MINUTE, 4 * MINUTE, 15 * MINUTE,
   HOUR, 4 * HOUR, 12 * HOUR, DAY, 4 * DAY, 20 * DAY];
-// What was as short as `lowest`, or shorter, is counted in the first step.
+// The first step counts all durations up to `lowest`.
 const histogram = (field, xLabel, lowest, all) => () => {
-  const closed = (rows) => {  // an end for the last step
+  const closed = (rows) => {  // the end of the last step
     const [from] = rows[rows.length - 1];
     return [...rows, [+(from * 2 ** 0.25).toPrecision(5), 0]];
   };

@@ -1,4 +1,4 @@
-// Figures as people read them, as in words.py, and colours as the page's style has them now.
+// Figures as people read them, as in words.py, and the current colours of the page.
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);

@@ -1,0 +1,78 @@
+"""What ``kvkeep serve`` and ``kvkeep route`` share: address, connection limits, log level."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import TYPE_CHECKING
+
+from kvkeep.cli.arguments import add_option, add_seconds, byte_size, count
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable
+
+__all__ = ["add_address", "add_connection_limits", "add_log_level", "allowed_hosts"]
+
+
+def add_address(group: argparse._ArgumentGroup, *, port: int) -> None:
+    """Add ``--host``, ``--port`` and ``--allow-host``; ``port`` is the default port."""
+    group.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1, this machine only)",
+    )
+    add_option(group, "--port N", "port to listen on; 0: any free port", type=int, default=port)
+    group.add_argument(
+        "--allow-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="accept requests with this Host header, besides localhost; may be repeated "
+        "(default: any, unless --host is a loopback address)",
+    )
+
+
+def add_connection_limits(group: argparse._ArgumentGroup, *, share: str) -> None:
+    """Add the limits on connections and bodies; ``share`` is what of the open files is used."""
+    add_option(
+        group,
+        "--max-connections N",
+        f"connections open at once (default: 1,024, or {share} the limit on open files leaves)",
+        type=count,
+    )
+    add_seconds(group, "--head-timeout", 10.0, "time for the head of a request to arrive")
+    add_seconds(group, "--body-timeout", 60.0, "time for the body of a request to arrive")
+    add_option(
+        group,
+        "--body-budget SIZE",
+        "memory for the bodies of all requests together",
+        type=byte_size,
+        default="256MiB",
+    )
+
+
+def add_log_level(parser: argparse.ArgumentParser) -> None:
+    """Add ``--log-level``."""
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least severe messages to log (default: info)",
+    )
+
+
+def allowed_hosts(host: str, names: Iterable[str], loopback: Iterable[str]) -> list[str] | None:
+    """Return the Host headers to accept when listening on ``host``; None accepts all.
+
+    ``names`` were given with ``--allow-host``. On a loopback address ``loopback`` is accepted
+    too, and nothing else: a web page cannot reach the server under a name of its own.
+    """
+    allowed = [name.lower() for name in names]
+    return [*allowed, *loopback, host.lower()] if _is_loopback(host) else allowed or None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,205 @@
+"""What ``kvkeep replay`` and ``kvkeep plan`` share: reading a trace, replaying it, the report."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.bench.replay import RunLog, Workload, replay
+from kvkeep.bench.replay.runs import increments
+from kvkeep.cli.arguments import add_option, add_path, add_switch, count
+from kvkeep.cli.progress import progress
+from kvkeep.cli.trace import opened
+from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.geometry import KVGeometry, parse_bytes, parse_count
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kvkeep.bench.replay import Outcome, ReplayRun
+    from kvkeep.bench.replay.report import Prices
+
+__all__ = [
+    "add_price_arguments", "add_replay_arguments", "add_report_arguments", "check_out", "facts",
+    "parse_tokens", "prices_of", "read_workload", "replayed", "report",
+]  # fmt: skip
+
+_LOG = ".runs.jsonl"  # suffix of the log of finished replays, beside a report
+
+
+# --- arguments ---------------------------------------------------------------------------------
+
+
+def add_replay_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add ``--model`` and ``--jobs``."""
+    add_path(
+        group,
+        "--model",
+        "local model directory or config.json, for the size of a token's KV",
+        metavar="PATH",
+    )
+    add_option(
+        group,
+        "--jobs N",
+        "replays to run at once, each in a process (default: one per processor)",
+        type=count,
+    )
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--out`` and ``--fresh``; `replayed` and `report` read them."""
+    add_path(parser, "--out", "write a report to this .html file, with JSON, CSV and PNG beside it")
+    add_switch(
+        parser,
+        "--fresh",
+        "with --out: replay everything again, instead of reusing the log of an earlier call",
+    )
+
+
+def add_price_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the prices; `prices_of` reads them."""
+    prices = parser.add_argument_group("cost of a month, for the report (in any currency)")
+    for option, metavar, text in (
+        ("--gpu-hour", "PRICE", "price per hour of the GPUs that compute prompts"),
+        ("--prefill-speed", "N", "prompt tokens that these GPUs compute per second"),
+        ("--memory-price", "PRICE", "price per GiB of memory and month"),
+        ("--disk-price", "PRICE", "price per GiB of the tiers below memory and month"),
+    ):
+        prices.add_argument(option, metavar=metavar, type=float, help=text)
+
+
+# --- values ------------------------------------------------------------------------------------
+
+
+def check_out(args: argparse.Namespace) -> None:
+    """Raise `InvalidValue`, before anything is replayed, if the report cannot be written.
+
+    That includes a report whose files would replace a file that is read.
+    """
+    if args.out is None:
+        return
+    if args.out.suffix.lower() not in {".html", ".htm"}:
+        raise InvalidValue(f"--out needs an .html file, such as report.html; got {str(args.out)!r}")
+    if not args.out.parent.is_dir():
+        raise InvalidValue(f"cannot write {args.out}: there is no directory {args.out.parent}")
+    read = [path.resolve() for path in (args.file, getattr(args, "cost", None)) if path is not None]
+    for suffix in (args.out.suffix, ".json", ".csv", ".png", _LOG):
+        written = args.out.with_suffix(suffix)
+        if written.is_dir():
+            raise InvalidValue(f"cannot write {written}: it is a directory")
+        if written.resolve() in read:
+            raise InvalidValue(f"--out {args.out} would overwrite {written}; name another file")
+
+
+def parse_tokens(text: str, model: Path | None = None) -> int:
+    """Parse a capacity: tokens (``3M``, ``500k``), or bytes (``40GiB``) of ``model``'s KV."""
+    if not text.strip().lower().endswith("b"):
+        try:
+            return parse_count(text)
+        except InvalidValue as error:
+            raise InvalidValue(
+                f"a capacity is a count of tokens, or an amount of memory as 40GiB: {error}"
+            ) from error
+    amount = parse_bytes(text)
+    if model is None:
+        raise InvalidValue(f"a capacity of {text} needs --model, for the size of a token")
+    return amount // KVGeometry.from_config(model).bytes_per_token
+
+
+def prices_of(args: argparse.Namespace) -> Prices | None:
+    """Return the prices that were given, None if none was; `InvalidValue` if one is missing."""
+    from kvkeep.bench.replay.report import Prices  # noqa: PLC0415 - only needed with prices
+
+    given = {
+        "--gpu-hour": args.gpu_hour,
+        "--prefill-speed": args.prefill_speed,
+        "--memory-price": args.memory_price,
+        "--model": args.model,
+    }
+    if args.gpu_hour is None and args.memory_price is None and args.disk_price is None:
+        return None
+    missing = [option for option, value in given.items() if value is None]
+    if missing:
+        raise InvalidValue(f"the cost of a month also needs {', '.join(missing)}")
+    return Prices(
+        gpu_hour=args.gpu_hour,
+        memory_gib_month=args.memory_price,
+        disk_gib_month=args.disk_price or 0.0,
+        kv_bytes_per_token=KVGeometry.from_config(args.model).bytes_per_token,
+        prefill_tokens_per_s=args.prefill_speed,
+    )
+
+
+# --- replaying ---------------------------------------------------------------------------------
+
+
+def read_workload(args: argparse.Namespace) -> Workload:
+    """Read the trace ``args.file``."""
+    trace = opened(args, args.file)
+    with (
+        progress("reading", of=trace.length, remaining=True) as advance,
+        increments(advance) as read,
+    ):
+        return Workload.read(trace, read)
+
+
+def replayed(
+    workload: Workload, runs: Sequence[ReplayRun], args: argparse.Namespace
+) -> list[Outcome]:
+    """Replay and return the outcomes, in order; with ``--out``, outcomes in its log are reused."""
+    log = None
+    if args.out is not None:
+        path = args.out.with_suffix(_LOG)
+        if args.fresh:
+            path.unlink(missing_ok=True)
+        log = RunLog(path)
+        known = sum(log.find(workload, run) is not None for run in runs)
+        if known:
+            print(f"{known} of {len(runs)} replays are taken from {path}", file=sys.stderr)
+    jobs = whole("--jobs", args.jobs, 1) if args.jobs is not None else os.cpu_count() or 1
+    found: dict[ReplayRun, Outcome] = {}
+    with progress("replaying", of=len(runs) * len(workload), remaining=True) as advance:
+        found.update(replay(workload, runs, jobs=jobs, journal=log, progress=advance))
+    return [found[run] for run in runs]
+
+
+def report(
+    workload: Workload,
+    outcomes: Sequence[Outcome],
+    args: argparse.Namespace,
+    prices: Prices | None = None,
+    advice: str | None = None,
+) -> None:
+    """Write the report to ``--out``, and its data files beside it."""
+    from kvkeep.bench.replay.report import write_report  # noqa: PLC0415 - only needed with --out
+
+    command = shlex.join(["kvkeep", *sys.argv[1:]])
+    try:
+        written = write_report(
+            outcomes, args.out, trace=facts(workload), prices=prices, command=command, advice=advice
+        )
+    except OSError as error:
+        raise InvalidValue(f"cannot write {args.out}: {error.strerror}") from error
+    print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)
+    if not any(path.suffix == ".png" for path in written):
+        print("no PNG was written: it needs pip install 'kvkeep[report]'", file=sys.stderr)
+
+
+def facts(workload: Workload) -> dict[str, Any]:
+    """Return the facts about the trace that a report lists."""
+    return {
+        "name": workload.name,
+        "digest": workload.digest,
+        "requests": len(workload),
+        "tokens": int(workload.tokens.sum(dtype="int64")),
+        "output_tokens": int(workload.output_tokens.sum(dtype="int64")),
+        "units": int(workload.prompt_units.sum(dtype="int64")),
+        "unit_tokens": workload.unit_tokens,
+        "span_s": workload.span_s,
+        "namespaces": len(workload.namespaces),
+        "skipped": workload.skipped,
+    }

@@ -1,0 +1,93 @@
+"""How commands reach a running server: its address, API key, and TLS certificates."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlencode
+
+from kvkeep.cli.arguments import add_path, add_seconds
+from kvkeep.cli.client import Address, Client, Gone
+from kvkeep.core.errors import InvalidValue
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = ["KEY_VARIABLE", "add_server_arguments", "add_server_url", "api_key", "connect", "path"]
+
+KEY_VARIABLE: Final = "KVKEEP_API_KEY"
+_KEY_BYTES: Final = 4096
+
+
+def add_server_url(parser: argparse.ArgumentParser) -> None:
+    """Add the positional argument URL."""
+    parser.add_argument("url", metavar="URL", help="address of the server: http://host:port, or "
+                        "host:port")  # fmt: skip
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how to reach a server; `connect` reads them."""
+    server = parser.add_argument_group("the server")
+    add_path(
+        server,
+        "--api-key-file",
+        f"file that holds the server's API key (default: ${KEY_VARIABLE}, if it is set)",
+    )
+    add_path(
+        server, "--ca-file", "PEM file of certificates to trust, for https (default: the system's)"
+    )
+    add_seconds(server, "--timeout", 10.0, "time to wait for the server to send anything")
+
+
+@contextmanager
+def connect(url: str, args: argparse.Namespace) -> Iterator[Client]:
+    """Yield a client of the server at ``url``, for the options of `add_server_arguments`.
+
+    Raises `InvalidValue` for wrong options, and in the place of `Gone` for a server that cannot
+    be reached or fails.
+    """
+    if not 0 < args.timeout <= 3600:
+        raise InvalidValue(
+            f"--timeout is {args.timeout:g}; seconds above 0 and up to 3600 are needed"
+        )
+    client = Client(
+        Address.parse(url),
+        key=api_key(args.api_key_file),
+        ca_file=args.ca_file,
+        timeout_s=args.timeout,
+    )
+    with client:
+        try:
+            yield client
+        except Gone as error:
+            raise InvalidValue(str(error)) from error
+
+
+def api_key(file: Path | None) -> str | None:
+    """Return the API key in ``file``, or in the environment if None; None if there is no key.
+
+    Raises `InvalidValue` for a file that cannot be read or holds no key.
+    """
+    if file is None:
+        key, where = os.environ.get(KEY_VARIABLE, ""), f"${KEY_VARIABLE}"
+        if not key:
+            return None
+    else:
+        where = str(file)
+        try:
+            with file.open("rb") as opened:
+                key = opened.read(_KEY_BYTES + 1).decode("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidValue(f"cannot read an API key from {file}: {error}") from error
+    if not key or len(key) > _KEY_BYTES or not (key.isascii() and key.isprintable()):
+        raise InvalidValue(f"{where} holds no API key: it is one line of printable ASCII")
+    return key
+
+
+def path(*parts: str, **query: str | int | None) -> str:
+    """Join ``parts`` to a path and add the query; fields that are None are left out."""
+    fields = urlencode({name: value for name, value in query.items() if value is not None})
+    return "/".join(parts) + (f"?{fields}" if fields else "")
