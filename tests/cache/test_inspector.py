@@ -478,7 +478,7 @@ def test_a_map_of_many_runs_is_made_in_steps(monkeypatch):
     def counted(core):
         nonlocal steps
         steps += 1
-        enter(core)
+        return enter(core)
 
     monkeypatch.setattr(type(cache._core), "__enter__", counted)
     made = cache.map(nodes=100)
