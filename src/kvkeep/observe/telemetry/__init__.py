@@ -9,19 +9,12 @@ from kvkeep.observe.telemetry.evictions import PageTimes, TimesOfPages
 from kvkeep.observe.telemetry.histogram import Buckets, Histogram
 from kvkeep.observe.telemetry.labels import label, visible
 from kvkeep.observe.telemetry.logs import configure
-from kvkeep.observe.telemetry.reuse import RequestWatch, ReuseCounter, Reused
-from kvkeep.observe.telemetry.shares import NamespaceShare, Shares
 from kvkeep.observe.telemetry.starting import start, wanted
 
 __all__ = [
     "Buckets",
     "Histogram",
-    "NamespaceShare",
     "PageTimes",
-    "RequestWatch",
-    "ReuseCounter",
-    "Reused",
-    "Shares",
     "TimesOfPages",
     "configure",
     "label",

@@ -15,8 +15,8 @@ from kvkeep.core.cache.sessions import check_session
 from kvkeep.core.errors import IllegalStep, InvalidValue, QueueFull
 from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.tokens import as_tokens
+from kvkeep.observe.usage import Notifier, RequestBegun
 from kvkeep.serve.engine.beams import BeamSearch
-from kvkeep.serve.engine.observe import EngineWatch
 from kvkeep.serve.engine.offload.keeper import Keeper
 from kvkeep.serve.engine.params import SamplingParams
 from kvkeep.serve.engine.request import Request
@@ -25,13 +25,13 @@ from kvkeep.serve.engine.stats import EngineStats
 from kvkeep.serve.engine.step import EngineStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from collections.abc import Sequence as Row
 
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.core.tokens import TokenArray, TokensLike
-    from kvkeep.serve.engine.observe import Observer
+    from kvkeep.observe.usage import RequestObserver, RequestOrigin
     from kvkeep.serve.engine.request import Completion, Delta
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.text import Tokenizer
@@ -76,7 +76,7 @@ class Engine:
         limits: Limits = _LIMITS,
         store: KVStore | None = None,
         load_timeout: float = 2.0,
-        observer: Observer | None = None,
+        observers: Iterable[RequestObserver] = (),
     ) -> None:
         theirs, ours = (cache.num_pages, cache.page_size), (runner.num_pages, runner.page_size)
         if theirs != ours:
@@ -92,7 +92,7 @@ class Engine:
         self.limits = limits
         self._checked_at = -_CHECK_S
         self._did = EngineStats()
-        self._watch = EngineWatch(self._did, observer)
+        self._notifier = Notifier(*observers)
         self._keeper: Keeper | None = None
         if store is not None:
             if not cache.reuse:
@@ -100,10 +100,10 @@ class Engine:
                     "a store is there to reuse; leave out store, or reuse=False of the cache"
                 )
             self._keeper = Keeper(
-                store, runner, cache, self._did, timeout=load_timeout, watch=self._watch
+                store, runner, cache, self._did, timeout=load_timeout, notifier=self._notifier
             )
-        self._scheduler = Scheduler(cache, limits, self._did, self._keeper, self._watch)
-        self._step = EngineStep(runner, self._scheduler, self._did, self._keeper, self._watch)
+        self._scheduler = Scheduler(cache, limits, self._did, self._keeper, self._notifier)
+        self._step = EngineStep(runner, self._scheduler, self._did, self._keeper, self._notifier)
         runner.serve(cache)
 
     # --- requests ----------------------------------------------------------------------------
@@ -118,6 +118,7 @@ class Engine:
         answers: bool = True,
         session: str | None = None,
         turn: int | None = None,
+        origin: RequestOrigin | None = None,
     ) -> Request:
         """Take on a request: it is computed by the steps to come.
 
@@ -152,8 +153,10 @@ class Engine:
             search=search,
             session=session,
             turn=turn,
+            origin=origin,
         )
         self._scheduler.enter(request)
+        self._notifier.emit(RequestBegun(request.record))
         return request
 
     def abort(self, request: Request) -> None:
@@ -163,8 +166,9 @@ class Engine:
         """
         if request.id in self._scheduler.requests:
             self._did.aborted += 1
+            ended = request.ended_now("aborted")
             self._scheduler.leave(request)
-            self._watch.ended(request, "aborted")
+            self._notifier.emit(ended)
 
     def step(self) -> list[Delta]:
         """One forward pass; returns what came of it, nothing when there was nothing to do.
@@ -215,12 +219,12 @@ class Engine:
         keeper = self._keeper
         return None if keeper is None else keeper.tenant_of(as_namespace(namespace))
 
-    def observe(self, observer: Observer | None) -> None:
-        """Tell ``observer`` from now on, in place of the one before; None: nobody.
+    def observe(self, *observers: RequestObserver) -> None:
+        """Call these observers from now on, instead of those before.
 
-        It may hear of requests that it never heard of before: those that were on their way.
+        They also get events of requests that were added before.
         """
-        self._watch.observer = observer
+        self._notifier.observers = observers
 
     @property
     def has_work(self) -> bool:
@@ -239,7 +243,12 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What was done so far."""
-        return replace(self._did, running=self.num_running, waiting=self.num_waiting)
+        return replace(
+            self._did,
+            running=self.num_running,
+            waiting=self.num_waiting,
+            observer_errors=self._notifier.errors,
+        )
 
     # --- loops -------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from kvkeep.observe.usage import RequestEnded, RequestOrigin, RequestRecord
 from kvkeep.serve.engine.drafts import PromptLookup
 from kvkeep.serve.engine.offload.writes import Trail
 from kvkeep.serve.engine.sampling import LogitsRow, chance_of, fresh_seed
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import Sequence
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
+    from kvkeep.observe.usage import Outcome
     from kvkeep.serve.engine.beams import BeamSearch
     from kvkeep.serve.engine.logprobs import TokenLogprob
     from kvkeep.serve.engine.offload.loads import Load
@@ -129,8 +131,12 @@ class Request:
         search: BeamSearch | None,
         session: str | None = None,
         turn: int | None = None,
+        origin: RequestOrigin | None = None,
     ) -> None:
         self.id = id
+        origin = RequestOrigin(str(id)) if origin is None else origin
+        self.record = RequestRecord(origin, prompt, namespace, session, store)
+        """What observers get with each event."""
         self.prompt = prompt
         self.params = params
         self.namespace = namespace
@@ -192,6 +198,17 @@ class Request:
             seconds=now - self._begun,
             loaded_tokens=self.loaded_tokens,
         )
+
+    def ended_as(self, completion: Completion) -> RequestEnded:
+        """Return the event of the request's completion."""
+        generated = sum(len(choice.tokens) for choice in completion.choices)
+        return RequestEnded(self.record, "done", generated, completion.ttft_s, completion.seconds)
+
+    def ended_now(self, outcome: Outcome) -> RequestEnded:
+        """Return the event of an end without completion, with the tokens handed out so far."""
+        ttft_s = self._first - self._begun if self._first else None
+        generated = sum(answer.handed_out for answer in (*self.live, *self.ended))
+        return RequestEnded(self.record, outcome, generated, ttft_s, perf_counter() - self._begun)
 
 
 class Answer:
@@ -355,6 +372,11 @@ class Answer:
             self.drafts = []
 
     # --- handing out -------------------------------------------------------------------------
+
+    @property
+    def handed_out(self) -> int:
+        """Generated tokens that were part of a delta."""
+        return self._shown
 
     def delta(self) -> Delta:
         """What has come since the last delta."""

@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.core.errors import InvalidValue, OutOfPages, whole
-from kvkeep.serve.engine.observe import EngineWatch
+from kvkeep.observe.usage import Notifier, RequestAdmitted
 from kvkeep.serve.engine.request import BY_ARRIVAL, Answer
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Scheduler:
         limits: Limits,
         did: EngineStats,
         keeper: Keeper | None = None,
-        watch: EngineWatch | None = None,
+        notifier: Notifier | None = None,
     ) -> None:
         self.requests: dict[int, Request] = {}
         """Those that have not ended, by id."""
@@ -112,7 +112,7 @@ class Scheduler:
         self._limits = limits
         self._did = did
         self._keeper = keeper
-        self._watch = watch or EngineWatch(did)
+        self._notifier = notifier or Notifier()
         self._watermark = ceil(limits.watermark * cache.num_pages)
         self._blocked = 0  # steps for which nothing is admitted, unless somebody makes room
 
@@ -257,7 +257,7 @@ class Scheduler:
         if self.running:
             # Soon each that runs needs a page more, and each answer of this one a page of its own.
             reserve = self._watermark + len(self.running) + answer.slots - 1
-        observed = self._watch.observer is not None
+        observed = bool(self._notifier.observers)
         began = perf_counter() if observed else 0.0
         answer.sequence = self._cache.open(
             answer.tokens(),
@@ -275,7 +275,15 @@ class Scheduler:
             if answer.load is not None:
                 answer.load.counts = True
             if observed:
-                self._watch.admitted(request, answer.sequence, perf_counter() - began)
+                self._notifier.emit(
+                    RequestAdmitted(
+                        request.record,
+                        answer.sequence.id,
+                        request.cached_tokens,
+                        request.turn,
+                        perf_counter() - began,
+                    )
+                )
 
     def _now_running(self, answer: Answer) -> None:
         at = self.waiting.index(answer)

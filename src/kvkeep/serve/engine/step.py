@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvkeep.observe.usage import Notifier, PromptComputed
 from kvkeep.serve.engine.attention.batch import Piece
 from kvkeep.serve.engine.logprobs import logprobs_of
-from kvkeep.serve.engine.observe import EngineWatch
 from kvkeep.serve.engine.request import BY_ARRIVAL, Answer, Delta
 from kvkeep.serve.engine.sampling import choose
 
 if TYPE_CHECKING:
     from kvkeep.core.cache import Sequence
+    from kvkeep.observe.usage import RequestEnded
     from kvkeep.serve.engine.logprobs import TokenLogprob
-    from kvkeep.serve.engine.observe import Outcome
     from kvkeep.serve.engine.offload.keeper import Keeper
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.runner import Runner
@@ -44,15 +44,15 @@ class EngineStep:
         scheduler: Scheduler,
         did: EngineStats,
         keeper: Keeper | None = None,
-        watch: EngineWatch | None = None,
+        notifier: Notifier | None = None,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._did = did
         self._keeper = keeper
-        self._watch = watch or EngineWatch(did)
-        # Who ended in this step: the observer is told behind what was computed of them.
-        self._over: list[tuple[Request, Outcome]] = []
+        self._notifier = notifier or Notifier()
+        # Requests that ended in this step: emitted after what the step computed of them.
+        self._over: list[RequestEnded] = []
 
     def run(self) -> list[Delta]:
         """Do one; see `Engine.step`."""
@@ -61,8 +61,8 @@ class EngineStep:
             self._do(deltas)
         finally:
             over, self._over = self._over, []
-            for request, outcome in over:
-                self._watch.ended(request, outcome)
+            for event in over:
+                self._notifier.emit(event)
         return deltas
 
     def _do(self, deltas: list[Delta]) -> None:
@@ -92,7 +92,7 @@ class EngineStep:
                 self._keeper.pause()
 
     def _compute(self, chunks: list[Chunk], deltas: list[Delta]) -> None:
-        runner, observed = self._runner, self._watch.observer is not None
+        runner, observed = self._runner, bool(self._notifier.observers)
         began = perf_counter() if observed else 0.0
         sequences = [_running(chunk.answer) for chunk in chunks]
         runner.copy([copy for sequence in sequences for copy in sequence.copies()])
@@ -125,7 +125,7 @@ class EngineStep:
                 before = computed.get(request.id, (request, 0))[1]
                 computed[request.id] = request, before + tokens
         for request, tokens in computed.values():
-            self._watch.computed(request, tokens, share * tokens)
+            self._notifier.emit(PromptComputed(request.record, tokens, share * tokens))
 
     def _publish(self, answer: Answer) -> None:
         """Let others reuse the full pages that are computed, now and from the store."""
@@ -239,9 +239,10 @@ class EngineStep:
         """End a request with these answers; the last delta is its last."""
         self._did.finished += 1
         self._scheduler.leave(request)
-        self._over.append((request, "done"))
         choices = tuple(answer.choice() for answer in answers)
-        deltas[-1] = replace(deltas[-1], completion=request.completion(choices))
+        completion = request.completion(choices)
+        self._over.append(request.ended_as(completion))
+        deltas[-1] = replace(deltas[-1], completion=completion)
 
     def _as_long_as_can_be(self, answer: Answer, deltas: list[Delta]) -> None:
         """The pool has no page for its next token, and nobody to take one from."""
@@ -256,8 +257,8 @@ class EngineStep:
 
     def _fail(self, request: Request, error: Exception) -> Delta:
         self._did.failed += 1
+        self._over.append(request.ended_now("failed"))
         self._scheduler.leave(request)
-        self._over.append((request, "failed"))
         return Delta(request, 0, error=error)
 
     # --- beams -------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from kvkeep.core.cache import CacheStats
-    from kvkeep.observe.telemetry import Buckets, Reused, TimesOfPages
+    from kvkeep.observe.telemetry import Buckets, TimesOfPages
+    from kvkeep.observe.usage.table import ReuseSnapshot
 
 __all__ = [
     "MOST_NAMES",
@@ -231,7 +232,7 @@ def of_pages(evicted: int, times: TimesOfPages | None) -> Iterator[Metric]:
     )
 
 
-def of_reuse(reuse: Reused) -> Iterator[Metric]:
+def of_reuse(reuse: ReuseSnapshot) -> Iterator[Metric]:
     """What requests reused, by tier, and what that saved."""
     hits = CounterMetricFamily(
         "kvkeep_hit_tokens",

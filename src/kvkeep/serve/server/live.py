@@ -24,8 +24,8 @@ from kvkeep.serve.server.text import showable
 
 if TYPE_CHECKING:
     from kvkeep.core.cache import CacheStats
+    from kvkeep.observe.usage.history import FirstTokenTimes
     from kvkeep.serve.engine import EngineStats
-    from kvkeep.serve.server.figures import FirstTokenTimes
     from kvkeep.serve.server.service import Service
     from kvkeep.store.tiers import TierStats
 
@@ -82,8 +82,8 @@ class Live:
         engine = service.engine.stats()
         store = service.engine.store
         tiers = () if store is None else store.stats().tiers
-        settings, figures = service.settings, service.watching.figures
-        cold, warm = figures.times()
+        settings, usage = service.settings, service.watching.usage
+        cold, warm = usage.times()
         answer = LiveAnswer(
             at=time.time(),
             uptime_s=time.monotonic() - self._began,
@@ -99,7 +99,7 @@ class Live:
             totals=_totals(cache, engine),
             pages=_pages(cache),
             ttft=LiveTtft(cold=_times(cold), warm=_times(warm)),
-            history=figures.history(),
+            history=usage.history(),
             tiers=[_tier(tier) for tier in tiers],
             what_if=[
                 LivePoint(times=point.times, pages=point.pages, hit_rate=point.hit_rate)
@@ -112,16 +112,16 @@ class Live:
         return answer.model_dump_json().encode()
 
     def _tenants(self) -> list[LiveTenant]:
-        holdings = self._service.watching.holdings
+        usage = self._service.watching.usage
         return [
             LiveTenant(
                 cache_salt=showable(one.tenant),
                 requests=one.requests,
                 prompt_tokens=one.prompt_tokens,
                 reused_tokens=one.reused_tokens,
-                pages=holdings.pages(self._service.namespace(one.tenant)),
+                pages=usage.pages.pages[one.tenant],
             )
-            for one in self._service.watching.figures.tenants(_MOST_SHOWN)
+            for one in usage.namespaces(_MOST_SHOWN)
         ]
 
     def _sessions(self) -> list[LiveSession]:
@@ -135,7 +135,7 @@ class Live:
                 reused_tokens=one.reused_tokens,
                 last_at=one.last_at,
             )
-            for one in self._service.watching.figures.sessions(_MOST_SHOWN)
+            for one in self._service.watching.usage.sessions(_MOST_SHOWN)
         ]
 
 

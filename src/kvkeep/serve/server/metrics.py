@@ -9,7 +9,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_1_0_0
 from prometheus_client.registry import Collector
 
-from kvkeep.observe.telemetry import PageTimes, ReuseCounter
+from kvkeep.observe.telemetry import PageTimes
+from kvkeep.observe.usage import UsageTable
+from kvkeep.observe.usage.history import WARM
 from kvkeep.serve.http import metrics as http_metrics
 from kvkeep.serve.server import families
 
@@ -25,7 +27,6 @@ __all__ = ["ServerMetrics"]
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_WARM = 0.5  # so much of its prompt was reused
 
 
 class ServerMetrics:
@@ -41,13 +42,13 @@ class ServerMetrics:
 
     content_type: Final = CONTENT_TYPE_PLAIN_1_0_0
 
-    def __init__(self) -> None:
+    def __init__(self, usage: UsageTable | None = None) -> None:
         self._registry = registry = CollectorRegistry()
         self._state = _State()
         registry.register(self._state)
         self._telling = threading.Lock()
         self._times: PageTimes | None = None
-        self.reuse = ReuseCounter()
+        self.usage = UsageTable() if usage is None else usage
         self.events: Callable[[], Mapping[str, int]] | None = None
         self.reasons: Callable[[], Mapping[str, int]] | None = None
         self.connections: Connections | None = None
@@ -114,9 +115,12 @@ class ServerMetrics:
                 cache.subscribe(self._times.see)
 
     def note_first_token(self, seconds: float, *, prompt_tokens: int, reused_tokens: int) -> None:
-        """A request's first token came, so long after it arrived."""
+        """Count a request's time to its first token, here and in the usage table."""
+        self.usage.note_first_token(
+            seconds, prompt_tokens=prompt_tokens, reused_tokens=reused_tokens
+        )
         self.first_token.observe(seconds)
-        warm = reused_tokens >= _WARM * prompt_tokens
+        warm = reused_tokens >= WARM * prompt_tokens
         (self._warm if warm else self._cold).observe(seconds)
 
     def exposition(
@@ -124,8 +128,6 @@ class ServerMetrics:
         cache: CacheStats,
         engine: Mapping[str, float],
         store: Mapping[str, Any] | None = None,
-        *,
-        namespaces: Mapping[str, int] | None = None,
     ) -> bytes:
         """The text that Prometheus reads, with the state given.
 
@@ -136,9 +138,8 @@ class ServerMetrics:
             times = None if self._times is None else self._times.snapshot()
             found: list[Metric] = [*families.of_cache(cache), *families.of_engine(engine)]
             found += families.of_pages(cache.evicted_pages, times)
-            found += families.of_reuse(self.reuse.snapshot(families.MOST_NAMES))
-            if namespaces is not None:
-                found += families.of_namespaces(namespaces)
+            found += families.of_reuse(self.usage.reuse(families.MOST_NAMES))
+            found += families.of_namespaces(dict(self.usage.pages.pages))
             if self.reasons is not None:
                 found += families.of_computed(self.reasons())
             if self.events is not None:

@@ -6,8 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from kvkeep.observe.explain import Missing
-from kvkeep.serve.server.watching import missing
+from kvkeep.observe.explain import Missing, missing
 
 if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.keys import Namespace
-from kvkeep.serve.engine.observe import EngineWatch, LoadReport
+from kvkeep.observe.usage import LoadReport, Notifier, PromptStored, RequestLoaded
 from kvkeep.serve.engine.offload.evidence import Evidence
 from kvkeep.serve.engine.offload.forms import Forms
 from kvkeep.serve.engine.offload.loads import Loads
@@ -66,7 +66,7 @@ class Keeper:
         did: EngineStats,
         *,
         timeout: float,
-        watch: EngineWatch | None = None,
+        notifier: Notifier | None = None,
     ) -> None:
         if store.geometry != runner.geometry:
             raise InvalidValue(
@@ -85,7 +85,7 @@ class Keeper:
         self._runner = runner
         self._cache = cache
         self._did = did
-        self._watch = watch or EngineWatch(did)
+        self._notifier = notifier or Notifier()
         self._timeout = timeout
         forms = Forms(runner.tensors, store.layout)
         self._writes = Writes(store, runner.tensors, forms, did)
@@ -129,7 +129,7 @@ class Keeper:
         tokens, namespace = answer.tokens(), answer.request.namespace
         have = self._cache.match(tokens, namespace).num_tokens
         evidence = None
-        if self._watch.observer is not None:
+        if bool(self._notifier.observers):
             evidence = Evidence(len(tokens) - 1, self._runner.page_size, self._store.tiers)
         return self._loads.seek(tokens, namespace, self._tenant(namespace), have, evidence)
 
@@ -199,13 +199,13 @@ class Keeper:
 
     def _tell(self, answer: Answer, load: Load, *, called_off: bool = False) -> None:
         """Report what came for a request that was admitted, once."""
-        if self._watch.observer is None or not load.counts or load.told:
+        if not self._notifier.observers or not load.counts or load.told:
             return
         load.told = True
         report = LoadReport()  # of what began before anybody watched, nothing was noted
         if load.evidence is not None:
             report = self._loads.report(load, load.evidence, called_off=called_off)
-        self._watch.loaded(answer.request, report)
+        self._notifier.emit(RequestLoaded(answer.request.record, report))
 
     def pause(self) -> None:
         """Nothing is to be computed: wait a moment, or less, for something to come."""
@@ -229,11 +229,12 @@ class Keeper:
         assert sequence is not None
         if answer.request.store and (last or answer.computed >= trail.next):
             tenant = self._tenant(sequence.namespace)
-            watched = self._watch.observer is not None
+            watched = bool(self._notifier.observers)
             begun, kept = (time.perf_counter(), self._did.kept_tokens) if watched else (0.0, 0)
             self._writes.offer(trail, sequence, answer.computed, tenant, last=last)
             if watched and (tokens := self._did.kept_tokens - kept):
-                self._watch.stored(answer.request, tokens, time.perf_counter() - begun)
+                seconds = time.perf_counter() - begun
+                self._notifier.emit(PromptStored(answer.request.record, tokens, seconds))
 
     # --- the end -----------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.tensors import PagedTensors
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.engine.observe import LoadReport
+    from kvkeep.observe.usage import LoadReport
     from kvkeep.serve.engine.offload.evidence import Evidence
     from kvkeep.serve.engine.offload.forms import Forms
     from kvkeep.serve.engine.offload.writes import Known
