@@ -1,4 +1,4 @@
-"""`Live`: the server at this moment, told to everybody who asks at the price of one."""
+"""`Live`: the state of the server at this moment, computed at most twice a second."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _MOST_SHOWN = 20
 
 
 class Live:
-    """Words ``/kv/live``, and keeps it for half a second: however many ask, one pass is made.
+    """Makes the answer of ``/kv/live`` and keeps it for half a second, for all clients.
 
-    That is a pass over the pool's reference counts and none over the tree; it asks no tier for
-    anything. It runs in a thread of its own, so that it waits neither for tokenizers nor for tiers.
+    An answer costs one pass over the pool's reference counts; it walks no tree and queries no tier.
+    It is made in a thread of its own, so that it waits neither for tokenizers nor for tiers.
 
     Thread safety: none; it belongs to the event loop.
     """
@@ -49,36 +49,36 @@ class Live:
         self._began = time.monotonic()
         self._version = version("kvkeep")
         self._thread = ThreadPoolExecutor(1, "kvkeep live")
-        self._told = b""
+        self._answer = b""
         self._until = float("-inf")
-        self._asking: asyncio.Future[bytes] | None = None
+        self._pending: asyncio.Future[bytes] | None = None
 
     def close(self) -> None:
-        """Give the thread back."""
+        """End the thread."""
         self._thread.shutdown(cancel_futures=True)
 
-    async def told(self) -> bytes:
-        """The answer as JSON, half a second old at most."""
+    async def answer(self) -> bytes:
+        """Return the answer as JSON, half a second old at most."""
         if time.monotonic() < self._until:
-            return self._told
-        if self._asking is None:
+            return self._answer
+        if self._pending is None:
             loop = asyncio.get_running_loop()
-            self._asking = loop.run_in_executor(self._thread, self._look)
-            self._asking.add_done_callback(self._keep)
-        return await asyncio.shield(self._asking)
+            self._pending = loop.run_in_executor(self._thread, self._make)
+            self._pending.add_done_callback(self._keep)
+        return await asyncio.shield(self._pending)
 
-    def _keep(self, asked: asyncio.Future[bytes]) -> None:
-        self._asking = None
-        if not asked.cancelled() and asked.exception() is None:
-            self._told = asked.result()
+    def _keep(self, made: asyncio.Future[bytes]) -> None:
+        self._pending = None
+        if not made.cancelled() and made.exception() is None:
+            self._answer = made.result()
             self._until = time.monotonic() + _FRESH_S
 
     # --- in the thread -----------------------------------------------------------------------
 
-    def _look(self) -> bytes:
+    def _make(self) -> bytes:
         service = self._service
         cache = service.engine.cache.stats()
-        # Counters that only grow, read one by one while the engine works: good enough to look at.
+        # Counters are read one by one while the engine works, so they may be off by a step.
         engine = service.engine.stats()
         store = service.engine.store
         tiers = () if store is None else store.stats().tiers

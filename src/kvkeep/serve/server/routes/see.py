@@ -98,7 +98,7 @@ async def summary(
 @router.get("/live", response_model=LiveAnswer, responses=READ_ERRORS, operation_id="kv_live")
 async def live(service: ServiceOf) -> Response:
     """The server at this moment, half a second old at most: to be asked every second."""
-    return Response(await service.live.told(), media_type="application/json")
+    return Response(await service.live.answer(), media_type="application/json")
 
 
 def _explainer(service: Service) -> Explainer:
