@@ -1,8 +1,7 @@
-"""What operators watch: times of pages, what reuse saves, spans, and logs for machines.
+"""For operators: residency of pages, spans, labels, and structured logs.
 
-Nothing here knows a cache, an engine or a server: they tell, in events and in plain values. Nothing
-here ever sees text of a prompt. OpenTelemetry comes with the extra ``otel``, and is imported when
-`start` finds that it is wanted.
+Nothing here knows a cache, an engine or a server, and nothing here sees the text of a prompt.
+OpenTelemetry comes with the extra ``otel`` and is imported when `start` exports spans.
 """
 
 from kvkeep.observe.telemetry.evictions import PageTimes, TimesOfPages
