@@ -38,9 +38,6 @@ class ExplainedRequest:
     ttft_s: float | None = None
     seconds: float | None = None
 
-    def __post_init__(self) -> None:
-        self.settle((), ())
-
     def settle(self, sources: Sequence[tuple[int, int, str]], missing: Sequence[Missing]) -> None:
         """Make the spans, with the tokens that a store gave and its reasons for the others."""
         spans = self.judged

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -34,45 +34,6 @@ __all__ = ["Explainer"]
 
 _MOST_QUEUED = 100_000
 _MOST_RUNNING = 10_000
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Seen:
-    at: float
-    event: Event
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Opened:
-    at: float
-    id: str
-    tokens: TokenArray
-    namespace: Namespace
-    cached: int
-    sequence: int | None
-    store: bool
-    kind: str
-    session: str | None
-    extras: Extras
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Loaded:
-    id: str
-    sources: tuple[tuple[int, int, str], ...]
-    missing: tuple[Missing, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ended:
-    id: str
-    outcome: str
-    generated: int
-    ttft_s: float | None
-    seconds: float
-
-
-_Item = _Seen | _Opened | _Loaded | _Ended
 
 
 class Explainer:
@@ -115,14 +76,14 @@ class Explainer:
         self._records: OrderedDict[str, ExplainedRequest] = OrderedDict()
         self._running: OrderedDict[str, ExplainedRequest] = OrderedDict()
         self._computed: dict[str, int] = {}
-        self._inbox: Inbox[_Item] = Inbox(self._handle, "kvkeep-explain", _MOST_QUEUED)
+        self._inbox: Inbox[Callable[[], None]] = Inbox(_call, "kvkeep-explain", _MOST_QUEUED)
 
     # --- events ------------------------------------------------------------------------------
 
     def see(self, event: Event) -> None:
         """Follow an event of the cache: a hook for `PagedCache.subscribe`."""
         if isinstance(event, (Stored, Evicted, Opened, Closed)):
-            self._inbox.put(_Seen(self._clock(), event))
+            self._inbox.put(partial(self._mirror.see, event, self._clock()))
 
     def see_request(self, event: RequestEvent) -> None:
         """Follow an event of a request: an observer for `Engine.observe`."""
@@ -175,12 +136,10 @@ class Explainer:
         row = as_row(tokens)
         self._check(len(row), cached)
         extras = as_extras(extra, len(row))
+        requester = Requester(id, store, self._reuse)
+        record = ExplainedRequest(requester, self._clock(), namespace, kind, session, len(row), [])
         copy = row.copy()
-        self._inbox.put(
-            _Opened(
-                self._clock(), id, copy, namespace, cached, sequence, store, kind, session, extras
-            )
-        )
+        self._inbox.put(partial(self._handle_opened, record, copy, extras, cached, sequence))
 
     @staticmethod
     def _check(tokens: int, cached: int) -> None:
@@ -199,7 +158,7 @@ class Explainer:
 
         The last call counts. An unknown request is ignored.
         """
-        self._inbox.put(_Loaded(id, tuple(sources), tuple(missing)))
+        self._inbox.put(partial(self._handle_loaded, id, tuple(sources), tuple(missing)))
 
     def ended(
         self,
@@ -211,7 +170,7 @@ class Explainer:
         seconds: float,
     ) -> None:
         """Note the end of request ``id``: "done", or another ``outcome``."""
-        self._inbox.put(_Ended(id, outcome, generated, ttft_s, seconds))
+        self._inbox.put(partial(self._handle_ended, id, outcome, generated, ttft_s, seconds))
 
     @property
     def lost(self) -> int:
@@ -230,50 +189,49 @@ class Explainer:
 
     # --- handling the queue ------------------------------------------------------------------
 
-    def _handle(self, item: _Item) -> None:
-        match item:
-            case _Seen(at, event):
-                self._mirror.see(event, at)
-            case _Opened():
-                self._handle_opened(item)
-            case _Loaded():
-                record = self._running.get(item.id) or self._records.get(item.id)
-                if record is not None:
-                    record.settle(item.sources, item.missing)
-            case _Ended():
-                self._handle_ended(item)
-
-    def _handle_opened(self, item: _Opened) -> None:
-        requester = Requester(item.id, item.store, self._reuse)
-        prompt = self._mirror.prompt(item.tokens, item.namespace, requester, item.extras)
-        cached = self._given(item.tokens, item.cached)
-        judged = self._mirror.opened(prompt, cached=cached, sequence=item.sequence, at=item.at)
-        tokens = len(item.tokens)
-        record = ExplainedRequest(
-            requester, item.at, item.namespace, item.kind, item.session, tokens, judged
-        )
-        self._records.pop(item.id, None)
-        self._records[item.id] = record
+    def _handle_opened(
+        self,
+        record: ExplainedRequest,
+        tokens: TokenArray,
+        extras: Extras,
+        cached: int,
+        sequence: int | None,
+    ) -> None:
+        id = record.requester.id
+        prompt = self._mirror.prompt(tokens, record.namespace, record.requester, extras)
+        cached = self._given(tokens, cached)
+        record.judged = self._mirror.opened(prompt, cached=cached, sequence=sequence, at=record.at)
+        record.settle((), ())
+        self._records.pop(id, None)
+        self._records[id] = record
         if len(self._records) > self._most_requests:
             self._records.popitem(last=False)
-        self._running[item.id] = record
+        self._running[id] = record
         if len(self._running) > _MOST_RUNNING:  # the end of the oldest was never reported
             oldest = self._running.popitem(last=False)[1]
             oldest.requester.running = False
             self._count(oldest)
+
+    def _handle_loaded(
+        self, id: str, sources: Sequence[tuple[int, int, str]], missing: Sequence[Missing]
+    ) -> None:
+        record = self._running.get(id) or self._records.get(id)
+        if record is not None:
+            record.settle(sources, missing)
 
     @staticmethod
     def _given(tokens: TokenArray, cached: int) -> int:
         """Return how many cached tokens were reused: the last token is always computed."""
         return min(cached, len(tokens) - 1)
 
-    def _handle_ended(self, item: _Ended) -> None:
-        record = self._running.pop(item.id, None)
+    def _handle_ended(
+        self, id: str, outcome: str, generated: int, ttft_s: float | None, seconds: float
+    ) -> None:
+        record = self._running.pop(id, None)
         if record is not None:
             record.requester.running = False
-            record.requester.outcome = item.outcome
-            record.generated = item.generated
-            record.ttft_s, record.seconds = item.ttft_s, item.seconds
+            record.requester.outcome = outcome
+            record.generated, record.ttft_s, record.seconds = generated, ttft_s, seconds
             self._count(record)
 
     def _count(self, record: ExplainedRequest) -> None:
@@ -348,3 +306,7 @@ class Explainer:
             f"<Explainer of {len(self._records)} requests, {len(self._mirror.ledger):,} units, "
             f"{len(self._inbox)} events queued>"
         )
+
+
+def _call(handle: Callable[[], None]) -> None:
+    handle()

@@ -94,7 +94,7 @@ class PageTimes:
             self._waiting.append((self._clock(), event.pages, event.reason))
 
     def snapshot(self) -> TimesOfPages:
-        """Return the figures so far. Cost: a few microseconds for each event since the last call."""
+        """Return the figures so far. Cost: a few microseconds an event since the last call."""
         with self._working:
             self._work(len(self._waiting))
             return TimesOfPages(

@@ -71,7 +71,7 @@ class JSONLines(logging.Formatter):
     """Formats a record as one JSON object in one line of ASCII, so that no text breaks the line.
 
     Fields: ``time`` (UTC), ``level``, ``logger``, ``message``, those of ``extra``, and ``error`` or
-    ``stack`` if there is one. A field of ``extra`` with one of these names gets the prefix "extra.".
+    ``stack`` if there is one. A field of ``extra`` with one of these names becomes "extra.name".
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -19,19 +19,10 @@ if TYPE_CHECKING:
     from kvkeep.store import Fate
 
 __all__ = [
-    "LoadReport",
-    "Outcome",
-    "PromptComputed",
-    "PromptStored",
-    "RequestAdmitted",
-    "RequestBegun",
-    "RequestEnded",
-    "RequestEvent",
-    "RequestLoaded",
-    "RequestObserver",
-    "RequestOrigin",
+    "LoadReport", "Outcome", "PromptComputed", "PromptStored", "RequestAdmitted", "RequestBegun",
+    "RequestEnded", "RequestEvent", "RequestLoaded", "RequestObserver", "RequestOrigin",
     "RequestRecord",
-]
+]  # fmt: skip
 
 Outcome = Literal["done", "aborted", "failed"]
 
