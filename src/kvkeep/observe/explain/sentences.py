@@ -136,15 +136,15 @@ def _request(identity: str) -> str:
 def _evicted(evidence: Mapping[str, Any]) -> str:
     ago, tier = evidence.get("ago_s"), evidence.get("tier")
     by, needed = evidence.get("by"), evidence.get("needed_pages")
-    told = "they were evicted"
+    text = "they were evicted"
     if tier not in {None, "", "pool"}:
-        told += f" from tier {shown(tier)}"
+        text += f" from tier {shown(tier)}"
     if ago is not None:
-        told += f" {duration(ago)} ago"
+        text += f" {duration(ago)} ago"
     cause = _CAUSES.get(evidence.get("cause", ""))
     if by is not None and needed is not None:
-        return f"{told}, when {_request(by)} needed {needed:,} page{'s' * (needed != 1)}"
-    return told if cause is None else f"{told}, {cause}"
+        return f"{text}, when {_request(by)} needed {needed:,} page{'s' * (needed != 1)}"
+    return text if cause is None else f"{text}, {cause}"
 
 
 def duration(seconds: float) -> str:

@@ -6,8 +6,18 @@ metrics and the dashboard read these events or the `UsageTable` made from them.
 
 from kvkeep.observe.usage.notifier import Notifier
 from kvkeep.observe.usage.records import (
-    LoadReport, Outcome, PromptComputed, PromptStored, RequestAdmitted, RequestBegun, RequestEnded,
-    RequestEvent, RequestLoaded, RequestObserver, RequestOrigin, RequestRecord,
+    LoadReport,
+    Outcome,
+    PromptComputed,
+    PromptStored,
+    RequestAdmitted,
+    RequestBegun,
+    RequestEnded,
+    RequestEvent,
+    RequestLoaded,
+    RequestObserver,
+    RequestOrigin,
+    RequestRecord,
 )  # fmt: skip
 from kvkeep.observe.usage.table import UsageTable
 
