@@ -155,7 +155,7 @@ class Sequence:
         return self._hold
 
     def claims(self) -> list[Claim]:
-        """The claims on pages that this sequence has still to copy from."""
+        """Return the claims on pages that this sequence has still to copy from."""
         return self._claims + self._made
 
     @property

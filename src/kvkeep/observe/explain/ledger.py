@@ -126,9 +126,9 @@ class UnitLedger:
         return low
 
     def holders(self, name: bytes, but: Namespace, most: int = 1) -> list[NamespaceUnits]:
-        """Namespaces other than ``but`` that have a unit of this name in the cache, newest first.
+        """Return namespaces other than ``but`` with a unit of this name in the cache, newest first.
 
-        At ``most`` so many: thousands may share what everybody begins with.
+        At ``most`` so many: thousands may share the beginning of their prompts.
         """
         found = self._holders.get(name, ())
         spaces = (
@@ -136,10 +136,10 @@ class UnitLedger:
         )
         return [space for space in spaces if space.namespace != but][:most]
 
-    # --- what happens ------------------------------------------------------------------------
+    # --- changes ------------------------------------------------------------------------
 
     def enter(self, namespace: Namespace) -> NamespaceUnits:
-        """The space of a namespace, made if it is new."""
+        """Return the units of a namespace, made if it is new."""
         space = self.spaces.get(namespace)
         if space is None:
             space = self.spaces[namespace] = NamespaceUnits(namespace)
@@ -148,9 +148,9 @@ class UnitLedger:
     def note(
         self, space: NamespaceUnits, names: Sequence[bytes], depth: int, rows: Rows | None = None
     ) -> Rows:
-        """The rows of these units, the first of them at ``depth``; new ones are made.
+        """Return the rows of these units, the first of them at ``depth``; add unknown units.
 
-        ``rows`` is what `find` says of them, if it was asked before and nothing forgotten since.
+        ``rows`` is the result of an earlier `find`, if nothing was forgotten since.
         """
         rows = self.find(space, names) if rows is None else rows
         new = np.flatnonzero(rows < 0)
@@ -166,7 +166,7 @@ class UnitLedger:
         return rows
 
     def _rows(self, count: int) -> list[int]:
-        """So many rows that nothing stands in."""
+        """Return ``count`` free rows."""
         again = min(count, len(self._free))
         rows = self._free[len(self._free) - again :]
         del self._free[len(self._free) - again :]
