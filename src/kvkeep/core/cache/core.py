@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from kvkeep.core.cache.copies import PendingCopies
     from kvkeep.core.cache.observers import CacheObserver
     from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.events import Event, Hook
@@ -49,7 +50,7 @@ class Claim:
 
     copy: PageCopy
     hold: Any
-    sharers: dict[Sequence, None]
+    sharers: dict[PendingCopies, None]
 
 
 class _PageClaims:
@@ -268,9 +269,9 @@ class Core:
 
     # --- claims ------------------------------------------------------------------------------
 
-    def claim(self, copy: PageCopy, hold: Any, sequence: Sequence) -> Claim:
+    def claim(self, copy: PageCopy, hold: Any, sharer: PendingCopies) -> Claim:
         """Keep the source of ``copy`` unchanged; takes over the caller's reference and hold."""
-        claim = Claim(copy, hold, {sequence: None})
+        claim = Claim(copy, hold, {sharer: None})
         on_page = self._claimed.get(copy.src)
         if on_page is None:
             on_page = self._claimed[copy.src] = _PageClaims()
@@ -278,10 +279,10 @@ class Core:
         self.counters.copies += 1
         return claim
 
-    def unclaim(self, claims: list[Claim], sequence: Sequence) -> None:
-        """End the part of ``sequence`` in ``claims``: it made the copies or does not need them."""
+    def unclaim(self, claims: list[Claim], sharer: PendingCopies) -> None:
+        """End the part of ``sharer`` in ``claims``: the copies are made, or not needed."""
         for claim in claims:
-            del claim.sharers[sequence]
+            del claim.sharers[sharer]
             if claim.sharers:
                 continue
             on_page = self._claimed[claim.copy.src]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvkeep.core.cache.copies import PendingCopies
 from kvkeep.core.cache.lifecycle import SequenceState, permit
 from kvkeep.core.errors import whole
 from kvkeep.core.events import Closed, Opened, Stored, frozen
@@ -48,8 +49,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "_claims", "_core", "_encoder", "_hold", "_made", "_opened_pages", "_shared", "_state",
-        "_table", "_tokens", "id", "known_pages", "namespace", "num_cached", "owner", "priority",
+        "_closed", "_core", "_encoder", "_hold", "_opened_pages", "_pending", "_shared", "_table",
+        "_tokens", "id", "known_pages", "namespace", "num_cached", "owner", "priority",
         "turn",
     )  # fmt: skip
 
@@ -89,9 +90,8 @@ class Sequence:
         #   _shared … end    pages of this sequence (and of forks that have not written them)
         self._shared = 0
         self._opened_pages = 0  # leading shared pages that other sequences computed
-        self._claims: list[Claim] = []  # copies the engine has not taken yet
-        self._made: list[Claim] = []  # copies the engine took, and may be making
-        self._state = SequenceState.READY
+        self._pending = PendingCopies(core)
+        self._closed = False
 
     def adopt(
         self, table: PageArray, shared: int, *, copy: PageCopy | None = None, source: Any = None
@@ -103,8 +103,7 @@ class Sequence:
         self.num_cached = shared * core.page_size
         if copy is not None:
             self.num_cached += copy.tokens
-            self._claims.append(core.claim(copy, source, self))
-            self._state = SequenceState.COPYING
+            self._pending.add(copy, source)
         core.sequences[self.id] = self
 
     # --- views -------------------------------------------------------------------------------
@@ -147,7 +146,13 @@ class Sequence:
     @property
     def closed(self) -> bool:
         """Whether the sequence was closed."""
-        return self._state is SequenceState.CLOSED
+        return self._closed
+
+    @property
+    def _state(self) -> SequenceState:
+        if self._closed:
+            return SequenceState.CLOSED
+        return SequenceState.COPYING if self._pending.waiting else SequenceState.READY
 
     @property
     def hold(self) -> Any:
@@ -156,7 +161,7 @@ class Sequence:
 
     def claims(self) -> list[Claim]:
         """Return the claims on pages that this sequence has still to copy from."""
-        return self._claims + self._made
+        return self._pending.claims()
 
     @property
     def first_unpublished(self) -> int | None:
@@ -182,25 +187,7 @@ class Sequence:
         """
         with self._core:
             permit(self._state, "copies")
-            self._copies_made()
-            self._made, self._claims = self._claims, []
-            self._state = SequenceState.READY
-            if any(len(claim.sharers) > 1 for claim in self._made):
-                self._taken_for_all()
-            return [claim.copy for claim in self._made]
-
-    def _taken_for_all(self) -> None:
-        """Take the claims just handed over from the forks that share them.
-
-        A second copy could overwrite what was computed on the page after the first.
-        """
-        for claim in self._made:
-            for other in claim.sharers:
-                if other is not self:
-                    other._claims.remove(claim)
-                    if not other._claims:
-                        other._state = SequenceState.READY
-            claim.sharers = {self: None}
+            return self._pending.take()
 
     def append(self, tokens: TokensLike | int, extra: ExtraLike | None = None) -> None:
         """Add tokens at the end and allocate the pages they need; all or nothing.
@@ -248,9 +235,8 @@ class Sequence:
         elif at == self._shared:
             self._leave_forks()
         copy = PageCopy(int(self._table.values[at]), dst, tokens)
-        self._claims.append(core.claim(copy, hold, self))
+        self._pending.add(copy, hold)
         self._table.values[at] = dst
-        self._state = SequenceState.COPYING
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens, for instance to drop rejected drafts.
@@ -272,26 +258,10 @@ class Sequence:
             self._table.cut(pages)
             self._tokens.cut(length)
             self._encoder.cut(length // size)
-            self._drop_needless_claims()
+            self._pending.drop_needless(self._table.values[self._shared :])
             core.pool.release(gone)
             self.num_cached = min(self.num_cached, length)
             self._opened_pages = min(self._opened_pages, pages)
-
-    def _drop_needless_claims(self) -> None:
-        """Drop claims whose target left the table or was published, and so is complete."""
-        if not self._claims:
-            return
-        wanted = set(self._table.values[self._shared :].tolist())
-        kept: list[Claim] = []
-        for claim in reversed(self._claims):
-            if claim.copy.dst in wanted:
-                wanted.add(claim.copy.src)
-                kept.append(claim)
-            else:
-                self._core.unclaim([claim], self)
-        self._claims = kept[::-1]
-        if not self._claims:
-            self._state = SequenceState.READY
 
     def fork(self) -> Sequence:
         """Return a second sequence with the same tokens; a page is shared until either writes it.
@@ -311,10 +281,7 @@ class Sequence:
             other.adopt(table, self._shared)
             other.known_pages = self.known_pages
             other.num_cached = max(self.num_cached, self.num_published)
-            other._claims = self._claims.copy()
-            for claim in self._claims:
-                claim.sharers[other] = None
-            other._state = self._state
+            self._pending.share_with(other._pending)
             page = self.first_unpublished
             if page is not None:
                 core.forks.join(page, self, other)
@@ -341,7 +308,7 @@ class Sequence:
             if computed is None:
                 computed = len(self._tokens)
             computed = whole("the number of computed tokens", computed, 0, len(self._tokens))
-            self._copies_made()
+            self._pending.finish()
             if not core.reuse:
                 return 0
             stop = computed // core.page_size
@@ -381,7 +348,7 @@ class Sequence:
                 other._hold = core.index.move(other._hold, self._hold, start + sharing)
                 other._shared = other._opened_pages = start + sharing
                 other._exchange(start, own[:sharing], existing[:sharing])
-                other._drop_needless_claims()
+                other._pending.drop_needless(other._table.values[other._shared :])
         if forks:
             core.forks.regroup(forks)
         if core.hooks and len(new):
@@ -423,7 +390,7 @@ class Sequence:
         core = self._core
         with core:
             permit(self._state, "close")
-            self._state = SequenceState.CLOSED
+            self._closed = True
             del core.sequences[self.id]
             self._leave_forks()
             for observer in core.observers:
@@ -437,18 +404,12 @@ class Sequence:
                 dropped = core.index.drop(self._hold, self._opened_pages)
                 core.forget(dropped, "dropped")
                 stored -= len(dropped)
-            core.unclaim(self._claims + self._made, self)
-            self._claims = self._made = []
+            self._pending.end()
             self._tokens.release_marks()
             core.counters.closed += 1
             if core.hooks:
                 core.emit(Closed(self.id, len(self._tokens), stored))
             self._table.cut(0)
-
-    def _copies_made(self) -> None:
-        if self._made:
-            self._core.unclaim(self._made, self)
-            self._made = []
 
     def check(self, stored: PageArray) -> None:
         """Assert that the regions of the page table are right."""
@@ -460,7 +421,7 @@ class Sequence:
         published = np.isin(table, stored)
         assert published[: self._shared].all(), "a shared page is not in the index"
         assert not published[self._shared :].any(), "the index stores a page that is not held"
-        assert (self._state is SequenceState.COPYING) == bool(self._claims)
+        assert not self._closed
 
     def __enter__(self) -> Self:
         return self
