@@ -45,8 +45,8 @@ _LEADS = ("", " ", "\n")
 class Maps:
     """Answers about the tree of one server's cache.
 
-    The cache returns the same map for a second or longer, and so is the JSON returned again. Texts
-    that were decoded before are kept.
+    The cache returns the same map for a second or longer; its JSON is kept as long. Decoded texts
+    are kept, too.
 
     Thread safety: all methods; two threads may make the same answer at once.
     """
