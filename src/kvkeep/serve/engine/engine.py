@@ -52,7 +52,7 @@ class Engine:
     Over a cache with ``reuse=False`` every prompt is computed in full. What a ``store`` has of a
     prompt, beyond what the cache has, is loaded while the request waits, for ``load_timeout``
     seconds at most; what is computed is written to it behind the steps. Whoever made the store
-    closes it, after this engine's `close`. An ``observer`` is told what happens to each request.
+    closes it, after this engine's `close`. ``observers`` get the events of each request.
 
     Cache and runner belong together (`PagedCache.bind`): another engine may use both after this
     one, and no cache is used with two runners. An engine whose runner was given to another cache
