@@ -220,7 +220,7 @@ def test_a_conversation_is_one_prompt(served: Served) -> None:
 def test_too_much_at_once_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvkeep.observe.explain import explainer as module
 
-    monkeypatch.setattr(module, "_MOST_TOLD", 5)
+    monkeypatch.setattr(module, "_MOST_QUEUED", 5)
     monkeypatch.setattr(inbox_module, "_PAUSE_S", 1000.0)
     cache = PagedCache(8, SIZE)
     explainer = Explainer(SIZE)
@@ -309,7 +309,7 @@ def test_an_item_that_fails_is_one_item(caplog: pytest.LogCaptureFixture) -> Non
         inbox.put(item)
     inbox.work_off()
     assert (done, inbox.failed, inbox.lost) == ([0, 1, 3], 1, 0)
-    assert "could not be understood" in caplog.text
+    assert "could not be handled" in caplog.text
     inbox.close()
 
 

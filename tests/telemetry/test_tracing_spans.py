@@ -234,9 +234,10 @@ def test_spans_reach_a_real_receiver(collector, environment):
     environment.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=ops")
     tracing = start()
     assert tracing is not None
-    tracing.begun("cmpl-1", kind="completions", model="tiny", headers=SAMPLED)
-    tracing.admitted("cmpl-1", namespace="", prompt_tokens=9, cached_tokens=4, match_s=0.001)
-    tracing.ended("cmpl-1", outcome="done", generated=2, ttft_s=0.1)
+    requests = Requests(tracing.see)
+    requests.begun("cmpl-1", kind="completions", model="tiny", headers=SAMPLED)
+    requests.admitted("cmpl-1", namespace="", prompt_tokens=9, cached_tokens=4, match_s=0.001)
+    requests.ended("cmpl-1", outcome="done", generated=2, ttft_s=0.1)
     tracing.close()
     tracing.close()
     ((path, headers, request),) = got
@@ -258,8 +259,9 @@ def test_a_collector_that_is_away_costs_spans_alone(environment, caplog):
     tracing = start()
     assert tracing is not None
     with caplog.at_level(logging.CRITICAL):
-        tracing.begun("a", kind="chat", model="m", headers={})
-        tracing.ended("a", outcome="done", generated=0, ttft_s=None)
+        requests = Requests(tracing.see)
+        requests.begun("a", kind="chat", model="m", headers={})
+        requests.ended("a", outcome="done", generated=0, ttft_s=None)
         tracing.close()
 
 
@@ -279,7 +281,7 @@ def test_the_environment_names_the_service(collector, environment):
     environment.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{address}/custom")
     environment.setenv("OTEL_SERVICE_NAME", "mine")
     tracing = start()
-    tracing.begun("a", kind="chat", model="m", headers={})
+    Requests(tracing.see).begun("a", kind="chat", model="m", headers={})
     tracing.close()
     ((path, _, request),) = got
     assert path == "/custom"
