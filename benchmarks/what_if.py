@@ -85,7 +85,7 @@ def serve(cache: PagedCache, prompts: list[Tokens], published: int = 0) -> float
         sequence.copies()
         sequence.publish(len(prompt) - published)
         sequence.close()
-    cache.check if cache._core.watch is None else cache._core.watch.points()
+    cache.check if cache._watch is None else cache._watch.points()
     return time.thread_time() - begun
 
 

@@ -214,11 +214,9 @@ def remember_little() -> None:
         "kvkeep.core.cache.sessions._MOST_SESSIONS",
         "kvkeep.serve.engine.offload.offload._MOST_TENANTS",
         "kvkeep.serve.engine.offload.writes._REMEMBERED",
-        "kvkeep.observe.explain.explainer._MOST_NAMESPACES",
         "kvkeep.observe.explain.ledger._SLACK",
-        "kvkeep.serve.server.figures._MOST_SESSIONS",
-        "kvkeep.serve.server.figures._MOST_TENANTS",
-        "kvkeep.serve.server.figures._MOST_TIMES",
+        "kvkeep.observe.usage.table._MOST_SESSIONS",
+        "kvkeep.observe.usage.history._MOST_TIMES",
         "kvkeep.observe.telemetry.evictions._MOST_OPEN",
         "kvkeep.store.tiers.planner._MOST_COUNTED",
     ):

@@ -52,14 +52,19 @@ ROOMS: dict[str, set[str]] = {
         "store.blocks", "store.identity", "store.tiers", "store.codecs", "store.backends",
     },
     "observe": set(),
-    "observe.explain": set(),  # sees events, tokens and what stores say; neither cache nor engine
-    "observe.telemetry": set(),
+    "observe.usage": set(),  # events of requests, in plain values; neither cache nor engine
+    # sees events, tokens and what stores say; neither cache nor engine
+    "observe.explain": {"observe.usage"},
+    "observe.telemetry": {"observe.usage"},
     "bench": set(),
     "bench.traces": set(),  # requests with their times; what replays them is another room
     "bench.replay": {"core.cache", "core.eviction", "store.tiers", "bench.traces"},
     "serve": set(),
     "serve.models": set(),
-    "serve.engine": {"core.cache", "core.pages", "store", "store.identity", "serve.models"},
+    "serve.engine": {
+        "core.cache", "core.pages", "store", "store.identity", "serve.models",
+        "observe.usage",  # the events that it emits
+    },
     "serve.http": set(),  # holds against hostile clients: of requests it knows bytes alone
     "serve.kv_events": set(),  # on the wire; of a cache it knows the hook
     "serve.router": {"serve.kv_events", "serve.http"},
@@ -69,6 +74,7 @@ ROOMS: dict[str, set[str]] = {
         "bench.traces",  # to capture one
         "observe.explain",  # why prompts missed
         "observe.telemetry",
+        "observe.usage",
         "serve.engine",
         "serve.http",
     },
@@ -93,6 +99,8 @@ ROOMS: dict[str, set[str]] = {
 # Under TYPE_CHECKING alone: the names of types, where a room handles what is another's.
 TYPES_ONLY = {
     "core.prefix": {"core.pages"},  # `PageArray`, the type of a row of page ids
+    "observe.usage": {"store"},  # what a store says of tokens that it did not give
+    "observe.explain": {"store"},
     "serve.server": {"store", "store.tiers"},  # what the store of its engine tells
 }
 # Rooms that may not even use all of the base.

@@ -159,7 +159,7 @@ class HintedModel(PagedModel):
     def both_settle(self) -> None:
         """What time has ended is ended now, not at the next eviction or look at the statistics."""
         with self.cache._core:
-            self.cache._core.sessions.settle()
+            self.cache._core.sessions.evicting()
         self.settle()
 
     def end(self) -> None:
@@ -168,7 +168,7 @@ class HintedModel(PagedModel):
         self.dead &= self.naive.pages.keys()
         self.line_of = {live.family: self.line_of[live.family] for live in self.live}
         sessions = self.cache._core.sessions
-        assert len(sessions.lines) == len(self.lines)
+        assert len(sessions.states) == len(self.lines)
         assert sessions.num_dead == len(self.dead), "what is dead"
         assert sessions.num_awaited == len(self.kept()), "what is awaited"
 

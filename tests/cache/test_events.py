@@ -13,7 +13,7 @@ import pytest
 from kvkeep import InvalidValue, Namespace, OutOfPages, PagedCache
 from kvkeep.core import events as records
 from kvkeep.core.cache import core as core_module
-from kvkeep.core.cache import paged as paged_module
+from kvkeep.core.cache import opening as opening_module
 from kvkeep.core.cache import sequence as sequence_module
 from kvkeep.core.events import Closed, Event, Evicted, Opened, PagesShort, Stored
 from kvkeep.core.prefix import INDICES
@@ -370,7 +370,7 @@ def test_without_hooks_no_event_is_made(cache: PagedCache, monkeypatch: pytest.M
     def made(*_: Any, **__: Any) -> None:
         raise AssertionError("an event was made that nobody hears")
 
-    for module in (core_module, paged_module, sequence_module):
+    for module in (core_module, opening_module, sequence_module):
         for name in (*records.__all__, "frozen"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, made)

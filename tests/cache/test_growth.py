@@ -183,8 +183,8 @@ def test_looking_at_pins_looks_at_no_other(look: str) -> None:
             return steps(cache.stats)
         if look == "num_tokens":
             return steps(lambda: pin.num_tokens)
-        looking = cache._looking
-        looking._find = lambda number: top  # type: ignore[method-assign]  # a walk over all runs
+        inspector = cache._inspector
+        inspector._find = lambda number: top  # type: ignore[method-assign]  # a walk over all runs
         return steps(lambda: cache.unpin_node(top.id))
 
     flat(cost)

@@ -68,7 +68,7 @@ def forks_have_no_session(patch: Patch) -> None:
 
     def alone(self: Sequence) -> Sequence:
         other = fork(self)
-        other._line = None
+        other.owner = None
         return other
 
     patch.setattr(Sequence, "fork", alone)
@@ -86,7 +86,7 @@ def sessions_leave_and_stay(patch: Patch) -> None:
     close = SessionBoard.close
 
     def lax(self: SessionBoard, key: object) -> int:
-        line = self.lines.get(key)
+        line = self.states.get(key)
         dead = close(self, key)
         if line is not None:
             line.left = False
@@ -104,7 +104,7 @@ def the_away_may_have_all(patch: Patch) -> None:
 
     def generous(self: SessionBoard, *measures: object) -> None:
         init(self, *measures)
-        self._may_keep = 10**9
+        self._most_awaited = 10**9
 
     patch.setattr(SessionBoard, "__init__", generous)
 
@@ -142,7 +142,7 @@ FAULTS: list[Callable[[Patch], None]] = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_hinted_machine_finds(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     monkeypatch.setattr(Owners, "check", lambda self, roots: None)
-    monkeypatch.setattr(SessionBoard, "check", lambda self: None)
+    monkeypatch.setattr(SessionBoard, "check", lambda self, stored: None)
     fault(monkeypatch)
     with pytest.raises((Exception, pytest.fail.Exception)):  # it may show in any way
         run_state_machine_as_test(

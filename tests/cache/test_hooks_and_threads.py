@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvkeep import NotCached, PagedCache, Pin
-from kvkeep.core.cache import Sequence, looking
+from kvkeep.core.cache import Sequence, inspector
 from kvkeep.core.cache.blocks import BlockNames
 from kvkeep.core.cache.sessions import Session
 from kvkeep.core.events import Closed
@@ -211,8 +211,8 @@ class Play:
             self.fill()
         self.mine.store()
         self.others.store()
-        if self.cache._looks is not None:
-            self.cache._looks._changed()  # a map that is kept needs no lock
+        if self.cache._inspector_made is not None:
+            self.cache._inspector_made.forget_maps()  # a map that is kept needs no lock
         self.called, self.stops, self.inner = 0, 0, inner
         self.outer_thread = threading.get_ident()
         try:
@@ -260,7 +260,7 @@ class Play:
 def test_a_hook_may_call_anything_while_a_thread_is_inside_anything(
     inner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looking, "_STEP", STEP)
+    monkeypatch.setattr(inspector, "_STEP", STEP)
     play = Play()
     for name, outer in CALLS.items():
         try:

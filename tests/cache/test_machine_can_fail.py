@@ -98,7 +98,7 @@ def sources_of_copies_are_let_go(patch: Patch) -> None:
 
     def hasty(self: Sequence) -> object:
         made = copies(self)
-        self._copies_made()
+        self._pending.finish()
         return made
 
     patch.setattr(Sequence, "copies", hasty)
@@ -110,7 +110,7 @@ def copies_are_handed_to_every_fork(patch: Patch) -> None:
 
     def fork_with_copies(self: Sequence) -> Sequence:
         other = fork(self)
-        inherited[other] = [claim.copy for claim in other._claims]
+        inherited[other] = [claim.copy for claim in other._pending.waiting]
         return other
 
     def handed_again(self: Sequence) -> object:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep import NotCached, OutOfPages, PagedCache
-from kvkeep.core.cache import BlockNames, looking
+from kvkeep.core.cache import BlockNames, inspector
 
 PAGE = 2
 
@@ -100,8 +100,8 @@ def test_a_run_that_is_split_meanwhile(monkeypatch, moment):
         if rests == moment:
             store(cache, [1, 1, 1, 1, 4, 4, 0])
 
-    monkeypatch.setattr(looking, "_STEP", 1)
-    monkeypatch.setattr(looking.time, "sleep", split)
+    monkeypatch.setattr(inspector, "_STEP", 1)
+    monkeypatch.setattr(inspector.time, "sleep", split)
     (space,) = cache.namespaces()
     right = {
         name
@@ -109,7 +109,7 @@ def test_a_run_that_is_split_meanwhile(monkeypatch, moment):
         for name in names_of(space, prompt, 2)
     }
     for root in (None, head):
-        cache._looking._changed()
+        cache._inspector.forget_maps()
         made = cache.map("" if root is None else None, root=root, blocks=BlockNames(2, root_of))
         told = [name for node in made.nodes if node.blocks for name in node.blocks.names]
         assert {*told} <= right
@@ -118,8 +118,8 @@ def test_a_run_that_is_split_meanwhile(monkeypatch, moment):
 
 def test_names_while_requests_come_and_go(monkeypatch):
     """Every name that is told is one of a prompt that there was, and where that block ends."""
-    monkeypatch.setattr(looking, "_STEP", 2)
-    monkeypatch.setattr(looking, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(inspector, "_STEP", 2)
+    monkeypatch.setattr(inspector, "_PAUSE_S", 0.0)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     size = 3
@@ -150,7 +150,7 @@ def test_names_while_requests_come_and_go(monkeypatch):
         nonlocal told
         rng = np.random.default_rng(0)
         while not stop.is_set():
-            cache._looking._changed()
+            cache._inspector.forget_maps()
             made = cache.map(nodes=int(rng.integers(1, 20)), blocks=names)
             stops = {None: 0}
             for node in made.nodes:

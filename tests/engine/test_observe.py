@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from faults import FaultyBackend
 from kvkeep.core.cache import PagedCache
-from kvkeep.serve.engine import Engine, Limits, LoadReport, SamplingParams
+from kvkeep.observe.usage import (
+    LoadReport,
+    PromptComputed,
+    PromptStored,
+    RequestAdmitted,
+    RequestBegun,
+    RequestEnded,
+    RequestLoaded,
+)
+from kvkeep.serve.engine import Engine, Limits, SamplingParams
 from kvkeep.serve.engine.offload import writes
 from kvkeep.store import KVStore
 from kvkeep.store.backends.disk import DiskBackend
@@ -37,51 +46,50 @@ class Witness:
         self.pool, self.reports, self.outcomes = {}, {}, {}
         self.tokens, self.seconds = defaultdict(int), defaultdict(float)
         self.kept = 0
+        self.begun = set()
         self.thread = threading.get_ident()
 
-    def admitted(self, request, sequence, match_s):
-        self._of_now(request)
-        assert request.id not in self.pool, "twice"
-        assert match_s > 0
-        assert request.cached_tokens == sequence.num_cached
-        self.pool[request.id] = sequence.num_cached
-
-    def loaded(self, request, report):
-        self._of_now(request)
-        assert self.store
-        assert request.id in self.pool
-        assert request.id not in self.reports, "twice"
-        assert not self.tokens[request.id], "it was computed before"
-        self.reports[request.id] = report
-        covers(report, self.pool[request.id])
-        whole = request.prompt_tokens - 1 - self.pool[request.id]
-        assert report.asked in {0, whole} or self.aborts
-
-    def computed(self, request, tokens, seconds):
-        self._of_now(request)
-        assert request.id in self.pool
-        assert not self.store or request.id in self.reports
-        assert tokens > 0
-        assert seconds > 0
-        self.tokens[request.id] += tokens
-        self.seconds[request.id] += seconds
-
-    def stored(self, request, tokens, seconds):
-        self._of_now(request)
-        assert self.store
-        assert request.id in self.pool
-        assert tokens > 0
-        assert seconds > 0
-        self.kept += tokens
-
-    def ended(self, request, outcome):
-        self._of_now(request)
-        assert not self.store or (request.id in self.pool) == (request.id in self.reports)
-        self.outcomes[request.id] = outcome
-
-    def _of_now(self, request):
+    def __call__(self, event):
+        request, number = event.request, int(event.request.id)
         assert threading.get_ident() == self.thread
-        assert request.id not in self.outcomes, "it has ended"
+        assert number not in self.outcomes, "it has ended"
+        match event:
+            case RequestBegun():
+                assert number not in self.begun, "twice"
+                self.begun.add(number)
+            case RequestAdmitted():
+                assert number not in self.pool, "twice"
+                assert event.match_s > 0
+                self.pool[number] = event.cached_tokens
+            case RequestLoaded():
+                self.loaded(request, number, event.report)
+            case PromptComputed():
+                assert number in self.pool
+                assert not self.store or number in self.reports
+                assert event.tokens > 0
+                assert event.seconds > 0
+                self.tokens[number] += event.tokens
+                self.seconds[number] += event.seconds
+            case PromptStored():
+                assert self.store
+                assert number in self.pool
+                assert event.tokens > 0
+                assert event.seconds > 0
+                self.kept += event.tokens
+            case RequestEnded():
+                assert not self.store or (number in self.pool) == (number in self.reports)
+                assert event.seconds >= (event.ttft_s or 0.0)
+                self.outcomes[number] = event.outcome
+
+    def loaded(self, request, number, report):
+        assert self.store
+        assert number in self.pool
+        assert number not in self.reports, "twice"
+        assert not self.tokens[number], "it was computed before"
+        self.reports[number] = report
+        covers(report, self.pool[number])
+        whole = len(request.prompt) - 1 - self.pool[number]
+        assert report.requested in {0, whole} or self.aborts
 
     def only(self) -> LoadReport:
         (report,) = self.reports.values()
@@ -95,7 +103,7 @@ def covers(report: LoadReport, pool: int) -> None:
     for start, stop, _ in parts:
         assert start == at < stop
         at = stop
-    assert at == pool + report.asked
+    assert at == pool + report.requested
     assert report.seconds >= 0
     assert report.late == any(one.what == "late" for one in report.missing)
 
@@ -112,7 +120,7 @@ class House:
         cache = PagedCache(self.runner.num_pages, self.runner.page_size)
         witness = Witness(store=store is not None)
         if observed:
-            more["observer"] = witness
+            more["observers"] = [witness]
         engine = Engine(self.runner, cache, store=store, **more)
         self.engines.append(engine)
         return engine, witness
@@ -260,11 +268,8 @@ def test_what_is_handed_to_the_store_is_told(house, prompt):
 class Raises:
     """An observer that raises."""
 
-    def __getattr__(self, name):
-        def method(*_args):
-            raise LookupError(name)
-
-        return method
+    def __call__(self, event):
+        raise LookupError(type(event).__name__)
 
 
 def test_an_observer_that_raises_hurts_nobody(house, prompt, caplog):
@@ -276,10 +281,11 @@ def test_an_observer_that_raises_hurts_nobody(house, prompt, caplog):
             done = engine.generate(texts, SamplingParams(max_tokens=4))
         for text, answer in zip(texts, done, strict=True):
             assert [*answer.tokens] == house.bench.greedy(text, 4)
-        assert engine.stats().observer_errors == 18  # of each, a block and a tail are stored
+        assert engine.stats().observer_errors == 21  # of each, a block and a tail are stored
         house.engines.clear()
         assert sorted(record.getMessage().split()[-1] for record in caplog.records) == [
-            "admitted", "computed", "ended", "loaded", "stored",
+            "PromptComputed", "PromptStored", "RequestAdmitted", "RequestBegun", "RequestEnded",
+            "RequestLoaded",
         ]  # fmt: skip
         assert engine.close()
 
@@ -292,7 +298,7 @@ def test_who_comes_later_hears_of_the_rest(house, prompt):
         engine.observe(witness)
         engine.generate([prompt(20, 2)], SamplingParams(max_tokens=2))
         assert witness.outcomes == {2: "done"}
-        engine.observe(None)
+        engine.observe()
         engine.generate([prompt(20, 3)], SamplingParams(max_tokens=2))
         assert witness.outcomes == {2: "done"}
         assert engine.close()
@@ -320,14 +326,14 @@ def test_who_comes_while_it_is_sought_hears_that_nothing_is_known(house, prompt)
 def test_nothing_is_known(house, prompt):
     with house.store("memory://4MiB") as store:
         report = house.ask(store, prompt(60, 1))
-    assert (report.asked, report.sources) == (59, ())
+    assert (report.requested, report.sources) == (59, ())
     assert words(report) == [(0, 59, "", "never")]
 
 
 def test_less_than_a_page_is_not_asked_for(house, prompt):
     with house.store("memory://4MiB") as store:
         report = house.ask(store, prompt(PAGE, 1))
-    assert (report.asked, report.missing) == (0, ())
+    assert (report.requested, report.missing) == (0, ())
 
 
 def test_all_but_the_last_token_comes_from_disk(house, prompt, tmp_path):
@@ -589,7 +595,7 @@ def test_who_is_aborted_while_it_is_loaded(house, prompt):
         assert witness.outcomes == {1: "aborted", 2: "aborted"}
         report = witness.reports[2]
         assert report.missing == ()
-        assert report.asked < 99
+        assert report.requested < 99
         place.heal()
         engine.close()
 

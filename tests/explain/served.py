@@ -43,7 +43,7 @@ class Served:
         """Open a request and tell of it."""
         sequence = self.cache.open(prompt, space)
         sequence.copies()
-        self.explainer.asked(
+        self.explainer.opened(
             name,
             sequence.tokens,
             as_namespace(space),

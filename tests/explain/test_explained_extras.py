@@ -16,7 +16,7 @@ EMPTY = as_namespace("")
 def ask(served: Served, name: str, extra: Any) -> Any:
     sequence = served.cache.open(PROMPT, extra=extra)
     sequence.copies()
-    served.explainer.asked(
+    served.explainer.opened(
         name, PROMPT, EMPTY, cached=sequence.num_cached, sequence=sequence.id, extra=extra
     )
     sequence.publish()

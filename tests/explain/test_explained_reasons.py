@@ -229,7 +229,7 @@ def test_published_between_opening_and_telling(served: Served) -> None:
     first = served.open("a", A)
     second = served.cache.open(A)
     first.publish()
-    served.explainer.asked("b", A, Namespace(), cached=second.num_cached, sequence=second.id)
+    served.explainer.opened("b", A, Namespace(), cached=second.num_cached, sequence=second.id)
     assert told(served.why("b")) == [(0, 40, "computing")]
     assert evidence(served.why("b"), "computing") == {"by": "a"}
     second.close()
@@ -347,7 +347,7 @@ def test_a_cache_that_was_warm_before(radix: Served) -> None:
 
     def ask(name: str, prompt: Any) -> list[tuple[int, int, str | None]]:
         with cache.open(prompt) as sequence:
-            explainer.asked(
+            explainer.opened(
                 name, prompt, Namespace(), cached=sequence.num_cached, sequence=sequence.id
             )
             sequence.copies()

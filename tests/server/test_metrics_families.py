@@ -17,6 +17,7 @@ from kvkeep.serve.server import families
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.store.blocks.stats import StoreStats
 from kvkeep.store.tiers.counters import TierCounters, TierStats
+from request_events import Requests
 
 PAGE = 4
 HOSTILE = ['a"b\\c\nd', "\x1b[31m", "\u202etxt", "x" * 10_000, "a␊", "a\n", "other", ""]
@@ -43,9 +44,8 @@ def store(*tiers):
 
 
 def told(metrics, cache, *, store=None, namespaces=None):
-    text = metrics.exposition(
-        cache.stats(), EngineStats().as_dict(), store, namespaces=namespaces
-    ).decode()
+    metrics.usage.pages.pages.update(namespaces or {})
+    text = metrics.exposition(cache.stats(), EngineStats().as_dict(), store).decode()
     return list(text_string_to_metric_families(text))
 
 
@@ -67,8 +67,10 @@ def all_of_it():
     metrics.watch(cache)
     for number in range(30):
         serve(cache, number % 3, number)
-    metrics.reuse.admitted("a", namespace="", prompt_tokens=9, cached_tokens=4, match_s=0.0)
-    metrics.reuse.computed("a", tokens=5, seconds=0.5)
+    Requests(metrics.usage.see).admitted(
+        "a", namespace="", prompt_tokens=9, cached_tokens=4, match_s=0.0
+    )
+    Requests(metrics.usage.see).computed("a", tokens=5, seconds=0.5)
     metrics.requests.labels("chat", "stop").inc()
     metrics.note_first_token(0.1, prompt_tokens=10, reused_tokens=5)
     metrics.reasons = lambda: {"new": 5, "evicted": 7}
@@ -122,7 +124,7 @@ def test_pages_by_state_are_all_pages_and_the_others_are_apart():
 
 def test_reuse_is_told_by_tier_with_what_it_saved():
     metrics, cache = ServerMetrics(), PagedCache(8, PAGE)
-    reuse = metrics.reuse
+    reuse = Requests(metrics.usage.see)
     reuse.computed("a", tokens=100, seconds=2.0)
     reuse.admitted("b", namespace="t", prompt_tokens=60, cached_tokens=20, match_s=0.0)
     reuse.loaded("b", sources=[(20, 30, "file")], seconds=0.1, late=False)
@@ -172,7 +174,9 @@ def test_labels_are_bounded_whatever_comes():
     metrics, cache = ServerMetrics(), PagedCache(8, PAGE)
     names = [f"salt {number}" for number in range(3000)]
     for name in names:
-        metrics.reuse.admitted(name, namespace=name, prompt_tokens=5, cached_tokens=1, match_s=0.0)
+        Requests(metrics.usage.see).admitted(
+            name, namespace=name, prompt_tokens=5, cached_tokens=1, match_s=0.0
+        )
     metrics.reasons = lambda: dict.fromkeys(names, 1)
     found = told(metrics, cache, namespaces=dict.fromkeys(names, 2))
     for family in found:
@@ -185,8 +189,10 @@ def test_labels_are_bounded_whatever_comes():
 def test_hostile_names_are_read_back_by_prometheus_parser_and_are_visible():
     metrics, cache = ServerMetrics(), PagedCache(8, PAGE)
     for name in HOSTILE:
-        metrics.reuse.admitted(name, namespace=name, prompt_tokens=5, cached_tokens=1, match_s=0.0)
-        metrics.reuse.loaded("x", sources=[(0, 1, name)], seconds=0.0, late=False)
+        Requests(metrics.usage.see).admitted(
+            name, namespace=name, prompt_tokens=5, cached_tokens=1, match_s=0.0
+        )
+        Requests(metrics.usage.see).loaded("x", sources=[(0, 1, name)], seconds=0.0, late=False)
     found = told(
         metrics,
         cache,

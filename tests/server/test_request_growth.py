@@ -10,16 +10,22 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kvkeep import Namespace, PagedCache
-from kvkeep.serve.server import figures
+from kvkeep.observe.usage import (
+    Notifier,
+    PromptComputed,
+    RequestAdmitted,
+    RequestBegun,
+    RequestEnded,
+    RequestOrigin,
+    RequestRecord,
+)
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.watching import Watching
-from kvkeep.serve.server.worker import Call
 
 LONG = os.environ.get("KVKEEP_GROWTH") == "long"
 REQUESTS = 200_000 if LONG else 3_000
@@ -33,13 +39,12 @@ def _small_bounds(monkeypatch):
         return
     for where, most in (
         ("kvkeep.observe.telemetry.evictions._MOST_OPEN", 100),
-        ("kvkeep.observe.explain.explainer._MOST_NAMESPACES", 100),
+        ("kvkeep.observe.usage.table._MOST_SESSIONS", 100),
+        ("kvkeep.observe.usage.history._MOST_TIMES", 100),
         ("kvkeep.observe.explain.ledger._SLACK", 100),
         ("kvkeep.core.cache.sessions._MOST_SESSIONS", 100),
     ):
         monkeypatch.setattr(where, most)
-    for name in ("_MOST_TENANTS", "_MOST_SESSIONS", "_MOST_TIMES"):
-        monkeypatch.setattr(figures, name, 100)
 
 
 class Served:
@@ -47,12 +52,12 @@ class Served:
 
     def __init__(self) -> None:
         self.cache = PagedCache(64, 16, what_if=0.1)
-        self.metrics = ServerMetrics()
+        self.watching = Watching(self.cache, explain=True)
+        self.metrics = ServerMetrics(self.watching.usage)
         self.metrics.watch(self.cache)
         if not LONG:
-            self.metrics.reuse._shares._most = 100
-        self.watching = Watching(self.cache, explain=True, model="m", watches=[self.metrics.reuse])
-        self.watching.start()
+            self.watching.usage._most = 100
+        self.notifier = Notifier(*self.watching.start())
         explainer = self.watching.explainer
         assert explainer is not None
         self.explainer = explainer
@@ -71,20 +76,19 @@ class Served:
             own = f"{self._number}"
             space = Namespace(tenant=own if salts else "", model="m")
             session = own if salts else None
-            request = SimpleNamespace(
-                id=self._number, prompt=tokens, namespace=space, session=session, turn=None,
-                store=True, prompt_tokens=len(tokens), cached_tokens=0,
-            )  # fmt: skip
-            self.watching.begin(request, f"cmpl-{own}", Call(f"cmpl-{own}", "completions", {}))
+            origin = RequestOrigin(f"cmpl-{own}", "completions")
+            request = RequestRecord(origin, tokens, space, session)
+            emit = self.notifier.emit
+            emit(RequestBegun(request))
             sequence = self.cache.open(tokens, space, session=session)
-            self.watching.admitted(request, sequence, 0.0)
+            emit(RequestAdmitted(request, sequence.id, sequence.num_cached, sequence.turn))
             sequence.copies()
             sequence.publish()
             sequence.close()
-            self.watching.computed(request, len(tokens), 0.001)
-            self.watching.figures.note_first_token(0.1, prompt_tokens=40, reused_tokens=0)
-            done = SimpleNamespace(choices=[SimpleNamespace(tokens=(1,))], ttft_s=0.1, seconds=0.2)
-            self.watching.came(SimpleNamespace(request=request, tokens=(1,), completion=done))
+            emit(PromptComputed(request, len(tokens), 0.001))
+            self.metrics.note_first_token(0.1, prompt_tokens=40, reused_tokens=0)
+            emit(RequestEnded(request, "done", 1, 0.1, 0.2))
+            assert not self.notifier.errors
             if self._number % 500 == 0:
                 self.settle()
 

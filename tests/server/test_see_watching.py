@@ -6,8 +6,8 @@ import pytest
 from see_help import COMPLETIONS, ask, tokens_of
 
 from kvkeep.core.keys import Namespace
-from kvkeep.observe.explain import Explainer
-from kvkeep.serve.server.watching import missing
+from kvkeep.observe.explain import Explainer, missing
+from kvkeep.observe.usage import PromptComputed, RequestAdmitted, RequestBegun
 from kvkeep.store import Miss
 
 # What a store says, and the reason and evidence that it is.
@@ -51,51 +51,44 @@ def test_what_a_store_never_heard_of_is_for_the_explainer_to_say():
     assert missing([Miss(0, 8, "", "never", None, "")]) == []
 
 
-class Recorder:
-    """A watch that writes down what it is told."""
-
-    def __init__(self):
-        self.told = []
-
-    def __getattr__(self, name):
-        return lambda id, **more: self.told.append((id, name, more))
-
-
 class Broken:
-    """A watch that always fails."""
+    """An observer that always fails."""
 
-    def __getattr__(self, name):
-        raise RuntimeError(f"{name} is not for me")
+    def __call__(self, event):
+        raise RuntimeError(f"{event} is not for me")
 
 
 @pytest.mark.model
-def test_watches_are_told_of_every_request_by_name_and_hurt_none(server, caplog):
-    recorder, watching = Recorder(), server.service.watching
-    before, watching._watches = watching._watches, [Broken(), recorder]
+def test_observers_get_the_events_of_every_request_and_hurt_none(server, caplog):
+    events, notifier = [], server.engine._notifier
+    before = server.stats()["engine"]["observer_errors"]
+    served, notifier.observers = notifier.observers, (Broken(), events.append)
     try:
         prompt = tokens_of(1, 100)
         answers = [ask(server, prompt, "red"), ask(server, [prompt, tokens_of(2, 40)], "red")]
         body = {"prompt": prompt, "max_tokens": 3, "n": 2, "temperature": 0, "cache_salt": "red"}
         answers += [server.http.post(COMPLETIONS, json=body).raise_for_status().json()]
     finally:
-        watching._watches = before
-    assert server.stats()["engine"]["observer_errors"] == 0
-    assert [record.message for record in caplog.records if "Broken" in record.message] == [
-        "Broken failed; it is told on"
-    ]
+        notifier.observers = served
+    assert server.stats()["engine"]["observer_errors"] == before + len(events)
+    failures = [record.message for record in caplog.records if "Broken" in record.message]
+    kinds = {type(event).__name__ for event in events}
+    assert sorted(failures) == sorted(f"observer Broken failed on {kind}" for kind in kinds)
     names = [answers[0]["id"], answers[1]["id"], answers[1]["id"] + ".1", answers[2]["id"]]
-    assert list(dict.fromkeys(id for id, _, _ in recorder.told)) == names
+    assert list(dict.fromkeys(event.request.id for event in events)) == names
     for name in names:
-        told = [(what, more) for id, what, more in recorder.told if id == name]
-        assert [what for what, _ in told if what != "computed"] == ["begun", "admitted", "ended"]
-        assert told[-1][0] == "ended"
-        (admitted,) = [more for what, more in told if what == "admitted"]
-        assert admitted["namespace"] == "red"
-        computed = sum(more["tokens"] for what, more in told if what == "computed")
-        assert computed == admitted["prompt_tokens"] - admitted["cached_tokens"]
-    (begun,) = [more for id, what, more in recorder.told if (id, what) == (names[0], "begun")]
-    assert (begun["kind"], begun["model"]) == ("completions", "kvkeep-tiny")
-    assert begun["headers"]["content-type"] == "application/json"
-    (ended,) = [more for id, what, more in recorder.told if (id, what) == (names[-1], "ended")]
-    assert (ended["outcome"], ended["generated"]) == ("done", 6)
-    assert ended["ttft_s"] > 0
+        own = [event for event in events if event.request.id == name]
+        assert len({id(event.request) for event in own}) == 1, "one record"
+        computed = [event for event in own if isinstance(event, PromptComputed)]
+        begun, admitted, ended = (event for event in own if event not in computed)
+        assert isinstance(begun, RequestBegun)
+        assert isinstance(admitted, RequestAdmitted)
+        assert ended is own[-1]
+        request = begun.request
+        assert request.namespace.tenant == "red"
+        tokens = sum(event.tokens for event in computed)
+        assert tokens == len(request.prompt) - admitted.cached_tokens
+        assert (request.origin.endpoint, request.namespace.model) == ("completions", "kvkeep-tiny")
+        assert request.origin.headers["content-type"] == "application/json"
+    assert (ended.outcome, ended.generated) == ("done", 6)
+    assert ended.ttft_s > 0

@@ -28,16 +28,24 @@ from kvkeep.core.miss_ratio.prompts import PromptWatch
 from kvkeep.observe.explain import Explainer
 from kvkeep.observe.explain.alike import Anchors
 from kvkeep.observe.explain.answer import Span
-from kvkeep.observe.explain.fates import Asker
 from kvkeep.observe.explain.inbox import Inbox
 from kvkeep.observe.explain.nearest import SeenPrompt
 from kvkeep.observe.explain.reasons import Reasons
+from kvkeep.observe.explain.units import Requester
 from kvkeep.observe.telemetry.evictions import PageTimes
+from kvkeep.observe.usage import (
+    Notifier,
+    PromptComputed,
+    RequestAdmitted,
+    RequestBegun,
+    RequestEnded,
+    RequestOrigin,
+    RequestRecord,
+)
 from kvkeep.serve.engine.offload.offload import Offload
 from kvkeep.serve.engine.offload.writes import Known
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.watching import Watching
-from kvkeep.serve.server.worker import Call
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.kv.removal import Followers
 from kvkeep.store.tiers import Inclusive, MemorySpec, TieredStore
@@ -62,10 +70,10 @@ class Observed:
 
     def __init__(self) -> None:
         self._cache = PagedCache(PAGES, PAGE)
-        self.metrics = ServerMetrics()
+        self.watching = Watching(self._cache, explain=True)
+        self.metrics = ServerMetrics(self.watching.usage)
         self.metrics.watch(self._cache)
-        self.watching = Watching(self._cache, explain=True, model="m", watches=[self.metrics.reuse])
-        self.watching.start()
+        self._notifier = Notifier(*self.watching.start())
         self.what_if = PromptWatch.of(0.1, PAGE, PAGES, 256)
         self._core = self._cache._core
         self._none = np.empty(0, np.int32)
@@ -86,10 +94,9 @@ class Observed:
         self._number += 1
         number, name = self._number, f"cmpl-{self._number}"
         space = Namespace(tenant=name if salts else "", model="m")
-        request = SimpleNamespace(
-            id=number, prompt=prompt, namespace=space, session=name, turn=None, store=True
-        )
-        self.watching.begin(request, name, Call(name, "completions", {}))
+        request = RequestRecord(RequestOrigin(name, "completions"), prompt, space, name)
+        emit = self._notifier.emit
+        emit(RequestBegun(request))
         count = 0 if number % 16 else len(prompt) // PAGE
         while len(self._free) < count:
             gone = self._held.popleft()
@@ -97,17 +104,16 @@ class Observed:
             self._tell(Evicted(gone, "pressure"))
         self._tell(Opened(number, space, len(prompt), 0))
         self.what_if.opened(prompt[:-1].tobytes(), self._none, space)
-        self.watching.admitted(request, SimpleNamespace(id=number, num_cached=0), 0.0)
+        emit(RequestAdmitted(request, number, 0))
         if count:
             pages = np.array([self._free.pop() for _ in range(count)], np.int32)
             self._held.append(pages)
             self._tell(Stored(number, space, -1, pages, prompt[: count * PAGE]))
         self._tell(Closed(number, len(prompt), count))
-        self.watching.computed(request, len(prompt), 0.001)
-        self.watching.figures.note_first_token(0.1, prompt_tokens=len(prompt), reused_tokens=0)
-        choices = [SimpleNamespace(tokens=(1,))]
-        done = SimpleNamespace(choices=choices, ttft_s=0.1, seconds=0.2)
-        self.watching.came(SimpleNamespace(request=request, tokens=(1,), completion=done))
+        emit(PromptComputed(request, len(prompt), 0.001))
+        self.metrics.note_first_token(0.1, prompt_tokens=len(prompt), reused_tokens=0)
+        emit(RequestEnded(request, "done", 1, 0.1, 0.2))
+        assert not self._notifier.errors
 
     def _tell(self, event: object) -> None:
         for hook in self._core.hooks:
@@ -202,14 +208,14 @@ def _peaks(
 def test_what_takes_many_short_prompts_or_few_long_ones():
     """The three bounds of the prompts that an explainer remembers, each reached by itself."""
     prompts = Explainer(PAGE)._mirror.prompts
-    asker, tokens = Asker("", store=True, reuse=True), np.zeros(40_000, np.int32)
+    requester, tokens = Requester("", store=True, reuse=True), np.zeros(40_000, np.int32)
 
     def most(length: int, anchors: int) -> int:
         """How many prompts are remembered of such."""
         for number in range(prompts.most_tokens // max(64, length, 16 * anchors) + 10):
             found = Anchors(np.arange(anchors, dtype=np.uint64) + number * anchors, tokens[:0])
             shown = tokens[:length]
-            prompts.add(SeenPrompt(asker, Namespace(), shown, [], None, found, shown), 0)
+            prompts.add(SeenPrompt(requester, Namespace(), shown, [], None, found, shown), 0)
         assert len(prompts._by_anchor) == anchors * len(prompts)
         return len(prompts)
 
@@ -223,7 +229,7 @@ def test_requests_that_nobody_ends():
     tokens = np.zeros(4, np.int32)
     for number in range(10_100):
         explainer.see(Opened(number, Namespace(), 4, 0))
-        explainer.asked(f"{number}", tokens, Namespace(), cached=0, sequence=number)
+        explainer.opened(f"{number}", tokens, Namespace(), cached=0, sequence=number)
         explainer.see(Opened(-number, Namespace(), 4, 0))  # and such that nobody tells of
     explainer.recent(0)
     mirror = explainer._mirror
@@ -277,7 +283,7 @@ def _sessions() -> Remembers:
     board = PagedCache(PAGES, PAGE)._core.sessions
     return Remembers(
         lambda number: board._begin((Namespace(tenant=f"{number:032}"), f"{number:032}")),
-        board.lines, 65_536, 36,
+        board.states, 65_536, 36,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 
 from kvkeep.observe.telemetry.tracing import Tracing
+from request_events import Requests
 
 SECOND = 1_000_000_000
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -43,7 +44,7 @@ class Traced:
         return {span.name: span for span in self.exporter.get_finished_spans()}
 
     def request(self, id="chatcmpl-1", headers=SAMPLED, outcome="done"):
-        tracing = self.tracing
+        tracing = Requests(self.tracing.see)
         tracing.begun(id, kind="chat", model="tiny", headers=headers)
         self.now += SECOND
         tracing.admitted(id, namespace=SECRET, prompt_tokens=100, cached_tokens=32, match_s=0.25)
@@ -148,7 +149,7 @@ def test_who_was_not_sampled_by_its_client_is_not_traced():
     traced.request(headers={"traceparent": f"00-{TRACE}-{PARENT}-00"})
     assert traced.spans() == {}
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
-    traced.tracing.begun("one more", kind="chat", model="m", headers=headers)
+    Requests(traced.tracing.see).begun("one more", kind="chat", model="m", headers=headers)
     assert not traced.tracing._open  # nothing is kept for it
     off = Traced(provider={"sampler": ALWAYS_OFF})
     off.request(headers={})
@@ -170,16 +171,17 @@ def test_strangers_and_what_ended_are_left_out():
     traced = Traced()
     traced.request()
     before = len(traced.exporter.get_finished_spans())
-    traced.tracing.computed("chatcmpl-1", tokens=1, seconds=1)
-    traced.tracing.ended("chatcmpl-1", outcome="done", generated=1, ttft_s=None)
-    traced.tracing.admitted("nobody", namespace="", prompt_tokens=1, cached_tokens=0, match_s=0.0)
+    requests = Requests(traced.tracing.see)
+    requests.computed("chatcmpl-1", tokens=1, seconds=1)
+    requests.ended("chatcmpl-1", outcome="done", generated=1, ttft_s=None)
+    requests.admitted("nobody", namespace="", prompt_tokens=1, cached_tokens=0, match_s=0.0)
     assert len(traced.exporter.get_finished_spans()) == before
 
 
 def test_requests_that_never_end_are_given_up():
     traced = Traced(most=3)
     for number in range(10):
-        traced.tracing.begun(str(number), kind="completions", model="m", headers={})
+        Requests(traced.tracing.see).begun(str(number), kind="completions", model="m", headers={})
     assert len(traced.tracing._open) == 3
     traced.tracing.close()
     spans = traced.exporter.get_finished_spans()
@@ -191,9 +193,10 @@ def test_many_threads_leave_whole_trees():
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracing = Tracing(provider.get_tracer("test"))
+    see = Tracing(provider.get_tracer("test")).see
 
     def work(name: str) -> None:
+        tracing = Requests(see)
         for number in range(50):
             id = f"{name}{number}"
             tracing.begun(id, kind="chat", model="m", headers={})
@@ -231,9 +234,10 @@ def test_spans_reach_a_real_receiver(collector, environment):
     environment.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=ops")
     tracing = start()
     assert tracing is not None
-    tracing.begun("cmpl-1", kind="completions", model="tiny", headers=SAMPLED)
-    tracing.admitted("cmpl-1", namespace="", prompt_tokens=9, cached_tokens=4, match_s=0.001)
-    tracing.ended("cmpl-1", outcome="done", generated=2, ttft_s=0.1)
+    requests = Requests(tracing.see)
+    requests.begun("cmpl-1", kind="completions", model="tiny", headers=SAMPLED)
+    requests.admitted("cmpl-1", namespace="", prompt_tokens=9, cached_tokens=4, match_s=0.001)
+    requests.ended("cmpl-1", outcome="done", generated=2, ttft_s=0.1)
     tracing.close()
     tracing.close()
     ((path, headers, request),) = got
@@ -255,8 +259,9 @@ def test_a_collector_that_is_away_costs_spans_alone(environment, caplog):
     tracing = start()
     assert tracing is not None
     with caplog.at_level(logging.CRITICAL):
-        tracing.begun("a", kind="chat", model="m", headers={})
-        tracing.ended("a", outcome="done", generated=0, ttft_s=None)
+        requests = Requests(tracing.see)
+        requests.begun("a", kind="chat", model="m", headers={})
+        requests.ended("a", outcome="done", generated=0, ttft_s=None)
         tracing.close()
 
 
@@ -276,7 +281,7 @@ def test_the_environment_names_the_service(collector, environment):
     environment.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{address}/custom")
     environment.setenv("OTEL_SERVICE_NAME", "mine")
     tracing = start()
-    tracing.begun("a", kind="chat", model="m", headers={})
+    Requests(tracing.see).begun("a", kind="chat", model="m", headers={})
     tracing.close()
     ((path, _, request),) = got
     assert path == "/custom"

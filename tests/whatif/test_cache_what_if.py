@@ -202,7 +202,7 @@ def test_a_remembered_page_that_went_is_found_out() -> None:
     for _ in range(2):
         serve(cache, np.arange(PAGE * 20 + 1, dtype=np.int32))
     cache.check()
-    watch = cache._core.watch
+    watch = cache._watch
     assert watch is not None
     watch.forget = lambda _: None  # type: ignore[method-assign]
     cache.clear()

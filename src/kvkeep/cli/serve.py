@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
                 engine,
                 settings,
                 capture=capture,
-                watches=[] if tracing is None else [tracing],
+                observers=[] if tracing is None else [tracing.see],
                 events=None if publisher is None else publisher.stats.as_dict,
             )
             return _listen(Listener(app, connections, ready=announce), bound)

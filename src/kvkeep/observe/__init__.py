@@ -1,5 +1,6 @@
-"""Looking on: why prompts missed, and what happened, as numbers and spans.
+"""What happened: one record per request, usage, explanations, metrics, spans and logs.
 
+usage/      the events of each request, emitted once, and the usage table made from them
 explain/    why each token of a prompt was computed
-telemetry/  evictions, reuse and shares for metrics; spans; logs
+telemetry/  residency and eviction of pages for metrics; spans; logs
 """

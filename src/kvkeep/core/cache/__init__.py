@@ -1,4 +1,4 @@
-"""The cache: the life of a request over pages, a prefix index and an eviction policy."""
+"""The cache: a request's life cycle over pages, a prefix index and an eviction policy."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = [
     "NodeView", "PagedCache", "Pin", "RemovedPages", "Sequence", "Session",
 ]  # fmt: skip
 
-_LOOKING = {
+_INSPECTION = {
     "BlockNames": "blocks", "Blocks": "blocks",
     "CacheMap": "views", "Found": "views", "MapNode": "views", "NodeView": "views",
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    """What a look into a cache asks and gives is imported by those who look."""
-    if name in _LOOKING:
-        return getattr(import_module(f"kvkeep.core.cache.{_LOOKING[name]}"), name)
+    """Import the types for inspecting a cache at first use."""
+    if name in _INSPECTION:
+        return getattr(import_module(f"kvkeep.core.cache.{_INSPECTION[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

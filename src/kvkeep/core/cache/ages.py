@@ -1,4 +1,4 @@
-"""`Ages`: seconds for what a policy counts in events."""
+"""`Ages`: converts a policy's count of events into seconds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MOST = 4096
 
 
 class Ages:
-    """Knows when a policy's count of events was what, to a second, from a bounded list of samples.
+    """Bounded samples of (event count, time) of a policy, at most one a second.
 
-    A policy numbers its events (`EvictionPolicy`), which costs an addition each; a clock would cost
-    as much as all else that is done for one. So whoever opens a request tells, and at most once a
-    second that is noted: an event is as old as the last note before it. When the list is full,
-    every second note of its older half goes: what is old is known less exactly.
+    A policy numbers its events (`EvictionPolicy`), at the cost of an addition each; reading a clock
+    for each would double that work. Opening a request notes count and time instead: an event is
+    as old as the last sample before it. When the list is full, every second sample of the older
+    half is dropped, so old events are known less exactly.
 
-    Thread safety: none; under the cache's lock. Cost of telling: a look at the clock.
+    Thread safety: none; under the cache's lock. Cost of a note: reading the clock.
     """
 
     __slots__ = ("_moments", "_times", "clock", "due")
@@ -33,12 +33,12 @@ class Ages:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.due = float("-inf")
-        """When it is time to `note` again."""
+        """The time of the next `note`."""
         self._moments: list[int] = []
         self._times: list[float] = []
 
     def note(self, moment: int) -> None:
-        """The policy has counted so many events; all further ones come now or later."""
+        """Record that the policy has counted ``moment`` events until now."""
         now = self.clock()
         self._moments.append(moment)
         self._times.append(now)
@@ -48,21 +48,21 @@ class Ages:
             del self._moments[older], self._times[older]
 
     def notes(self) -> Notes:
-        """What was noted so far, to be asked without the lock."""
+        """Return a copy of the samples, to be read without the lock."""
         return Notes(np.array(self._moments, np.int64), np.array(self._times), self.clock())
 
 
 class Notes(NamedTuple):
-    """What `Ages` had noted at the time ``now``."""
+    """The samples of `Ages` at the time ``now``."""
 
     moments: npt.NDArray[np.int64]
     times: npt.NDArray[np.float64]
     now: float
 
     def seconds(self, moments: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """How long ago events were, by their numbers."""
+        """Return the ages of events, given by their numbers."""
         if not len(self.moments):
             return np.zeros(len(moments))
-        last = np.searchsorted(self.moments, moments) - 1  # the last note before each
+        last = np.searchsorted(self.moments, moments) - 1  # the last sample before each
         ages = self.now - self.times[np.maximum(last, 0)]
         return np.maximum(ages, 0.0)

@@ -1,4 +1,4 @@
-"""Blocks of tokens, as a store names them, by the runs of a tree in which they end."""
+"""The names of a store's blocks that end in the runs of a tree."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["BlockNames", "Blocks", "RunOfTokens", "ends_of_blocks"]
 
 @dataclass(frozen=True, slots=True)
 class BlockNames:
-    """How a store names its blocks, so that `PagedCache.map` can say which those of a run are.
+    """A store's rule for naming blocks, for `PagedCache.map`.
 
-    ``tokens`` make a block. ``root`` gives, for a namespace of the cache, the name that stands
-    before its first block: what all names there begin with, and then the 32 bytes of a key that
-    the first block's is chained to (`kvkeep.core.keys.chain_keys`).
+    A block has ``tokens`` tokens. ``root`` returns, for a namespace of the cache, the prefix of all
+    block names there, followed by the 32-byte key that the first block's key is chained to
+    (`kvkeep.core.keys.chain_keys`).
     """
 
     tokens: int
@@ -36,36 +36,36 @@ class Blocks(NamedTuple):
     """The blocks that end in one run."""
 
     before: int
-    """So many tokens before the run belong to the block in which it begins."""
+    """Tokens before the run that belong to the block in which the run begins."""
     names: tuple[bytes, ...]
 
 
 class RunOfTokens(NamedTuple):
-    """A run, of which `ends_of_blocks` is to say what ends in it."""
+    """A run, as `ends_of_blocks` needs it."""
 
     parent: int
-    """The position of the run that it hangs from; below 0 if from none of them."""
+    """Index of the parent run in the list of runs; below 0 if the parent is not in it."""
     above: tuple[Namespace, bytes] | None
-    """If from none: its namespace, and all tokens before it. None where they are not known."""
+    """For a run without parent: its namespace and all tokens before it; None if not known."""
     tokens: bytes | None
-    """Its own. None where they are not known. Tokens with extras are marks, here and above."""
+    """The run's own; None if not known. Marks stand for tokens with extras, here and above."""
 
 
 class _Place(NamedTuple):
-    """Where the chain of blocks stands at the end of a run."""
+    """The state of the key chain at the end of a run."""
 
     space: bytes
     key: bytes
     rest: bytes
-    """The tokens behind the last block."""
+    """Tokens behind the last full block."""
 
 
 def ends_of_blocks(
     names: BlockNames, runs: Iterable[RunOfTokens], marks: Marks
 ) -> list[Blocks | None]:
-    """The blocks that end in each of ``runs``, parents first; None where it is not known.
+    """Return the blocks that end in each of ``runs``; None where that is not known.
 
-    Cost: a SHA-256 a block, about 1 µs for 256 tokens.
+    ``runs`` has parents before children. Cost: a SHA-256 a block, about 1 µs for 256 tokens.
     """
     size = names.tokens * TOKEN_BYTES
     places: list[_Place | None] = []
@@ -76,10 +76,10 @@ def ends_of_blocks(
             places.append(None)
             found.append(None)
             continue
-        passed, begun = divmod(len(before.rest), size)  # before the top, there may be many
+        passed, begun = divmod(len(before.rest), size)  # a top's rest may have many full blocks
         tokens = before.rest + run.tokens
         row, extras = marks.plain(np.frombuffer(tokens, TOKEN_DTYPE))
-        if row.nbytes < len(tokens):  # evicted meanwhile, and its marks with it
+        if row.nbytes < len(tokens):  # the run was evicted meanwhile, and its marks with it
             places.append(None)
             found.append(None)
             continue

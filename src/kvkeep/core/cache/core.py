@@ -1,4 +1,4 @@
-"""`Core`: what the cache and its sequences share: pages, index, claims, lock, events."""
+"""`Core`: the state that a cache and its sequences share: pages, index, claims, lock, events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import logging
 import threading
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvkeep.core.cache.ages import Ages
 from kvkeep.core.cache.forks import Forks
@@ -19,11 +22,13 @@ from kvkeep.core.events import Evicted, PagesShort, frozen
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+    from typing import Self
 
+    from kvkeep.core.cache.copies import PendingCopies
+    from kvkeep.core.cache.observers import CacheObserver
     from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.events import Event, Hook
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.miss_ratio import PromptWatch
     from kvkeep.core.pages import PageCopy, PagePool
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix import PrefixIndex, PrefixMatch
@@ -31,31 +36,31 @@ if TYPE_CHECKING:
 __all__ = ["LEAST_PINS", "Claim", "Core"]
 
 LEAST_PINS = 1024
-"""A cache keeps as many pins as it has pages, and so many if it has fewer."""
+"""Pins that a cache may keep at a time if it has fewer pages than that; else one a page."""
 
 _log = logging.getLogger("kvkeep.cache")
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """A page that waits to be copied from: one reference, and a hold if the index stores it.
+    """Keeps a page unchanged until it is copied: one reference, and a hold if the index stores it.
 
-    Forks share the claims that they were made with; the ``sharers`` still want the copy.
+    Forks share the claims of the sequence they were made from: ``sharers`` still need the copy.
     """
 
     copy: PageCopy
     hold: Any
-    sharers: dict[Sequence, None]
+    sharers: dict[PendingCopies, None]
 
 
 class _PageClaims:
-    """The claims on one page, and how many of its first tokens they want."""
+    """The claims on one page, and how many of its leading tokens they copy."""
 
     __slots__ = ("claims", "tokens")
 
     def __init__(self) -> None:
         self.claims: dict[Claim, None] = {}
-        self.tokens: dict[int, int] = {}  # tokens wanted → by how many claims
+        self.tokens: dict[int, int] = {}  # tokens to copy → number of claims
 
     def add(self, claim: Claim) -> None:
         self.claims[claim] = None
@@ -71,16 +76,15 @@ class _PageClaims:
 
 
 class Core:
-    """State that every operation works on, under one lock.
+    """The state that every operation works on, under one lock.
 
-    ``with core:`` is how an operation begins and ends: it takes the lock, and when the outermost
-    operation is done and everything is consistent again, it hands the events to the hooks, in
-    order, still under the lock.
+    ``with core:`` begins and ends an operation: it takes the lock; when the outermost operation is
+    done, it delivers the events to the hooks, in order, still under the lock.
 
     Lock order: this lock is the innermost. A thread may take it while it holds any other lock; a
-    thread that holds it waits for no other lock. Hooks run under it, and so do eviction policies
-    and the clock. Code that a hook can call therefore asks `in_hook` before it takes a lock of its
-    own, and if that is so it tries instead of waiting (see `kvkeep.core.cache.looking`).
+    thread that holds it waits for no other lock. Hooks, eviction policies and the clock run under
+    it. Code with a lock of its own that a hook can call therefore checks `in_hook` first, and then
+    tries that lock instead of waiting for it (see `kvkeep.core.cache.inspector`).
     """
 
     def __init__(
@@ -90,7 +94,8 @@ class Core:
         pins: int,
         clock: Callable[[], float],
         *,
-        reuse: bool = True,
+        reuse: bool,
+        history_tokens: int,
     ) -> None:
         self.pool = pool
         self.index = index
@@ -101,22 +106,24 @@ class Core:
         self.pins = PinBoard(index, pins, max(LEAST_PINS, pool.num_pages), clock)
         self.ages = Ages(clock)
         self.sessions = SessionBoard(index, pool.num_pages, clock)
-        self.watch: PromptWatch | None = None
-        """Who tells what more memory would do, if somebody asked for that."""
+        self.observers: tuple[CacheObserver, ...] = ()
+        self.history_tokens = history_tokens
+        """Tokens of a block in the history of a policy that has one; whole pages."""
         self.sequences: dict[int, Sequence] = {}
-        self.opened = 0  # names sequences: 1, 2, 3 …
-        self._memory: weakref.ref[object] | None = None  # that the pages lie in, once bound
-        self._claimed: dict[int, _PageClaims] = {}  # by the page to be copied from
+        self.opened = 0  # the number of the newest sequence: 1, 2, 3 …
+        self._memory: weakref.ref[object] | None = None  # what the pages are bound to
+        self._claimed: dict[int, _PageClaims] = {}  # by source page
         self.forks = Forks()
         self.hooks: tuple[Hook, ...] = ()
         self._events: list[Event] = []
         self._lock = threading.RLock()
         self._depth = 0
-        self._hooking: int | None = None  # the thread that runs hooks now
+        self._hooking: int | None = None  # the thread that is running hooks
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._lock.acquire()
         self._depth += 1
+        return self
 
     def __exit__(
         self,
@@ -157,21 +164,38 @@ class Core:
                 "support weak references"
             ) from error
 
-    # --- events ------------------------------------------------------------------------------
+    # --- observers and hooks -----------------------------------------------------------------
+
+    def observe(self, observer: CacheObserver) -> None:
+        """Call ``observer`` from now on; no effect if it is called already."""
+        if observer not in self.observers:
+            self.observers = (*self.observers, observer)
+
+    def subscribe(self, hook: Hook) -> Callable[[], None]:
+        """See `PagedCache.subscribe`."""
+        own = partial(hook)  # distinguishes it from the same hook subscribed twice
+        with self:
+            self.hooks = (*self.hooks, own)
+
+        def end() -> None:
+            with self:
+                self.hooks = tuple(other for other in self.hooks if other is not own)
+
+        return end
 
     def emit(self, event: Event) -> None:
-        """Tell the hooks, when this operation is done. Callers look at ``hooks`` first."""
+        """Queue ``event`` until this operation ends. Callers check ``hooks`` first."""
         self._events.append(event)
 
     @property
     def in_hook(self) -> bool:
-        """Whether this thread runs a hook: it holds the lock, and will until the hook returns."""
+        """Whether this thread is running a hook, and so holds the lock until the hook returns."""
         return self._hooking == threading.get_ident()
 
     def _deliver(self) -> None:
         self._hooking = threading.get_ident()
         try:
-            # A hook may use the cache: what that emits is delivered by this same loop, in order.
+            # A hook may use the cache: this same loop delivers the events of that, in order.
             while self._events:
                 events, self._events = self._events, []
                 for event in events:
@@ -183,14 +207,14 @@ class Core:
     def _call(self, hook: Hook, event: Event) -> None:
         try:
             hook(event)
-        except Exception:  # noqa: BLE001 - a hook's fault is not the cache's
+        except Exception:  # noqa: BLE001 - a failing hook must not fail the cache
             self.counters.hook_errors += 1
             _log.exception("a cache hook failed on %s", type(event).__name__)
 
     # --- prompts -----------------------------------------------------------------------------
 
     def hold(self, match: PrefixMatch | None, space: Namespace) -> tuple[Any, Any]:
-        """Protect what a prompt matched, see `PrefixIndex.hold`; the time is noted."""
+        """Protect a match, see `PrefixIndex.hold`, and note the time for `Ages`."""
         if self.ages.clock() >= self.ages.due:
             self.ages.note(self.index.policy.moment)
         return self.index.hold(match, space)
@@ -198,11 +222,11 @@ class Core:
     # --- pages -------------------------------------------------------------------------------
 
     def available(self) -> int:
-        """Pages that can be had: free or evictable."""
+        """Return how many pages are free or evictable."""
         return self.pool.num_free + self.index.num_evictable
 
     def take(self, count: int) -> PageArray:
-        """Allocate ``count`` pages, evicting for them if need be; all or nothing."""
+        """Allocate ``count`` pages, evicting others if needed; `OutOfPages` changes nothing."""
         short = count - self.pool.num_free
         if short > 0:
             self.pins.expire()
@@ -212,27 +236,32 @@ class Core:
         return self.pool.allocate(count)
 
     def short_of(self, needed: int, available: int) -> OutOfPages:
-        """The error for pages that cannot be had; counted."""
+        """Count a refusal and return its error."""
         self.counters.out_of_pages += 1
         if self.hooks:
             self.emit(PagesShort(needed, available))
         return OutOfPages(needed, available, self.pool.num_pages)
 
     def evict(self, count: int, reason: str) -> int:
-        """Evict up to ``count`` pages; returns how many."""
-        self.sessions.settle()
+        """Evict up to ``count`` pages; return how many."""
+        self.before_eviction()
         pages = self.index.evict(count)
         self.forget(pages, reason)
         return len(pages)
 
+    def before_eviction(self) -> None:
+        """Let observers bring the order of eviction up to date."""
+        for observer in self.observers:
+            observer.evicting()
+
     def forget(self, pages: PageArray, reason: str) -> None:
-        """The index gave up ``pages``: so does its reference."""
+        """Release the references to ``pages`` that the index no longer stores."""
         if len(pages):
             freed = self.pool.release(pages)
             assert freed == len(pages), "the index evicted a page that a sequence uses"
             self.marks.forget(pages)
-            if self.watch is not None:
-                self.watch.forget(pages)
+            for observer in self.observers:
+                observer.evicted(pages)
             self.counters.evictions += 1
             self.counters.evicted_pages += len(pages)
             if self.hooks:
@@ -240,9 +269,9 @@ class Core:
 
     # --- claims ------------------------------------------------------------------------------
 
-    def claim(self, copy: PageCopy, hold: Any, sequence: Sequence) -> Claim:
-        """Keep the source of ``copy`` as it is; the caller's reference and hold go into this."""
-        claim = Claim(copy, hold, {sequence: None})
+    def claim(self, copy: PageCopy, hold: Any, sharer: PendingCopies) -> Claim:
+        """Keep the source of ``copy`` unchanged; takes over the caller's reference and hold."""
+        claim = Claim(copy, hold, {sharer: None})
         on_page = self._claimed.get(copy.src)
         if on_page is None:
             on_page = self._claimed[copy.src] = _PageClaims()
@@ -250,10 +279,10 @@ class Core:
         self.counters.copies += 1
         return claim
 
-    def unclaim(self, claims: list[Claim], sequence: Sequence) -> None:
-        """The copies were made, or ``sequence``, one of their sharers, wants them no more."""
+    def unclaim(self, claims: list[Claim], sharer: PendingCopies) -> None:
+        """End the part of ``sharer`` in ``claims``: the copies are made, or not needed."""
         for claim in claims:
-            del claim.sharers[sequence]
+            del claim.sharers[sharer]
             if claim.sharers:
                 continue
             on_page = self._claimed[claim.copy.src]
@@ -261,12 +290,12 @@ class Core:
             if not on_page.claims:
                 del self._claimed[claim.copy.src]
             if claim.hold is not None:
-                # No use of the source: what it has in common with the copy is the copy's from here.
+                # Not a use of the source: the copy, published later, counts as the use.
                 self.index.release(claim.hold, used=False)
             self.pool.release([claim.copy.src])
 
     def now_stored(self, pages: PageArray, hold: Any, start: int) -> None:
-        """The index stores ``pages`` now, from place ``start`` on: claims on them need holds."""
+        """Give holds to claims on ``pages``, which the index now stores from index ``start`` on."""
         if self._claimed:
             for at, page in enumerate(pages.tolist()):
                 on_page = self._claimed.get(page)
@@ -275,9 +304,9 @@ class Core:
                     claim.hold = self.index.move(self.index.again(hold), hold, start + at + 1)
 
     def may_write(self, page: int, offset: int) -> bool:
-        """Nobody else needs what ``page`` holds from ``offset`` on, and the caller holds it.
+        """Whether the caller, who has a reference, may write to ``page`` from ``offset`` on.
 
-        A claim on the page reads only its first tokens: writing behind those is no harm to it.
+        A claim on the page reads only its leading tokens, so writing behind those is allowed.
         """
         references = int(self.pool.references[page])
         if references == 1:
@@ -288,6 +317,28 @@ class Core:
         return max(on_page.tokens) <= offset
 
     def claims(self) -> list[Claim]:
-        """All claims of all sequences, each once."""
+        """Return all claims of all sequences, each once."""
         claims = [claim for sequence in self.sequences.values() for claim in sequence.claims()]
         return list(dict.fromkeys(claims))
+
+    def check(self) -> None:
+        """Recount everything from scratch and assert that it agrees; see `PagedCache.check`."""
+        holds = [sequence.hold for sequence in self.sequences.values()]
+        holds += [claim.hold for claim in self.claims() if claim.hold is not None]
+        holds += self.pins.hard_holds()
+        stored = self.index.check(holds)
+        assert len(np.unique(stored)) == len(stored), "the index stores a page twice"
+        expected = np.zeros(self.pool.num_pages, np.int64)
+        expected[stored] += 1
+        for sequence in self.sequences.values():
+            sequence.check(stored)
+            expected[sequence.pages] += 1
+        for claim in self.claims():
+            expected[claim.copy.src] += 1
+        self.forks.check(self.sequences.values())
+        wrong = np.flatnonzero(expected != self.pool.references)
+        assert not len(wrong), f"reference counts of pages {wrong[:8]} are wrong"
+        self.pool.check()
+        self.marks.check(stored, [sequence.row for sequence in self.sequences.values()])
+        for observer in self.observers:
+            observer.check(stored)

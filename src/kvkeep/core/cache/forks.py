@@ -2,9 +2,9 @@
 
 Two sequences share an unpublished page only because one was forked from the other while the page
 was in its table. They then share all pages before it, too: only the last page of a table is ever
-exchanged for a copy, and `Sequence.truncate` takes pages from the end. So the sequences that share
-any unpublished page with a given one are those with the same *first* unpublished page, and a
-publish looks at these alone, however many other forks are running.
+replaced by a copy, and `Sequence.truncate` removes pages from the end. So the sequences that share
+any unpublished page with a given one have the same *first* unpublished page, and a publish visits
+these alone, however many other forks are running.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["Forks"]
 class Forks:
     """Groups of sequences with the same first unpublished page, two or more in each.
 
-    A sequence tells when that page changes. Thread safety: none; under the cache's lock. Cost: a
-    dictionary look-up a call, and one for each member where a group is taken or made.
+    A sequence reports when that page changes. Thread safety: none; under the cache's lock. Cost: a
+    dictionary lookup a call, and one for each member when a group is taken or made.
     """
 
     __slots__ = ("_groups",)
@@ -36,7 +36,7 @@ class Forks:
         return bool(self._groups)
 
     def join(self, page: int, sequence: Sequence, other: Sequence) -> None:
-        """``other`` was forked from ``sequence``, whose first unpublished page is ``page``."""
+        """Note that ``other`` was forked from ``sequence``; ``page`` is the first unpublished."""
         self._groups.setdefault(page, {sequence: None})[other] = None
 
     def leave(self, page: int, sequence: Sequence) -> None:
@@ -48,11 +48,11 @@ class Forks:
                 del self._groups[page]
 
     def take(self, page: int) -> Iterable[Sequence]:
-        """Take out the group of ``page``, which is being published; `regroup` its members then."""
+        """Remove and return the group of ``page``, which is being published; then `regroup` it."""
         return self._groups.pop(page, ())
 
     def regroup(self, sequences: Iterable[Sequence]) -> None:
-        """Sequences that shared a page have other first unpublished pages now, or none."""
+        """Group sequences that shared a page by their present first unpublished pages."""
         groups: dict[int, dict[Sequence, None]] = {}
         for sequence in sequences:
             page = sequence.first_unpublished
@@ -69,7 +69,7 @@ class Forks:
                 found.setdefault(page, set()).add(sequence)
         shared = {page: group for page, group in found.items() if len(group) > 1}
         assert shared == {page: set(group) for page, group in self._groups.items()}
-        pages: dict[int, int] = {}  # each unpublished page → where its sharers' pages begin
+        pages: dict[int, int] = {}  # each unpublished page → first page of its group
         for first, group in found.items():
             for sequence in group:
                 for page in sequence.unpublished:

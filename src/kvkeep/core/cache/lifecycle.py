@@ -1,11 +1,11 @@
-"""The life of a sequence as a table: which step is legal in which state, and where it leads.
+"""The life cycle of a sequence as a table: the legal steps of each state, and the next states.
 
-    COPYING   page copies wait for the engine: what it would publish may not be there yet
+    COPYING   page copies wait for the engine: pages to publish may not be written yet
     READY     all copies were handed out
-    CLOSED    nothing is held any more
+    CLOSED    the sequence has no pages any more
 
-A step that is not in the table raises `IllegalStep` and changes nothing. Two states behind a step
-say that it depends on what the step finds (an append may need a copy).
+A step that is not in the table raises `IllegalStep` and changes nothing. A step with two next
+states depends on the case (an append may need a copy).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["STEPS", "SequenceState", "permit"]
 
 
 class SequenceState(Enum):
-    """Where a sequence is in its life."""
+    """State of a sequence."""
 
     COPYING = auto()
     READY = auto()

@@ -4,52 +4,47 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from kvkeep.core.cache.core import Core
-from kvkeep.core.cache.sequence import Sequence
-from kvkeep.core.cache.sessions import Session, check_name, check_session
-from kvkeep.core.cache.stats import CacheStats
+from kvkeep.core.cache.opening import CacheQuery, find, matched_tokens, open_sequence
+from kvkeep.core.cache.sessions import Session, check_name
+from kvkeep.core.cache.stats import CacheStats, snapshot
 from kvkeep.core.errors import IllegalStep, InvalidValue, NotCached, whole
-from kvkeep.core.events import Opened
 from kvkeep.core.eviction import EvictionPolicy, policy
-from kvkeep.core.extras import as_extras, signed
-from kvkeep.core.keys import Namespace, as_namespace, chain_keys, root_key
-from kvkeep.core.pages import PageCopy, PagePool
+from kvkeep.core.keys import as_namespace
+from kvkeep.core.pages import PagePool
 from kvkeep.core.prefix import index as make_index
 from kvkeep.core.prefix.results import EMPTY_PAGES
-from kvkeep.core.tokens import TOKEN_BYTES, as_row, as_tokens, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kvkeep.core.cache.blocks import BlockNames
-    from kvkeep.core.cache.looking import Looking
+    from kvkeep.core.cache.inspector import Inspector
     from kvkeep.core.cache.pins import Pin
+    from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.cache.views import CacheMap, Found, NodeView
     from kvkeep.core.events import Hook
-    from kvkeep.core.extras import ExtraLike, Extras
-    from kvkeep.core.keys import NamespaceLike
-    from kvkeep.core.miss_ratio import MissRatioCurve, MissRatioPoint
+    from kvkeep.core.extras import ExtraLike
+    from kvkeep.core.keys import Namespace, NamespaceLike
+    from kvkeep.core.miss_ratio import MissRatioCurve, MissRatioPoint, PromptWatch
     from kvkeep.core.pages.table import PageArray
-    from kvkeep.core.prefix import PrefixMatch, PrefixRun
-    from kvkeep.core.tokens import TokenArray, TokensLike
+    from kvkeep.core.prefix import PrefixRun
+    from kvkeep.core.tokens import TokensLike
 
 __all__ = ["CachedPrefix", "PagedCache", "RemovedPages"]
 
 _MAX_PAGE_SIZE = 65_536
 BLOCK_TOKENS = 512
-"""What policies that remember tell apart, if nothing else is said."""
+"""Default block size, in tokens, for policies with a history (ARC, 2Q)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedPrefix:
-    """What is cached of a prompt: full ``pages``, then the first tokens of one page more.
+    """The cached part of a prompt: full ``pages``, then the first tokens of one page more.
 
-    ``partial_page`` is -1 where there is none. The pages may be evicted at any time after.
+    ``partial_page`` is -1 if there is none. The pages may be evicted at any time afterwards.
     """
 
     num_tokens: int
@@ -59,29 +54,35 @@ class CachedPrefix:
 
 
 class RemovedPages(NamedTuple):
-    """What `PagedCache.remove` did: ``pages`` that are free now, and pages still ``in_use``."""
+    """Result of `PagedCache.remove`: ``pages`` that were freed, and pages still ``in_use``."""
 
     pages: int
     in_use: int
 
 
 class PagedCache:
-    """Gives requests the pages that hold their KV, and finds again what others computed.
+    """Allocates the pages that hold the KV of requests, and reuses those of equal prefixes.
 
-    It decides; the memory is `kvkeep.core.pages.tensors.PagedTensors` or the engine's own. Tokens
-    come as a list, a tuple or an integer array. Namespaces (text, or a `Namespace`) share nothing.
-
-    ``num_pages`` and ``page_size`` (tokens) make the pool. ``prefix`` is "radix" (exact to the
-    token) or "chain" (block keys over full pages); ``eviction`` the name of a policy or an
-    `EvictionPolicy`; ``hard_pin_pages`` what hard pins may hold at most (default: half the pool);
-    ``clock`` gives seconds, for pins that end. ``block_pages`` pages are what eviction policies
-    that remember tell apart (default: as many as hold 512 tokens). ``what_if`` is the share of
-    prompts' blocks that is watched (0.1 is a good one), or a `MissRatioCurve`, to know what more or
-    less memory would do (`what_if`). With ``reuse=False`` nothing is found and nothing is kept:
-    every prompt is computed, `Sequence.publish` is legal and changes nothing, and all pages of a
-    sequence are free when it and its forks, which share them, are closed.
+    The cache decides; the memory is `kvkeep.core.pages.tensors.PagedTensors` or the engine's own.
+    Tokens are a list, a tuple or an integer array. Namespaces (text, or a `Namespace`) share
+    nothing.
 
     Thread safety: every method takes the cache's one lock. Hooks run under it.
+
+    Args:
+        num_pages: pages of the pool.
+        page_size: tokens of a page.
+        prefix: the index: "radix" (exact to the token) or "chain" (block keys over full pages).
+        eviction: the name of a policy, or an `EvictionPolicy`.
+        hard_pin_pages: pages that hard pins may hold at most; default: half of the pool.
+        block_pages: pages of a block in the history of policies that have one; default: as many
+            as hold 512 tokens.
+        what_if: share of prompt blocks to sample (0.1 works well), or a `MissRatioCurve`, for
+            `what_if`.
+        clock: gives seconds, for pins and sessions that end.
+        reuse: False: nothing is matched and nothing is kept. Every prompt is computed,
+            `Sequence.publish` is legal and changes nothing, and the pages of a sequence are free
+            when it and its forks, which share them, are closed.
     """
 
     def __init__(
@@ -106,27 +107,30 @@ class PagedCache:
         hard_pin_pages = whole("hard_pin_pages", hard_pin_pages, 0, pool.num_pages - 1)
         orders = policy(eviction)
         block = max(1, -(-BLOCK_TOKENS // self.page_size)) if block_pages is None else block_pages
-        self._block_tokens = whole("block_pages", block, 1) * self.page_size
+        block_tokens = whole("block_pages", block, 1) * self.page_size
         orders.fit(pool.num_pages, block)
         index = make_index(prefix, self.page_size, orders)
         self.reuse = _switch("reuse", reuse)
-        self._core = Core(pool, index, hard_pin_pages, clock, reuse=self.reuse)
-        self._looks: Looking | None = None
+        self._core = Core(
+            pool, index, hard_pin_pages, clock, reuse=self.reuse, history_tokens=block_tokens
+        )
+        self._inspector_made: Inspector | None = None
+        self._watch: PromptWatch | None = None
         if what_if is not None:
-            from kvkeep.core.miss_ratio import PromptWatch  # noqa: PLC0415 - only where it is asked for
+            from kvkeep.core.cache.observers import MissRatioObserver  # noqa: PLC0415
+            from kvkeep.core.miss_ratio import PromptWatch  # noqa: PLC0415 - only where needed
 
-            self._core.watch = PromptWatch.of(
-                what_if, self.page_size, pool.num_pages, self._block_tokens
-            )
+            self._watch = PromptWatch.of(what_if, self.page_size, pool.num_pages, block_tokens)
+            self._core.observe(MissRatioObserver(self._watch))
 
     def bind(self, memory: object) -> None:
         """Bind the cache to the memory that holds the KV of its pages.
 
-        ``memory`` is the object that owns it, such as a `PagedTensors`; engines call this before
-        they open a sequence. The same memory may be bound again at any time, by whichever engine
-        works on it then. Another one would be read for pages that were written elsewhere: it is
-        refused while the first is in use, and afterwards until `clear` has emptied the cache. The
-        cache keeps no memory alive: it holds a weak reference.
+        ``memory`` is the object that owns the memory, such as a `PagedTensors`; engines call this
+        before they open a sequence. Binding the same memory again is fine, also by another engine.
+        Another memory is refused while the first exists, and afterwards until `clear` has emptied
+        the cache: its pages would be read as KV that was written elsewhere. The cache holds a weak
+        reference and keeps no memory alive.
 
         Raises:
             InvalidValue: the cache is bound to another memory, holds pages of one that is gone, or
@@ -148,99 +152,31 @@ class PagedCache:
         turn: int | None = None,
         extra: ExtraLike | None = None,
     ) -> Sequence:
-        """Begin a request: find its longest cached prefix and give it pages for all its tokens.
+        """Begin a request: match its longest cached prefix and allocate pages for the rest.
 
-        ``num_cached`` of the result says how many tokens need no computing; the last prompt token
-        is always left, since its logits are wanted. ``priority`` is for policies that ask.
-        ``reserve`` pages have to remain that others can get: room for running sequences to grow.
-        ``session`` names the conversation that this is a turn of (see `session`): what earlier
-        turns alone used, and this one does not continue, goes first from now on. Requests of the
-        same ``turn`` stand side by side; None is the next one.
-        ``extra`` are bytes that belong to tokens, as those of an image to its placeholder:
-        ``[(position, bytes)]``. KV from there on is shared with prompts that have the same bytes
-        there, what lies before with all; the bytes are hashed and not kept (`kvkeep.core.extras`).
-        Raises `InvalidValue` for tokens that are none, `OutOfPages` with nothing changed.
+        ``num_cached`` of the result is the number of tokens that need no computing; the last
+        prompt token is always computed, since its logits are needed.
+
+        Args:
+            tokens: the prompt.
+            namespace: where to look and to publish.
+            priority: for eviction policies that use one.
+            reserve: pages that must remain available: room for running sequences to grow.
+            session: the conversation that this is a turn of (see `session`): pages that only
+                earlier turns used, and that this turn does not continue, are evicted first.
+            turn: number of the turn; default: the next one. Requests of one turn run side by side.
+            extra: bytes that belong to tokens, as those of an image to its placeholder:
+                ``[(position, bytes)]``. KV from the position on is shared with prompts that have
+                equal bytes there; the bytes are hashed and not kept (`kvkeep.core.extras`).
+
+        Raises `InvalidValue` for invalid tokens, `OutOfPages` with nothing changed.
         Cost: O(tokens) at memory speed; see `benchmarks/core.py`.
         """
-        prompt = _prompt(tokens)
-        space = as_namespace(namespace)
+        query = CacheQuery.of(tokens, namespace, extra, session, turn)
         priority = whole("priority", priority)
         reserve = whole("reserve", reserve, 0)
-        if session is not None or turn is not None:
-            session, turn = check_session(session, turn)
-        extras = () if extra is None else as_extras(extra, len(prompt))
-        core = self._core
-        with core:
-            encoder = core.index.encoder(space)
-            wanted = core.marks.known(prompt[:-1], extras) if extras else prompt[:-1]
-            symbols = encoder.lookup(wanted)
-            match = core.index.match(symbols, space) if self.reuse else None
-            self._check_range(prompt, match)
-            match, needed = self._affordable(match, -(-len(prompt) // self.page_size), reserve)
-            hold, source = core.hold(match, space)
-            line = None
-            if session is not None:
-                line, turn = core.sessions.enter((space, session), hold, turn)
-            elif core.index.owners is not None:
-                core.index.owners.used(hold, None)
-            shared = EMPTY_PAGES if match is None else match.pages
-            table = core.take(needed)
-            if len(shared):
-                core.pool.retain(shared)
-                table = np.concatenate((shared, table))
-            sequence = Sequence(core, space, encoder, prompt, extras, table=table, hold=hold)
-            sequence.priority = priority
-            if line is not None:
-                sequence.belong(line, turn)
-            if match is not None and source is not None:
-                copy = PageCopy(match.partial_page, int(table[len(shared)]), match.partial_tokens)
-                core.pool.retain([copy.src])
-                core.counters.partial_hits += 1
-                sequence.adopt(len(shared), copy=copy, source=source)
-            else:
-                sequence.adopt(len(shared))
-            if core.watch is not None:
-                # Tokens are what the radix index looks for; the bytes are there already.
-                if extras or not core.index.exact:
-                    symbols = signed(prompt, extras)[:-1].tobytes()
-                sequence.told_pages = core.watch.opened(symbols, shared, space)
-            if core.index.policy.remembers and self.reuse:
-                sequence.known_pages = self._remembered(prompt, space, extras)
-            core.counters.opened += 1
-            core.counters.prompt_tokens += len(prompt)
-            core.counters.hit_tokens += sequence.num_cached
-            if core.hooks:
-                core.emit(Opened(sequence.id, space, len(prompt), sequence.num_cached))
-            return sequence
-
-    def _remembered(self, prompt: TokenArray, space: Namespace, extras: Extras) -> int:
-        """Tell the policy what is asked for; leading pages that were asked for before."""
-        size = self._block_tokens * TOKEN_BYTES
-        keys = chain_keys(root_key(space), prompt.tobytes(), size, extras)
-        return self._core.index.policy.requested(keys) * self._block_tokens // self.page_size
-
-    def _affordable(
-        self, match: PrefixMatch | None, total: int, reserve: int
-    ) -> tuple[PrefixMatch | None, int]:
-        """The match to hold and the pages it then needs, or `OutOfPages` before anything changed.
-
-        Holding a match takes its pages out of what can be evicted. A page that matches only in
-        part is given up when the request could not be opened with it.
-        """
-        core = self._core
-        needed = total - (0 if match is None else len(match.pages))
-        if needed + reserve <= core.pool.num_free:
-            return match, needed
-        core.pins.expire()
-        available = core.available() - core.index.protects(match)
-        if needed + reserve > available and match is not None and match.source is not None:
-            match = match.without_partial()
-            available = core.available() - core.index.protects(match)
-            if needed + reserve <= available:
-                core.counters.partial_hits_given_up += 1
-        if needed + reserve > available:
-            raise core.short_of(needed + reserve, available)
-        return match, needed
+        with self._core as core:
+            return open_sequence(core, query, priority=priority, reserve=reserve)
 
     def match(
         self,
@@ -249,59 +185,38 @@ class PagedCache:
         *,
         extra: ExtraLike | None = None,
     ) -> CachedPrefix:
-        """The longest cached prefix of a prompt. Changes nothing: no recency, no statistics.
+        """Return the longest cached prefix of a prompt. Changes nothing, not even recency.
 
         ``extra`` as in `open`.
         """
-        prompt = as_row(tokens)
-        space = as_namespace(namespace)
-        extras = () if extra is None else as_extras(extra, len(prompt))
-        core = self._core
-        with core:
-            match = self._find(prompt, space, extras)
-            found = self._check_range(prompt, match)
+        query = CacheQuery.of(tokens, namespace, extra)
+        with self._core as core:
+            match = find(core, query)
             if match is None:
                 return CachedPrefix(0, EMPTY_PAGES)
+            found = matched_tokens(core, match)
             return CachedPrefix(found, match.pages.copy(), match.partial_page, match.partial_tokens)
-
-    def _find(self, prompt: TokenArray, space: Namespace, extras: Extras) -> PrefixMatch | None:
-        """The longest match of a prompt in the index; `open` does it itself, for speed."""
-        if not self.reuse:
-            return None
-        index = self._core.index
-        row = index.marks.known(prompt, extras) if extras else prompt
-        return index.match(index.encoder(space).lookup(row), space)
-
-    def _check_range(self, prompt: TokenArray, match: PrefixMatch | None) -> int:
-        """Refuse negative ids, and return how many tokens the match covers.
-
-        Tokens that equal stored ones are not negative, unless marks are stored: then all of the
-        prompt is checked.
-        """
-        found = 0 if match is None else len(match.pages) * self.page_size + match.partial_tokens
-        check_range(prompt, 0 if len(self._core.marks) else found)
-        return found
 
     # --- memory ------------------------------------------------------------------------------
 
     def evict(self, num_pages: int) -> int:
-        """Free up to ``num_pages`` cached pages that nobody uses; returns how many."""
+        """Evict up to ``num_pages`` cached pages that are not in use; return how many."""
         num_pages = whole("num_pages", num_pages, 0)
-        with self._core:
-            self._core.pins.expire()
-            return self._core.evict(num_pages, "asked")
+        with self._core as core:
+            core.pins.expire()
+            return core.evict(num_pages, "asked")
 
     def clear(self, namespace: NamespaceLike | None = None) -> int:
-        """Forget everything that no running sequence uses, in one namespace or in all.
+        """Drop all cached pages that are not in use, in one namespace or in all.
 
-        Soft pins of what goes end, hard pins stay. Returns the pages freed.
+        Soft pins of dropped pages end, hard pins stay. Returns the pages freed.
         """
         space = None if namespace is None else as_namespace(namespace)
-        with self._core:
-            self._core.pins.expire()
-            pages = self._core.index.clear(space)
-            self._core.forget(pages, "cleared")
-            self._core.pins.expire()  # soft pins of what has gone
+        with self._core as core:
+            core.pins.expire()
+            pages = core.index.clear(space)
+            core.forget(pages, "cleared")
+            core.pins.expire()  # soft pins of dropped pages
             return len(pages)
 
     def remove(
@@ -311,28 +226,24 @@ class PagedCache:
         *,
         extra: ExtraLike | None = None,
     ) -> RemovedPages:
-        """Forget a prompt: every cached page that begins as it does, and all behind, pinned or not.
+        """Drop a prompt: the cached page that it begins with and all pages behind, even if pinned.
 
         Pages that running sequences or hard pins hold stay, and so do the pages before them:
-        `RemovedPages.in_use` counts them. Other prompts that share the first page go, too, since
-        their pages stand behind it. What a running sequence publishes later is cached again. Of a
-        prompt that is shorter than a page nothing is cached. ``extra`` as in `open`.
+        `RemovedPages.in_use` counts them. Other prompts that share the first page are dropped,
+        too, since their pages are behind it. What a running sequence publishes later is cached
+        again. A prompt shorter than a page has no cached pages. ``extra`` as in `open`.
 
         Cost: that of `match`, and all runs behind the first page.
         """
-        prompt = as_row(tokens)
-        space = as_namespace(namespace)
-        extras = as_extras(extra, len(prompt))
-        core = self._core
-        with core:
+        query = CacheQuery.of(tokens, namespace, extra)
+        with self._core as core:
             core.pins.expire()
-            core.sessions.settle()
-            match = self._find(prompt, space, extras)
-            self._check_range(prompt, match)
+            core.before_eviction()
+            match = find(core, query)
             top = None if match is None else match.first_node()
             if top is None:
                 return RemovedPages(0, 0)
-            return RemovedPages(*self._looking.evict_family(top))
+            return RemovedPages(*self._inspector.evict_family(top))
 
     def pin(
         self,
@@ -343,30 +254,27 @@ class PagedCache:
         hard: bool = False,
         extra: ExtraLike | None = None,
     ) -> Pin:
-        """Keep what is cached of this prefix (full pages), for ``ttl`` seconds or until `unpin`.
+        """Keep the cached full pages of a prefix, for ``ttl`` seconds or until `unpin`.
 
-        A soft pin keeps it until nothing else is left to evict; it never stands in the way of a
-        request. A hard pin always keeps it, within the cache's budget for hard pins. Each call
-        makes a pin of its own, also of the same prefix; there are as many at a time as the cache
-        has pages, or 1,024 if it has fewer. ``extra`` as in `open`.
-        Raises `NotCached` when not one full page is cached, `InvalidValue` beyond the budget or
-        with so many pins set. Cost: that of `match`, and O(runs on the path).
+        Pages under a soft pin are evicted only when nothing else is left; a soft pin never blocks
+        a request. Pages under a hard pin are never evicted; the cache has a budget for them. Each
+        call makes a pin of its own, also of the same prefix; at a time there are at most as many
+        pins as pages, or 1,024 in a cache with fewer pages. ``extra`` as in `open`.
+        Raises `NotCached` if not one full page is cached, `InvalidValue` beyond the budget or the
+        number of pins. Cost: that of `match`, and O(runs on the path).
         """
-        prompt = as_tokens(tokens)
-        space = as_namespace(namespace)
-        extras = as_extras(extra, len(prompt))
+        query = CacheQuery.of(tokens, namespace, extra)
         if ttl is not None and not ttl > 0:
             raise InvalidValue(f"a pin lasts some seconds, got ttl={ttl}")
-        core = self._core
-        with core:
+        with self._core as core:
             core.pins.expire()
-            match = self._find(prompt, space, extras)
+            match = find(core, query)
             if match is None or not len(match.pages):
                 raise NotCached(
-                    f"not one full page of these {len(prompt)} tokens is cached in {space}; "
-                    "publish them first"
+                    f"not one full page of these {len(query.tokens)} tokens is cached in "
+                    f"{query.namespace}; publish them first"
                 )
-            hold, _ = core.index.hold(match.without_partial(), space, used=False)
+            hold, _ = core.index.hold(match.without_partial(), query.namespace, used=False)
             try:
                 pin = core.pins.add(hold, ttl, hard=hard)
             except InvalidValue:
@@ -377,55 +285,22 @@ class PagedCache:
             return pin
 
     def unpin(self, pin: Pin) -> None:
-        """End a pin; `NotCached` when it is not one of this cache, or has ended already."""
-        with self._core:
-            self._core.pins.expire()
-            if pin not in self._core.pins.pins:
+        """End a pin; `NotCached` if it belongs to another cache or has ended."""
+        with self._core as core:
+            core.pins.expire()
+            if pin not in core.pins.pins:
                 raise NotCached(f"{pin!r} is not a running pin of this cache")
-            self._core.pins.end(pin)
-
-    def evict_below(self, node: int) -> int:
-        """Forget a run of the `map` and all behind it, so far as nobody uses it.
-
-        Soft pins that end in what goes end with it. For a namespace's id, all that is in it.
-        Returns the pages freed, 0 when all of it is in use. Raises `NotCached` for an id that is
-        not there (any more). Cost: as `clear`.
-        """
-        return self._looking.evict_below(node)
-
-    def pin_node(self, node: int, *, ttl: float | None = None) -> Pin:
-        """A soft pin, as by `pin`, on the path to the end of a run of the `map`.
-
-        Raises `NotCached` for an id that is not there (any more), `InvalidValue` for a namespace's.
-        """
-        return self._looking.pin(node, ttl)
-
-    def unpin_node(self, node: int) -> int:
-        """End all soft pins that end with a run of the `map`, however they were made; how many.
-
-        Raises `NotCached` for an id that is not there (any more).
-        """
-        return self._looking.unpin(node)
+            core.pins.end(pin)
 
     def session(self, session: str, namespace: NamespaceLike = "") -> Session:
-        """Give hints about a session in ``namespace``: that it is away, over, or begins anew.
+        """Return an object to give hints about a session: it is suspended, over, or begins anew.
 
-        Hints decide what is evicted first, and nothing else. Raises `InvalidValue` for a name that
-        is none (1 … 256 characters).
+        Hints order eviction and change nothing else. Raises `InvalidValue` for an invalid name
+        (1 … 256 characters).
         """
         return Session(self._core, as_namespace(namespace), check_name(session))
 
-    # --- looking -----------------------------------------------------------------------------
-
-    @property
-    def _looking(self) -> Looking:
-        """Made, and imported, when somebody looks."""
-        with self._core:
-            if self._looks is None:
-                from kvkeep.core.cache.looking import Looking  # noqa: PLC0415
-
-                self._looks = Looking(self._core)
-            return self._looks
+    # --- figures -----------------------------------------------------------------------------
 
     @property
     def policy(self) -> str:
@@ -435,70 +310,39 @@ class PagedCache:
     @property
     def num_available(self) -> int:
         """Pages that a request could get now: free, or cached and evictable. Cost: two adds."""
-        with self._core:
-            return self._core.available()
+        with self._core as core:
+            return core.available()
+
+    def stats(self) -> CacheStats:
+        """Return what the cache holds and has done. Cost: one pass over the reference counts."""
+        with self._core as core:
+            return snapshot(core)
 
     def what_if(
         self, pages: Iterable[int] | None = None, namespace: NamespaceLike | None = None
     ) -> tuple[MissRatioPoint, ...]:
-        """What a cache of so many ``pages`` would do for the prompts there were.
+        """Estimate the hit rates that caches of ``pages`` pages would have had so far.
 
-        By default ¼, ½, 1, 2, 4 and 8 times as many as this one has; 16 times is the most. With
-        ``namespace`` for its prompts alone, in memory that all share. `IllegalStep` when the cache
-        was made without ``what_if``. Cost: below 2 ms.
+        Default sizes: ¼, ½, 1, 2, 4 and 8 times this cache; 16 times is the most. With
+        ``namespace``, for its prompts alone, in memory that all namespaces share. `IllegalStep`
+        if the cache was made without ``what_if``. Cost: below 2 ms.
         """
-        watch = self._core.watch
-        if watch is None:
-            raise IllegalStep("nobody watches what is asked for; make the cache with what_if=0.1")
+        if self._watch is None:
+            raise IllegalStep("this cache keeps no miss-ratio curve; make it with what_if=0.1")
         with self._core:
-            return watch.points(None if pages is None else list(pages), namespace)
+            return self._watch.points(None if pages is None else list(pages), namespace)
 
-    def stats(self) -> CacheStats:
-        """What the cache holds and has done. Cost: one pass over the reference counts."""
-        core = self._core
-        with core:
-            pool, index, board, did = core.pool, core.index, core.pins, core.counters
-            board.expire()
-            core.sessions.settle()
-            references = int(pool.references.sum())
-            tables = [sequence.pages for sequence in core.sequences.values()]
-            users = np.bincount(np.concatenate(tables), minlength=1) if tables else np.zeros(1, int)
-            return CacheStats(
-                sequences=len(core.sequences),
-                pages_total=pool.num_pages,
-                pages_used=pool.num_used,
-                pages_free=pool.num_free,
-                pages_cached=index.num_pages,
-                pages_evictable=index.num_evictable,
-                pages_protected=index.num_pages - index.num_evictable,
-                pages_dead=core.sessions.num_dead,
-                pages_awaited=core.sessions.num_awaited,
-                pages_shared=int((users > 1).sum()),
-                shares=int((users[users > 1] - 1).sum()),
-                references=references,
-                namespaces=index.num_namespaces,
-                sessions=len(core.sessions.lines),
-                pins=len(board.pins),
-                pinned_pages=board.num_pages,
-                hard_pinned_pages=board.num_hard_pages,
-                pins_broken=index.pins.num_broken,
-                pins_expired=board.expired,
-                opened=did.opened,
-                forked=did.forked,
-                closed=did.closed,
-                prompt_tokens=did.prompt_tokens,
-                hit_tokens=did.hit_tokens,
-                partial_hits=did.partial_hits,
-                partial_hits_given_up=did.partial_hits_given_up,
-                stored_pages=did.stored_pages,
-                duplicate_pages=did.duplicate_pages,
-                evictions=did.evictions,
-                evicted_pages=did.evicted_pages,
-                copies=did.copies,
-                out_of_pages=did.out_of_pages,
-                hook_errors=did.hook_errors,
-                what_if=() if core.watch is None else core.watch.points(),
-            )
+    # --- inspection --------------------------------------------------------------------------
+
+    @property
+    def _inspector(self) -> Inspector:
+        """Made, and imported, at first use."""
+        with self._core as core:
+            if self._inspector_made is None:
+                from kvkeep.core.cache.inspector import Inspector  # noqa: PLC0415
+
+                self._inspector_made = Inspector(core)
+            return self._inspector_made
 
     def map(
         self,
@@ -508,22 +352,22 @@ class PagedCache:
         nodes: int = 400,
         blocks: BlockNames | None = None,
     ) -> CacheMap:
-        """What is stored, for a picture: the ``nodes`` largest subtrees, all others summed up.
+        """Return the ``nodes`` largest subtrees of the index one by one, all others summed up.
 
-        Of one namespace, of all (each then is a node on top), or of the run ``root`` and what is
-        behind it. Siblings that are not among the largest stand together in one hidden node under
-        their parent. `kvkeep.core.cache.MapNode` says what is known of each; with ``blocks`` also
-        which blocks of a store end in it, if the index is ``radix``. The same answer is given
-        for a second, and longer where it took long to make: however often it is asked for, it
-        costs 3 % of a core at most. Raises `NotCached` for a ``root`` that is not there (any more).
-        Cost: about 2 µs a run, for half of which the lock is held, for a millisecond at a time;
+        Of one namespace, of all (each namespace then is a top node), or of the run ``root`` and
+        everything behind it. Siblings that are not among the largest are summed up in one hidden
+        node under their parent. See `kvkeep.core.cache.MapNode` for the figures of a node; with
+        ``blocks`` and the radix index, a node also lists the store's blocks that end in it. The
+        same map is returned for a second, and longer if it was expensive: maps take at most 3 % of
+        a core. Raises `NotCached` for a ``root`` that is not cached (any more).
+        Cost: about 2 µs a run; the lock is held for half of that, a millisecond at a time;
         ``blocks`` cost 1 µs each.
         """
-        return self._looking.map(namespace, root, nodes, blocks)
+        return self._inspector.map(namespace, root, nodes, blocks)
 
     def node(self, node: int) -> NodeView:
-        """One run of the `map` by its id; `NotCached` when it is not there (any more)."""
-        return self._looking.node(node)
+        """Return one run of the `map` by its id; `NotCached` if it is not cached (any more)."""
+        return self._inspector.node(node)
 
     def search(
         self,
@@ -532,69 +376,64 @@ class PagedCache:
         *,
         most: int = 50,
     ) -> list[Found]:
-        """Where any of these rows of tokens is stored, wherever it begins, in one namespace or all.
+        """Find rows of tokens anywhere in the cached prompts, in one namespace or in all.
 
-        One place for each run in which one ends, the first; shallow runs first, ``most`` at most.
+        One place for each run in which a row ends, the first; shallow runs first, ``most`` at most.
         Raises `InvalidValue` for an empty row, and for the chain index, which keeps no tokens.
         Cost: about 2 µs a run and 5 ns a token and row; the lock is held as by `map`.
         """
-        return self._looking.search(list(needles), namespace, most)
+        return self._inspector.search(list(needles), namespace, most)
+
+    def evict_below(self, node: int) -> int:
+        """Drop a run of the `map` and all runs behind it that are not in use.
+
+        Soft pins that end in dropped runs end. A namespace's id stands for all of the namespace.
+        Returns the pages freed, 0 if all are in use. Raises `NotCached` for an id that is not
+        cached (any more). Cost: as `clear`.
+        """
+        return self._inspector.evict_below(node)
+
+    def pin_node(self, node: int, *, ttl: float | None = None) -> Pin:
+        """Set a soft pin, as `pin` does, on the path to the end of a run of the `map`.
+
+        Raises `NotCached` for an id that is not cached (any more), `InvalidValue` for a
+        namespace's.
+        """
+        return self._inspector.pin(node, ttl)
+
+    def unpin_node(self, node: int) -> int:
+        """End all soft pins that end with a run of the `map`; return how many.
+
+        Raises `NotCached` for an id that is not cached (any more).
+        """
+        return self._inspector.unpin(node)
 
     def runs(self, namespace: NamespaceLike = "") -> Iterator[PrefixRun]:
-        """The runs stored in a namespace, depth first; `kvkeep.core.prefix.render` draws them."""
-        with self._core:
-            return iter(list(self._core.index.runs(as_namespace(namespace))))
+        """Return the runs of a namespace, depth first; `kvkeep.core.prefix.render` draws them."""
+        with self._core as core:
+            return iter(list(core.index.runs(as_namespace(namespace))))
 
     def namespaces(self) -> dict[Namespace, int]:
-        """The namespaces that hold anything, and how many pages."""
-        with self._core:
-            return self._core.index.namespaces()
+        """Return the namespaces that have cached pages, and how many."""
+        with self._core as core:
+            return core.index.namespaces()
 
     def subscribe(self, hook: Hook) -> Callable[[], None]:
-        """Call ``hook(event)`` for everything that happens from now on; call the result to end it.
+        """Call ``hook(event)`` for every event from now on; call the result to end that.
 
-        Hooks run in order, under the cache's lock, when the operation they tell of is complete: be
-        quick. A hook may call every method of the cache and of its sequences; what that emits is
-        told to the hooks in turn. It must not wait for another thread that uses the cache. One that
-        raises is logged and counted, and stays.
+        Hooks are called in order, under the cache's lock, when an operation is complete: they must
+        be quick. A hook may call every method of the cache and of its sequences; the events of
+        that are delivered in turn. It must not wait for another thread that uses the cache. A hook
+        that raises is logged and counted, and stays subscribed.
         """
         if not callable(hook):
             raise InvalidValue(f"a hook is called with each event, got {hook!r}")
-        core = self._core
-        own = partial(hook)  # told apart from the same hook subscribed elsewhere
-        with core:
-            core.hooks = (*core.hooks, own)
-
-        def end() -> None:
-            with core:
-                core.hooks = tuple(other for other in core.hooks if other is not own)
-
-        return end
+        return self._core.subscribe(hook)
 
     def check(self) -> None:
         """Recount everything from scratch and assert that it agrees. Cost: all of it."""
-        core = self._core
-        with core:
-            holds = [sequence.hold for sequence in core.sequences.values()]
-            holds += [claim.hold for claim in core.claims() if claim.hold is not None]
-            holds += core.pins.hard_holds()
-            stored = core.index.check(holds)
-            assert len(np.unique(stored)) == len(stored), "the index stores a page twice"
-            expected = np.zeros(self.num_pages, np.int64)
-            expected[stored] += 1
-            for sequence in core.sequences.values():
-                sequence.check(stored)
-                expected[sequence.pages] += 1
-            for claim in core.claims():
-                expected[claim.copy.src] += 1
-            core.forks.check(core.sequences.values())
-            wrong = np.flatnonzero(expected != core.pool.references)
-            assert not len(wrong), f"reference counts of pages {wrong[:8]} are wrong"
-            core.pool.check()
-            core.marks.check(stored, [sequence.row for sequence in core.sequences.values()])
-            core.sessions.check()
-            if core.watch is not None:
-                core.watch.check(stored)
+        with self._core as core:
+            core.check()
 
     def __repr__(self) -> str:
         core = self._core
@@ -603,13 +442,6 @@ class PagedCache:
             f"{core.index.policy.name}: {core.pool.num_free} free, "
             f"{core.index.num_evictable} evictable>"
         )
-
-
-def _prompt(tokens: TokensLike) -> TokenArray:
-    prompt = as_row(tokens)
-    if not len(prompt):
-        raise InvalidValue("a prompt has at least one token, got none")
-    return prompt
 
 
 def _switch(name: str, value: object) -> bool:

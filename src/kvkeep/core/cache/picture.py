@@ -1,4 +1,4 @@
-"""From the survey of a tree to the nodes of a `CacheMap`: those shown, and those summed up."""
+"""Nodes of a `CacheMap`, from the survey of a tree: those shown, and those summed up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["hidden_nodes", "shown_nodes"]
 
 _HIDDEN = 1 << 52
-"""Numbers of hidden nodes lie below minus this; readers of JSON know whole numbers to 2**53."""
+"""Ids of hidden nodes are below minus this; JSON readers know integers up to 2**53."""
 
 
 def shown_nodes(
@@ -35,7 +35,10 @@ def shown_nodes(
     *,
     bare: bool,
 ) -> list[MapNode]:
-    """A node for each of ``rows``, which are closed towards the top; ``bare``: but for the top."""
+    """Return a node for each of ``rows``; with ``bare``, the top node is left out.
+
+    With each row, ``rows`` has the row above it. Rows without parent are tops.
+    """
     ids = survey.ids
     above = survey.parents[rows]
     nodes: list[MapNode] = []
@@ -71,10 +74,10 @@ def shown_nodes(
 
 
 def hidden_nodes(survey: Survey, rows: Numbers, ages: Seconds, *, bare: bool) -> list[MapNode]:
-    """For each of ``rows``, and the top: one node for those that hang from it and are not shown."""
+    """Return a hidden node for each of ``rows`` (and the top) with children that are not shown."""
     parents = survey.parents
     shown = np.zeros(len(parents) + 1, np.bool_)
-    shown[rows] = shown[-1] = True  # the last: what has no parent
+    shown[rows] = shown[-1] = True  # the last stands for "no parent"
     hidden = np.flatnonzero(~shown[:-1] & shown[parents] & ~survey.gone)
     above, groups = np.unique(parents[hidden], return_inverse=True)
 

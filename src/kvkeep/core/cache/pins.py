@@ -1,4 +1,4 @@
-"""Pins: prefixes that are asked to stay, so far as memory allows."""
+"""Pins: prefixes that are evicted last, or not at all."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Pin", "PinBoard"]
 
 
 class Pin(Pinned):
-    """A prefix that is kept; made by `PagedCache.pin`, ended by `PagedCache.unpin`.
+    """A pinned prefix; made by `PagedCache.pin`, ended by `PagedCache.unpin`.
 
-    A soft pin gives way, tail first, when nothing else is left to evict: ``num_tokens`` then falls.
-    A hard pin does not, and counts against the cache's budget for them.
+    When nothing else is left to evict, pages under a soft pin are evicted, tail first, and
+    ``num_tokens`` falls. Pages under a hard pin are not, and count against the cache's budget.
     """
 
     __slots__ = ("_board", "active", "expires", "hard", "hold")
@@ -28,14 +28,14 @@ class Pin(Pinned):
     def __init__(self, board: PinBoard, hold: Any, *, hard: bool, expires: float | None) -> None:
         super().__init__()
         self._board = board
-        self.hold = hold if hard else None  # for the index alone
+        self.hold = hold if hard else None  # used by the index
         self.hard = hard
         self.expires = expires
         self.active = True
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prefix that are still kept; 0 once the pin has ended or given way."""
+        """Tokens of the prefix that are still cached; 0 once the pin has ended."""
         return self._board.pages(self) * self._board.page_size
 
     def __repr__(self) -> str:
@@ -46,8 +46,8 @@ class Pin(Pinned):
 class PinBoard:
     """All pins of a cache: ``most`` at a time, in memory of about 350 bytes each.
 
-    Thread safety: none; under the cache's lock. Cost: O(log pins) a pin with a time to live, else
-    what the index asks for; nothing here walks over all pins.
+    Thread safety: none; under the cache's lock. Cost: O(log pins) for a pin with a time to live,
+    besides the index's cost; nothing here walks over all pins.
     """
 
     def __init__(
@@ -64,7 +64,10 @@ class PinBoard:
         self.expired = 0
 
     def add(self, hold: Any, ttl: float | None, *, hard: bool) -> Pin:
-        """Pin the path of ``hold``, which passes to a hard pin and is released by a soft one."""
+        """Pin the path of ``hold``: a hard pin takes over the hold, a soft one does not.
+
+        `InvalidValue` beyond the number of pins or the budget for hard pins.
+        """
         if len(self.pins) >= self.most:
             raise InvalidValue(
                 f"{self.most} pins are set, as many as this cache keeps; unpin some, or give "
@@ -88,14 +91,14 @@ class PinBoard:
         """End a pin that has not ended."""
         del self.pins[pin]
         pin.active = False
-        if len(self._expiry) > 2 * len(self.pins) + 64:  # mostly pins that ended before their time
+        if len(self._expiry) > 2 * len(self.pins) + 64:  # most entries are of ended pins
             self._expiry = [item for item in self._expiry if item[2].active]
             heapq.heapify(self._expiry)
         self._index.unpin(pin)
         pin.hold = None
 
     def expire(self) -> None:
-        """End the pins whose time is over, and those whose prefix had to give way entirely."""
+        """End the pins whose time is over, and those whose prefix was evicted entirely."""
         broken = self._index.pins.broken
         while broken:
             self.end(cast("Pin", broken.pop()))
@@ -109,29 +112,29 @@ class PinBoard:
         return self._clock() >= when
 
     def pages(self, pin: Pin) -> int:
-        """Pages that a pin still keeps."""
+        """Return how many pages a pin still covers."""
         if not pin.active or (pin.expires is not None and self._over(pin.expires)):
             return 0
         return pin.num_pages
 
     def hard_holds(self) -> list[Any]:
-        """The holds of hard pins."""
+        """Return the holds of hard pins."""
         return [pin.hold for pin in self.pins if pin.hard]
 
     def soft_at(self, place: Any) -> list[Pin]:
-        """The soft pins that stand at the end of the run ``place``."""
+        """Return the soft pins at the end of the run ``place``."""
         return cast("list[Pin]", soft_pins(place))
 
     def soft_below(self, place: Any) -> list[Pin]:
-        """The soft pins whose last run goes when ``place`` and all behind it is evicted."""
+        """Return the soft pins that end when the run ``place`` and all behind it are evicted."""
         return cast("list[Pin]", soft_pins_below(place))
 
     @property
     def num_pages(self) -> int:
-        """Pages that pins keep, each counted once; `expire` first."""
+        """Pages under pins, each counted once; call `expire` first."""
         return self._index.pins.num_pages
 
     @property
     def num_hard_pages(self) -> int:
-        """Pages that hard pins keep, each counted once; `expire` first."""
+        """Pages under hard pins, each counted once; call `expire` first."""
         return self._index.pins.num_hard

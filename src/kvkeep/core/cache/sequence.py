@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvkeep.core.cache.copies import PendingCopies
 from kvkeep.core.cache.lifecycle import SequenceState, permit
 from kvkeep.core.errors import whole
 from kvkeep.core.events import Closed, Opened, Stored, frozen
-from kvkeep.core.extras import as_extras, signed
+from kvkeep.core.extras import as_extras
 from kvkeep.core.pages import GrowingArray, PageCopy
 from kvkeep.core.tokens import TOKEN_DTYPE, as_tokens, common_length, single_token
 
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvkeep.core.cache.core import Claim, Core
-    from kvkeep.core.cache.sessions import SessionState
+    from kvkeep.core.cache.row import TokenRow
     from kvkeep.core.extras import ExtraLike, Extras
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix.base import Encoder
+    from kvkeep.core.prefix.owners import Owner
     from kvkeep.core.tokens import TokenArray, TokensLike
 
 __all__ = ["Sequence"]
@@ -33,23 +35,23 @@ _SCALARS = (int, np.generic)
 class Sequence:
     """The pages of one request, from `PagedCache.open` to `close`.
 
-    An engine computes ``tokens[num_cached:]``, having made the `copies`, and writes their KV at
-    token position ``i`` to page ``pages[i // page_size]``, offset ``i % page_size``. What it has
-    computed it may `publish`, then later prompts reuse it while this sequence still runs.
+    An engine makes the page copies (`copies`), computes ``tokens[num_cached:]``, and writes the KV
+    of token position ``i`` to page ``pages[i // page_size]`` at offset ``i % page_size``. Once it
+    calls `publish`, later prompts reuse the computed pages while this sequence still runs.
 
-    Every step takes the cache's lock, so sequences may be used from several threads; one sequence
-    at a time belongs to one thread, since its steps have an order. Arrays that it returns are
-    read-only views, good until its next step. `IllegalStep` says that a step does not fit the
-    state (see `kvkeep.core.cache.lifecycle`), `OutOfPages` that the pool is full of pages in use;
-    in both cases nothing has changed.
+    `IllegalStep` means that a step does not fit the state (see `kvkeep.core.cache.lifecycle`),
+    `OutOfPages` that all pages of the pool are in use; in both cases nothing has changed. Returned
+    arrays are read-only views, valid until the next step. A sequence is a context manager that
+    closes itself.
 
-    It is a context manager that closes itself.
+    Thread safety: every step takes the cache's lock. The steps of one sequence have an order, so
+    one thread at a time calls them.
     """
 
     __slots__ = (
-        "_claims", "_core", "_encoder", "_extras", "_hold", "_line", "_made", "_marked",
-        "_opened_pages", "_shared", "_state", "_table", "_tokens", "id", "known_pages",
-        "namespace", "num_cached", "priority", "told_pages", "turn",
+        "_closed", "_core", "_encoder", "_hold", "_opened_pages", "_pending", "_shared", "_table",
+        "_tokens", "id", "known_pages", "namespace", "num_cached", "owner", "priority",
+        "turn",
     )  # fmt: skip
 
     def __init__(
@@ -57,57 +59,54 @@ class Sequence:
         core: Core,
         namespace: Namespace,
         encoder: Encoder,
-        tokens: TokenArray,
-        extras: Extras,
+        tokens: TokenRow,
         *,
-        table: PageArray,
         hold: Any,
+        priority: int,
     ) -> None:
-        """Made by `PagedCache.open` and `fork`; all that is passed in becomes its own."""
+        """Called by `PagedCache.open` and `fork`, which call `adopt` next.
+
+        The sequence takes over all arguments.
+        """
         core.opened += 1
         self.id = core.opened
         self.namespace = namespace
-        self.priority = 0
+        self.priority = priority
         self.known_pages = 0
-        """Leading pages that were asked for before, says a policy that remembers."""
-        self.told_pages = 0
-        """Who watches what is asked for has to know of more pages than these."""
+        """Leading pages that were requested before, according to a policy with a history."""
         self.num_cached = 0
         """Leading tokens that needed no computing when the sequence was opened or forked."""
         self.turn: int | None = None
-        """Which turn of its session it is, counted from 0; None without a session."""
-        self._line: SessionState | None = None  # the session on whose behalf it publishes
+        """The turn of its session, counted from 0; None without a session."""
+        self.owner: Owner | None = None
+        """The session that owns what this sequence publishes."""
         self._core = core
         self._encoder = encoder
-        self._tokens = GrowingArray(core.marks.marked(tokens, extras) if extras else tokens)
-        self._marked = bool(extras)  # some of its tokens have extras: they are marks
-        self._extras: Extras = ()  # once it is closed
-        self._table = GrowingArray(table)
+        self._tokens = tokens
+        self._table: GrowingArray
         self._hold = hold
         # Region map of the page table:
         #   0 … _shared      pages that the index stores too; the hold protects exactly these
         #   _shared … end    pages of this sequence (and of forks that have not written them)
         self._shared = 0
-        self._opened_pages = 0  # up to here the shared ones are not of its own making
-        self._claims: list[Claim] = []  # copies the engine has not taken yet
-        self._made: list[Claim] = []  # copies it took, and may be making
-        self._state = SequenceState.READY
-        core.sequences[self.id] = self
+        self._opened_pages = 0  # leading shared pages that other sequences computed
+        self._pending = PendingCopies(core)
+        self._closed = False
 
-    def adopt(self, shared: int, *, copy: PageCopy | None = None, source: Any = None) -> None:
-        """Take over what was found for the prompt: shared pages, and a page to be copied from."""
+    def adopt(
+        self, table: PageArray, shared: int, *, copy: PageCopy | None = None, source: Any = None
+    ) -> None:
+        """Start with this page table: ``shared`` cached pages, and maybe a page copy to make."""
+        core = self._core
+        self._table = GrowingArray(table)
         self._shared = self._opened_pages = shared
-        self.num_cached = shared * self._core.page_size
+        self.num_cached = shared * core.page_size
         if copy is not None:
             self.num_cached += copy.tokens
-            self._claims.append(self._core.claim(copy, source, self))
-            self._state = SequenceState.COPYING
+            self._pending.add(copy, source)
+        core.sequences[self.id] = self
 
-    def belong(self, line: SessionState, turn: int | None) -> None:
-        """It is this turn of a session."""
-        self._line, self.turn = line, turn
-
-    # --- looking -----------------------------------------------------------------------------
+    # --- views -------------------------------------------------------------------------------
 
     @property
     def num_tokens(self) -> int:
@@ -125,88 +124,77 @@ class Sequence:
         return self._table.view()
 
     @property
+    def published_pages(self) -> PageArray:
+        """The leading pages of the table that the index stores."""
+        return self._table.values[: self._shared]
+
+    @property
     def tokens(self) -> TokenArray:
         """The tokens: int32, read-only. Where some have extras, a copy."""
-        if self._marked:
-            return frozen(self._core.marks.plain(self._tokens.values)[0])
-        return self._tokens.view()
+        return self._tokens.tokens
 
     @property
     def extras(self) -> Extras:
         """The digests of the bytes that belong to its tokens, by position."""
-        if self._marked:
-            return self._core.marks.plain(self._tokens.values)[1]
-        return self._extras
+        return self._tokens.extras
 
     @property
     def row(self) -> TokenArray:
-        """Its tokens as the index compares them: marks for those with extras."""
+        """The tokens as the index compares them: marks in place of those with extras."""
         return self._tokens.values
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
-        return self._state is SequenceState.CLOSED
+        """Whether the sequence was closed."""
+        return self._closed
+
+    @property
+    def _state(self) -> SequenceState:
+        if self._closed:
+            return SequenceState.CLOSED
+        return SequenceState.COPYING if self._pending.waiting else SequenceState.READY
 
     @property
     def hold(self) -> Any:
-        """Its hold on the prefix index."""
+        """The hold that protects its published pages in the prefix index."""
         return self._hold
 
     def claims(self) -> list[Claim]:
-        """Pages it keeps besides its table, to be copied from."""
-        return self._claims + self._made
+        """Return the claims on pages that this sequence has still to copy from."""
+        return self._pending.claims()
 
     @property
     def first_unpublished(self) -> int | None:
-        """The first page of its table that the index does not store, if there is one."""
+        """The first page of the table that the index does not store; None if it stores all."""
         table = self._table
         return int(table.values[self._shared]) if len(table) > self._shared else None
 
     @property
     def unpublished(self) -> list[int]:
-        """The pages of its table that the index does not store."""
+        """The pages of the table that the index does not store."""
         pages: list[int] = self._table.values[self._shared :].tolist()
         return pages
 
     # --- steps -------------------------------------------------------------------------------
 
     def copies(self) -> list[PageCopy]:
-        """Hand over the page copies to make, in this order, before the sequence is computed.
+        """Return the page copies to make, in this order, before the sequence is computed.
 
-        Each is handed over once: of forks that wait for the same copy, to the one that asks first.
-        Make them in the order in which they are handed over, before this sequence or a fork of it
-        is computed, and before the next `copies`, `publish`, `truncate` or `close` of this one:
-        their sources stay as they are for so long.
+        Each copy is returned once: among forks that wait for the same copy, to the first caller.
+        Make the copies before this sequence or a fork of it is computed, and before the next
+        `copies`, `publish`, `truncate` or `close` of this one: until then their sources are kept
+        unchanged.
         """
         with self._core:
             permit(self._state, "copies")
-            self._copies_made()
-            self._made, self._claims = self._claims, []
-            self._state = SequenceState.READY
-            if any(len(claim.sharers) > 1 for claim in self._made):
-                self._taken_for_all()
-            return [claim.copy for claim in self._made]
-
-    def _taken_for_all(self) -> None:
-        """Forks that wait for what this one took wait no more.
-
-        Making a copy twice could undo what was computed on the page in between.
-        """
-        for claim in self._made:
-            for other in claim.sharers:
-                if other is not self:
-                    other._claims.remove(claim)
-                    if not other._claims:
-                        other._state = SequenceState.READY
-            claim.sharers = {self: None}
+            return self._pending.take()
 
     def append(self, tokens: TokensLike | int, extra: ExtraLike | None = None) -> None:
-        """Add tokens at the end, with the pages they need; all or nothing.
+        """Add tokens at the end and allocate the pages they need; all or nothing.
 
-        ``extra`` as in `PagedCache.open`; positions count from the first of ``tokens``.
-        When the page they go to is shared, it is replaced by a copy first (see `copies`).
-        Raises `OutOfPages`. Cost: about 1 µs, plus allocation once a page.
+        ``extra`` as in `PagedCache.open`; positions count from the first of ``tokens``. A shared
+        page is replaced by a copy before tokens are added to it (see `copies`). Raises
+        `OutOfPages`. Cost: about 1 µs, plus allocation once a page.
         """
         one = single_token(tokens)
         if one is None:
@@ -229,18 +217,17 @@ class Sequence:
                 self._table.extend(fresh)
             if extras:
                 row = np.array([one], TOKEN_DTYPE) if one is not None else array
-                self._tokens.extend(core.marks.marked(row, extras))
-                self._marked = True
+                self._tokens.extend_with(row, extras)
             elif one is None:
                 self._tokens.extend(array)
             else:
                 self._tokens.append(one)
 
     def _copy_on_write(self, at: int, tokens: int, dst: int) -> None:
-        """Put page ``dst`` in the place of the shared page ``at``: its claim on it goes on."""
+        """Replace the shared page at index ``at`` by page ``dst``, and claim it to copy from."""
         core = self._core
         hold = None
-        if at < self._shared:  # the index stores it: what protected it here protects the source
+        if at < self._shared:  # the index stores the page: the old hold now protects the source
             hold = self._hold
             self._hold = core.index.shorten(core.index.again(hold), at)
             self._shared = at
@@ -248,14 +235,13 @@ class Sequence:
         elif at == self._shared:
             self._leave_forks()
         copy = PageCopy(int(self._table.values[at]), dst, tokens)
-        self._claims.append(core.claim(copy, hold, self))
+        self._pending.add(copy, hold)
         self._table.values[at] = dst
-        self._state = SequenceState.COPYING
 
     def truncate(self, length: int) -> None:
-        """Keep the first ``length`` tokens: rejected drafts, or going back to an earlier point.
+        """Keep the first ``length`` tokens, for instance to drop rejected drafts.
 
-        What was published beyond stays in the cache. Raises `InvalidValue` outside 0 … num_tokens.
+        Pages published beyond stay in the cache. Raises `InvalidValue` outside 0 … num_tokens.
         """
         core = self._core
         with core:
@@ -270,35 +256,17 @@ class Sequence:
                 self._shared = pages
             gone = self._table.values[pages:].copy()
             self._table.cut(pages)
-            if self._marked:
-                core.marks.release(self._tokens.values[length:])
             self._tokens.cut(length)
             self._encoder.cut(length // size)
-            self._drop_needless_claims()
+            self._pending.drop_needless(self._table.values[self._shared :])
             core.pool.release(gone)
             self.num_cached = min(self.num_cached, length)
             self._opened_pages = min(self._opened_pages, pages)
 
-    def _drop_needless_claims(self) -> None:
-        """Forget copies to pages that it has no more, or that are published: they are complete."""
-        if not self._claims:
-            return
-        wanted = set(self._table.values[self._shared :].tolist())
-        kept: list[Claim] = []
-        for claim in reversed(self._claims):
-            if claim.copy.dst in wanted:
-                wanted.add(claim.copy.src)
-                kept.append(claim)
-            else:
-                self._core.unclaim([claim], self)
-        self._claims = kept[::-1]
-        if not self._claims:
-            self._state = SequenceState.READY
-
     def fork(self) -> Sequence:
-        """A second sequence with the same tokens: pages are shared until either writes to them.
+        """Return a second sequence with the same tokens; a page is shared until either writes it.
 
-        Copies that were not taken yet are wanted by both. Cost: one pass over the page table.
+        Both wait for copies that were not taken yet. Cost: one pass over the page table.
         """
         core = self._core
         with core:
@@ -306,25 +274,19 @@ class Sequence:
             hold = core.index.again(self._hold)
             table = self._table.values
             core.pool.retain(table)
-            encoder = self._encoder.fork()
-            row = self._tokens.values
-            other = Sequence(core, self.namespace, encoder, row, (), table=table, hold=hold)
-            if self._marked:
-                core.marks.again(row)
-                other._marked = True
-            other.priority = self.priority
+            other = Sequence(
+                core, self.namespace, self._encoder.fork(), self._tokens.fork(),
+                hold=hold, priority=self.priority,
+            )  # fmt: skip
+            other.adopt(table, self._shared)
             other.known_pages = self.known_pages
-            other.told_pages = self.told_pages
-            other._line, other.turn = self._line, self.turn
             other.num_cached = max(self.num_cached, self.num_published)
-            other._shared = other._opened_pages = self._shared
-            other._claims = self._claims.copy()
-            for claim in self._claims:
-                claim.sharers[other] = None
-            other._state = self._state
+            self._pending.share_with(other._pending)
             page = self.first_unpublished
             if page is not None:
                 core.forks.join(page, self, other)
+            for observer in core.observers:
+                observer.forked(self, other)
             core.counters.forked += 1
             if core.hooks:
                 core.emit(
@@ -333,13 +295,12 @@ class Sequence:
             return other
 
     def publish(self, computed: int | None = None) -> int:
-        """The first ``computed`` tokens (default: all) are computed: full pages become reusable.
+        """Make the full pages of the first ``computed`` tokens (default: all) reusable.
 
-        Where another sequence published the same tokens before, its pages take the place of
-        these, which are freed: the page table changes, its length does not. Forks that share the
-        pages share this too. Returns the tokens published so far: none in a cache that was made
-        with ``reuse=False``. Cost: O(new tokens), and as much for each fork that shares one of the
-        pages.
+        If another sequence published the same tokens before, its pages replace these, which are
+        freed: the page table changes, its length does not; in forks that share the pages, too.
+        Returns the tokens published so far, 0 in a cache made with ``reuse=False``. Cost: O(new
+        tokens), and as much for each fork that shares one of the pages.
         """
         core = self._core
         with core:
@@ -347,7 +308,7 @@ class Sequence:
             if computed is None:
                 computed = len(self._tokens)
             computed = whole("the number of computed tokens", computed, 0, len(self._tokens))
-            self._copies_made()
+            self._pending.finish()
             if not core.reuse:
                 return 0
             stop = computed // core.page_size
@@ -362,7 +323,7 @@ class Sequence:
         own = self._table.values[start:stop].copy()
         symbols = self._encoder.pages(self._tokens.values, start, stop)
         inserted = core.index.insert(
-            self._hold, symbols, own, self.priority, known=known, owner=self._line
+            self._hold, symbols, own, self.priority, known=known, owner=self.owner
         )
         existing = inserted.existing
         forks = core.forks.take(int(own[0])) if core.forks else ()
@@ -377,7 +338,8 @@ class Sequence:
             core.now_stored(new, self._hold, stop - len(new))
             core.counters.stored_pages += len(new)
         if len(existing):
-            self._opened_pages = start + len(existing)  # another's work: not ours to forget
+            # Another sequence computed these: `close` must not drop them.
+            self._opened_pages = start + len(existing)
             core.counters.duplicate_pages += len(existing)
             self._exchange(start, own, existing)
         for other in forks:
@@ -386,18 +348,18 @@ class Sequence:
                 other._hold = core.index.move(other._hold, self._hold, start + sharing)
                 other._shared = other._opened_pages = start + sharing
                 other._exchange(start, own[:sharing], existing[:sharing])
-                other._drop_needless_claims()
+                other._pending.drop_needless(other._table.values[other._shared :])
         if forks:
             core.forks.regroup(forks)
         if core.hooks and len(new):
             at = stop - len(new)
             parent = int(self._table.values[at - 1]) if at else -1
-            tokens, extras = core.marks.plain(row) if self._marked else (row, ())
+            tokens, extras = self._tokens.plain(row)
             stored = Stored(self.id, self.namespace, parent, frozen(new), frozen(tokens), extras)
             core.emit(stored)
 
     def _sharing(self, start: int, own: PageArray) -> int:
-        """How many of the pages ``own`` this fork has too, at the same place; one at least."""
+        """Return how many of the pages ``own`` this fork has at the same index; at least one."""
         assert self._shared == start
         mine = self._table.values[start : start + len(own)]
         sharing = common_length(mine, own)
@@ -405,14 +367,14 @@ class Sequence:
         return sharing
 
     def _leave_forks(self) -> None:
-        """Its first unpublished page, if it has one, is about to go from its table."""
+        """Leave the group of forks before the first unpublished page leaves the table."""
         forks = self._core.forks
         page = self.first_unpublished if forks else None
         if page is not None:
             forks.leave(page, self)
 
     def _exchange(self, start: int, own: PageArray, existing: PageArray) -> None:
-        """Use ``existing`` pages in the place of ``own`` ones with the same content."""
+        """Replace ``own`` pages by ``existing`` ones with the same content."""
         differ = own[: len(existing)] != existing
         if differ.any():
             self._table.values[start : start + len(existing)] = existing
@@ -420,25 +382,21 @@ class Sequence:
             self._core.pool.release(own[: len(existing)][differ])
 
     def close(self, *, keep: bool = True) -> None:
-        """End the sequence. What it published stays in the cache; other pages are freed.
+        """End the sequence: published pages stay in the cache, all others are freed.
 
-        ``keep=False`` also forgets the pages that it published itself, so far as nobody else
-        uses them.
+        ``keep=False`` also drops the pages that this sequence published first, unless others use
+        them.
         """
         core = self._core
         with core:
             permit(self._state, "close")
-            self._state = SequenceState.CLOSED
+            self._closed = True
             del core.sequences[self.id]
             self._leave_forks()
+            for observer in core.observers:
+                observer.closed(self, keep=keep)
             stored = self._shared
-            pages = self._table.values
-            core.pool.release(pages)
-            if keep and core.watch is not None and self._shared > self.told_pages:
-                # It is there for later ones as if it had been asked for.
-                row = self._tokens.values[: self.num_published]
-                row = signed(*core.marks.plain(row)) if self._marked else row
-                core.watch.stored(row.tobytes(), pages[: self._shared], self.namespace)
+            core.pool.release(self._table.values)
             if keep:
                 core.index.release(self._hold)
             else:
@@ -446,24 +404,15 @@ class Sequence:
                 dropped = core.index.drop(self._hold, self._opened_pages)
                 core.forget(dropped, "dropped")
                 stored -= len(dropped)
-            core.unclaim(self._claims + self._made, self)
-            self._claims = self._made = []
-            if self._marked:  # its tokens can be read when it is closed, too
-                tokens, self._extras = core.marks.plain(self._tokens.values)
-                core.marks.release(self._tokens.values)
-                self._tokens, self._marked = GrowingArray(tokens), False
+            self._pending.end()
+            self._tokens.release_marks()
             core.counters.closed += 1
             if core.hooks:
                 core.emit(Closed(self.id, len(self._tokens), stored))
             self._table.cut(0)
 
-    def _copies_made(self) -> None:
-        if self._made:
-            self._core.unclaim(self._made, self)
-            self._made = []
-
     def check(self, stored: PageArray) -> None:
-        """Assert that the regions of its page table are what they should be."""
+        """Assert that the regions of the page table are right."""
         core = self._core
         table = self._table.values
         assert len(table) == -(-len(self._tokens) // core.page_size)
@@ -472,7 +421,7 @@ class Sequence:
         published = np.isin(table, stored)
         assert published[: self._shared].all(), "a shared page is not in the index"
         assert not published[self._shared :].any(), "the index stores a page that is not held"
-        assert (self._state is SequenceState.COPYING) == bool(self._claims)
+        assert not self._closed
 
     def __enter__(self) -> Self:
         return self

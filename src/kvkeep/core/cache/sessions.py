@@ -1,9 +1,10 @@
-"""Sessions: what those who send requests say of the future, and what their requests tell.
+"""Sessions: hints about conversations, which order eviction and change nothing else.
 
-A session is one line of conversation: each of its requests continues the one before, or replaces
-it. What only this session has used dies with it, or with the branch that was replaced; what it
-will need again is kept for its return. All of that orders eviction and does nothing else: what is
-found, what may go, and whether a request can be opened are the same with and without hints.
+A session is one conversation: each of its requests (turns) continues the one before, or replaces
+it. Pages that only this session has used are dead once the session, or the branch that was
+replaced, is over: they are evicted first. Pages that a suspended session needs again are evicted
+last. What a prompt matches, which pages may be evicted, and whether a request can be opened are
+the same with and without hints.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from collections import OrderedDict
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.core.cache.observers import CacheObserver
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.prefix.owners import Owner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvkeep.core.cache.core import Core
+    from kvkeep.core.cache.opening import CacheQuery
+    from kvkeep.core.cache.sequence import Sequence
     from kvkeep.core.keys import Namespace
+    from kvkeep.core.pages.table import PageArray
     from kvkeep.core.prefix import PrefixIndex
 
 __all__ = [
@@ -33,15 +38,15 @@ __all__ = [
 ]
 
 LONGEST_ETA_S = 3600.0
-"""A session is awaited for an hour at most, whatever is said."""
+"""Longest time for which pages are kept for a suspended session; a longer ``eta`` is cut."""
 _LONGEST_ID = 256
 _MOST_SESSIONS = 65_536
 _AWAITED_SHARE = 0.5
-"""Of the pool: what is kept for sessions that are away, with all that lies before it."""
+"""Share of the pool that suspended sessions keep at most, prefixes of their pages included."""
 
 
 def check_session(session: object, turn: object) -> tuple[str | None, int | None]:
-    """A session's name and the number of its turn, or `InvalidValue`."""
+    """Return a session's name and the number of its turn; `InvalidValue` if they are not valid."""
     if session is None:
         if turn is not None:
             raise InvalidValue(f"turn {turn!r} is one of a session; give its session, too")
@@ -50,7 +55,7 @@ def check_session(session: object, turn: object) -> tuple[str | None, int | None
 
 
 def check_name(session: object) -> str:
-    """A session's name, or `InvalidValue`."""
+    """Return a session's name; `InvalidValue` if it is not valid."""
     if not isinstance(session, str) or not 0 < len(session) <= _LONGEST_ID:
         raise InvalidValue(
             f"a session is named by a text of 1 … {_LONGEST_ID} characters, got {session!r:.80}"
@@ -59,7 +64,7 @@ def check_name(session: object) -> str:
 
 
 class SessionState(Owner):
-    """One session, as the cache keeps it: what it owns, and its latest ``turn``."""
+    """One session in the cache: the runs that it alone has used, and its latest ``turn``."""
 
     __slots__ = ("turn",)
 
@@ -69,12 +74,12 @@ class SessionState(Owner):
 
 
 class Session:
-    """Hints about one session, made by `PagedCache.session`; it holds nothing and needs no end.
+    """Hints about one session, made by `PagedCache.session`; holds no pages, needs no closing.
 
-    A session that the cache does not know (it never came, was closed, or so many others came since
-    that it was forgotten) takes every hint and nothing happens.
+    Hints about a session that the cache does not know have no effect: one that no request named,
+    that was closed, or that was forgotten because too many others were named since.
 
-    Thread safety: every method takes the cache's one lock.
+    Thread safety: every method takes the cache's lock.
     """
 
     __slots__ = ("_core", "id", "namespace")
@@ -86,31 +91,31 @@ class Session:
 
     @property
     def known(self) -> bool:
-        """Whether the cache knows it."""
+        """Whether the cache knows the session."""
         with self._core:
-            return (self.namespace, self.id) in self._core.sessions.lines
+            return (self.namespace, self.id) in self._core.sessions.states
 
     @property
     def num_pages(self) -> int:
-        """Pages that are cached, have not died, and were used by this session alone."""
+        """Cached pages that only this session has used and that are not dead."""
         with self._core:
-            line = self._core.sessions.lines.get((self.namespace, self.id))
-            return 0 if line is None else sum(node.size for node in line.nodes)
+            state = self._core.sessions.states.get((self.namespace, self.id))
+            return 0 if state is None else sum(node.size for node in state.nodes)
 
     def suspend(self, eta: float) -> int:
-        """It is away, for a tool or a person, and expected back in at most ``eta`` seconds.
+        """Announce a pause, for a tool or a person, of at most ``eta`` seconds.
 
-        Until its next request, or that time is over, what it used is evicted when all else is
-        gone, the latest return first. ``eta`` counts as an hour if it is more. When all that is
-        awaited keeps more than half of the pool, who went first is not awaited any more. Returns
-        the pages of its own that are kept. Raises `InvalidValue` unless ``eta`` is above 0.
+        Until the session's next request, or the end of that time, its pages are evicted last, the
+        latest return first. ``eta`` is cut to an hour. When suspended sessions keep more than half
+        of the pool, those suspended longest ago are no longer awaited. Returns the session's own
+        pages that are kept. Raises `InvalidValue` unless ``eta`` is above 0.
         """
         seconds = _seconds(eta)
         with self._core:
             return self._core.sessions.suspend((self.namespace, self.id), seconds)
 
     def supersede(self) -> int:
-        """What it used so far will not be continued: its next request begins anew.
+        """Announce that the next request begins anew: the session's own pages are dead.
 
         Returns the pages that died: those that only this session has used.
         """
@@ -118,9 +123,9 @@ class Session:
             return self._core.sessions.supersede((self.namespace, self.id))
 
     def close(self) -> int:
-        """It is over. Returns the pages that died: those that only this session has used.
+        """End the session. Returns the pages that died: those that only it has used.
 
-        What requests of it that still run will leave is dead from the beginning. A request that
+        Pages that its running requests publish later are dead from the beginning. A request that
         names the session again begins a new one.
         """
         with self._core:
@@ -133,136 +138,159 @@ class Session:
 Key = tuple["Namespace", str]
 
 
-class SessionBoard:
-    """All sessions of a cache. Thread safety: none; under the cache's lock.
+class SessionBoard(CacheObserver):
+    """All sessions of a cache; it observes the cache from the first request of a session on.
 
-    Memory: about 300 bytes a session and the length of its name; the sessions named longest ago
-    are forgotten beyond ``most`` of them. Nothing here holds a page.
+    Thread safety: none; under the cache's lock. Memory: about 300 bytes a session and the length
+    of its name; beyond ``most`` sessions those named longest ago are forgotten. Holds no pages.
     """
 
     def __init__(self, index: PrefixIndex, num_pages: int, clock: Callable[[], float]) -> None:
-        self.lines: OrderedDict[Key, SessionState] = OrderedDict()
+        self.states: OrderedDict[Key, SessionState] = OrderedDict()
         self.most = _MOST_SESSIONS
         self._index = index
-        self._may_keep = int(num_pages * _AWAITED_SHARE)
+        self._most_awaited = int(num_pages * _AWAITED_SHARE)
         self._clock = clock
-        self._away: dict[SessionState, None] = {}  # in the order in which they went
-        self._returns: list[
-            tuple[float, int, SessionState]
-        ] = []  # a heap; only those still due count
+        self._suspended: dict[SessionState, None] = {}  # in the order of suspension
+        # A heap of (due, serial, state); an entry counts while its time is still the state's.
+        self._returns: list[tuple[float, int, SessionState]] = []
         self._serial = 0
 
     # --- requests ----------------------------------------------------------------------------
 
-    def enter(self, key: Key, hold: Any, turn: int | None) -> tuple[SessionState, int]:
-        """A request of this session has taken ``hold``: what it leaves aside has died.
+    def opened(self, sequence: Sequence, query: CacheQuery, cached: PageArray) -> None:
+        """Note that a session, or a request without one, uses the path of the sequence."""
+        if query.session is None:
+            self._index.keep_owners().used(sequence.hold, None)
+        else:
+            key = query.namespace, query.session
+            sequence.owner, sequence.turn = self.enter(key, sequence.hold, query.turn)
 
-        ``turn`` None is the next one. Requests of the same turn stand side by side, and one of an
-        earlier turn comes late: neither replaces anything.
+    def forked(self, sequence: Sequence, fork: Sequence) -> None:
+        """Let the fork publish on behalf of the same session."""
+        fork.owner, fork.turn = sequence.owner, sequence.turn
+
+    def enter(self, key: Key, hold: Any, turn: int | None) -> tuple[SessionState, int]:
+        """Note that a request of a session uses ``hold``; other pages of its own die.
+
+        ``turn`` None is the next turn. Requests of the same turn run side by side, and a request
+        of an earlier turn is late: neither replaces anything.
         """
-        line = self.lines.get(key)
-        if line is None:
-            line = self._begin(key)
-        self.lines.move_to_end(key)
+        state = self.states.get(key)
+        if state is None:
+            state = self._begin(key)
+        self.states.move_to_end(key)
         owners = self._index.keep_owners()
-        self._wake(line)
-        owners.used(hold, line)
+        self._wake(state)
+        owners.used(hold, state)
         if turn is None:
-            turn = line.turn + 1
-        if turn > line.turn:
-            line.turn = turn
-            owners.kill(line, hold)
-        return line, turn
+            turn = state.turn + 1
+        if turn > state.turn:
+            state.turn = turn
+            owners.kill(state, hold)
+        return state, turn
 
     def _begin(self, key: Key) -> SessionState:
-        line = self.lines[key] = SessionState()
-        if len(self.lines) > self.most:
-            # What it owns, it owns still, until others use it: only nobody speaks for it any more.
-            self._wake(self.lines.popitem(last=False)[1])
-        return line
+        state = self.states[key] = SessionState()
+        if len(self.states) > self.most:
+            # The forgotten session still owns its runs until others use them.
+            self._wake(self.states.popitem(last=False)[1])
+        return state
 
     # --- hints -------------------------------------------------------------------------------
 
     def suspend(self, key: Key, eta: float) -> int:
-        """It will be back in ``eta`` seconds."""
-        line = self.lines.get(key)
-        if line is None:
+        """See `Session.suspend`."""
+        state = self.states.get(key)
+        if state is None:
             return 0
-        self.lines.move_to_end(key)
-        self._wake(line)
+        self.states.move_to_end(key)
+        self._wake(state)
         due = self._clock() + min(eta, LONGEST_ETA_S)
-        pages = self._index.keep_owners().suspend(line, due)
-        self._away[line] = None
+        pages = self._index.keep_owners().suspend(state, due)
+        self._suspended[state] = None
         self._serial += 1
-        heapq.heappush(self._returns, (due, self._serial, line))
-        self.settle()
-        return pages if line in self._away else 0
+        heapq.heappush(self._returns, (due, self._serial, state))
+        self.evicting()
+        return pages if state in self._suspended else 0
 
     def supersede(self, key: Key) -> int:
-        """All that is its own has died."""
-        line = self.lines.get(key)
-        if line is None:
+        """See `Session.supersede`."""
+        state = self.states.get(key)
+        if state is None:
             return 0
-        self.lines.move_to_end(key)
-        self._wake(line)
-        return self._index.keep_owners().kill(line)
+        self.states.move_to_end(key)
+        self._wake(state)
+        return self._index.keep_owners().kill(state)
 
     def close(self, key: Key) -> int:
-        """It is over."""
+        """See `Session.close`."""
         dead = self.supersede(key)
-        line = self.lines.pop(key, None)
-        if line is not None:
-            line.left = True
+        state = self.states.pop(key, None)
+        if state is not None:
+            state.left = True
         return dead
 
-    def settle(self) -> None:
-        """Nobody is awaited longer than was said, nor are all that are away more than may be."""
-        if not self._away:
+    def evicting(self) -> None:
+        """Stop waiting for sessions whose time is over, and for those beyond the share."""
+        if not self._suspended:
             return
         now = self._clock()
-        while self._returns and (self._returns[0][0] <= now or not self._awaits(self._returns[0])):
-            due, _, line = heapq.heappop(self._returns)
-            if line.due == due:
-                self._wake(line)
+        while self._returns and (self._returns[0][0] <= now or not _awaits(self._returns[0])):
+            due, _, state = heapq.heappop(self._returns)
+            if state.due == due:
+                self._wake(state)
         owners = self._index.keep_owners()
-        if owners.num_awaited > self._may_keep:
-            for line in list(self._away):  # who is away longest first; it comes to an end
-                self._wake(line)
-                if owners.num_awaited <= self._may_keep:
+        if owners.num_awaited > self._most_awaited:
+            for state in list(self._suspended):  # suspended longest ago first
+                self._wake(state)
+                if owners.num_awaited <= self._most_awaited:
                     break
 
-    def _awaits(self, item: tuple[float, int, SessionState]) -> bool:
-        return item[0] == item[2].due
-
-    def _wake(self, line: SessionState) -> None:
-        if line not in self._away:
+    def _wake(self, state: SessionState) -> None:
+        if state not in self._suspended:
             return
-        del self._away[line]
-        self._index.keep_owners().wake(line)
-        if len(self._returns) > 2 * len(self._away) + 64:  # mostly of those who came back before
-            self._returns = [item for item in self._returns if self._awaits(item)]
+        del self._suspended[state]
+        self._index.keep_owners().wake(state)
+        if len(self._returns) > 2 * len(self._suspended) + 64:  # most entries are stale
+            self._returns = [item for item in self._returns if _awaits(item)]
             heapq.heapify(self._returns)
 
-    # --- looking -----------------------------------------------------------------------------
+    # --- figures -----------------------------------------------------------------------------
+
+    def figures(self) -> Mapping[str, Any]:
+        """Return the counts of dead and awaited pages and of sessions."""
+        return {
+            "pages_dead": self.num_dead,
+            "pages_awaited": self.num_awaited,
+            "sessions": len(self.states),
+        }
 
     @property
     def num_dead(self) -> int:
-        """Pages that died and are still there."""
+        """Dead pages that are still cached."""
         return 0 if self._index.owners is None else self._index.owners.num_dead
 
     @property
     def num_awaited(self) -> int:
-        """Pages that are kept for sessions that are away."""
+        """Pages that are kept for suspended sessions."""
         return 0 if self._index.owners is None else self._index.owners.num_awaited
 
-    def check(self) -> None:
-        """Assert that who is away is known to be so, and keeps no more than may be kept."""
-        lines = set(self.lines.values())
-        assert lines.issuperset(self._away)
-        assert {line for line in lines if line.due is not None} == set(self._away)
-        assert set(self._away) <= {line for due, _, line in self._returns if due == line.due}
-        assert not any(line.left for line in lines)
-        assert len(lines) <= self.most
+    def check(self, stored: PageArray) -> None:
+        """Assert that suspended sessions have a return and that bounds hold."""
+        states = set(self.states.values())
+        assert states.issuperset(self._suspended)
+        assert {state for state in states if state.due is not None} == set(self._suspended)
+        assert set(self._suspended) <= {
+            state for due, _, state in self._returns if due == state.due
+        }
+        assert not any(state.left for state in states)
+        assert len(states) <= self.most
+
+
+def _awaits(item: tuple[float, int, SessionState]) -> bool:
+    """Whether a heap entry is the current one of its session."""
+    return item[0] == item[2].due
 
 
 def _seconds(eta: object) -> float:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
+    from kvkeep.core.cache.core import Core
     from kvkeep.core.miss_ratio import MissRatioPoint
 
-__all__ = ["CacheCounters", "CacheStats"]
+__all__ = ["CacheCounters", "CacheStats", "snapshot"]
 
 
 @dataclass(slots=True)
 class CacheCounters:
-    """What has happened since the cache was made; only ever grows."""
+    """Counts of what happened since the cache was made; they never fall."""
 
     opened: int = 0
     forked: int = 0
@@ -31,15 +34,15 @@ class CacheCounters:
     hook_errors: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
     """A snapshot of a `PagedCache`. Counts are pages unless they say otherwise.
 
     ``used`` + ``free`` = ``total``. Of the used pages, ``cached`` are reusable by later prompts;
-    of those, ``evictable`` may go now and ``protected`` are held. Of the cached ones, ``dead`` go
-    first, and ``awaited`` are kept for sessions that are away. ``shared`` pages have more than one
-    sequence. ``references`` sums all reference counts, ``shares`` is what sharing saves: pages
-    that sequences would need besides if each had its own.
+    of those, ``evictable`` can be evicted now and ``protected`` are held. Of the cached pages,
+    ``dead`` are evicted first, and ``awaited`` are kept for suspended sessions. ``shared`` pages
+    are in the tables of several sequences. ``references`` sums all reference counts; ``shares``
+    counts the pages that sequences would need in addition if they shared none.
     """
 
     sequences: int
@@ -49,13 +52,13 @@ class CacheStats:
     pages_cached: int
     pages_evictable: int
     pages_protected: int
-    pages_dead: int
-    pages_awaited: int
+    pages_dead: int = 0
+    pages_awaited: int = 0
     pages_shared: int
     shares: int
     references: int
     namespaces: int
-    sessions: int
+    sessions: int = 0
     pins: int
     pinned_pages: int
     hard_pinned_pages: int
@@ -76,15 +79,47 @@ class CacheStats:
     out_of_pages: int
     hook_errors: int
     what_if: tuple[MissRatioPoint, ...] = ()
-    """What other sizes would do, where the cache was made to watch that."""
+    """Estimated hit rates of other sizes, if the cache was made with ``what_if``."""
 
     @property
     def hit_rate(self) -> float:
-        """Reused prompt tokens / prompt tokens, 0 before the first prompt."""
+        """Reused prompt tokens / prompt tokens; 0 before the first prompt."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def as_dict(self) -> dict[str, int | float]:
-        """All counts, with the hit rate, for JSON."""
+        """Return all counts and the hit rate, for JSON."""
         counts = asdict(self)
         del counts["what_if"]  # a table of its own
         return {**counts, "hit_rate": self.hit_rate}
+
+
+def snapshot(core: Core) -> CacheStats:
+    """Return the figures of a cache at this moment; see `PagedCache.stats`."""
+    pool, index, pins = core.pool, core.index, core.pins
+    pins.expire()
+    core.before_eviction()
+    tables = [sequence.pages for sequence in core.sequences.values()]
+    users = np.bincount(np.concatenate(tables), minlength=1) if tables else np.zeros(1, int)
+    observed: dict[str, Any] = {}
+    for observer in core.observers:
+        observed.update(observer.figures())
+    return CacheStats(
+        sequences=len(core.sequences),
+        pages_total=pool.num_pages,
+        pages_used=pool.num_used,
+        pages_free=pool.num_free,
+        pages_cached=index.num_pages,
+        pages_evictable=index.num_evictable,
+        pages_protected=index.num_pages - index.num_evictable,
+        pages_shared=int((users > 1).sum()),
+        shares=int((users[users > 1] - 1).sum()),
+        references=int(pool.references.sum()),
+        namespaces=index.num_namespaces,
+        pins=len(pins.pins),
+        pinned_pages=pins.num_pages,
+        hard_pinned_pages=pins.num_hard_pages,
+        pins_broken=index.pins.num_broken,
+        pins_expired=pins.expired,
+        **asdict(core.counters),
+        **observed,
+    )

@@ -1,4 +1,4 @@
-"""What a look into a cache gives: maps, single runs, and places where tokens stand."""
+"""Results of inspecting a cache: maps, single runs, and places of searched tokens."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ __all__ = ["CacheMap", "Found", "MapNode", "NodeView"]
 class MapNode:
     """One node of a `CacheMap`: a run, a namespace, or several small siblings (``hidden``).
 
-    ``id`` is a run's number, which no other run ever has. It belongs to the run's end: it stays as
-    long as that is stored, also when the run grows, is split (the front gets another number), or
-    loses its tail. Namespaces have negative ids, stable while anything is in them, and hidden nodes
-    have some that mean nothing elsewhere. ``parent`` is None on top.
+    ``id`` is a run's number, which no other run ever has. The number belongs to the run's end: it
+    stays while that is stored, also when the run grows, is split (the front gets another number),
+    or loses its tail. Namespaces have negative ids, stable while they hold pages; ids of hidden
+    nodes are valid in this map only. ``parent`` is None for top nodes.
 
-    ``pages`` are its own; of a hidden node, all that it stands for: ``pages`` of all nodes of a map
-    sum up to ``CacheMap.pages``. ``below_pages`` and ``below_runs`` count it and all behind it.
-    ``holders`` are sequences and hard pins on it, and runs behind it that have any; ``pins`` the
-    soft pins that end with it. ``hits`` are the requests that reused it, ``age_s`` the seconds
-    since one last did, or was done with it, as its policy has it, exact to a second or so.
+    ``pages`` are the node's own; for a hidden node, those of all runs it stands for, so that
+    ``pages`` of all nodes of a map sum up to ``CacheMap.pages``. ``below_pages`` and ``below_runs``
+    include everything behind the node. ``holders`` are sequences and hard pins on the run, and
+    runs behind it that have any; ``pins`` the soft pins that end with it. ``hits`` are the
+    requests that reused the run; ``age_s`` the seconds since its last use by the policy's count,
+    exact to about a second.
     """
 
     id: int
@@ -41,29 +42,29 @@ class MapNode:
     hits: int
     age_s: float
     count: int = 0
-    """How many siblings a hidden node stands for; 0 for all others."""
+    """Siblings that a hidden node stands for; 0 for all other nodes."""
     head: TokenArray | None = None
-    """Its first tokens, 80 at most; None where the index keeps none."""
+    """The first tokens, 80 at most; None if the index keeps no tokens."""
     key: bytes = b""
-    """The first bytes of its first symbol, where the index keeps no tokens."""
+    """The first bytes of the first block key, if the index keeps no tokens."""
     namespace: Namespace | None = None
-    """Of the nodes that are one."""
+    """Set for nodes that stand for a namespace."""
     blocks: Blocks | None = None
-    """Those of a store that end in it; None where nobody asked, or it cannot be said."""
+    """The store's blocks that end in the run; None if not requested, or not known."""
 
     @property
     def hidden(self) -> bool:
-        """It stands for several."""
+        """Whether the node stands for several siblings."""
         return self.count > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheMap:
-    """What a cache holds, its largest subtrees one by one and the rest summed up."""
+    """The content of a cache: its largest subtrees one by one, the rest summed up."""
 
     page_size: int
     runs: int
-    """All that the map stands for."""
+    """Runs in the mapped part of the cache, hidden ones included."""
     pages: int
     nodes: tuple[MapNode, ...]
     """Parents before children."""
@@ -71,35 +72,35 @@ class CacheMap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeView:
-    """One run (or namespace) by its number."""
+    """One run (or namespace), by its number."""
 
     node: MapNode
     namespace: Namespace
     path: tuple[int, ...]
-    """Ids from the namespace to the node that it hangs from."""
+    """Ids from the namespace down to the parent."""
     start: int
-    """Pages before it."""
+    """Pages before the run."""
     page_ids: PageArray
     tokens: TokenArray | None
     extras: Extras
     """The digests of the bytes that belong to some of ``tokens``."""
     children: int
     state: str
-    """What the eviction policy says of it."""
+    """The eviction policy's description of the run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """One place of a search: the run ``id`` is the one in which what was sought ends."""
+    """One match of a search, which ends in the run ``id``."""
 
     id: int
     path: tuple[int, ...]
-    """Ids from the namespace to the node that it hangs from."""
+    """Ids from the namespace down to the parent."""
     at: int
-    """Tokens before it, from the beginning of the prompt."""
+    """Position of the match: tokens from the beginning of the prompt."""
     needle: int
-    """Which of those that were sought it is."""
+    """Index of the row of tokens that matched."""
     tokens: TokenArray
-    """It, with some tokens before and after."""
+    """The match, with some tokens before and after."""
     before: int
-    """How many of ``tokens`` lie before it."""
+    """How many of ``tokens`` are before the match."""

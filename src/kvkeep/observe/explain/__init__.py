@@ -1,4 +1,4 @@
-"""Why tokens of a prompt were computed although others asked for the same, and what it costs."""
+"""Why tokens of a prompt were computed and not reused, and what that costs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvkeep.observe.explain.answer import (
     Explanation,
     Missing,
     Span,
-    Totals,
     around,
 )
 from kvkeep.observe.explain.explainer import Explainer
+from kvkeep.observe.explain.store_reasons import missing
 
 __all__ = [
     "REASONS",
@@ -22,6 +22,6 @@ __all__ = [
     "Explanation",
     "Missing",
     "Span",
-    "Totals",
     "around",
+    "missing",
 ]

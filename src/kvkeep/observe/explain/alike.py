@@ -1,8 +1,8 @@
-"""Where two prompts go on the same behind a difference: anchors, and stretches around them.
+"""Find where two prompts are equal behind a difference: anchors, and stretches around them.
 
 An anchor is a run of `GRAM` tokens whose hash ends in zeros, so both prompts choose the same ones
-wherever they stand. Anchors that both have, each once, lie on diagonals; the heaviest chain of
-those that go forward in both prompts is compared token by token.
+at whatever position. Anchors that both have, each once, lie on diagonals; the heaviest chain of
+diagonals that moves forward in both prompts is compared token by token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["GRAM", "Anchors", "Stretch", "alike"]
 
 GRAM = 8
-"""Tokens of an anchor, and of the shortest stretch that counts."""
+"""Tokens of an anchor, and of the shortest stretch."""
 _FEW = 128
 _MOST_ZEROS = 5
 _RUNS = 64
@@ -44,14 +44,14 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchors:
-    """The anchors of one prompt that it has only once: hashes in order, and where they begin."""
+    """The anchors that a prompt has only once: their hashes in order, and their positions."""
 
     hashes: Words
     places: Places
 
     @classmethod
     def of(cls, tokens: TokenArray) -> Anchors:
-        """The anchors of a prompt: all of a short one, about one in 32 tokens of a long one.
+        """Find the anchors of a prompt: all of a short one, about one in 32 tokens of a long one.
 
         Cost: about 10 ns a token.
         """
@@ -77,10 +77,10 @@ class Anchors:
 def alike(
     ours: TokenArray, theirs: TokenArray, our: Anchors, their: Anchors, start: int
 ) -> list[Stretch]:
-    """Where ``theirs`` has the same tokens as ``ours``, behind the first ``start`` of both.
+    """Return the stretches in which both prompts are equal, behind their first ``start`` tokens.
 
-    Stretches are `GRAM` tokens or longer and go forward in both. Shorter ones are not found, nor
-    long ones between which less than about 32 tokens are the same. Cost: below 0.3 ms.
+    Stretches have `GRAM` tokens or more and move forward in both prompts. A stretch of less than
+    about 32 equal tokens may be missed. Cost: below 0.3 ms.
     """
     _, mine, other = np.intersect1d(
         our.hashes, their.hashes, assume_unique=True, return_indices=True
@@ -95,7 +95,7 @@ def alike(
 
 
 def _runs(i: Places, j: Places) -> list[Stretch]:
-    """Anchors that follow each other on one diagonal, as one."""
+    """Join consecutive anchors on one diagonal."""
     breaks = np.flatnonzero(np.diff(j - i) != 0) + 1
     first = np.concatenate(([0], breaks))
     last = np.concatenate((breaks, [len(i)])) - 1
@@ -108,10 +108,10 @@ def _runs(i: Places, j: Places) -> list[Stretch]:
 
 
 def _chained(runs: list[Stretch]) -> list[Stretch]:
-    """The heaviest of those chains of runs that go forward in both prompts."""
+    """Return the heaviest chain of runs that moves forward in both prompts."""
     if len(runs) > _RUNS:
         runs = sorted(sorted(runs, key=lambda run: run.start - run.stop)[:_RUNS])
-    best: list[tuple[int, int]] = []  # the weight of the best chain to here, and what is before
+    best: list[tuple[int, int]] = []  # by run: weight of the best chain to it, and the run before
     for at, run in enumerate(runs):
         weight, before = 0, -1
         for back, (earlier, (so_far, _)) in enumerate(zip(runs[:at], best, strict=True)):
@@ -134,7 +134,7 @@ def _end(run: Stretch) -> int:
 def _stretches(
     ours: TokenArray, theirs: TokenArray, chain: list[Stretch], start: int
 ) -> list[Stretch]:
-    """What is the same on the diagonals of ``chain``, each up to where the next one begins."""
+    """Return the equal stretches on the diagonals of ``chain``, each up to the next diagonal."""
     found: list[Stretch] = []
     low, other_low = start, start
     for at, run in enumerate(chain):
@@ -142,7 +142,7 @@ def _stretches(
         first = max(low, other_low - shift)
         stop = min(len(ours), len(theirs) - shift)
         same = ours[first:stop] == theirs[first + shift : stop + shift]
-        if at + 1 < len(chain):  # as far as it goes on, it is this one's; then the next one's
+        if at + 1 < len(chain):  # up to the first difference; the rest is the next diagonal's
             end = max(0, run.stop - first)
             goes_on = same[end:]
             end += len(goes_on) if goes_on.all() else int(goes_on.argmin())
@@ -154,7 +154,7 @@ def _stretches(
 
 
 def _equal(same: npt.NDArray[np.bool_], first: int, shift: int) -> list[Stretch]:
-    """The runs of equal tokens that are long enough."""
+    """Return the runs of equal tokens that are long enough."""
     edges = np.flatnonzero(np.diff(same, prepend=False, append=False))
     begins, ends = edges[::2], edges[1::2]
     long = ends - begins >= GRAM

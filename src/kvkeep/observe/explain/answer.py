@@ -1,4 +1,4 @@
-"""What an explanation is made of: spans of a prompt, each reused, or computed for one reason."""
+"""Explanations: spans of a prompt, each reused, or computed for one reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ __all__ = [
     "Explanation",
     "Missing",
     "Span",
-    "Totals",
     "around",
 ]
 
@@ -38,16 +37,16 @@ REASONS = (
     "damaged",
     "last_token",
 )
-"""Why a token was computed. Every computed token has exactly one of these."""
+"""Reasons why a token was computed; every computed token has exactly one."""
 STORE_REASONS = frozenset({"evicted", "not_admitted", "tier_unavailable", "damaged"})
-"""What a store can say of tokens that it did not give."""
+"""Reasons that a store can report for tokens that it did not give."""
 BEFORE, BEHIND = 8, 16
-"""So many tokens before the first differing one are shown, and so many from it on."""
+"""Tokens shown before the first differing token, and from it on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens ``start`` … ``stop`` (exclusive) of a prompt, which fared alike.
+    """Tokens ``start`` … ``stop`` (exclusive) of a prompt, with one source or one reason.
 
     Reused: ``source`` is "pool" or the name of a tier, ``reason`` None. Computed: ``source`` is
     None and ``reason`` one of `REASONS`; ``evidence`` is flat and fit for JSON.
@@ -61,11 +60,11 @@ class Span:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it covers."""
+        """The number of tokens."""
         return self.stop - self.start
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the fields as JSON has them."""
         return {
             "start": self.start,
             "stop": self.stop,
@@ -77,7 +76,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What a store says of tokens that it did not give: why not.
+    """A store's reason for tokens that it did not give.
 
     ``reason``: "evicted", "not_admitted", "tier_unavailable" or "damaged"; else `InvalidValue`.
     """
@@ -97,12 +96,12 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What became of one request's prompt, token by token.
+    """The explanation of one request's prompt, token by token.
 
-    ``at`` is unix seconds, ``kind`` the endpoint. What is known only at the end of a request is
-    None before. ``spans`` cover the prompt from 0 to ``prompt_tokens``, in order, without gaps.
-    ``sentence`` tells the main reason in plain words; it quotes names with everything that is
-    not printable escaped.
+    ``at`` is unix seconds, ``kind`` the endpoint. Fields that are known only at the end of a
+    request are None before. ``spans`` cover the prompt from 0 to ``prompt_tokens``, in order,
+    without gaps. ``sentence`` states the main reason; it quotes names with unprintable characters
+    escaped.
     """
 
     id: str
@@ -120,7 +119,7 @@ class Explanation:
 
     @property
     def reused(self) -> dict[str, int]:
-        """Source → tokens that came from there."""
+        """Reused tokens by source."""
         found: dict[str, int] = {}
         for span in self.spans:
             if span.source is not None:
@@ -129,7 +128,7 @@ class Explanation:
 
     @property
     def computed(self) -> dict[str, int]:
-        """Reason → tokens that were computed for it."""
+        """Computed tokens by reason."""
         found: dict[str, int] = {}
         for span in self.spans:
             if span.reason is not None:
@@ -137,7 +136,7 @@ class Explanation:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the fields as JSON has them."""
         return {
             "id": self.id,
             "at": self.at,
@@ -158,9 +157,9 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Computed tokens of several requests that share reason, tenant and place of divergence.
+    """Computed tokens of several requests with equal reason, tenant and place of divergence.
 
-    ``share`` is of all computed tokens; ``example`` the id of the request that it cost most.
+    ``share`` is of all computed tokens; ``example`` the id of the request with most of them.
     """
 
     reason: str
@@ -175,7 +174,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class ExplainSummary:
-    """What the last ``requests`` reused and computed, and the causes, ranked by tokens."""
+    """Tokens that the last ``requests`` reused and computed, and the causes, ranked by tokens."""
 
     requests: int
     prompt_tokens: int
@@ -184,23 +183,12 @@ class ExplainSummary:
     causes: tuple[Cause, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """What all requests of one namespace reused and computed since the beginning."""
-
-    namespace: Namespace
-    requests: int
-    prompt_tokens: int
-    reused: dict[str, int]
-    computed: dict[str, int]
-
-
 def around(evidence: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """The text around the first differing token, of both prompts.
+    """Return the text around the first differing token, of both prompts.
 
-    ``given_text`` is the prompt's, ``cached_text`` the cached one's; ``at_given`` and
-    ``at_cached`` are where the first differing token begins in them, in characters. Empty when
-    the evidence has no tokens (it is not of "diverged", or they were left out).
+    ``given_text`` is the prompt's, ``cached_text`` the cached prompt's; ``at_given`` and
+    ``at_cached`` are the positions of the first differing token in them, in characters. Empty if
+    the evidence has no tokens (its reason is not "diverged", or they were left out).
     """
     if "given" not in evidence or "cached" not in evidence:
         return {}
@@ -210,13 +198,13 @@ def around(evidence: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) 
         tokens = evidence[name]
         text, head = decode(tokens), decode(tokens[:before])
         found[f"{name}_text"] = text
-        # A character may begin in one token and end in the next: it belongs to what differs.
+        # A character may begin in one token and end in the next: it is part of the difference.
         found[f"at_{name}"] = _same(text, head)
     return found
 
 
 def _same(text: str, head: str) -> int:
-    """How many leading characters are the same."""
+    """Return how many leading characters are equal."""
     for at, (one, other) in enumerate(zip(text, head, strict=False)):
         if one != other:
             return at

@@ -1,10 +1,10 @@
-"""`Explainer`: is told what happens, and says why a prompt was computed."""
+"""`Explainer`: follows cache events and requests, and explains why prompts were computed."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,13 @@ from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.events import Closed, Evicted, Opened, Stored
 from kvkeep.core.extras import as_extras
 from kvkeep.core.tokens import as_row, as_tokens
-from kvkeep.observe.explain.answer import ExplainSummary, Explanation, Totals
-from kvkeep.observe.explain.fates import Asker
+from kvkeep.observe.explain.explained import ExplainedRequest
 from kvkeep.observe.explain.inbox import Inbox
 from kvkeep.observe.explain.mirror import Mirror
-from kvkeep.observe.explain.record import RequestRecord
+from kvkeep.observe.explain.store_reasons import missing as store_reasons
 from kvkeep.observe.explain.summary import add_up, summarise
+from kvkeep.observe.explain.units import Requester
+from kvkeep.observe.usage import RequestAdmitted, RequestEnded, RequestLoaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,72 +27,32 @@ if TYPE_CHECKING:
     from kvkeep.core.extras import ExtraLike, Extras
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray, TokensLike
-    from kvkeep.observe.explain.answer import Missing
+    from kvkeep.observe.explain.answer import ExplainSummary, Explanation, Missing
+    from kvkeep.observe.usage import RequestEvent
 
 __all__ = ["Explainer"]
 
-_MOST_TOLD = 100_000
+_MOST_QUEUED = 100_000
 _MOST_RUNNING = 10_000
-_MOST_NAMESPACES = 10_000
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Happened:
-    at: float
-    event: Event
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    at: float
-    id: str
-    tokens: TokenArray
-    namespace: Namespace
-    cached: int
-    sequence: int | None
-    store: bool
-    kind: str
-    session: str | None
-    extras: Extras
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Loaded:
-    id: str
-    sources: tuple[tuple[int, int, str], ...]
-    missing: tuple[Missing, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ended:
-    id: str
-    outcome: str
-    generated: int
-    ttft_s: float | None
-    seconds: float
-
-
-_Told = _Happened | _Asked | _Loaded | _Ended
 
 
 class Explainer:
     """Explains, token by token, why prompts were computed or not.
 
-    It follows one `kvkeep.core.cache.PagedCache` of pages of ``page_size`` tokens by its events
-    (`see`), and is told of each request: `asked` right after it was opened, `loaded` once a store
-    gave what it had, `ended` at its end. These four only put something into a queue; a thread of
-    its own works that off, and so does every question, before it is answered.
+    It follows one `kvkeep.core.cache.PagedCache` with pages of ``page_size`` tokens by its events
+    (`see`), and each request: by the events of an engine (`see_request`), or by calls of `opened`
+    right after it was opened, `loaded` once a store gave what it had, and `ended` at its end. These
+    methods only queue; a thread of its own handles the queue, and so does every query first.
 
-    It remembers the last ``requests``, the tokens of the prompts asked last up to
-    ``prompt_tokens``, and of ``units`` full pages that are not in the cache what became of them.
-    ``policy`` is the name of the cache's eviction policy, ``reuse`` what it was made with, and
-    ``clock`` gives unix seconds.
+    It remembers the last ``requests``, the tokens of the latest prompts up to ``prompt_tokens``,
+    and the state of ``units`` full pages that are not in the cache. ``policy`` is the name of the
+    cache's eviction policy, ``reuse`` what the cache was made with, ``clock`` gives unix seconds.
 
-    Thread safety: all of it. Cost: of telling, 1 µs an event and 12 µs a request of 8,192 tokens.
-    Working one off takes about 0.5 ms if it was cached and 1.3 ms if it was not (pages of 16
+    Thread safety: all methods. Cost: queueing takes 1 µs an event and 12 µs a request of 8,192
+    tokens. Handling a request takes about 0.5 ms if it was cached and 1.3 ms if not (pages of 16
     tokens), a quarter of a millisecond of it hashing. Memory: 200 bytes a unit of long prompts and
-    700 of short ones, which share less, 4 … 11 a token of the prompts, 2 KiB a request, and 1 KiB
-    each of the last 10,000 namespaces: with the defaults 160 MB at most.
+    700 of short ones, which share less, 4 … 11 a token of the prompts, and 2 KiB a request: with
+    the defaults 150 MB at most.
     """
 
     def __init__(
@@ -112,20 +73,47 @@ class Explainer:
         self._clock = clock
         self._reuse = reuse
         self._mirror = Mirror(self.page_size, policy, units, prompt_tokens)
-        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
-        self._running: OrderedDict[str, RequestRecord] = OrderedDict()
-        self._totals: OrderedDict[Namespace, Totals] = OrderedDict()
+        self._records: OrderedDict[str, ExplainedRequest] = OrderedDict()
+        self._running: OrderedDict[str, ExplainedRequest] = OrderedDict()
         self._computed: dict[str, int] = {}
-        self._inbox: Inbox[_Told] = Inbox(self._understand, "kvkeep-explain", _MOST_TOLD)
+        self._inbox: Inbox[Callable[[], None]] = Inbox(_call, "kvkeep-explain", _MOST_QUEUED)
 
-    # --- being told --------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------
 
     def see(self, event: Event) -> None:
-        """The cache's hook: `PagedCache.subscribe` it."""
+        """Follow an event of the cache: a hook for `PagedCache.subscribe`."""
         if isinstance(event, (Stored, Evicted, Opened, Closed)):
-            self._inbox.put(_Happened(self._clock(), event))
+            self._inbox.put(partial(self._mirror.see, event, self._clock()))
 
-    def asked(
+    def see_request(self, event: RequestEvent) -> None:
+        """Follow an event of a request: an observer for `Engine.observe`."""
+        request = event.request
+        match event:
+            case RequestAdmitted():
+                self.opened(
+                    request.id,
+                    request.prompt,
+                    request.namespace,
+                    cached=event.cached_tokens,
+                    sequence=event.sequence,
+                    store=request.store,
+                    kind=request.origin.endpoint,
+                    session=request.session,
+                )
+            case RequestLoaded():
+                report = event.report
+                reasons = store_reasons(report.missing, waited_s=report.seconds)
+                self.loaded(request.id, report.sources, reasons)
+            case RequestEnded():
+                self.ended(
+                    request.id,
+                    outcome=event.outcome,
+                    generated=event.generated,
+                    ttft_s=event.ttft_s,
+                    seconds=event.seconds,
+                )
+
+    def opened(
         self,
         id: str,
         tokens: TokenArray,
@@ -138,22 +126,20 @@ class Explainer:
         session: str | None = None,
         extra: ExtraLike | None = None,
     ) -> None:
-        """Request ``id`` was just opened: ``cached`` leading tokens came from the pool.
+        """Follow request ``id``, just opened: ``cached`` leading tokens came from the pool.
 
-        ``sequence`` is its sequence's id in the cache: with it, evictions are attributed for
-        certain. With ``store=False`` nothing of it is kept. The tokens are copied. ``extra`` is
-        what was given to `PagedCache.open`.
+        ``sequence`` is the id of its sequence in the cache; with it, evictions are attributed with
+        certainty. With ``store=False`` nothing of the request is kept. The tokens are copied.
+        ``extra`` is what `PagedCache.open` got.
         Raises `InvalidValue` for an empty prompt, or more cached tokens than it has.
         """
         row = as_row(tokens)
         self._check(len(row), cached)
         extras = as_extras(extra, len(row))
+        requester = Requester(id, store, self._reuse)
+        record = ExplainedRequest(requester, self._clock(), namespace, kind, session, len(row), [])
         copy = row.copy()
-        self._inbox.put(
-            _Asked(
-                self._clock(), id, copy, namespace, cached, sequence, store, kind, session, extras
-            )
-        )
+        self._inbox.put(partial(self._handle_opened, record, copy, extras, cached, sequence))
 
     @staticmethod
     def _check(tokens: int, cached: int) -> None:
@@ -168,11 +154,11 @@ class Explainer:
         sources: Sequence[tuple[int, int, str]],
         missing: Sequence[Missing],
     ) -> None:
-        """What came from a store: (start, stop, tier); and why the rest did not.
+        """Note the tokens that came from a store, (start, stop, tier), and why others did not.
 
-        The last word counts, if there are several. Of an unknown request nothing is kept.
+        The last call counts. An unknown request is ignored.
         """
-        self._inbox.put(_Loaded(id, tuple(sources), tuple(missing)))
+        self._inbox.put(partial(self._handle_loaded, id, tuple(sources), tuple(missing)))
 
     def ended(
         self,
@@ -183,96 +169,79 @@ class Explainer:
         ttft_s: float | None,
         seconds: float,
     ) -> None:
-        """Request ``id`` came to its end: "done", or another ``outcome``."""
-        self._inbox.put(_Ended(id, outcome, generated, ttft_s, seconds))
+        """Note the end of request ``id``: "done", or another ``outcome``."""
+        self._inbox.put(partial(self._handle_ended, id, outcome, generated, ttft_s, seconds))
 
     @property
     def lost(self) -> int:
-        """What was told and dropped, because more came than could be worked off."""
+        """Events that were dropped because the queue was full."""
         return self._inbox.lost
 
     @property
     def failed(self) -> int:
-        """What was told and could not be understood: faults of this room, which it survives."""
+        """Events whose handling failed, by a fault of this package."""
         return self._inbox.failed
 
     @property
     def forgotten(self) -> int:
-        """Units that were forgotten, because there were too many."""
+        """Units that were forgotten because there were too many."""
         return self._mirror.ledger.forgotten
 
-    # --- working it off ----------------------------------------------------------------------
+    # --- handling the queue ------------------------------------------------------------------
 
-    def _understand(self, told: _Told) -> None:
-        match told:
-            case _Happened(at, event):
-                self._mirror.see(event, at)
-            case _Asked():
-                self._was_asked(told)
-            case _Loaded():
-                self._was_loaded(told)
-            case _Ended():
-                self._has_ended(told)
-
-    def _was_asked(self, told: _Asked) -> None:
-        asker = Asker(told.id, told.store, self._reuse)
-        prompt = self._mirror.prompt(told.tokens, told.namespace, asker, told.extras)
-        judged = self._mirror.asked(
-            prompt, cached=self._given(told.tokens, told.cached), sequence=told.sequence, at=told.at
-        )
-        tokens = len(told.tokens)
-        record = RequestRecord(
-            asker, told.at, told.namespace, told.kind, told.session, tokens, judged
-        )
-        self._records.pop(told.id, None)
-        self._records[told.id] = record
+    def _handle_opened(
+        self,
+        record: ExplainedRequest,
+        tokens: TokenArray,
+        extras: Extras,
+        cached: int,
+        sequence: int | None,
+    ) -> None:
+        id = record.requester.id
+        prompt = self._mirror.prompt(tokens, record.namespace, record.requester, extras)
+        cached = self._given(tokens, cached)
+        record.judged = self._mirror.opened(prompt, cached=cached, sequence=sequence, at=record.at)
+        record.settle((), ())
+        self._records.pop(id, None)
+        self._records[id] = record
         if len(self._records) > self._most_requests:
             self._records.popitem(last=False)
-        self._running[told.id] = record
-        if len(self._running) > _MOST_RUNNING:  # nobody told of its end
+        self._running[id] = record
+        if len(self._running) > _MOST_RUNNING:  # the end of the oldest was never reported
             oldest = self._running.popitem(last=False)[1]
-            oldest.asker.running = False
+            oldest.requester.running = False
             self._count(oldest)
+
+    def _handle_loaded(
+        self, id: str, sources: Sequence[tuple[int, int, str]], missing: Sequence[Missing]
+    ) -> None:
+        record = self._running.get(id) or self._records.get(id)
+        if record is not None:
+            record.settle(sources, missing)
 
     @staticmethod
     def _given(tokens: TokenArray, cached: int) -> int:
-        """The last token is always computed."""
+        """Return how many cached tokens were reused: the last token is always computed."""
         return min(cached, len(tokens) - 1)
 
-    def _was_loaded(self, told: _Loaded) -> None:
-        record = self._running.get(told.id) or self._records.get(told.id)
+    def _handle_ended(
+        self, id: str, outcome: str, generated: int, ttft_s: float | None, seconds: float
+    ) -> None:
+        record = self._running.pop(id, None)
         if record is not None:
-            record.settle(told.sources, told.missing)
-
-    def _has_ended(self, told: _Ended) -> None:
-        record = self._running.pop(told.id, None)
-        if record is not None:
-            record.asker.running = False
-            record.asker.outcome = told.outcome
-            record.generated = told.generated
-            record.ttft_s, record.seconds = told.ttft_s, told.seconds
+            record.requester.running = False
+            record.requester.outcome = outcome
+            record.generated, record.ttft_s, record.seconds = generated, ttft_s, seconds
             self._count(record)
 
-    def _count(self, record: RequestRecord) -> None:
-        """Add what became of a request to its namespace's totals: at its end, when that is sure."""
-        space = record.namespace
-        before = self._totals.pop(space, None) or Totals(space, 0, 0, {}, {})
-        add_up(record.spans, before.reused, before.computed)
+    def _count(self, record: ExplainedRequest) -> None:
+        """Count computed tokens by reason: at the end of a request, when its spans are final."""
         add_up(record.spans, {}, self._computed)
-        self._totals[space] = Totals(
-            space,
-            before.requests + 1,
-            before.prompt_tokens + record.tokens,
-            before.reused,
-            before.computed,
-        )
-        if len(self._totals) > _MOST_NAMESPACES:
-            self._totals.popitem(last=False)
 
-    # --- questions ---------------------------------------------------------------------------
+    # --- queries -----------------------------------------------------------------------------
 
     def explain(self, id: str) -> Explanation | None:
-        """What became of request ``id``, also while it runs; None if it is not remembered."""
+        """Explain request ``id``, also while it runs; None if it is not remembered."""
         with self._inbox.lock:
             self._inbox.work_off()
             record = self._records.get(id)
@@ -288,12 +257,11 @@ class Explainer:
         missing: Sequence[Missing] = (),
         extra: ExtraLike | None = None,
     ) -> Explanation:
-        """What would become of a prompt if it were asked now. Changes nothing.
+        """Explain a prompt as if it were opened now. Changes nothing.
 
-        ``cached`` leading tokens are in the pool, says `PagedCache.match`; ``sources`` and
-        ``missing`` are what a store says, as in `loaded`, and ``extra`` what `PagedCache.open`
-        would be given. The id is "", as no request has it.
-        Raises `InvalidValue` for what is no prompt.
+        ``cached`` is what `PagedCache.match` returned, ``sources`` and ``missing`` are a store's
+        reports, as in `loaded`, and ``extra`` is what `PagedCache.open` would get. The
+        id of the explanation is "". Raises `InvalidValue` for an invalid prompt.
         """
         row = as_tokens(tokens)
         self._check(len(row), cached)
@@ -301,15 +269,15 @@ class Explainer:
         with self._inbox.lock:
             self._inbox.work_off()
             at = self._clock()
-            asker = Asker("", store=False, reuse=self._reuse)
-            prompt = self._mirror.prompt(row, namespace, asker, extras)
+            requester = Requester("", store=False, reuse=self._reuse)
+            prompt = self._mirror.prompt(row, namespace, requester, extras)
             judged = self._mirror.judged(prompt, cached=self._given(row, cached), at=at)
-            record = RequestRecord(asker, at, namespace, "", None, len(row), judged)
+            record = ExplainedRequest(requester, at, namespace, "", None, len(row), judged)
             record.settle(sources, missing)
             return record.explanation()
 
     def recent(self, last: int = 50) -> list[Explanation]:
-        """The last requests, newest first."""
+        """Explain the last requests, newest first."""
         last = whole("last", last, 0)
         with self._inbox.lock:
             self._inbox.work_off()
@@ -317,41 +285,28 @@ class Explainer:
             return [record.explanation() for record in newest]
 
     def summary(self, last: int = 1000) -> ExplainSummary:
-        """What the last requests reused and computed, and for which causes, the dearest first."""
+        """Sum up the last requests: tokens reused and computed, and the causes by their cost."""
         last = whole("last", last, 0)
         with self._inbox.lock:
             self._inbox.work_off()
             return summarise(islice(reversed(self._records.values()), last))
 
-    def namespaces(self) -> list[Totals]:
-        """What all requests of each namespace reused and computed, the largest first.
-
-        Since the beginning, of the 10,000 namespaces that were asked last. A request counts once
-        it has ended.
-        """
-        with self._inbox.lock:
-            self._inbox.work_off()
-            found = [
-                replace(one, reused=dict(one.reused), computed=dict(one.computed))
-                for one in self._totals.values()
-            ]
-        return sorted(found, key=lambda one: -one.prompt_tokens)
-
     def computed(self) -> dict[str, int]:
-        """Reason → tokens that were computed for it, of all requests that have ended.
-
-        Since the beginning; these numbers never fall, as counters must not.
-        """
+        """Return the computed tokens by reason, of all requests that have ended; never falls."""
         with self._inbox.lock:
             self._inbox.work_off()
             return dict(self._computed)
 
     def close(self) -> None:
-        """End the thread. What was told before can still be asked for."""
+        """End the thread. Events queued before can still be queried."""
         self._inbox.close()
 
     def __repr__(self) -> str:
         return (
             f"<Explainer of {len(self._records)} requests, {len(self._mirror.ledger):,} units, "
-            f"{len(self._inbox)} to be worked off>"
+            f"{len(self._inbox)} events queued>"
         )
+
+
+def _call(handle: Callable[[], None]) -> None:
+    handle()

@@ -1,4 +1,4 @@
-"""`Inbox`: what is told goes into a queue, and one thread works it off in order."""
+"""`Inbox`: a bounded queue whose items one thread handles in order."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Item = TypeVar("Item")
 
 
 class Inbox(Generic[Item]):
-    """Takes items from any thread, and hands them to ``work`` one by one, in their order.
+    """Takes items from any thread and calls ``work`` with each, in order.
 
-    ``work`` runs under ``lock``, every quarter of a second in a daemon thread, and whenever
-    somebody calls `work_off`. Beyond ``most`` items the oldest are dropped and counted in ``lost``.
-    An item on which ``work`` raises is logged, counted in ``failed``, and done with.
+    ``work`` runs under ``lock``, every quarter of a second in a daemon thread, and in `work_off`.
+    Beyond ``most`` items the oldest are dropped and counted in ``lost``. An item on which ``work``
+    raises is logged, counted in ``failed``, and dropped.
 
-    Thread safety: all of it. Cost of `put`: below a microsecond.
+    Thread safety: all methods. Cost of `put`: below a microsecond.
     """
 
     def __init__(self, work: Callable[[Item], None], name: str, most: int) -> None:
@@ -34,7 +34,7 @@ class Inbox(Generic[Item]):
         self._work = work
         self._most = most
         self._items: deque[Item] = deque()
-        self._putting = threading.Lock()  # held for an append, never while anything else is
+        self._putting = threading.Lock()  # held for an append or a pop alone
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -43,7 +43,7 @@ class Inbox(Generic[Item]):
         return len(self._items)
 
     def put(self, item: Item) -> None:
-        """Tell of something; it is worked off later."""
+        """Queue an item."""
         with self._putting:
             if len(self._items) >= self._most:
                 self._items.popleft()
@@ -51,24 +51,24 @@ class Inbox(Generic[Item]):
             self._items.append(item)
 
     def work_off(self) -> None:
-        """Do everything that was put before this call; waits for who is at it."""
+        """Handle all items queued before this call; wait for a thread that is handling some."""
         with self.lock:
             for _ in range(len(self._items)):
                 with self._putting:
-                    if not self._items:  # dropped meanwhile
+                    if not self._items:  # `put` dropped the rest
                         return
                     item = self._items.popleft()
                 try:
                     self._work(item)
-                except Exception:  # noqa: BLE001 - one item is not worth all that follow
+                except Exception:  # noqa: BLE001 - one bad item must not stop the others
                     self.failed += 1
-                    _log.exception("what was told could not be understood")
+                    _log.exception("an item of the explainer's queue could not be handled")
 
     def _run(self) -> None:
         while not self._over.wait(_PAUSE_S):
             self.work_off()
 
     def close(self) -> None:
-        """End the thread; what is in the queue is worked off by who asks."""
+        """End the thread. Queued items are handled by the next `work_off`."""
         self._over.set()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""`UnitLedger`: what became of each unit, a full page of tokens with all that stands before it."""
+"""`UnitLedger`: the state of each unit, a full page of tokens with all tokens before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep.core.tokens import TOKEN_BYTES
-from kvkeep.observe.explain.fates import UNKNOWN, Eviction
+from kvkeep.observe.explain.units import UNKNOWN, Eviction
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvkeep.core.keys import Namespace
-    from kvkeep.observe.explain.fates import Fate
+    from kvkeep.observe.explain.units import UnitState
 
     Rows = npt.NDArray[np.int64]
 
 __all__ = ["NamespaceUnits", "UnitLedger"]
 
 _SPACE_UNITS = 8
-"""A namespace is counted as so many units: that is about the memory it needs."""
+"""Units that a namespace counts as, by the memory that it needs."""
 _SLACK = 65_536
 
 
 @dataclass(slots=True, eq=False)
 class NamespaceUnits:
-    """One namespace: the rows of its units, and the newest prompt that was asked in it."""
+    """One namespace: the rows of its units, and the number of its newest prompt."""
 
     namespace: Namespace
     rows: dict[bytes, int] = field(default_factory=dict)
@@ -39,10 +39,10 @@ class NamespaceUnits:
 
 
 class UnitLedger:
-    """Remembers units by name and namespace, and follows which of them are in the cache.
+    """Remembers units by name and namespace, and which of them are in the cache.
 
-    A unit that is in the cache is known by its page. Units that are not are remembered up to
-    ``units`` of them; those nobody asked for the longest are forgotten first, and counted.
+    A unit in the cache is known by its page. Of the others ``units`` are remembered; those
+    requested longest ago are forgotten first, and counted.
 
     Thread safety: none. Cost: about 0.2 µs a unit and call. Memory: about 200 bytes a unit.
     """
@@ -58,10 +58,10 @@ class UnitLedger:
         ] = {}  # of units in the cache
         self._row_of_page = np.full(64, -1, np.int64)
         self._free: list[int] = []
-        self._used = 0  # rows ever in use; those behind are untouched
+        self._used = 0  # rows ever in use; later ones are untouched
         self._out = 0  # rows whose unit is not in the cache
-        # What is not in the cache, by when it was last of interest: a row counts in the piece
-        # whose stamp it bears, and is passed over in all others.
+        # Pieces of rows not in the cache, oldest first: a row counts in the piece with its stamp,
+        # and is skipped in all others.
         self._ages: deque[tuple[int, Rows]] = deque()
         self._aged = 0
         self._stamp = 0
@@ -70,27 +70,27 @@ class UnitLedger:
     def _make_columns(self, length: int) -> None:
         self.name = np.full(length, None, object)
         self.space = np.full(length, None, object)
-        self.fate = np.full(length, None, object)
+        self.state = np.full(length, None, object)
         self.page = np.full(length, -1, np.int32)
         self.depth = np.zeros(length, np.int32)
-        self.since = np.zeros(length, np.int64)  # the number of the event that stored it
-        self.prompt = np.full(length, -1, np.int64)  # the newest prompt that has it
+        self.since = np.zeros(length, np.int64)  # number of the event that stored the unit
+        self.prompt = np.full(length, -1, np.int64)  # number of the newest prompt with the unit
         self.stamp = np.zeros(length, np.int64)
 
     def __len__(self) -> int:
         return self._used - len(self._free)
 
-    # --- looking -----------------------------------------------------------------------------
+    # --- lookups -----------------------------------------------------------------------------
 
     def find(self, space: NamespaceUnits | None, names: Sequence[bytes]) -> Rows:
-        """The row of each unit, -1 where it is unknown."""
+        """Return the row of each unit, -1 if it is unknown."""
         if space is None:
             return np.full(len(names), -1, np.int64)
         get = space.rows.get
         return np.array([get(name, -1) for name in names], np.int64)
 
     def row_of(self, page: int) -> int:
-        """The row of the unit in ``page``, -1 where that is unknown."""
+        """Return the row of the unit in ``page``, -1 if it is unknown."""
         return int(self._row_of_page[page]) if 0 <= page < len(self._row_of_page) else -1
 
     def cached(self, space: NamespaceUnits | None, name: bytes) -> bool:
@@ -99,7 +99,7 @@ class UnitLedger:
         return row >= 0 and bool(self.page[row] >= 0)
 
     def cached_units(self, space: NamespaceUnits | None, names: Sequence[bytes]) -> int:
-        """How many leading units are in the cache: what is cached is closed by prefix."""
+        """Return how many leading units are in the cache: cached units are prefix-closed."""
         low, high = 0, len(names)
         while low < high:
             middle = (low + high) // 2
@@ -110,9 +110,9 @@ class UnitLedger:
         return low
 
     def holders(self, name: bytes, but: Namespace, most: int = 1) -> list[NamespaceUnits]:
-        """Namespaces other than ``but`` that have a unit of this name in the cache, newest first.
+        """Return namespaces other than ``but`` with a unit of this name in the cache, newest first.
 
-        At ``most`` so many: thousands may share what everybody begins with.
+        At ``most`` so many: thousands may share the beginning of their prompts.
         """
         found = self._holders.get(name, ())
         spaces = (
@@ -120,10 +120,10 @@ class UnitLedger:
         )
         return [space for space in spaces if space.namespace != but][:most]
 
-    # --- what happens ------------------------------------------------------------------------
+    # --- changes ------------------------------------------------------------------------
 
     def enter(self, namespace: Namespace) -> NamespaceUnits:
-        """The space of a namespace, made if it is new."""
+        """Return the units of a namespace, made if it is new."""
         space = self.spaces.get(namespace)
         if space is None:
             space = self.spaces[namespace] = NamespaceUnits(namespace)
@@ -132,9 +132,9 @@ class UnitLedger:
     def note(
         self, space: NamespaceUnits, names: Sequence[bytes], depth: int, rows: Rows | None = None
     ) -> Rows:
-        """The rows of these units, the first of them at ``depth``; new ones are made.
+        """Return the rows of these units, the first of them at ``depth``; add unknown units.
 
-        ``rows`` is what `find` says of them, if it was asked before and nothing forgotten since.
+        ``rows`` is the result of an earlier `find`, if nothing was forgotten since.
         """
         rows = self.find(space, names) if rows is None else rows
         new = np.flatnonzero(rows < 0)
@@ -143,14 +143,14 @@ class UnitLedger:
             called = names if len(new) == len(names) else [names[at] for at in new.tolist()]
             space.rows.update(zip(called, fresh, strict=True))
             at = rows[new] = np.array(fresh, np.int64)
-            self.name[at], self.space[at], self.fate[at] = called, space, None
+            self.name[at], self.space[at], self.state[at] = called, space, None
             self.page[at] = self.prompt[at] = -1
             self.depth[at] = depth + new
             self._out += len(new)
         return rows
 
     def _rows(self, count: int) -> list[int]:
-        """So many rows that nothing stands in."""
+        """Return ``count`` free rows."""
         again = min(count, len(self._free))
         rows = self._free[len(self._free) - again :]
         del self._free[len(self._free) - again :]
@@ -162,16 +162,16 @@ class UnitLedger:
         return rows
 
     def _grow(self, length: int) -> None:
-        names = ("name", "space", "fate", "page", "depth", "since", "prompt", "stamp")
+        names = ("name", "space", "state", "page", "depth", "since", "prompt", "stamp")
         before: list[npt.NDArray[Any]] = [getattr(self, name) for name in names]
         self._make_columns(length)
         for name, column in zip(names, before, strict=True):
             getattr(self, name)[: len(column)] = column
 
-    def asked(self, rows: Rows, fate: Fate) -> None:
-        """Somebody asks for these units; ``fate`` is that of those not in the cache."""
+    def requested(self, rows: Rows, state: UnitState) -> None:
+        """Note a request of these units; those not in the cache get ``state``."""
         out = rows[self.page[rows] < 0]
-        self.fate[out] = fate
+        self.state[out] = state
         self._age(out)
 
     def stored(
@@ -179,25 +179,25 @@ class UnitLedger:
         space: NamespaceUnits,
         rows: Rows,
         pages: npt.NDArray[np.int32],
-        fate: Fate,
+        state: UnitState,
         *,
         number: int,
         at: float,
     ) -> None:
-        """These units are in these pages from event ``number`` on, which came ``at`` that time."""
+        """Record that these units are in these pages since event ``number``, of time ``at``."""
         top = int(pages.max(initial=-1))
         if top >= len(self._row_of_page):
             wider = np.full(max(top + 1, 2 * len(self._row_of_page)), -1, np.int64)
             wider[: len(self._row_of_page)] = self._row_of_page
             self._row_of_page = wider
         stale = (self._row_of_page[pages] >= 0) | (self.page[rows] >= 0)
-        if stale.any():  # events were lost: whatever was there must have gone in between
+        if stale.any():  # an `Evicted` event was lost: these pages had other units
             moved = np.concatenate((pages[stale], self.page[rows[stale]]))
             self.gone(np.unique(moved[moved >= 0]), Eviction(at, UNKNOWN))
         self._out -= len(rows)
         self.page[rows] = pages
         self.since[rows] = number
-        self.fate[rows] = fate
+        self.state[rows] = state
         self._row_of_page[pages] = rows
         holders = self._holders
         for name in self.name[rows].tolist():
@@ -207,14 +207,14 @@ class UnitLedger:
                     found = holders[name] = {found: None}
                 found[space] = None
 
-    def gone(self, pages: npt.NDArray[np.int32], fate: Eviction) -> None:
-        """What was in these pages is not in the cache any more."""
+    def gone(self, pages: npt.NDArray[np.int32], state: Eviction) -> None:
+        """Record that the units in these pages left the cache."""
         known = pages[pages < len(self._row_of_page)]
         rows = self._row_of_page[known]
         rows = rows[rows >= 0]
         self._row_of_page[self.page[rows]] = -1
         self.page[rows] = -1
-        self.fate[rows] = fate
+        self.state[rows] = state
         self._out += len(rows)
         names, spaces = self.name[rows].tolist(), self.space[rows].tolist()
         for name, space in zip(names, spaces, strict=True):
@@ -230,7 +230,7 @@ class UnitLedger:
     # --- forgetting --------------------------------------------------------------------------
 
     def _age(self, rows: Rows) -> None:
-        """``rows``, none of them in the cache, are of interest now; the oldest may be too many."""
+        """Make ``rows``, none of them in the cache, the youngest."""
         if len(rows):
             self._stamp += 1
             self.stamp[rows] = self._stamp
@@ -240,7 +240,7 @@ class UnitLedger:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Drop from the pieces what has moved on to others."""
+        """Drop rows from the pieces whose stamp they no longer have."""
         kept = [(stamp, self._still(stamp, rows)) for stamp, rows in self._ages]
         self._ages = deque(piece for piece in kept if len(piece[1]))
         self._aged = sum(len(rows) for _, rows in self._ages)
@@ -250,12 +250,12 @@ class UnitLedger:
         return still
 
     def forget(self) -> None:
-        """Forget the oldest that are too many. To be called when no rows are in use."""
+        """Forget the oldest units beyond the bound. Call it while no rows are in use."""
         while self._ages and (more := self._excess()) > 0:
             stamp, rows = self._ages.popleft()
             self._aged -= len(rows)
             rows = self._still(stamp, rows)
-            if len(rows) > more:  # what stands first in a prompt is worth most
+            if len(rows) > more:  # keep the leading units of a prompt
                 self._ages.appendleft((stamp, rows[:-more]))
                 self._aged += len(rows) - more
                 rows = rows[-more:]
@@ -270,7 +270,7 @@ class UnitLedger:
         del space.rows[self.name[row]]
         if not space.rows:
             self.spaces.pop(space.namespace, None)
-        self.name[row] = self.space[row] = self.fate[row] = None
+        self.name[row] = self.space[row] = self.state[row] = None
         self.stamp[row] = 0
         self._free.append(row)
         self._out -= 1

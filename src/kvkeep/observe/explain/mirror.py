@@ -1,4 +1,4 @@
-"""`Mirror`: follows what a cache holds and who asks for what, so that a prompt can be judged."""
+"""`Mirror`: follows the content of a cache and its requests, to judge prompts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvkeep.core.events import Closed, Evicted, Opened, Stored
 from kvkeep.core.extras import signed
 from kvkeep.core.keys import chain_keys
 from kvkeep.observe.explain.alike import Anchors
-from kvkeep.observe.explain.fates import UNKNOWN, Asker, Eviction
 from kvkeep.observe.explain.ledger import UnitLedger
 from kvkeep.observe.explain.nearest import PromptHistory, SeenPrompt
-from kvkeep.observe.explain.reasons import Question, Reasons
+from kvkeep.observe.explain.reasons import QueriedPrompt, Reasons
+from kvkeep.observe.explain.units import UNKNOWN, Eviction, Requester
 
 if TYPE_CHECKING:
     from kvkeep.core.events import Event
@@ -30,26 +30,26 @@ _MOST_OPEN = 10_000
 
 
 class Mirror:
-    """The ledger and the prompts asked lately, kept up to date by events and requests in order.
+    """The unit ledger and the latest prompts, kept up to date by events and requests in order.
 
-    Thread safety: none; one thing after the other.
+    Thread safety: none.
     """
 
     def __init__(self, page_size: int, policy: str, units: int, prompt_tokens: int) -> None:
         self.ledger = UnitLedger(page_size, units)
         self.prompts = PromptHistory(prompt_tokens)
         self._reasons = Reasons(self.ledger, self.prompts, policy)
-        self._number = 0  # of events
+        self._number = 0  # events so far
         self._before: Event | None = None
-        self._gone: tuple[Evicted, Eviction] | None = None  # the last, if it is not settled
-        # Sequences that were opened: at which event, and what was evicted for them.
+        self._gone: tuple[Evicted, Eviction] | None = None  # the last one, not applied yet
+        # Opened sequences: the number of the event, and the eviction that made room.
         self._opened: OrderedDict[int, tuple[int, Eviction | None]] = OrderedDict()
         self._open: OrderedDict[int, SeenPrompt] = OrderedDict()
 
     # --- events ------------------------------------------------------------------------------
 
     def see(self, event: Event, at: float) -> None:
-        """The next event of the cache, which came ``at`` that time."""
+        """Follow the next event of the cache, of time ``at``."""
         self._number += 1
         made_room = self._made_room(event)
         if made_room is None:
@@ -71,16 +71,16 @@ class Mirror:
         self._before = event
 
     def _made_room(self, event: Event) -> Eviction | None:
-        """What was evicted for a sequence: that is told right before it is said to be open.
+        """Return the eviction for the sequence that ``event`` opens: the event right before it.
 
-        It went after the prompt was looked for, and so does not count before that is judged.
+        Those pages were evicted after the lookup of the prompt, so the prompt is judged first.
         """
         if self._gone is None or self._gone[0] is not self._before:
             return None
         return self._gone[1] if isinstance(event, Opened) and event.forked_from is None else None
 
     def _settle(self) -> None:
-        """What was evicted is gone from now on."""
+        """Apply the last eviction to the ledger."""
         if self._gone is not None:
             (event, eviction), self._gone = self._gone, None
             self.ledger.gone(event.pages, eviction)
@@ -93,23 +93,23 @@ class Mirror:
             depth, above = 0, b""
         elif parent >= 0:
             depth, above = int(self.ledger.depth[parent]) + 1, self.ledger.name[parent]
-        else:  # it came before the first event, or its own was lost: no name can be had
+        else:  # the parent's event was lost, or came before the first: no names can be made
             return
         names = self._names(event, prompt, depth, above)
         space = self.ledger.enter(event.namespace)
         rows = self.ledger.note(space, names, depth)
-        fate = event.sequence if prompt is None else prompt.asker
-        self.ledger.stored(space, rows, event.pages, fate, number=self._number, at=at)
+        state = event.sequence if prompt is None else prompt.requester
+        self.ledger.stored(space, rows, event.pages, state, number=self._number, at=at)
         if prompt is not None:
             self.ledger.prompt[rows[: max(0, len(prompt.names) - depth)]] = prompt.number
             if depth <= len(prompt.names) < depth + len(names):
-                prompt.asker.tail = names[len(prompt.names) - depth]
+                prompt.requester.tail = names[len(prompt.names) - depth]
         self.ledger.forget()
 
     def _names(
         self, event: Stored, prompt: SeenPrompt | None, depth: int, above: bytes
     ) -> list[bytes]:
-        """The names of stored units: those of their prompt, as far as they are its own."""
+        """Return the names of stored units; those of the prompt are reused where tokens agree."""
         unit = self.ledger.unit_tokens
         tokens = signed(event.tokens, event.extras)
         names: list[bytes] = []
@@ -126,27 +126,27 @@ class Mirror:
     # --- requests ----------------------------------------------------------------------------
 
     def prompt(
-        self, plain: TokenArray, namespace: Namespace, asker: Asker, extras: Extras = ()
+        self, plain: TokenArray, namespace: Namespace, requester: Requester, extras: Extras = ()
     ) -> SeenPrompt:
-        """A prompt with its names and anchors. Changes nothing."""
+        """Return a prompt with its names and anchors. Changes nothing."""
         tokens = signed(plain, extras)
         data = tokens.tobytes()
         names = chain_keys(b"", data, self.ledger.unit_bytes)
         over = data[len(names) * self.ledger.unit_bytes :]
         tail = chain_keys(names[-1] if names else b"", over, len(over))[0] if over else None
-        return SeenPrompt(asker, namespace, tokens, names, tail, Anchors.of(tokens), plain)
+        return SeenPrompt(requester, namespace, tokens, names, tail, Anchors.of(tokens), plain)
 
     def judged(self, prompt: SeenPrompt, *, cached: int, at: float) -> list[Span]:
-        """What would be said of a prompt that is asked now. Changes nothing."""
+        """Return the spans of a prompt as if it were opened now. Changes nothing."""
         self._settle()
         space = self.ledger.spaces.get(prompt.namespace)
         rows = self.ledger.find(space, prompt.names)
-        return self._reasons.spans(Question(prompt, space, rows, cached, at, None, None))
+        return self._reasons.spans(QueriedPrompt(prompt, space, rows, cached, at, None, None))
 
-    def asked(
+    def opened(
         self, prompt: SeenPrompt, *, cached: int, sequence: int | None, at: float
     ) -> list[Span]:
-        """What is said of a prompt; it is remembered from now on."""
+        """Return the spans of a prompt that was opened, and remember the prompt."""
         opened, made_room = self._opening(sequence)
         if made_room is not None:
             made_room.by = prompt.id
@@ -154,11 +154,11 @@ class Mirror:
             made_room.needed_pages = pages - cached // self.ledger.unit_tokens
         space = self.ledger.spaces.get(prompt.namespace)
         rows = self.ledger.find(space, prompt.names)
-        question = Question(prompt, space, rows, cached, at, opened, sequence)
-        wrong = self._reasons.contradicted(question)
+        query = QueriedPrompt(prompt, space, rows, cached, at, opened, sequence)
+        wrong = self._reasons.contradicted(query)
         if len(wrong):
             self.ledger.gone(self.ledger.page[wrong], Eviction(at, UNKNOWN))
-        spans = self._reasons.spans(question)
+        spans = self._reasons.spans(query)
         forgotten = self.ledger.forgotten
         self._settle()
         found = rows if forgotten == self.ledger.forgotten else None
@@ -170,27 +170,27 @@ class Mirror:
         return spans
 
     def _opening(self, sequence: int | None) -> tuple[int | None, Eviction | None]:
-        """When a sequence was opened, and what was evicted for it."""
-        if sequence is None and isinstance(self._before, Opened):  # nothing else happened since
+        """Return the number of the event that opened a sequence, and the eviction for it."""
+        if sequence is None and isinstance(self._before, Opened):  # the last event opened it
             sequence = self._before.sequence
         return (None, None) if sequence is None else self._opened.pop(sequence, (None, None))
 
     def _remember(self, prompt: SeenPrompt, cached: int, at: float, rows: Rows | None) -> None:
-        """``cached`` leading units of ``prompt`` were there; the others are being computed."""
+        """Record ``prompt``: ``cached`` leading units were reused, the others are computed."""
         ledger = self.ledger
         space = ledger.enter(prompt.namespace)
         rows = ledger.note(space, prompt.names, 0, rows)
         if prompt.tail is not None:
             tail = ledger.note(space, [prompt.tail], len(prompt.names))
-            before = ledger.fate[tail[0]]
-            if isinstance(before, Asker):  # what that was filled up with can be said of this, too
-                prompt.asker.tail = before.tail
-            ledger.asked(tail, prompt.asker)
-        ledger.asked(rows[cached:], prompt.asker)
+            before = ledger.state[tail[0]]
+            if isinstance(before, Requester):  # the full page of that tail is this tail's, too
+                prompt.requester.tail = before.tail
+            ledger.requested(tail, prompt.requester)
+        ledger.requested(rows[cached:], prompt.requester)
         there = rows[:cached]
         if len(there) and (ledger.page[there] < 0).any():
-            # They are cached in pages nobody told of; if they go, nobody will tell of that either.
-            ledger.asked(there, Eviction(at, UNKNOWN))
+            # Cached in pages without a `Stored` event: their eviction will not be seen, either.
+            ledger.requested(there, Eviction(at, UNKNOWN))
         numbers = ledger.prompt[rows]
         numbers = numbers[numbers >= 0]
         self.prompts.add(prompt, int(numbers[-1]) if len(numbers) else space.prompt)

@@ -1,4 +1,4 @@
-"""`PromptHistory`: those asked lately, and which of them a new one differs from the least."""
+"""`PromptHistory`: the latest prompts, and the one that a new prompt differs from least."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
     from kvkeep.observe.explain.alike import Anchors
-    from kvkeep.observe.explain.fates import Asker
     from kvkeep.observe.explain.ledger import UnitLedger
+    from kvkeep.observe.explain.units import Requester
 
 __all__ = ["Nearest", "PromptHistory", "SeenPrompt"]
 
@@ -27,18 +27,18 @@ _VOTED = 4
 _ANCHOR_TOKENS = 16
 _PROMPT_TOKENS = 64
 _ENOUGH = 32
-"""So many tokens have to go on the same; of less that is missing, half."""
+"""Tokens that must be equal behind the difference; half of the missing ones if those are fewer."""
 
 
 @dataclass(slots=True, eq=False)
 class SeenPrompt:
-    """One prompt: its tokens, the names of its full units, and of what follows the last.
+    """One prompt: its tokens, the names of its full units, and of the tail behind them.
 
-    Tokens with extras are negative numbers in ``tokens``, which are compared, and themselves in
-    ``shown``.
+    ``tokens`` are compared: negative numbers stand for tokens with extras. ``shown`` has the
+    tokens themselves.
     """
 
-    asker: Asker
+    requester: Requester
     namespace: Namespace
     tokens: TokenArray
     names: list[bytes]
@@ -49,11 +49,11 @@ class SeenPrompt:
 
     @property
     def id(self) -> str:
-        """The request's."""
-        return self.asker.id
+        """The id of its request."""
+        return self.requester.id
 
     def salted(self) -> list[int]:
-        """Its anchors, told apart from those of other namespaces."""
+        """Return its anchors' hashes, made different from those of other namespaces."""
         salt = np.frombuffer(root_key(self.namespace)[:8], np.uint64)
         salted: list[int] = (self.anchors.hashes ^ salt).tolist()
         return salted
@@ -61,9 +61,9 @@ class SeenPrompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Nearest:
-    """A cached prompt, the first token at which ours differs, and where it goes on the same.
+    """A cached prompt, and the stretches in which our prompt equals it behind a difference.
 
-    Ours differs at ``position``, until it first goes on the same at ``resumes``.
+    Our prompt differs from ``position`` on, and is equal again from ``resumes`` on.
     """
 
     prompt: SeenPrompt
@@ -73,15 +73,15 @@ class Nearest:
 
     @property
     def would_reuse(self) -> int:
-        """Tokens of ours that the other one's KV stands for, but for what is before them."""
+        """Our tokens that could be reused if the tokens before them were equal."""
         return sum(stretch.stop - stretch.start for stretch in self.stretches)
 
 
 class PromptHistory:
-    """Remembers prompts up to ``most_tokens`` in total, the oldest forgotten.
+    """Remembers the latest prompts, up to ``most_tokens`` in total.
 
-    A prompt that continues another, or is the same, takes its place. Thread safety: none. Memory:
-    4 bytes a token, and up to 7 more for the names of its units.
+    A prompt that continues or equals another replaces it. Thread safety: none. Memory: 4 bytes a
+    token, and up to 7 more for the names of its units.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -90,17 +90,17 @@ class PromptHistory:
         self._anchors = 0
         self._numbered = 0
         self._prompts: OrderedDict[int, SeenPrompt] = OrderedDict()
-        self._by_anchor: dict[int, int] = {}  # hash, of a namespace, to the newest that has it
+        self._by_anchor: dict[int, int] = {}  # salted hash → number of the newest prompt with it
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def get(self, number: int) -> SeenPrompt | None:
-        """The prompt of that number, if it is still remembered."""
+        """Return the prompt of that number, if it is remembered."""
         return self._prompts.get(number)
 
     def add(self, prompt: SeenPrompt, before: int) -> None:
-        """Remember ``prompt``; its number is set. ``before`` is that of one it may continue."""
+        """Remember ``prompt`` and number it; it may continue the prompt of number ``before``."""
         other = self._prompts.get(before)
         if other is not None and np.array_equal(prompt.tokens[: len(other.tokens)], other.tokens):
             self._drop(before)
@@ -127,7 +127,7 @@ class PromptHistory:
                 del by_anchor[anchor]
 
     def candidates(self, ours: SeenPrompt, near: Iterable[int]) -> list[SeenPrompt]:
-        """Those worth comparing with: ``near`` by, and with most anchors of the same namespace."""
+        """Return prompts to compare: ``near`` ones, and those with most anchors in common."""
         get = self._by_anchor.get
         votes = Counter(number for anchor in ours.salted() if (number := get(anchor)) is not None)
         numbers = [*near, *(number for number, _ in votes.most_common(_VOTED))]
@@ -135,14 +135,14 @@ class PromptHistory:
         return [one for one in found if one is not None and one.namespace == ours.namespace]
 
     def nearest(
-        self, asked: SeenPrompt, candidates: Iterable[SeenPrompt], ledger: UnitLedger, missing: int
+        self, query: SeenPrompt, candidates: Iterable[SeenPrompt], ledger: UnitLedger, missing: int
     ) -> Nearest | None:
-        """Of ``candidates``, the one of which most would be reused but for the difference.
+        """Return the candidate of which most could be reused but for the difference.
 
-        Of our tokens those from ``missing`` on are of interest. None if of no other enough goes
-        on the same. Of equals the one that has more leading tokens in common, then the newer.
+        Only our tokens from ``missing`` on count. None if too few tokens are equal in all of them.
+        Ties go to the longer common prefix, then to the newer prompt.
         """
-        ours = asked.tokens
+        ours = query.tokens
         best: tuple[int, int, int, Nearest] | None = None
         for prompt in candidates:
             position = common_length(ours, prompt.tokens)
@@ -151,7 +151,7 @@ class PromptHistory:
             cached = cached_tokens(prompt, ledger)
             if cached <= position:
                 continue
-            found = alike(ours, prompt.tokens, asked.anchors, prompt.anchors, position)
+            found = alike(ours, prompt.tokens, query.anchors, prompt.anchors, position)
             if not found:
                 continue
             stretches = _within(found, missing, cached)
@@ -166,8 +166,8 @@ class PromptHistory:
 
 
 def cached_tokens(prompt: SeenPrompt, ledger: UnitLedger) -> int:
-    """How many leading tokens of ``prompt`` are in the cache."""
-    space, tail = ledger.spaces.get(prompt.namespace), prompt.asker.tail
+    """Return how many leading tokens of ``prompt`` are in the cache."""
+    space, tail = ledger.spaces.get(prompt.namespace), prompt.requester.tail
     units = ledger.cached_units(space, prompt.names)
     if units == len(prompt.names) and tail is not None and ledger.cached(space, tail):
         return len(prompt.tokens)
@@ -175,7 +175,7 @@ def cached_tokens(prompt: SeenPrompt, ledger: UnitLedger) -> int:
 
 
 def _within(stretches: Iterable[Stretch], missing: int, cached: int) -> tuple[Stretch, ...]:
-    """What of ``stretches`` is missing here and cached there."""
+    """Cut ``stretches`` to tokens that are missing here and cached there."""
     cut = []
     for start, stop, other in stretches:
         first = max(start, missing)

@@ -1,4 +1,4 @@
-"""Explanations in plain English. What users chose is quoted with nothing in it that could act."""
+"""Explanations in plain English; names that users chose are quoted and escaped."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _UNAVAILABLE = {
 
 
 def shown(text: str) -> str:
-    """``text`` in quotes, short, and with everything escaped that is not printable.
+    """Quote ``text``, cut it, and escape what is not printable.
 
-    So control characters and those that turn the direction of writing are read, not obeyed.
+    Control characters and those that change the direction of writing then have no effect.
     """
     if len(text) > _MOST:
         text = text[:_MOST] + "…"
@@ -56,13 +56,13 @@ def _escape(code: int) -> str:
 
 
 def _name(identity: str) -> str:
-    """A request's id: without quotes where it is a plain one."""
+    """Return a request's id, without quotes if it is a plain one."""
     plain = identity.isascii() and identity.replace("-", "").replace(".", "").isalnum()
     return identity if plain and len(identity) <= _MOST else shown(identity)
 
 
 def sentence_of(spans: Sequence[Span], tokens: int) -> str:
-    """One sentence for the main reason why tokens of a prompt were computed."""
+    """Return one sentence for the main reason why tokens of a prompt were computed."""
     totals: dict[str, int] = {}
     first: dict[str, Span] = {}
     for span in spans:
@@ -95,7 +95,7 @@ def _listed(words: Iterable[str]) -> str:
 
 
 def _because(reason: str, evidence: Mapping[str, Any]) -> str:
-    """The reason, as what follows a colon."""
+    """Return the reason as a clause that follows a colon."""
     tier = evidence.get("tier")
     where = "a tier" if tier is None else f"tier {shown(tier)}"
     match reason:
@@ -136,19 +136,19 @@ def _request(identity: str) -> str:
 def _evicted(evidence: Mapping[str, Any]) -> str:
     ago, tier = evidence.get("ago_s"), evidence.get("tier")
     by, needed = evidence.get("by"), evidence.get("needed_pages")
-    told = "they were evicted"
+    text = "they were evicted"
     if tier not in {None, "", "pool"}:
-        told += f" from tier {shown(tier)}"
+        text += f" from tier {shown(tier)}"
     if ago is not None:
-        told += f" {duration(ago)} ago"
+        text += f" {duration(ago)} ago"
     cause = _CAUSES.get(evidence.get("cause", ""))
     if by is not None and needed is not None:
-        return f"{told}, when {_request(by)} needed {needed:,} page{'s' * (needed != 1)}"
-    return told if cause is None else f"{told}, {cause}"
+        return f"{text}, when {_request(by)} needed {needed:,} page{'s' * (needed != 1)}"
+    return text if cause is None else f"{text}, {cause}"
 
 
 def duration(seconds: float) -> str:
-    """Some seconds as people say it: "0.4 s", "12 s", "3 min", "5 h", "2 days"."""
+    """Format seconds: "0.4 s", "12 s", "3 min", "5 h", "2 days"."""
     if seconds < 1:
         return f"{seconds:.1f} s"
     for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
@@ -160,7 +160,7 @@ def duration(seconds: float) -> str:
 def cause_sentence(
     reason: str, share: float, tenant: str | None, evidence: Mapping[str, Any]
 ) -> str:
-    """One sentence for a cause: how much of all that was computed, whose prompts, and why."""
+    """Return one sentence for a cause: its share of computed tokens, the tenant, and why."""
     whose = f"prompts of cache_salt {shown(tenant)}" if tenant else "prompts without cache_salt"
     percent = f"{100 * share:.0f} %" if share >= _PERCENT else "less than 1 %"
     return f"{percent} of all computed tokens: {whose} {_of_prompts(reason, evidence)}"

@@ -1,4 +1,4 @@
-"""Painting a prompt: what covers a token last decides what it is said of it."""
+"""Painting spans over a prompt: the last span that covers a token counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["covering", "painted", "with_last_token"]
 
 
 def painted(spans: list[Span], new: Span, over: Container[str | None]) -> list[Span]:
-    """``spans`` with ``new`` in the place of what it covers, where their reason is in ``over``."""
+    """Replace by ``new`` what it covers of ``spans`` whose reason is in ``over``."""
     found: list[Span] = []
     for span in spans:
         first, last = max(span.start, new.start), min(span.stop, new.stop)
@@ -33,9 +33,9 @@ def _cut(span: Span, start: int, stop: int) -> Span:
 
 
 def with_last_token(spans: list[Span], tokens: int) -> list[Span]:
-    """The last token is computed for its own sake where nothing else had to be.
+    """Give the last token its own reason if no other token had to be computed.
 
-    What is only the rest of a page counts as nothing else: it would have been reused.
+    The rest of a page does not count: it would have been reused.
     """
     reasons = {span.reason for span in spans if span.start < tokens - 1 and span.reason}
     if reasons <= {"page_remainder"}:
@@ -44,14 +44,14 @@ def with_last_token(spans: list[Span], tokens: int) -> list[Span]:
 
 
 class _Anything:
-    """Contains whatever is asked for."""
+    """A container that contains everything."""
 
     def __contains__(self, item: object) -> bool:
         return True
 
 
 def covering(spans: Iterable[Span], tokens: int) -> tuple[Span, ...]:
-    """Neighbours that say the same made one; they cover all tokens, each once, or it is our fault.
+    """Join equal neighbours, and assert that the spans cover all tokens, each once.
 
     Cost: one pass.
     """

@@ -1,4 +1,4 @@
-"""What the last requests have in common: causes, ranked by the tokens they cost."""
+"""Causes shared by the last requests, ranked by computed tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from kvkeep.observe.explain.answer import Span
-    from kvkeep.observe.explain.record import RequestRecord
+    from kvkeep.observe.explain.explained import ExplainedRequest
 
 __all__ = ["add_up", "summarise"]
 
 
 @dataclass(slots=True)
 class _Group:
-    """Spans of several requests with one cause."""
+    """Spans of several requests with the same cause."""
 
     tokens: int = 0
     requests: int = 0
@@ -27,11 +27,11 @@ class _Group:
     example: str = ""
     evidence: Mapping[str, Any] | None = None
 
-    def add(self, record: RequestRecord, tokens: int, evidence: Mapping[str, Any]) -> None:
+    def add(self, record: ExplainedRequest, tokens: int, evidence: Mapping[str, Any]) -> None:
         self.tokens += tokens
         self.requests += 1
         if tokens > self.most:
-            self.most, self.example, self.evidence = tokens, record.asker.id, evidence
+            self.most, self.example, self.evidence = tokens, record.requester.id, evidence
 
 
 def add_up(spans: Iterable[Span], reused: dict[str, int], computed: dict[str, int]) -> None:
@@ -43,8 +43,8 @@ def add_up(spans: Iterable[Span], reused: dict[str, int], computed: dict[str, in
             computed[span.reason] = computed.get(span.reason, 0) + span.tokens
 
 
-def summarise(records: Iterable[RequestRecord]) -> ExplainSummary:
-    """The summary of these requests. Cost: one pass over their spans."""
+def summarise(records: Iterable[ExplainedRequest]) -> ExplainSummary:
+    """Sum up these requests. Cost: one pass over their spans."""
     groups: dict[tuple[str, str, int | None], _Group] = {}
     reused: dict[str, int] = {}
     computed: dict[str, int] = {}

@@ -1,27 +1,19 @@
-"""What operators watch: times of pages, what reuse saves, spans, and logs for machines.
+"""For operators: residency of pages, spans, labels, and structured logs.
 
-Nothing here knows a cache, an engine or a server: they tell, in events and in plain values. Nothing
-here ever sees text of a prompt. OpenTelemetry comes with the extra ``otel``, and is imported when
-`start` finds that it is wanted.
+Nothing here knows a cache, an engine or a server, and nothing here sees the text of a prompt.
+OpenTelemetry comes with the extra ``otel`` and is imported when `start` exports spans.
 """
 
 from kvkeep.observe.telemetry.evictions import PageTimes, TimesOfPages
 from kvkeep.observe.telemetry.histogram import Buckets, Histogram
 from kvkeep.observe.telemetry.labels import label, visible
 from kvkeep.observe.telemetry.logs import configure
-from kvkeep.observe.telemetry.reuse import RequestWatch, ReuseCounter, Reused
-from kvkeep.observe.telemetry.shares import NamespaceShare, Shares
 from kvkeep.observe.telemetry.starting import start, wanted
 
 __all__ = [
     "Buckets",
     "Histogram",
-    "NamespaceShare",
     "PageTimes",
-    "RequestWatch",
-    "ReuseCounter",
-    "Reused",
-    "Shares",
     "TimesOfPages",
     "configure",
     "label",

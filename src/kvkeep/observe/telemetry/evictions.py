@@ -1,4 +1,4 @@
-"""`PageTimes`: how long pages stay, why they go, and how long until they are used again."""
+"""`PageTimes`: the residency of pages, the reasons of evictions, and the gaps between uses."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 __all__ = ["REASONS", "PageTimes", "TimesOfPages"]
 
 REASONS: Final = ("pressure", "asked", "dropped", "cleared")
-"""Why pages are evicted, as `kvkeep.core.events.Evicted` says."""
+"""Reasons of evictions (`kvkeep.core.events.Evicted`)."""
 
 _SECONDS = (0.1, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
-_LONGEST_WAY = 256  # runs upwards that a use is told to; a conversation has fewer turns
+_LONGEST_WAY = 256  # runs upwards that count a use; a conversation has fewer turns
 _NEVER = float("nan")
-_MUCH = 4096  # events that may wait to be counted
+_MUCH = 4096  # waiting events, beyond which the hook counts some of them
 _A_LITTLE = 16
 _MOST_OPEN = 1 << 16  # sequences whose run is known
 
 
 @dataclass(frozen=True, slots=True)
 class TimesOfPages:
-    """What a `PageTimes` has counted: pages by reason, their residency, and the gaps of reuse.
+    """A `PageTimes` at one moment: evicted pages, residency and reuse gaps.
 
-    ``residency`` has one value for each evicted page that was seen being stored, by reason;
-    ``reuse_gap`` one for each sequence that stored something behind what it reused.
+    ``residency`` has a value for each evicted page whose storing was seen, by reason;
+    ``reuse_gap`` one for each sequence that stored pages behind a reused prefix.
     """
 
     evicted: Mapping[str, int]
@@ -53,15 +53,15 @@ class TimesOfPages:
 class PageTimes:
     """A hook for a cache of ``num_pages`` pages: ``cache.subscribe(times.see)``.
 
-    Residency is the time from `Stored` to `Evicted`, of each page. A reuse gap is the time from the
-    last use of a prefix to the next: with its first `Stored` a sequence tells behind which page of
-    others it goes on, and the run of pages that this one belongs to, with all above it, was used
-    then. A run is what one sequence stored. Who reuses a prompt and stores nothing is not seen.
+    Residency is the time from `Stored` to `Evicted` of each page. A reuse gap is the time from one
+    use of a prefix to the next: the first `Stored` of a sequence names the page of others that it
+    continues; the run of that page, and all runs above, were used then. A run is what one sequence
+    stored. Reuse by sequences that store nothing is not seen.
 
-    The hook only takes down what happened; it is counted when somebody asks, or a little at a time
-    once much is waiting. ``clock`` gives seconds. Memory: 28 bytes a page, and what waits.
+    The hook only queues events; `snapshot` counts them, and the hook a few at a time once many
+    wait. ``clock`` gives seconds. Memory: 28 bytes a page, and the queue.
 
-    Thread safety: `see` is for the cache's hook, `snapshot` for anybody.
+    Thread safety: `see` is called by one thread at a time, `snapshot` by any.
     Cost: see `docs/observability.md`.
     """
 
@@ -71,21 +71,20 @@ class PageTimes:
         self._waiting: deque[_Note] = deque()
         self._working = threading.Lock()
         self._stored = np.full(num_pages, _NEVER)
-        # A run is named by its first page, which goes last.
+        # A run is named by its first page, which is evicted last.
         self._run = np.full(num_pages, -1, np.int32)
         self._used: list[float] = [_NEVER] * num_pages
         self._parent: list[int] = [-1] * num_pages
-        self._own: OrderedDict[int, int] = OrderedDict()  # the run that a sequence adds to
+        self._own: OrderedDict[int, int] = OrderedDict()  # sequence → the run it adds to
         self._evicted = dict.fromkeys(REASONS, 0)
         self._residency = {reason: Histogram(_SECONDS) for reason in REASONS}
         self._gaps = Histogram(_SECONDS)
 
     def see(self, event: Event) -> None:
-        """Take one event of the cache down."""
-        # Without its tokens: they are most of an event, and nobody here needs them.
+        """Queue an event of the cache, without its tokens, which take most of its memory."""
         if isinstance(event, Stored):
             self._waiting.append((self._clock(), event.pages, event.parent, event.sequence))
-            # Who reads works it off already: the cache does not wait for that.
+            # Not blocking: while a reader counts, the cache does not wait.
             if len(self._waiting) > _MUCH and self._working.acquire(blocking=False):
                 try:
                     self._work(_A_LITTLE)
@@ -95,7 +94,7 @@ class PageTimes:
             self._waiting.append((self._clock(), event.pages, event.reason))
 
     def snapshot(self) -> TimesOfPages:
-        """What has happened so far. Cost: a few microseconds for each event since the last time."""
+        """Return the figures so far. Cost: a few microseconds an event since the last call."""
         with self._working:
             self._work(len(self._waiting))
             return TimesOfPages(
@@ -105,7 +104,7 @@ class PageTimes:
             )
 
     def _work(self, most: int) -> None:
-        """Count up to ``most`` of what waits, in order; one thread at a time."""
+        """Count up to ``most`` queued events, in order; one thread at a time."""
         for _ in range(min(most, len(self._waiting))):
             note = self._waiting.popleft()
             if len(note) == 4:
@@ -119,20 +118,20 @@ class PageTimes:
         if own is None and parent >= 0:
             self._reused(parent, now)
         if own is not None and parent >= 0 and self._run[parent] == own:
-            first = own  # it goes on where it stopped: an answer's tokens come page by page
+            first = own  # it continues its own run: an answer's tokens come page by page
         else:
             first = self._own[sequence] = int(pages[0])
             self._parent[first] = parent
             if len(self._own) > _MOST_OPEN:
-                self._own.popitem(last=False)  # it has long been closed
+                self._own.popitem(last=False)  # closed long ago
         self._run[pages] = first
         self._used[first] = now
 
     def _reused(self, page: int, now: float) -> None:
-        """A sequence went on behind ``page``: that run was used, and all above it."""
+        """Count a use of the run of ``page`` and of all runs above it."""
         run = int(self._run[page])
         if run < 0:
-            return  # stored before anybody looked
+            return  # stored before this hook was subscribed
         self._gaps.add(now - self._used[run])
         for _ in range(_LONGEST_WAY):
             self._used[run] = now
@@ -144,10 +143,10 @@ class PageTimes:
                 return
 
     def _note_evicted(self, now: float, pages: PageArray, reason: str) -> None:
-        if reason not in self._evicted:  # a new one: better told than missed
+        if reason not in self._evicted:  # a reason added later than this table
             self._evicted[reason] = 0
             self._residency[reason] = Histogram(_SECONDS)
         self._evicted[reason] += len(pages)
         ages = now - self._stored[pages]
-        known = ages == ages  # noqa: PLR0124 - not a number: stored before anybody looked
+        known = ages == ages  # noqa: PLR0124 - NaN: stored before this hook was subscribed
         self._residency[reason].add_all(ages if known.all() else ages[known])

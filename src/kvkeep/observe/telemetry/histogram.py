@@ -1,4 +1,4 @@
-"""`Histogram`: how many of many values lie in which range, counted with NumPy."""
+"""`Histogram`: counts of values by range, with NumPy."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _FEW = 8  # below, a loop is quicker than NumPy
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """A histogram at one moment, as Prometheus wants it.
+    """A histogram at one moment, in the form of Prometheus.
 
-    ``cumulative`` has one (upper bound, how many values are not above it) for each bound, and the
-    last bound is infinity. ``total`` is the sum of all values.
+    ``cumulative`` has (upper bound, number of values up to it) for each bound; the last bound is
+    infinity. ``total`` is the sum of all values.
     """
 
     cumulative: tuple[tuple[float, int], ...]
@@ -33,14 +33,14 @@ class Buckets:
 
     @property
     def count(self) -> int:
-        """How many values there were."""
+        """The number of values."""
         return self.cumulative[-1][1]
 
 
 class Histogram:
-    """Counts values between ``bounds``, which rise; a value on a bound counts below it.
+    """Counts values between rising ``bounds``; a value on a bound counts below it.
 
-    Thread safety: none; who shares it has a lock. Cost: one search for each value.
+    Thread safety: none. Cost: one binary search a value.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -54,12 +54,12 @@ class Histogram:
         self._total = 0.0
 
     def add(self, value: float) -> None:
-        """One value."""
+        """Count one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 
     def add_all(self, values: npt.NDArray[np.float64]) -> None:
-        """A row of values."""
+        """Count a row of values."""
         if len(values) < _FEW:
             for value in values.tolist():
                 self.add(value)
@@ -69,7 +69,7 @@ class Histogram:
         self._total += float(values.sum())
 
     def buckets(self) -> Buckets:
-        """What was counted so far."""
+        """Return the counts so far."""
         bounds = (*self._bounds, float("inf"))
         return Buckets(
             tuple(zip(bounds, np.cumsum(self._counts).tolist(), strict=True)), self._total

@@ -1,4 +1,4 @@
-"""Names of others as labels and log fields: short, one line, and never two the same by accident."""
+"""Names that clients chose, as labels and log fields: short, one line, and distinct."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT", "OTHER", "label", "visible"]
 
 OTHER: Final = "other"
-"""The label of all that have no label of their own."""
+"""The label of all names without a label of their own."""
 DEFAULT: Final = "default"
 """The label of the empty name."""
 
@@ -21,10 +21,10 @@ _DIGEST = 8
 
 
 def visible(text: str) -> str:
-    """``text`` in one line in which everything can be seen.
+    """Return ``text`` as one line with all characters visible.
 
-    Control characters are shown as pictures, and what turns the direction of text, joins it, breaks
-    lines or is half a character as escapes. The rest stays. Cost: one pass.
+    Control characters are replaced by pictures; characters that change the direction of text, join
+    it, break lines or are half of a pair, by escapes. Cost: one pass.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -43,10 +43,10 @@ def _shown(char: str) -> str:
 
 
 def label(name: str, *, reserved: Iterable[str] = (OTHER, DEFAULT)) -> str:
-    """``name`` as the value of a label: at most 64 characters, all of them visible.
+    """Return ``name`` as the value of a label: at most 64 characters, all of them visible.
 
-    A name that had to be changed, or that is one of ours (``reserved``), gets a digest behind it,
-    so that two names are never counted as one. The empty one is "default".
+    A name that was changed, or is ``reserved``, gets a digest at its end, so that two names never
+    share a label. The empty name is "default".
     """
     if not name:
         return DEFAULT

@@ -1,4 +1,4 @@
-"""Logs: one line a record, as JSON or for people, with secrets taken out and nothing hidden."""
+"""Logs: one line a record, as JSON or text, with secrets redacted and characters visible."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ _SECRETS: Final[tuple[tuple[re.Pattern[str], str], ...]] = (
         rf"\1{HIDDEN}",
     ),
 )
-# What a record has by itself; the rest came with ``extra``.
+# Attributes of every log record; others came with ``extra``.
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _OURS = frozenset({"time", "level", "logger", "message", "error", "stack"})
 
 
 def redact(text: str) -> str:
-    """``text`` without the secrets that can be told by their place.
+    """Return ``text`` without secrets that are known by their position, and cut if it is long.
 
-    Passwords in URLs, values of Authorization and API key headers, bearer tokens, and parameters
-    of URLs named after a secret. Long texts are cut. Cost: a few passes.
+    These are passwords in URLs, values of Authorization and API key headers, bearer tokens, and
+    URL parameters with the name of a secret. Cost: a few passes.
     """
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}…"
@@ -68,15 +68,15 @@ def redact(text: str) -> str:
 
 
 class JSONLines(logging.Formatter):
-    """A record as one JSON object in one line of ASCII, so that no text of others breaks out of it.
+    """Formats a record as one JSON object in one line of ASCII, so that no text breaks the line.
 
-    ``time`` (UTC), ``level``, ``logger``, ``message``, the fields of ``extra``, and ``error`` or
-    ``stack`` where there is one. A field named like one of these has "extra." before its name.
+    Fields: ``time`` (UTC), ``level``, ``logger``, ``message``, those of ``extra``, and ``error`` or
+    ``stack`` if there is one. A field of ``extra`` with one of these names becomes "extra.name".
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
-        told: dict[str, Any] = {
+        """Return the line, without its end."""
+        fields: dict[str, Any] = {
             "time": _utc(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -84,12 +84,12 @@ class JSONLines(logging.Formatter):
         }
         for name, value in vars(record).items():
             if name not in _OWN:
-                told[f"extra.{name}" if name in _OURS else name] = _field(name, value)
+                fields[f"extra.{name}" if name in _OURS else name] = _field(name, value)
         if (error := _error(self, record)) is not None:
-            told["error"] = redact(error)
+            fields["error"] = redact(error)
         if record.stack_info:
-            told["stack"] = redact(record.stack_info)
-        return json.dumps(told, ensure_ascii=True, allow_nan=False)
+            fields["stack"] = redact(record.stack_info)
+        return json.dumps(fields, ensure_ascii=True, allow_nan=False)
 
 
 class Plain(logging.Formatter):
@@ -99,21 +99,21 @@ class Plain(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
-        told = f"{self.formatTime(record)} {record.levelname} {visible(redact(_message(record)))}"
+        """Return the line, without its end."""
+        line = f"{self.formatTime(record)} {record.levelname} {visible(redact(_message(record)))}"
         for more in (_error(self, record), record.stack_info):
             if more:
-                told += "".join(f"\n{visible(line)}" for line in redact(more).split("\n"))
-        return told
+                line += "".join(f"\n{visible(part)}" for part in redact(more).split("\n"))
+        return line
 
 
 def configure(
     level: str = "info", form: Literal["text", "json"] = "text", stream: TextIO | None = None
 ) -> None:
-    """Let all loggers of this process write to ``stream`` (default: stderr); for a command's main.
+    """Let all loggers of this process write to ``stream`` (default: stderr).
 
-    A process whose logging is configured already keeps it, as with `logging.basicConfig`.
-    Raises `InvalidValue` for a form or a level that there is not.
+    For the main function of a command. Logging that is configured already stays, as with
+    `logging.basicConfig`. Raises `InvalidValue` for an unknown form or level.
     """
     forms: dict[str, Callable[[], logging.Formatter]] = {"text": Plain, "json": JSONLines}
     if form not in forms:
@@ -134,7 +134,7 @@ def _utc(seconds: float) -> str:
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
-    except Exception as error:  # noqa: BLE001 - what goes wrong with others' arguments is told
+    except Exception as error:  # noqa: BLE001 - a bad argument must not lose the message
         return f"{record.msg!s} (its arguments do not fit: {type(error).__name__})"
 
 
@@ -145,7 +145,7 @@ def _error(formatter: logging.Formatter, record: logging.LogRecord) -> str | Non
 
 
 def _field(name: str, value: Any, depth: int = 0) -> Any:
-    """``value`` as JSON can say it; what is named after a secret is hidden."""
+    """Return ``value`` for JSON; hide it if ``name`` is that of a secret."""
     if _SECRET_NAME.search(name):
         return HIDDEN
     if value is None or isinstance(value, bool):
@@ -153,7 +153,7 @@ def _field(name: str, value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, int):
-        # Digits of a very long number are refused by Python itself.
+        # Python refuses to print the digits of a very long integer.
         return int(value) if value.bit_length() <= _LONGEST_INT else hex(value)[:_LONGEST_INT]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(value)
@@ -163,5 +163,5 @@ def _field(name: str, value: Any, depth: int = 0) -> Any:
         return [_field(name, one, depth + 1) for one in value]
     try:
         return redact(repr(value))
-    except Exception as error:  # noqa: BLE001 - a log line is no place to fail in
+    except Exception as error:  # noqa: BLE001 - logging must not fail
         return f"<{type(value).__name__}: {type(error).__name__}>"

@@ -1,4 +1,4 @@
-"""`start`: spans go to a collector, when the environment or the command line says so."""
+"""`start`: export spans to a collector, if the environment or the command line says so."""
 
 from __future__ import annotations
 
@@ -27,27 +27,26 @@ _FLUSH_S = 5.0
 def wanted(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the environment (default: the process's) names a collector for spans.
 
-    It does with ``OTEL_EXPORTER_OTLP_ENDPOINT`` or ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``, unless
-    ``OTEL_TRACES_EXPORTER`` is another than "otlp".
+    That is, ``OTEL_EXPORTER_OTLP_ENDPOINT`` or ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` is set, and
+    ``OTEL_TRACES_EXPORTER`` is unset or "otlp".
     """
-    told = os.environ if environ is None else environ
-    if told.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower() not in {"", "otlp"}:
+    env = os.environ if environ is None else environ
+    if env.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower() not in {"", "otlp"}:
         return False
-    return any(told.get(name, "").strip() for name in _ENDPOINTS)
+    return any(env.get(name, "").strip() for name in _ENDPOINTS)
 
 
 def start(*, always: bool = False) -> Tracing | None:
-    """Export spans over OTLP/HTTP if `wanted`, or ``always``; None where they are not.
+    """Export spans over OTLP/HTTP if `wanted`, or ``always``; return None if not exported.
 
-    The SDK reads what else the environment says (``OTEL_EXPORTER_OTLP_HEADERS``,
-    ``OTEL_SERVICE_NAME``, ``OTEL_TRACES_SAMPLER``, ``OTEL_RESOURCE_ATTRIBUTES``, …). Without an
-    endpoint spans go to ``http://localhost:4318/v1/traces``. ``OTEL_SDK_DISABLED=true`` is stronger
-    than both. Whoever calls this calls `Tracing.close` at the end: it waits for what is not
-    exported yet, for five seconds at most. A collector that is away is logged by the SDK and costs
-    spans, never requests.
+    The SDK reads the other variables (``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_SERVICE_NAME``,
+    ``OTEL_TRACES_SAMPLER``, ``OTEL_RESOURCE_ATTRIBUTES``, …). Without an endpoint spans go to
+    ``http://localhost:4318/v1/traces``. ``OTEL_SDK_DISABLED=true`` disables export in any case.
+    Call `Tracing.close` at the end: it waits for pending exports, for five seconds at most. If the
+    collector is unreachable, the SDK logs that and drops spans; requests are not affected.
 
-    An environment is often everybody's: what it wants and cannot be had here is logged, and is no
-    reason not to serve. Who says ``always`` is told:
+    An environment is often shared by many processes: if its setting cannot be met here, that is
+    logged, and the process serves without spans. With ``always`` it is an error:
 
     Raises:
         MissingExtra: OpenTelemetry's SDK or its exporter is not installed (extra ``otel``).
@@ -67,7 +66,7 @@ def start(*, always: bool = False) -> Tracing | None:
 
 
 def _started() -> Tracing:
-    protocol = next((told for name in _PROTOCOLS if (told := os.environ.get(name))), "")
+    protocol = next((value for name in _PROTOCOLS if (value := os.environ.get(name))), "")
     if protocol not in {"", "http/protobuf"}:
         raise InvalidValue(
             f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; spans are sent as http/protobuf: "
@@ -88,12 +87,12 @@ def _started() -> Tracing:
     named = {"service.version": ours}
     if "OTEL_SERVICE_NAME" not in os.environ:
         named["service.name"] = "kvkeep"
-    # A provider of its own: the process's belongs to whoever embeds us.
+    # A provider of its own: the global one belongs to the embedding program.
     provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
 
     def close() -> None:
-        # The SDK's own limits of time do not hold for a collector that hangs.
+        # The SDK's own timeouts do not hold for a collector that hangs.
         ending = threading.Thread(target=provider.shutdown, name="kvkeep spans", daemon=True)
         ending.start()
         ending.join(_FLUSH_S)

@@ -1,4 +1,4 @@
-"""`Tracing`: OpenTelemetry spans of requests: what they matched, loaded, computed and stored."""
+"""`Tracing`: OpenTelemetry spans of requests and of their lookup, load, prefill and store."""
 
 from __future__ import annotations
 
@@ -11,15 +11,26 @@ from typing import TYPE_CHECKING, Final
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from kvkeep.observe.usage import (
+    PromptComputed,
+    PromptStored,
+    RequestAdmitted,
+    RequestBegun,
+    RequestEnded,
+    RequestLoaded,
+)
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from opentelemetry.trace import Span, Tracer
     from opentelemetry.util.types import AttributeValue
 
+    from kvkeep.observe.usage import LoadReport, RequestEvent, RequestRecord
+
 __all__ = ["Tracing"]
 
-# What the semantic conventions of generative AI call what an endpoint does.
+# Endpoint → operation, in the semantic conventions of generative AI.
 _OPERATIONS: Final = {"chat": "chat", "chat.completions": "chat", "completions": "text_completion"}
 _MOST_SOURCES = 32  # events of one load
 _NS = 1_000_000_000
@@ -27,7 +38,7 @@ _NS = 1_000_000_000
 
 @dataclass(slots=True)
 class _Part:
-    """Something that a request does now and then: when it began first and ended last."""
+    """Work that a request does in several steps: from the first beginning to the last end."""
 
     begun_ns: int
     ended_ns: int
@@ -44,7 +55,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended."""
+    """A sampled request that has not ended."""
 
     span: Span
     parts: dict[str, _Part] = field(default_factory=dict)
@@ -52,18 +63,18 @@ class _Open:
 
 
 class Tracing:
-    """A `RequestWatch` that makes spans; one that is not sampled costs nothing more.
+    """A `RequestObserver` (`see`) that makes spans; requests that are not sampled make none.
 
-    A request is one span, below the ``traceparent`` of its HTTP headers if it has one. Below it are
-    ``kvkeep.match`` (looking in the pool), ``kvkeep.load`` (from the tiers), ``kvkeep.prefill``
-    (from the first step that computed of its prompt to the last) and ``kvkeep.store`` (handing it
-    to the store). Attributes are counts, times and names of tiers: no text, no token, no salt.
+    A request is one span, below the ``traceparent`` of its HTTP headers if they have one. Its
+    children are ``kvkeep.match`` (the lookup in the pool), ``kvkeep.load`` (from the tiers),
+    ``kvkeep.prefill`` (from the first step that computed tokens of the prompt to the last) and
+    ``kvkeep.store`` (handing KV to the store). Attributes are counts, times and names of tiers: no
+    text, no token, no salt.
 
     ``close`` is called once, at the end. ``clock`` gives nanoseconds since 1970. At most ``most``
-    requests are followed at once; the oldest is given up for one more.
+    requests are followed at once; the span of the oldest is ended for one more.
 
-    Thread safety: all methods. Cost: some tens of microseconds a request; spans are exported by
-    whoever made the tracer.
+    Thread safety: all methods. Cost: some tens of microseconds a request, without the export.
     """
 
     def __init__(
@@ -83,7 +94,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def close(self) -> None:
-        """End what is open, and hand what was not exported yet to the exporter."""
+        """End open spans, and flush the exporter."""
         with self._lock:
             left, self._open = list(self._open.values()), OrderedDict()
         for one in left:
@@ -92,18 +103,40 @@ class Tracing:
             self._end()
             self._end = None
 
-    def begun(self, id: str, *, kind: str, model: str, headers: Mapping[str, str]) -> None:
-        """Begin its span."""
-        operation = _OPERATIONS.get(kind, kind)
+    def see(self, event: RequestEvent) -> None:
+        """Follow an event of a request."""
+        if isinstance(event, RequestBegun):
+            self._begin(event.request)
+            return
+        if isinstance(event, RequestEnded):
+            self._ended(event)
+            return
+        with self._lock:
+            one = self._open.get(event.request.id)
+        match event:
+            case _ if one is None:
+                pass
+            case RequestAdmitted():
+                self._admitted(one, event)
+            case RequestLoaded():
+                self._loaded(one, event.report)
+            case PromptComputed():
+                self._more(one, "prefill", event.tokens, event.seconds)
+            case PromptStored():
+                self._more(one, "store", event.tokens, event.seconds)
+
+    def _begin(self, request: RequestRecord) -> None:
+        origin, model = request.origin, request.namespace.model
+        operation = _OPERATIONS.get(origin.endpoint, origin.endpoint)
         span = self._tracer.start_span(
             f"{operation} {model}",
-            self._propagator.extract(headers),
+            self._propagator.extract(origin.headers),
             SpanKind.SERVER,
             {
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "kvkeep",
                 "gen_ai.request.model": model,
-                "gen_ai.response.id": id,
+                "gen_ai.response.id": request.id,
             },
             start_time=self._clock(),
         )
@@ -113,32 +146,23 @@ class Tracing:
         with self._lock:
             if len(self._open) >= self._most:
                 _, given_up = self._open.popitem(last=False)
-            self._open[id] = _Open(span)
+            self._open[request.id] = _Open(span)
         if given_up is not None:
             given_up.span.end(self._clock())
 
-    def admitted(
-        self, id: str, *, namespace: str, prompt_tokens: int, cached_tokens: int, match_s: float
-    ) -> None:
-        """It was looked up in the pool."""
-        one = self._of(id)
-        if one is None:
-            return
+    def _admitted(self, one: _Open, event: RequestAdmitted) -> None:
+        prompt_tokens, cached_tokens = len(event.request.prompt), event.cached_tokens
         one.reused = cached_tokens
         one.span.set_attribute("gen_ai.usage.input_tokens", prompt_tokens)
         one.span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached_tokens)
         now = self._clock()
         tokens = {"kvkeep.prompt_tokens": prompt_tokens, "kvkeep.cached_tokens": cached_tokens}
-        self._child(one, "match", now - _ns(match_s), now, tokens)
+        self._child(one, "match", now - _ns(event.match_s), now, tokens)
 
-    def loaded(
-        self, id: str, *, sources: Sequence[tuple[int, int, str]], seconds: float, late: bool
-    ) -> None:
-        """The tiers were asked."""
-        one = self._of(id)
-        if one is None or (not sources and not seconds):
-            return  # there was nothing to ask
-        tokens = sum(stop - start for start, stop, _ in sources)
+    def _loaded(self, one: _Open, report: LoadReport) -> None:
+        sources, tokens = report.sources, report.tokens
+        if not sources and not report.seconds:
+            return  # no tier was queried
         one.reused += tokens
         one.span.set_attribute("gen_ai.usage.cache_read.input_tokens", one.reused)
         now = self._clock()
@@ -146,9 +170,9 @@ class Tracing:
         span = self._child(
             one,
             "load",
-            now - _ns(seconds),
+            now - _ns(report.seconds),
             None,
-            {"kvkeep.loaded_tokens": tokens, "kvkeep.tiers": tiers, "kvkeep.late": late},
+            {"kvkeep.loaded_tokens": tokens, "kvkeep.tiers": tiers, "kvkeep.late": report.late},
         )
         for start, stop, tier in sources[:_MOST_SOURCES]:
             piece: dict[str, AttributeValue] = {
@@ -159,45 +183,30 @@ class Tracing:
             span.add_event("kvkeep.loaded", piece, now)
         span.end(now)
 
-    def computed(self, id: str, *, tokens: int, seconds: float) -> None:
-        """A step computed some of its prompt."""
-        self._more(id, "prefill", tokens, seconds)
-
-    def stored(self, id: str, *, tokens: int, seconds: float) -> None:
-        """Some of it was handed to the store."""
-        self._more(id, "store", tokens, seconds)
-
-    def ended(self, id: str, *, outcome: str, generated: int, ttft_s: float | None) -> None:
-        """End its span, and write those of what it did now and then."""
+    def _ended(self, event: RequestEnded) -> None:
+        """End the request's span, and write those of its work in several steps."""
         with self._lock:
-            one = self._open.pop(id, None)
+            one = self._open.pop(event.request.id, None)
         if one is None:
             return
         for name, part in one.parts.items():
-            told = {
+            counts = {
                 f"kvkeep.{name}.tokens": part.tokens,
                 f"kvkeep.{name}.times": part.times,
                 f"kvkeep.{name}.seconds": part.seconds,
             }
-            self._child(one, name, part.begun_ns, part.ended_ns, told)
+            self._child(one, name, part.begun_ns, part.ended_ns, counts)
         span = one.span
-        span.set_attribute("gen_ai.usage.output_tokens", generated)
-        span.set_attribute("kvkeep.outcome", outcome)
-        if ttft_s is not None:
-            span.set_attribute("gen_ai.response.time_to_first_chunk", ttft_s)
-        if outcome == "failed":
-            span.set_attribute("error.type", outcome)
+        span.set_attribute("gen_ai.usage.output_tokens", event.generated)
+        span.set_attribute("kvkeep.outcome", event.outcome)
+        if event.ttft_s is not None:
+            span.set_attribute("gen_ai.response.time_to_first_chunk", event.ttft_s)
+        if event.outcome == "failed":
+            span.set_attribute("error.type", event.outcome)
             span.set_status(Status(StatusCode.ERROR))
         span.end(self._clock())
 
-    def _of(self, id: str) -> _Open | None:
-        with self._lock:
-            return self._open.get(id)
-
-    def _more(self, id: str, name: str, tokens: int, seconds: float) -> None:
-        one = self._of(id)
-        if one is None:
-            return
+    def _more(self, one: _Open, name: str, tokens: int, seconds: float) -> None:
         now = self._clock()
         part = one.parts.get(name)
         if part is None:
@@ -212,7 +221,7 @@ class Tracing:
         ended_ns: int | None,
         attributes: Mapping[str, AttributeValue],
     ) -> Span:
-        """A span below the request's; it is left open without ``ended_ns``."""
+        """Start a child of the request's span; end it if ``ended_ns`` is given."""
         span = self._tracer.start_span(
             f"kvkeep.{name}",
             set_span_in_context(one.span),

@@ -29,7 +29,6 @@ from kvkeep.serve.engine.attention.batch import Piece  # noqa: E402
 from kvkeep.serve.engine.engine import Engine  # noqa: E402
 from kvkeep.serve.engine.limits import Limits  # noqa: E402
 from kvkeep.serve.engine.logprobs import TokenLogprob  # noqa: E402
-from kvkeep.serve.engine.observe import LoadReport, Observer  # noqa: E402
 from kvkeep.serve.engine.params import SamplingParams  # noqa: E402
 from kvkeep.serve.engine.request import Request  # noqa: E402
 from kvkeep.serve.engine.results import Choice, Completion, Delta  # noqa: E402
@@ -38,6 +37,6 @@ from kvkeep.serve.engine.stats import EngineStats  # noqa: E402
 from kvkeep.serve.engine.text import Tokenizer  # noqa: E402
 
 __all__ = [
-    "Choice", "Completion", "Delta", "Engine", "EngineStats", "Limits", "LoadReport",
-    "Observer", "Piece", "Request", "Runner", "SamplingParams", "TokenLogprob", "Tokenizer",
+    "Choice", "Completion", "Delta", "Engine", "EngineStats", "Limits",
+    "Piece", "Request", "Runner", "SamplingParams", "TokenLogprob", "Tokenizer",
 ]  # fmt: skip

@@ -200,6 +200,11 @@ class Answer:
 
     # --- results -----------------------------------------------------------------------------
 
+    @property
+    def handed_out(self) -> int:
+        """Generated tokens that were part of a delta."""
+        return self._shown
+
     def delta(self) -> Delta:
         """Return what was generated since the last delta."""
         start, self._shown = self._shown, len(self.generated)

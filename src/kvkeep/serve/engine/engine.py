@@ -10,9 +10,9 @@ from kvkeep.core.cache.sessions import check_session
 from kvkeep.core.errors import IllegalStep, InvalidValue, QueueFull
 from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.tokens import as_tokens
+from kvkeep.observe.usage import Notifier, RequestBegun
 from kvkeep.serve.engine.checks import RequestChecks
 from kvkeep.serve.engine.limits import Limits
-from kvkeep.serve.engine.observe import EngineWatch
 from kvkeep.serve.engine.offload.offload import Offload
 from kvkeep.serve.engine.params import SamplingParams
 from kvkeep.serve.engine.request import CacheUse, Request
@@ -21,13 +21,13 @@ from kvkeep.serve.engine.stats import EngineStats
 from kvkeep.serve.engine.step import EngineStep
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from collections.abc import Sequence as Row
 
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.core.tokens import TokenArray, TokensLike
-    from kvkeep.serve.engine.observe import Observer
+    from kvkeep.observe.usage import RequestObserver, RequestOrigin
     from kvkeep.serve.engine.results import Completion, Delta
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.text import Tokenizer
@@ -52,7 +52,7 @@ class Engine:
     ``reuse=False`` every prompt is computed in full. A ``store`` extends the cache: a waiting
     request loads the prompt tokens that the store has and the pool has not, for ``load_timeout``
     seconds at most, and computed KV is written to the store in the background. The store's creator
-    closes it, after this engine's `close`. ``observer`` receives what happens to each request.
+    closes it, after this engine's `close`. ``observers`` get the events of each request.
 
     Cache and runner belong together (`PagedCache.bind`): another engine may use both after this
     one, but no cache is used with two runners. An engine whose runner was later given to another
@@ -76,7 +76,7 @@ class Engine:
         limits: Limits = _LIMITS,
         store: KVStore | None = None,
         load_timeout: float = 2.0,
-        observer: Observer | None = None,
+        observers: Iterable[RequestObserver] = (),
     ) -> None:
         theirs, ours = (cache.num_pages, cache.page_size), (runner.num_pages, runner.page_size)
         if theirs != ours:
@@ -93,7 +93,7 @@ class Engine:
         self._checks = RequestChecks(runner, tokenizer, limits)
         self._model_checked = -_CHECK_S
         self._stats = EngineStats()
-        self._watch = EngineWatch(self._stats, observer)
+        self._notifier = Notifier(*observers)
         self._offload: Offload | None = None
         if store is not None:
             if not cache.reuse:
@@ -101,10 +101,10 @@ class Engine:
                     "a store needs a cache that reuses: leave out store, or the cache's reuse=False"
                 )
             self._offload = Offload(
-                store, runner, cache, self._stats, timeout=load_timeout, watch=self._watch
+                store, runner, cache, self._stats, timeout=load_timeout, notifier=self._notifier
             )
-        self._scheduler = Scheduler(cache, limits, self._stats, self._offload, self._watch)
-        self._step = EngineStep(runner, self._scheduler, self._stats, self._offload, self._watch)
+        self._scheduler = Scheduler(cache, limits, self._stats, self._offload, self._notifier)
+        self._step = EngineStep(runner, self._scheduler, self._stats, self._offload, self._notifier)
         runner.serve(cache)
 
     # --- requests ----------------------------------------------------------------------------
@@ -119,6 +119,7 @@ class Engine:
         answers: bool = True,
         session: str | None = None,
         turn: int | None = None,
+        origin: RequestOrigin | None = None,
     ) -> Request:
         """Queue a request; later steps compute it.
 
@@ -152,8 +153,10 @@ class Engine:
             CacheUse(namespace=space, store=store, answers=answers, session=session, turn=turn),
             tokenizer=self.tokenizer,
             search=search,
+            origin=origin,
         )
         self._scheduler.enter(request)
+        self._notifier.emit(RequestBegun(request.record))
         return request
 
     def abort(self, request: Request) -> None:
@@ -163,8 +166,9 @@ class Engine:
         """
         if request.id in self._scheduler.requests:
             self._stats.aborted += 1
+            ended = request.ended_now("aborted")
             self._scheduler.leave(request)
-            self._watch.ended(request, "aborted")
+            self._notifier.emit(ended)
 
     def step(self) -> list[Delta]:
         """Run one forward pass; return what it produced, nothing if there was nothing to compute.
@@ -214,12 +218,12 @@ class Engine:
         offload = self._offload
         return None if offload is None else offload.tenant_of(as_namespace(namespace))
 
-    def observe(self, observer: Observer | None) -> None:
-        """Replace the observer; None: no observer.
+    def observe(self, *observers: RequestObserver) -> None:
+        """Call these observers from now on, instead of those before.
 
-        The new observer may receive events of requests that were added before it.
+        They may receive events of requests that were added before.
         """
-        self._watch.observer = observer
+        self._notifier.observers = observers
 
     @property
     def has_work(self) -> bool:
@@ -238,7 +242,12 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return a copy of the counters."""
-        return replace(self._stats, running=self.num_running, waiting=self.num_waiting)
+        return replace(
+            self._stats,
+            running=self.num_running,
+            waiting=self.num_waiting,
+            observer_errors=self._notifier.errors,
+        )
 
     # --- loops -------------------------------------------------------------------------------
 

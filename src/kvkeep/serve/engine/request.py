@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from kvkeep.observe.usage import RequestEnded, RequestOrigin, RequestRecord
 from kvkeep.serve.engine.answer import Answer
 from kvkeep.serve.engine.results import Completion
 from kvkeep.serve.engine.sampling import fresh_seed
@@ -17,6 +18,7 @@ from kvkeep.serve.engine.sampling import fresh_seed
 if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
+    from kvkeep.observe.usage import Outcome
     from kvkeep.serve.engine.beams import BeamSearch
     from kvkeep.serve.engine.params import SamplingParams
     from kvkeep.serve.engine.results import Choice
@@ -53,8 +55,12 @@ class Request:
         *,
         tokenizer: Tokenizer | None,
         search: BeamSearch | None,
+        origin: RequestOrigin | None = None,
     ) -> None:
         self.id = id
+        origin = RequestOrigin(str(id)) if origin is None else origin
+        self.record = RequestRecord(origin, prompt, use.namespace, use.session, use.store)
+        """What observers get with each event."""
         self.prompt = prompt
         self.params = params
         self.namespace = use.namespace
@@ -118,3 +124,15 @@ class Request:
             seconds=now - self._began,
             loaded_tokens=self.loaded_tokens,
         )
+
+    def ended_as(self, completion: Completion) -> RequestEnded:
+        """Return the event of the request's completion."""
+        generated = sum(len(choice.tokens) for choice in completion.choices)
+        return RequestEnded(self.record, "done", generated, completion.ttft_s, completion.seconds)
+
+    def ended_now(self, outcome: Outcome) -> RequestEnded:
+        """Return the event of an end without completion, with the tokens handed out so far."""
+        now, first = perf_counter(), self._first_token
+        ttft_s = first - self._began if first else None
+        generated = sum(answer.handed_out for answer in (*self.live, *self.ended))
+        return RequestEnded(self.record, outcome, generated, ttft_s, now - self._began)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.core.errors import OutOfPages
 from kvkeep.core.tokens import common_length
+from kvkeep.observe.usage import Notifier, RequestAdmitted
 from kvkeep.serve.engine.answer import BY_ARRIVAL, Answer
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache import PagedCache
     from kvkeep.serve.engine.limits import Limits
-    from kvkeep.serve.engine.observe import EngineWatch
     from kvkeep.serve.engine.offload.offload import Offload
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.stats import EngineStats
@@ -70,7 +70,7 @@ class Scheduler:
         limits: Limits,
         stats: EngineStats,
         offload: Offload | None,
-        watch: EngineWatch,
+        notifier: Notifier | None = None,
     ) -> None:
         self.requests: dict[int, Request] = {}
         """Requests that have not ended, by id."""
@@ -80,7 +80,7 @@ class Scheduler:
         self._limits = limits
         self._stats = stats
         self._offload = offload
-        self._watch = watch
+        self._notifier = notifier or Notifier()
         self._watermark = ceil(limits.watermark * cache.num_pages)
         self._blocked = 0  # steps without admission, unless an answer frees pages
 
@@ -222,7 +222,7 @@ class Scheduler:
         if self.running:
             # Each running answer soon needs a page more, and each answer of this one its own.
             reserve = self._watermark + len(self.running) + answer.slots - 1
-        observed = self._watch.observer is not None
+        observed = bool(self._notifier.observers)
         began = perf_counter() if observed else 0.0
         answer.sequence = self._cache.open(
             answer.tokens(),
@@ -240,7 +240,15 @@ class Scheduler:
             if answer.load is not None:
                 answer.load.is_first = True
             if observed:
-                self._watch.admitted(request, answer.sequence, perf_counter() - began)
+                self._notifier.emit(
+                    RequestAdmitted(
+                        request.record,
+                        answer.sequence.id,
+                        request.cached_tokens,
+                        request.turn,
+                        perf_counter() - began,
+                    )
+                )
 
     def _now_running(self, answer: Answer) -> None:
         at = self.waiting.index(answer)

@@ -1,4 +1,4 @@
-"""What an engine counts."""
+"""`EngineStats`: the counters of an engine."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ __all__ = ["EngineStats"]
 
 @dataclass(slots=True)
 class EngineStats:
-    """What an engine has done since it was made, and what it does now (``running``, ``waiting``).
+    """Counts since the engine was made, and the answers now ``running`` and ``waiting``.
 
-    ``running`` and ``waiting`` are answers, ``requests`` were taken on and ``finished``,
-    ``aborted`` or ``failed`` since. Of ``prompt_tokens`` (of admitted requests) ``cached_tokens``
-    were reused. ``computed_tokens`` are all tokens of all forward passes (``steps``): also those
-    computed again after an answer was ``preempted``, and ``drafted_tokens``, of which
-    ``accepted_drafts`` were right. ``deferred`` answers waited for a prefix that another computed.
+    ``requests`` were added, and ``finished``, ``aborted`` or ``failed`` since. Of
+    ``prompt_tokens`` (of admitted requests) ``cached_tokens`` were reused. ``computed_tokens`` are
+    the tokens of all forward passes (``steps``), including tokens computed again after a
+    preemption (``preempted`` answers) and ``drafted_tokens``, of which ``accepted_drafts`` were
+    right. ``deferred`` answers waited for a prefix that another request computed.
 
-    With a store: ``loaded_tokens`` came from it into pages (those of a request's first time are
-    among its ``cached_tokens``), ``late_loads`` times it took longer than a request waits,
-    ``kept_tokens`` were handed to it, and ``unkept_tokens``, in full blocks, found no room.
-    ``observer_errors`` times an observer raised.
+    With a store: ``loaded_tokens`` were loaded into pages (those of a request's first admission are
+    part of its ``cached_tokens``), ``late_loads`` took longer than a request waits,
+    ``kept_tokens`` were handed to the store, and ``unkept_tokens``, in full blocks, were dropped
+    because its queue was full. Observers raised ``observer_errors`` times.
     """
 
     running: int = 0
@@ -45,5 +45,5 @@ class EngineStats:
     observer_errors: int = 0
 
     def as_dict(self) -> dict[str, int]:
-        """The figures by name."""
+        """Return the figures by name."""
         return asdict(self)

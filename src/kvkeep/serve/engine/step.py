@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvkeep.observe.usage import Notifier, PromptComputed
 from kvkeep.serve.engine.answer import BY_ARRIVAL, Answer
 from kvkeep.serve.engine.attention.batch import Piece
 from kvkeep.serve.engine.logprobs import logprobs_of
@@ -21,8 +22,8 @@ from kvkeep.serve.engine.results import Delta
 from kvkeep.serve.engine.sampling import choose
 
 if TYPE_CHECKING:
+    from kvkeep.observe.usage import RequestEnded
     from kvkeep.serve.engine.logprobs import TokenLogprob
-    from kvkeep.serve.engine.observe import EngineWatch, Outcome
     from kvkeep.serve.engine.offload.offload import Offload
     from kvkeep.serve.engine.request import Request
     from kvkeep.serve.engine.runner import Runner
@@ -43,15 +44,15 @@ class EngineStep:
         scheduler: Scheduler,
         stats: EngineStats,
         offload: Offload | None,
-        watch: EngineWatch,
+        notifier: Notifier | None = None,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._stats = stats
         self._offload = offload
-        self._watch = watch
-        # Requests that ended in this step: reported at its end, behind what it computed of them.
-        self._over: list[tuple[Request, Outcome]] = []
+        self._notifier = notifier or Notifier()
+        # Requests that ended in this step: emitted after what the step computed of them.
+        self._over: list[RequestEnded] = []
 
     def run(self) -> list[Delta]:
         """Run one step; see `Engine.step`."""
@@ -60,8 +61,8 @@ class EngineStep:
             self._run(deltas)
         finally:
             over, self._over = self._over, []
-            for request, outcome in over:
-                self._watch.ended(request, outcome)
+            for event in over:
+                self._notifier.emit(event)
         return deltas
 
     def _run(self, deltas: list[Delta]) -> None:
@@ -91,7 +92,7 @@ class EngineStep:
                 self._offload.pause()
 
     def _compute(self, chunks: list[Chunk], deltas: list[Delta]) -> None:
-        runner, observed = self._runner, self._watch.observer is not None
+        runner, observed = self._runner, bool(self._notifier.observers)
         began = perf_counter() if observed else 0.0
         sequences = [chunk.answer.running_sequence for chunk in chunks]
         runner.copy([copy for sequence in sequences for copy in sequence.copies()])
@@ -124,7 +125,7 @@ class EngineStep:
                 before = computed.get(request.id, (request, 0))[1]
                 computed[request.id] = request, before + tokens
         for request, tokens in computed.values():
-            self._watch.computed(request, tokens, share * tokens)
+            self._notifier.emit(PromptComputed(request.record, tokens, share * tokens))
 
     def _publish(self, answer: Answer) -> None:
         """Publish computed full pages to the cache, and hand full blocks to the store."""
@@ -238,9 +239,10 @@ class EngineStep:
         """End a request with these answers; ``deltas[-1]`` is its last."""
         self._stats.finished += 1
         self._scheduler.leave(request)
-        self._over.append((request, "done"))
         choices = tuple(answer.choice() for answer in answers)
-        deltas[-1] = replace(deltas[-1], completion=request.completion(choices))
+        completion = request.completion(choices)
+        self._over.append(request.ended_as(completion))
+        deltas[-1] = replace(deltas[-1], completion=completion)
 
     def _end_stuck(self, answer: Answer, deltas: list[Delta]) -> None:
         """End an answer for which the pool has no page left, at the length it has."""
@@ -255,8 +257,8 @@ class EngineStep:
 
     def _fail(self, request: Request, error: Exception) -> Delta:
         self._stats.failed += 1
+        self._over.append(request.ended_now("failed"))
         self._scheduler.leave(request)
-        self._over.append((request, "failed"))
         return Delta(request, 0, error=error)
 
     # --- beams -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from kvkeep.bench.traces import Capture
-    from kvkeep.observe.telemetry import RequestWatch
+    from kvkeep.observe.usage import RequestObserver
     from kvkeep.serve.engine import Engine
     from kvkeep.serve.server.settings import ServerSettings
 
@@ -37,19 +37,19 @@ def create_app(
     settings: ServerSettings,
     *,
     capture: Capture | None = None,
-    watches: Sequence[RequestWatch] = (),
+    observers: Sequence[RequestObserver] = (),
     events: Callable[[], Mapping[str, int]] | None = None,
 ) -> FastAPI:
     """Return an ASGI application that serves ``engine``; its lifespan runs the engine's thread.
 
-    The engine must not be used by others from then on. ``app.state.service`` is its `Service`.
-    Requests are recorded in ``capture`` and reported to ``watches``; the caller closes both.
-    ``events`` returns the counters of a publisher of KV events, for /metrics. Raises
-    `InvalidValue` for an engine without a tokenizer.
+    The engine is the application's alone from then on. ``app.state.service`` is its `Service`.
+    ``capture`` notes what is served, ``observers`` get the events of requests; both stay the
+    caller's to close. ``events`` says what a publisher of KV events has done, for /metrics.
+    Raises `InvalidValue` for an engine without a tokenizer.
     """
     if engine.tokenizer is None:
-        raise InvalidValue("a server needs an engine with a tokenizer")
-    service = Service(engine, settings, capture, watches)
+        raise InvalidValue("a server needs an engine with a tokenizer; give the engine one")
+    service = Service(engine, settings, capture, observers)
     service.metrics.events = events
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Explanations as ``/kv/explain``, ``/kv/requests`` and ``/kv/summary`` word them."""
+"""Explanations as JSON for ``/kv/explain``, ``/kv/requests`` and ``/kv/summary``."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["as_answer", "as_line", "as_summary"]
 
-# Of an explanation's evidence: tokens of prompts.
+# Fields of evidence that have tokens of prompts.
 _TOKENS = ("given", "cached")
 
 
 def as_line(explained: Explanation, *, id: str | None) -> RequestSummary:
-    """One of a list."""
+    """Return the entry of a list of requests."""
     return RequestSummary(**_common(explained, id))
 
 
 def as_answer(explained: Explanation, *, id: str | None, decode: Decode | None) -> ExplainResponse:
-    """All of it. Without ``decode`` there is no text in it, and no token of the prompt."""
+    """Return the whole explanation; without ``decode``, without text and tokens of prompts."""
     diverged = next((span for span in explained.spans if span.reason == "diverged"), None)
     return ExplainResponse(
         **_common(explained, id),
@@ -44,7 +44,7 @@ def as_answer(explained: Explanation, *, id: str | None, decode: Decode | None) 
 
 
 def as_summary(summary: ExplainSummary) -> SummaryResponse:
-    """What costs most, first."""
+    """Return the summary, the causes with the most tokens first."""
     return SummaryResponse(
         requests=summary.requests,
         prompt_tokens=summary.prompt_tokens,
@@ -111,7 +111,7 @@ def _cause(cause: Cause) -> PrefillCause:
 
 
 def _shown(value: Any) -> Any:
-    """Evidence with whatever names are in it made showable."""
+    """Make all texts in a piece of evidence showable."""
     if isinstance(value, str):
         return showable(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""`Live`: the server at this moment, told to everybody who asks at the price of one."""
+"""`Live`: the state of the server at this moment, computed at most twice a second."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from kvkeep.serve.server.text import showable
 
 if TYPE_CHECKING:
     from kvkeep.core.cache import CacheStats
+    from kvkeep.observe.usage.history import FirstTokenTimes
     from kvkeep.serve.engine import EngineStats
-    from kvkeep.serve.server.figures import FirstTokenTimes
     from kvkeep.serve.server.service import Service
     from kvkeep.store.tiers import TierStats
 
@@ -36,10 +36,10 @@ _MOST_SHOWN = 20
 
 
 class Live:
-    """Words ``/kv/live``, and keeps it for half a second: however many ask, one pass is made.
+    """Makes the answer of ``/kv/live`` and keeps it for half a second, for all clients.
 
-    That is a pass over the pool's reference counts and none over the tree; it asks no tier for
-    anything. It runs in a thread of its own, so that it waits neither for tokenizers nor for tiers.
+    An answer costs one pass over the pool's reference counts; it walks no tree and queries no tier.
+    It is made in a thread of its own, so that it waits neither for tokenizers nor for tiers.
 
     Thread safety: none; it belongs to the event loop.
     """
@@ -49,41 +49,41 @@ class Live:
         self._began = time.monotonic()
         self._version = version("kvkeep")
         self._thread = ThreadPoolExecutor(1, "kvkeep live")
-        self._told = b""
+        self._answer = b""
         self._until = float("-inf")
-        self._asking: asyncio.Future[bytes] | None = None
+        self._pending: asyncio.Future[bytes] | None = None
 
     def close(self) -> None:
-        """Give the thread back."""
+        """End the thread."""
         self._thread.shutdown(cancel_futures=True)
 
-    async def told(self) -> bytes:
-        """The answer as JSON, half a second old at most."""
+    async def answer(self) -> bytes:
+        """Return the answer as JSON, half a second old at most."""
         if time.monotonic() < self._until:
-            return self._told
-        if self._asking is None:
+            return self._answer
+        if self._pending is None:
             loop = asyncio.get_running_loop()
-            self._asking = loop.run_in_executor(self._thread, self._look)
-            self._asking.add_done_callback(self._keep)
-        return await asyncio.shield(self._asking)
+            self._pending = loop.run_in_executor(self._thread, self._make)
+            self._pending.add_done_callback(self._keep)
+        return await asyncio.shield(self._pending)
 
-    def _keep(self, asked: asyncio.Future[bytes]) -> None:
-        self._asking = None
-        if not asked.cancelled() and asked.exception() is None:
-            self._told = asked.result()
+    def _keep(self, made: asyncio.Future[bytes]) -> None:
+        self._pending = None
+        if not made.cancelled() and made.exception() is None:
+            self._answer = made.result()
             self._until = time.monotonic() + _FRESH_S
 
     # --- in the thread -----------------------------------------------------------------------
 
-    def _look(self) -> bytes:
+    def _make(self) -> bytes:
         service = self._service
         cache = service.engine.cache.stats()
-        # Counters that only grow, read one by one while the engine works: good enough to look at.
+        # Counters are read one by one while the engine works, so they may be off by a step.
         engine = service.engine.stats()
         store = service.engine.store
         tiers = () if store is None else store.stats().tiers
-        settings, figures = service.settings, service.watching.figures
-        cold, warm = figures.times()
+        settings, usage = service.settings, service.watching.usage
+        cold, warm = usage.times()
         answer = LiveResponse(
             at=time.time(),
             uptime_s=time.monotonic() - self._began,
@@ -99,7 +99,7 @@ class Live:
             totals=_totals(cache, engine),
             pages=_pages(cache),
             ttft=LiveTtft(cold=_times(cold), warm=_times(warm)),
-            history=figures.history(),
+            history=usage.history(),
             tiers=[_tier(tier) for tier in tiers],
             what_if=[
                 LivePoint(times=point.times, pages=point.pages, hit_rate=point.hit_rate)
@@ -112,16 +112,16 @@ class Live:
         return answer.model_dump_json().encode()
 
     def _tenants(self) -> list[LiveTenant]:
-        holdings = self._service.watching.holdings
+        usage = self._service.watching.usage
         return [
             LiveTenant(
                 cache_salt=showable(one.tenant),
                 requests=one.requests,
                 prompt_tokens=one.prompt_tokens,
                 reused_tokens=one.reused_tokens,
-                pages=holdings.pages(self._service.namespace(one.tenant)),
+                pages=usage.pages.pages[one.tenant],
             )
-            for one in self._service.watching.figures.tenants(_MOST_SHOWN)
+            for one in usage.namespaces(_MOST_SHOWN)
         ]
 
     def _sessions(self) -> list[LiveSession]:
@@ -135,7 +135,7 @@ class Live:
                 reused_tokens=one.reused_tokens,
                 last_at=one.last_at,
             )
-            for one in self._service.watching.figures.sessions(_MOST_SHOWN)
+            for one in self._service.watching.usage.sessions(_MOST_SHOWN)
         ]
 
 

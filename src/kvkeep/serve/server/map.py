@@ -1,4 +1,4 @@
-"""The prefix tree for ``/kv/map`` and ``/kv/search``: with text, and sparing with the tokenizer."""
+"""`Maps`: the prefix tree with texts, for ``/kv/map``, ``/kv/node`` and ``/kv/search``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import NotCached
 from kvkeep.serve.server.errors import ApiError
-from kvkeep.serve.server.keepers import Keepers
+from kvkeep.serve.server.node_tiers import NodeTiers
 from kvkeep.serve.server.schemas.map import (
     MapResponse,
     NodeResponse,
@@ -21,78 +21,78 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import CacheMap, Found, MapNode
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.serve.server.keepers import Kept
+    from kvkeep.serve.server.node_tiers import TierTokens
     from kvkeep.serve.server.schemas.map import NodeChangeRequest
     from kvkeep.serve.server.service import Service
 
 __all__ = ["Maps"]
 
-# Characters, tokens and page ids that are shown.
+# The most characters, tokens and page ids that are shown.
 _PREVIEW = 80
 _LONGEST_TEXT, _LONGEST_TEXT_TOKENS = 2000, 4000
 _PAGE_IDS = 100
 _BEFORE_MATCH = 24
-# Nodes in which blocks are sought that go on behind one.
+# Nodes behind one that are searched for blocks which begin in it.
 _FOLLOWED = 100
 _MOST_MATCHES = 50
 _CANDIDATES = 400
 _KEPT_TEXTS = 20_000
 _KEPT_ANSWERS = 8
-# What may stand before a text, and be of one token with its beginning.
+# Characters before a text that may share a token with its beginning.
 _LEADS = ("", " ", "\n")
 
 
 class Maps:
     """Answers about the tree of one server's cache.
 
-    A cache gives the same map for a second or longer, and so is the answer: a page that asks again
-    costs nothing. Texts that were decoded before are not decoded again.
+    The cache returns the same map for a second or longer; its JSON is kept as long. Decoded texts
+    are kept, too.
 
-    Thread safety: all of it; what two threads do at once is done twice.
+    Thread safety: all methods; two threads may make the same answer at once.
     """
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._cache = service.engine.cache
-        self._keepers = Keepers(service.engine)
+        self._tiers = NodeTiers(service.engine)
         self._answers: dict[object, tuple[CacheMap, bytes]] = {}
         self._texts: dict[bytes, str] = {}  # by the tokens
 
     # --- maps --------------------------------------------------------------------------------
 
     def map(self, salt: str | None, root: int | None, nodes: int, *, tiers: bool) -> bytes:
-        """The map as JSON, with ``tiers`` or without; `ApiError` 404 for an unknown ``root``."""
+        """Return the map as JSON; `ApiError` 404 for an unknown ``root``."""
         space = None if salt is None else self._service.namespace(salt)
         try:
             made = self._map(space, root, nodes, tiers=tiers)
         except NotCached as error:
             raise _unknown(error) from error
-        asked = salt, root, nodes, tiers
-        kept = self._answers.get(asked)
+        arguments = salt, root, nodes, tiers
+        kept = self._answers.get(arguments)
         if kept is not None and kept[0] is made:
             return kept[1]
-        known = self._keepers.of(made.nodes) if tiers else {}
+        known = self._tiers.of(made.nodes) if tiers else {}
         answer = MapResponse(
             page_size=made.page_size,
             at=time.time(),
             total_nodes=made.runs,
             total_pages=made.pages,
-            tiers=self._keepers.tiers if tiers else (),
+            tiers=self._tiers.tiers if tiers else (),
             nodes=[self._node(node, known.get(node.id)) for node in made.nodes],
         )
         data = answer.model_dump_json().encode()
         if len(self._answers) >= _KEPT_ANSWERS:
             self._answers.clear()
-        self._answers[asked] = made, data
+        self._answers[arguments] = made, data
         return data
 
     def _map(
         self, space: Namespace | None, root: int | None, nodes: int, *, tiers: bool
     ) -> CacheMap:
-        names = self._keepers.names if tiers else None
+        names = self._tiers.names if tiers else None
         return self._cache.map(space, root=root, nodes=nodes, blocks=names)
 
-    def _node(self, node: MapNode, kept: Kept | None) -> NodeSummary:
+    def _node(self, node: MapNode, held: TierTokens | None) -> NodeSummary:
         size = self._cache.page_size
         return NodeSummary(
             id=node.id,
@@ -106,8 +106,8 @@ class Maps:
             hits=node.hits,
             age_s=round(node.age_s, 1),
             text=self._beginning(node),
-            tier=None if kept is None else kept.tier,
-            tier_tokens={} if kept is None else kept.tokens,
+            tier=None if held is None else held.tier,
+            tier_tokens={} if held is None else held.tokens,
             hidden=node.hidden,
             count=node.count,
         )
@@ -134,15 +134,15 @@ class Maps:
     # --- one node ----------------------------------------------------------------------------
 
     def node(self, number: int) -> NodeResponse:
-        """All that is known of one node; `ApiError` 404 where it is not there."""
+        """Return everything known about one node; `ApiError` 404 if it is not cached."""
         try:
             view = self._cache.node(number)
             nodes: tuple[MapNode, ...] = (view.node,)
-            if self._keepers.names is not None:  # which blocks go on behind it
+            if self._tiers.names is not None:  # blocks that begin in it end in nodes behind it
                 nodes = self._map(None, number, _FOLLOWED, tiers=True).nodes
         except NotCached as error:
             raise _unknown(error) from error
-        shown = self._node(view.node, self._keepers.of(nodes).get(number)).model_dump()
+        shown = self._node(view.node, self._tiers.of(nodes).get(number)).model_dump()
         if shown["text"] is not None and view.tokens is not None and number > 0:
             tokens = view.tokens[:_LONGEST_TEXT_TOKENS].tolist()
             shown["text"] = showable(self._service.tokenizer.decode(tokens))[:_LONGEST_TEXT]
@@ -155,13 +155,13 @@ class Maps:
             children=view.children,
         )
 
-    def change(self, number: int, asked: NodeChangeRequest) -> int:
-        """Pin, unpin or evict a node; how many pages that is. `ApiError` 404, 409."""
+    def change(self, number: int, change: NodeChangeRequest) -> int:
+        """Pin, unpin or evict a node; return how many pages. `ApiError` 404, 409."""
         try:
-            if asked.action == "pin":
-                pin = self._cache.pin_node(number, ttl=asked.ttl_s)
+            if change.action == "pin":
+                pin = self._cache.pin_node(number, ttl=change.ttl_s)
                 return pin.num_tokens // self._cache.page_size
-            if asked.action == "unpin":
+            if change.action == "unpin":
                 view = self._cache.node(number)
                 kept = view.start + len(view.page_ids)
                 return kept if self._cache.unpin_node(number) else 0
@@ -176,7 +176,7 @@ class Maps:
     # --- search ------------------------------------------------------------------------------
 
     def find_tokens(self, tokens: list[int], salt: str | None) -> SearchResponse:
-        """Where these tokens stand; `InvalidValue` for those that are none."""
+        """Find these tokens; `InvalidValue` if they are not valid."""
         found = self._search([tokens], salt, _MOST_MATCHES)
         shows = self._service.settings.text
         return SearchResponse(
@@ -184,11 +184,11 @@ class Maps:
         )
 
     def find_text(self, text: str, salt: str | None) -> SearchResponse:
-        """Where this text stands.
+        """Find this text.
 
-        A text is other tokens in other surroundings: it is sought as it would be at the beginning,
-        after a space and on a new line, also without its first and its last token, which may be one
-        with what stands beside them. What is found is read, and counts if the text is in it.
+        A text has different tokens in different surroundings: the search tries it at the beginning,
+        after a space and on a new line, also without its first and last token, which may be merged
+        with their neighbours. A match counts if its decoded text contains the text.
         """
         matches: dict[int, SearchMatch] = {}
         needles = self._needles(text)
@@ -217,7 +217,7 @@ class Maps:
         return [list(needle) for needle in needles if needle]
 
     def _around(self, found: Found, text: str | None) -> str | None:
-        """What stands where something was found, or None if ``text`` does not."""
+        """Return the text around a match; None if ``text`` is given and not in it."""
         decode = self._service.tokenizer.decode
         whole: str = decode(found.tokens.tolist())
         at = len(decode(found.tokens[: found.before].tolist()))

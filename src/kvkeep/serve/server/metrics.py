@@ -1,4 +1,4 @@
-"""What Prometheus is told: counters and histograms of requests, and gauges read when it asks."""
+"""`ServerMetrics`: counters and histograms of requests, and the exposition for Prometheus."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_1_0_0
 from prometheus_client.registry import Collector
 
-from kvkeep.observe.telemetry import PageTimes, ReuseCounter
+from kvkeep.observe.telemetry import PageTimes
+from kvkeep.observe.usage import UsageTable
+from kvkeep.observe.usage.history import WARM
 from kvkeep.serve.http import metrics as http_metrics
 from kvkeep.serve.server import families
 
@@ -25,29 +27,27 @@ __all__ = ["ServerMetrics"]
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_WARM = 0.5  # so much of its prompt was reused
 
 
 class ServerMetrics:
-    """One server's figures, in a registry of their own.
+    """One server's metrics, in a registry of their own.
 
-    ``reuse`` is a `kvkeep.observe.telemetry.RequestWatch`: whoever watches the engine's requests
-    tells it. ``events`` gives the figures of a publisher of KV events (`PublisherStats.as_dict`),
-    ``reasons`` the tokens computed by reason since the start (an explainer's), ``connections`` and
-    ``bodies`` are those of the HTTP server; each is set by who has one.
+    ``usage`` counts requests by namespace. The attributes set later add families: ``events``
+    returns a publisher's figures (`PublisherStats.as_dict`), ``reasons`` the computed tokens by
+    reason since the start (an explainer's), ``connections`` and ``bodies`` are the HTTP server's.
 
     Thread safety: all methods.
     """
 
     content_type: Final = CONTENT_TYPE_PLAIN_1_0_0
 
-    def __init__(self) -> None:
+    def __init__(self, usage: UsageTable | None = None) -> None:
         self._registry = registry = CollectorRegistry()
         self._state = _State()
         registry.register(self._state)
-        self._telling = threading.Lock()
+        self._exposing = threading.Lock()
         self._times: PageTimes | None = None
-        self.reuse = ReuseCounter()
+        self.usage = UsageTable() if usage is None else usage
         self.events: Callable[[], Mapping[str, int]] | None = None
         self.reasons: Callable[[], Mapping[str, int]] | None = None
         self.connections: Connections | None = None
@@ -104,19 +104,23 @@ class ServerMetrics:
         )
 
     def watch(self, cache: PagedCache) -> None:
-        """Count from now on why pages of ``cache`` are evicted, and when; once is enough.
+        """Count evictions and residency of pages of ``cache``, from the first call on.
 
-        Nobody pays for it who does not ask: see `docs/observability.md` for what it costs.
+        The server calls this at the first read of /metrics, since it costs time in the cache's
+        operations: see `docs/observability.md`.
         """
-        with self._telling:
+        with self._exposing:
             if self._times is None:
                 self._times = PageTimes(cache.num_pages)
                 cache.subscribe(self._times.see)
 
     def note_first_token(self, seconds: float, *, prompt_tokens: int, reused_tokens: int) -> None:
-        """A request's first token came, so long after it arrived."""
+        """Count a request's time to its first token, here and in the usage table."""
+        self.usage.note_first_token(
+            seconds, prompt_tokens=prompt_tokens, reused_tokens=reused_tokens
+        )
         self.first_token.observe(seconds)
-        warm = reused_tokens >= _WARM * prompt_tokens
+        warm = reused_tokens >= WARM * prompt_tokens
         (self._warm if warm else self._cold).observe(seconds)
 
     def exposition(
@@ -124,21 +128,18 @@ class ServerMetrics:
         cache: CacheStats,
         engine: Mapping[str, float],
         store: Mapping[str, Any] | None = None,
-        *,
-        namespaces: Mapping[str, int] | None = None,
     ) -> bytes:
-        """The text that Prometheus reads, with the state given.
+        """Return the text that Prometheus reads, with the figures given.
 
-        ``namespaces`` are cached pages by tenant. Cost: below two milliseconds, and a few
-        microseconds for each event of the cache since the last time.
+        Cost: below two milliseconds, and a few microseconds for each event of the cache since the
+        last call.
         """
-        with self._telling:
+        with self._exposing:
             times = None if self._times is None else self._times.snapshot()
             found: list[Metric] = [*families.of_cache(cache), *families.of_engine(engine)]
             found += families.of_pages(cache.evicted_pages, times)
-            found += families.of_reuse(self.reuse.snapshot(families.MOST_NAMES))
-            if namespaces is not None:
-                found += families.of_namespaces(namespaces)
+            found += families.of_reuse(self.usage.reuse(families.MOST_NAMES))
+            found += families.of_namespaces(dict(self.usage.pages.pages))
             if self.reasons is not None:
                 found += families.of_computed(self.reasons())
             if self.events is not None:
@@ -151,11 +152,11 @@ class ServerMetrics:
 
 
 class _State(Collector):
-    """What was read from engine and cache when Prometheus asked."""
+    """The families of the latest exposition that are read from cache, engine and store."""
 
     def __init__(self) -> None:
         self.families: list[Metric] = []
 
     def collect(self) -> Iterator[Metric]:
-        """What was read last."""
+        """Return the latest families."""
         return iter(self.families)

@@ -1,4 +1,4 @@
-"""`JobRecorder`: what a capture is told of one client's request."""
+"""`JobRecorder`: hands one client's request to a capture."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["JobRecorder"]
 
 
 class JobRecorder:
-    """Notes each job of a request once: when it has ended, or when the request is given up.
+    """Captures each job of a request once: when it has ended, or when the request is given up.
 
-    A job that came to no good end was looked up in the cache, too, and may have left some of its
-    prompt there; it is noted without an answer.
+    A job that failed was looked up in the cache, too, and may have published part of its prompt;
+    it is captured without an answer.
     """
 
     def __init__(self, capture: Capture, kind: str) -> None:
@@ -30,17 +30,17 @@ class JobRecorder:
         self._jobs: dict[int, Job] = {}
 
     def begin(self, jobs: Sequence[Job], arrived: float) -> None:
-        """The engine has taken these; ``arrived`` is of `time.perf_counter`."""
+        """Note jobs that the engine has taken on; ``arrived`` is of `time.perf_counter`."""
         self._jobs = dict(enumerate(jobs))
         self._arrived = arrived
 
     def end(self, number: int, done: Completion) -> None:
-        """Job ``number`` is through."""
+        """Capture job ``number``, which is complete."""
         served = Served(done.cached_tokens, done.loaded_tokens, done.ttft_s, done.seconds)
         self._note(self._jobs.pop(number), done.choices[0].tokens, served)
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Capture the jobs that were not completed."""
         for job in self._jobs.values():
             self._note(job, (), None)
         self._jobs.clear()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvkeep.bench.traces import Capture
     from kvkeep.core.cache import CacheStats
-    from kvkeep.observe.telemetry import RequestWatch
+    from kvkeep.observe.usage import RequestObserver
     from kvkeep.serve.engine import Delta, Engine, Tokenizer
     from kvkeep.serve.server.settings import ServerSettings
     from kvkeep.serve.server.worker import Call, Job
@@ -46,7 +46,7 @@ class Service:
         engine: Engine,
         settings: ServerSettings,
         capture: Capture | None = None,
-        watches: Sequence[RequestWatch] = (),
+        observers: Sequence[RequestObserver] = (),
     ) -> None:
         self.engine = engine
         self.settings = settings
@@ -56,18 +56,14 @@ class Service:
             budget=settings.body_budget_bytes,
             seconds=min(settings.body_timeout_s, settings.request_timeout_s),
         )
-        self.metrics = ServerMetrics()
+        self.watching = Watching(engine.cache, explain=settings.explain)
+        self.metrics = ServerMetrics(self.watching.usage)
         self.metrics.bodies = self.bodies
-        self.watching = Watching(
-            engine.cache,
-            explain=settings.explain,
-            model=settings.name,
-            watches=[self.metrics.reuse, *watches],
-        )
+        self._observers = observers
         if settings.explain:
             self.metrics.reasons = self.watching.computed_tokens
         self.live = Live(self)
-        self.worker = Worker(engine, self.watching, flush_timeout_s=settings.flush_timeout_s)
+        self.worker = Worker(engine, flush_timeout_s=settings.flush_timeout_s)
         self.began = int(time.time())
         self.draining = False
         self._tickets: set[ServedRequest] = set()
@@ -76,9 +72,8 @@ class Service:
         self._mean_seconds = 1.0  # per request, with a weight of a tenth for each new one
 
     def start(self) -> None:
-        """Begin to accept requests, in the running event loop."""
-        self.watching.start()
-        self.engine.observe(self.watching)
+        """Begin to take requests, in the running event loop."""
+        self.engine.observe(*self.watching.start(), *self._observers)
         self.worker.start()
 
     def stop(self) -> None:
@@ -257,9 +252,9 @@ class ServedRequest:
             answer = number, delta.index
             if not self._last:
                 prompt, reused = delta.request.prompt_tokens, delta.request.cached_tokens or 0
-                figures = self._service.watching.figures
-                for note in metrics.note_first_token, figures.note_first_token:
-                    note(now - self._begun, prompt_tokens=prompt, reused_tokens=reused)
+                metrics.note_first_token(
+                    now - self._begun, prompt_tokens=prompt, reused_tokens=reused
+                )
             elif answer in self._last:
                 each = (now - self._last[answer]) / len(delta.tokens)
                 for _ in delta.tokens:

@@ -1,4 +1,4 @@
-"""What the engine's store has of a prompt that is not run, and why not the rest."""
+"""Look up a prompt in the engine's store without running it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from kvkeep.observe.explain import Missing
-from kvkeep.serve.server.watching import missing
+from kvkeep.observe.explain import Missing, missing
 
 if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
@@ -25,37 +24,40 @@ _PATIENCE_S = 2.0
 async def stored(
     engine: Engine, tokens: TokenArray, namespace: Namespace, cached: int
 ) -> tuple[list[Source], list[Missing]]:
-    """``(start, stop, tier)`` of tokens behind ``cached`` ones that would come from the store.
+    """Return ``(start, stop, tier)`` of tokens that would be loaded, and why the others would not.
 
-    And what it says of the others. Nothing is read; tiers that others may write to are asked, for
-    two seconds at most. Both are empty without a store, and where it could not save a page.
+    For the tokens behind the ``cached`` ones. No block is read; tiers shared with other processes
+    are queried, for two seconds at most. Both lists are empty without a store, and if less than a
+    page could be loaded.
     """
     tenant = engine.store_tenant(namespace)
     last = len(tokens) - 1
     if engine.store is None or tenant is None or last - cached < engine.cache.page_size:
         return [], []
     began = time.monotonic()
-    looking = asyncio.to_thread(_look, engine.store, tokens, tenant, cached, engine.cache.page_size)
+    lookup = asyncio.to_thread(
+        _lookup, engine.store, tokens, tenant, cached, engine.cache.page_size
+    )
     try:
         async with asyncio.timeout(_PATIENCE_S):
-            return await looking
-    except TimeoutError:  # its thread is left to itself
+            return await lookup
+    except TimeoutError:  # the thread ends by itself when the tier answers
         waited = {"tier": None, "why": "late", "waited_s": time.monotonic() - began}
         return [], [Missing(cached, last, "tier_unavailable", waited)]
 
 
-def _look(
+def _lookup(
     store: KVStore, tokens: TokenArray, tenant: str, cached: int, page_size: int
 ) -> tuple[list[Source], list[Missing]]:
-    there = store.lookup(tokens, tenant=tenant)
+    found = store.lookup(tokens, tenant=tenant)
     last = len(tokens) - 1
     sources: list[Source] = []
-    if there.tokens - cached >= page_size:  # nothing less is loaded
+    if found.tokens - cached >= page_size:  # less than a page is not loaded
         start = 0
-        for tier, count in there.tiers:
+        for tier, count in found.tiers:
             begin, stop = max(start, cached), min(start + count, last)
             if begin < stop:
                 sources.append((begin, stop, tier))
             start += count
-    fates = store.why(tokens, max(there.tokens, cached), tenant=tenant)
+    fates = store.why(tokens, max(found.tokens, cached), tenant=tenant)
     return sources, missing(fates)

@@ -1,4 +1,4 @@
-"""The prefix trees for ``/kv/tree``: as JSON, and drawn."""
+"""The prefix trees for ``/kv/tree``: as JSON, and drawn as text."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = ["as_json", "as_text", "spaces"]
 
-# Characters of a run that are shown, and namespaces of a cache.
+# The most characters of a run and namespaces that are shown.
 _PREVIEW = 80
 _MOST_SPACES = 64
 _WIDTH = 160
 
 
 def spaces(service: Service, salt: str | None) -> Mapping[Namespace, int]:
-    """Namespaces → pages: that of one ``cache_salt``, or all, the largest first (at most 64)."""
+    """Return pages by namespace: of one ``cache_salt``, or of the 64 largest."""
     stored = service.engine.cache.namespaces()
     if salt is not None:
         one = service.namespace(salt)
@@ -38,7 +38,7 @@ def spaces(service: Service, salt: str | None) -> Mapping[Namespace, int]:
 
 
 def as_json(service: Service, shown: Mapping[Namespace, int], depth: int, branches: int) -> KVTree:
-    """The trees, ``depth`` runs deep and ``branches`` wide; what is left out is counted."""
+    """Return the trees, ``depth`` runs deep and ``branches`` wide; other runs are counted."""
     cache = service.engine.cache
     return KVTree(
         page_size=cache.page_size,
@@ -49,7 +49,7 @@ def as_json(service: Service, shown: Mapping[Namespace, int], depth: int, branch
 
 
 def as_text(service: Service, shown: Mapping[Namespace, int], depth: int, branches: int) -> str:
-    """The trees as lines for people; see `kvkeep.core.prefix.render`."""
+    """Return the trees as text; see `kvkeep.core.prefix.render`."""
     console = require("rich.console", "cli").Console(
         file=io.StringIO(), width=_WIDTH, highlight=False, legacy_windows=False
     )
@@ -64,8 +64,8 @@ def as_text(service: Service, shown: Mapping[Namespace, int], depth: int, branch
 
 def _space(service: Service, space: Namespace, pages: int, depth: int, branches: int) -> Space:
     top = Space(cache_salt=showable(space.tenant), num_pages=pages, runs=[])
-    path: list[Space | Run] = [top]  # where the stored run at hand hangs, and all above it
-    skip: int | None = None  # all runs deeper than this hang from one that was left out
+    path: list[Space | Run] = [top]  # the ancestors of the run at hand
+    skip: int | None = None  # the depth of a run that was left out, and so are all runs below it
     for stored in service.engine.cache.runs(space):
         if skip is not None and stored.depth > skip:
             _hide(path[skip], stored)
@@ -106,7 +106,7 @@ def _text(service: Service, tokens: TokenArray) -> str:
 
 
 def _nothing(tokens: TokenArray) -> str:
-    """In place of a text that is not to be shown."""
+    """Decode to nothing, on a server that shows no text."""
     del tokens
     return ""
 

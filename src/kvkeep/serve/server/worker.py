@@ -11,13 +11,14 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
+from kvkeep.observe.usage import RequestOrigin
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine import Delta, Engine, Request, SamplingParams
-    from kvkeep.serve.server.watching import Watching
 
 __all__ = ["Call", "EngineStopped", "Generation", "Job", "Worker"]
 
@@ -51,9 +52,10 @@ class Call:
     endpoint: str
     headers: Mapping[str, str] = field(repr=False)
 
-    def name(self, number: int) -> str:
-        """Return the name of job ``number``: the response's id, for further ones id.1, id.2, …"""
-        return f"{self.id}.{number}" if number else self.id
+    def origin(self, number: int) -> RequestOrigin:
+        """Return the origin of job ``number``: with the answer's id; further jobs id.1, id.2 …"""
+        id = f"{self.id}.{number}" if number else self.id
+        return RequestOrigin(id, self.endpoint, self.headers)
 
 
 class Generation:
@@ -112,21 +114,16 @@ class Worker:
     The deltas of a step reach the event loop together. An exception from a step fails all requests
     in the engine, but no later ones; an exception from an abort ends the thread.
 
-    In this thread, ``watching`` learns the name of each engine request before its first step, and
-    then of its deltas.
-
     Thread safety: `start`, `submit`, `abort` and `call` are for the event loop.
     """
 
     def __init__(
         self,
         engine: Engine,
-        watching: Watching,
         *,
         flush_timeout_s: float = 10.0,
     ) -> None:
         self._engine = engine
-        self._watching = watching
         self._flush_timeout_s = flush_timeout_s
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvkeep engine", daemon=True)
@@ -229,7 +226,6 @@ class Worker:
             self._fail_all(error)
             return
         for delta in deltas:
-            self._watching.came(delta)
             known = self._requests.get(delta.request.id)
             if known is None:
                 continue
@@ -241,8 +237,8 @@ class Worker:
     def _add(self, generation: Generation) -> None:
         added: list[Request] = []
         try:
-            for job in generation.jobs:
-                added.append(  # noqa: PERF401 - on an error, the earlier ones are aborted
+            for number, job in enumerate(generation.jobs):
+                added.append(
                     self._engine.add(
                         job.prompt,
                         job.params,
@@ -251,6 +247,7 @@ class Worker:
                         answers=job.answers,
                         session=job.session,
                         turn=job.turn,
+                        origin=generation.call.origin(number),
                     )
                 )
         except Exception:
@@ -259,7 +256,6 @@ class Worker:
             raise
         for number, request in enumerate(added):
             self._requests[request.id] = request, generation, number
-            self._watching.begin(request, generation.call.name(number), generation.call)
 
     def _abort(self, generation: Generation) -> None:
         own = [request for request, other, _ in self._requests.values() if other is generation]

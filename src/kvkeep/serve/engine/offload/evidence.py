@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvkeep.serve.engine.observe import LoadReport
+from kvkeep.observe.usage import LoadReport
 from kvkeep.store import Miss
 
 if TYPE_CHECKING:

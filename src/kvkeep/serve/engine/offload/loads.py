@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvkeep.core.pages.tensors import PagedTensors
-    from kvkeep.serve.engine.observe import LoadReport
+    from kvkeep.observe.usage import LoadReport
     from kvkeep.serve.engine.offload.forms import Forms
     from kvkeep.serve.engine.offload.writes import Known
     from kvkeep.store import KVStore, Miss

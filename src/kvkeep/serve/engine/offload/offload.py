@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.keys import Namespace
-from kvkeep.serve.engine.observe import LoadReport
+from kvkeep.observe.usage import LoadReport, Notifier, PromptStored, RequestLoaded
 from kvkeep.serve.engine.offload.evidence import Evidence
 from kvkeep.serve.engine.offload.forms import Forms
 from kvkeep.serve.engine.offload.load import Load
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine.answer import Answer
-    from kvkeep.serve.engine.observe import EngineWatch
     from kvkeep.serve.engine.offload.load import LoadChunk
     from kvkeep.serve.engine.runner import Runner
     from kvkeep.serve.engine.stats import EngineStats
@@ -68,7 +67,7 @@ class Offload:
         stats: EngineStats,
         *,
         timeout: float,
-        watch: EngineWatch,
+        notifier: Notifier | None = None,
     ) -> None:
         if store.geometry != runner.geometry:
             raise InvalidValue(
@@ -87,7 +86,7 @@ class Offload:
         self._runner = runner
         self._cache = cache
         self._stats = stats
-        self._watch = watch
+        self._notifier = notifier or Notifier()
         self._timeout = timeout
         forms = Forms(runner.tensors, store.layout)
         self._writes = Writes(store, runner.tensors, forms, stats)
@@ -133,7 +132,7 @@ class Offload:
             tokens, namespace = answer.tokens(), answer.request.namespace
             in_pool = self._cache.match(tokens, namespace).num_tokens
             evidence = None
-            if self._watch.observer is not None:
+            if self._notifier.observers:
                 evidence = Evidence(len(tokens) - 1, self._runner.page_size, self._store.tiers)
             answer.load = Load(tokens, namespace, self._tenant(namespace), in_pool, evidence)
             self._loads.start(answer.load)
@@ -198,13 +197,13 @@ class Offload:
             answer.request.note_loaded(loaded)
 
     def _report(self, answer: Answer, load: Load, *, called_off: bool = False) -> None:
-        """Report an admitted answer's load to the observer, once."""
-        if self._watch.observer is None or not load.is_first or load.reported:
+        """Report an admitted answer's load to the observers, once."""
+        if not self._notifier.observers or not load.is_first or load.reported:
             return
         load.reported = True
-        # A load from before the observer came has no evidence, and an empty report.
+        # A load from before the observers came has no evidence, and an empty report.
         report = self._loads.report(load, called_off=called_off) or LoadReport()
-        self._watch.loaded(answer.request, report)
+        self._notifier.emit(RequestLoaded(answer.request.record, report))
 
     def pause(self) -> None:
         """Wait until a load makes progress, 2 ms at most; for steps with nothing to compute."""
@@ -227,11 +226,12 @@ class Offload:
         trail, sequence = answer.trail, answer.running_sequence
         if answer.request.store and (last or answer.computed >= trail.next):
             tenant = self._tenant(sequence.namespace)
-            watched = self._watch.observer is not None
+            watched = bool(self._notifier.observers)
             began, before = (time.perf_counter(), self._stats.kept_tokens) if watched else (0.0, 0)
             self._writes.offer(trail, sequence, answer.computed, tenant, last=last)
             if watched and (tokens := self._stats.kept_tokens - before):
-                self._watch.stored(answer.request, tokens, time.perf_counter() - began)
+                seconds = time.perf_counter() - began
+                self._notifier.emit(PromptStored(answer.request.record, tokens, seconds))
 
     # --- the end -----------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from starlette.responses import Response
 
 from kvkeep.serve.server.routes.base import READ_ERRORS, JSONRoute, ServiceOf, errors
 from kvkeep.serve.server.schemas.kv import HealthResponse
-from kvkeep.serve.server.service import Service
 
 __all__ = ["router"]
 
@@ -31,18 +30,10 @@ async def health(service: ServiceOf) -> HealthResponse:
 async def metrics(service: ServiceOf) -> Response:
     """Metrics in Prometheus' text format."""
     cache, engine = await service.stats()
-    pages = await asyncio.to_thread(_pages, service)
+    # Whoever reads metrics pays for counting page times: it begins with the first read.
+    await asyncio.to_thread(service.metrics.watch, service.engine.cache)
     store = await service.store_stats()
-    # In a thread: an explainer first processes the events queued for it.
-    tell = partial(service.metrics.exposition, cache, engine, store, namespaces=pages)
+    # In a thread: the explainer first handles the events in its queue.
+    tell = partial(service.metrics.exposition, cache, engine, store)
     text = await asyncio.to_thread(tell)
     return Response(text, headers={"content-type": service.metrics.content_type})
-
-
-def _pages(service: Service) -> dict[str, int]:
-    """Return cached pages by tenant; from the first call on, the cache's events are counted."""
-    service.metrics.watch(service.engine.cache)
-    pages: dict[str, int] = {}
-    for space, count in service.engine.cache.namespaces().items():
-        pages[space.tenant] = pages.get(space.tenant, 0) + count
-    return pages

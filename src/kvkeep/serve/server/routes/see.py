@@ -102,8 +102,8 @@ async def summary(
 
 @router.get("/live", response_model=LiveResponse, responses=READ_ERRORS, operation_id="kv_live")
 async def live(service: ServiceOf) -> Response:
-    """The server's state, at most half a second old; meant to be polled every second."""
-    return Response(await service.live.told(), media_type="application/json")
+    """The server at this moment, half a second old at most: to be asked every second."""
+    return Response(await service.live.answer(), media_type="application/json")
 
 
 def _explainer(service: Service) -> Explainer:

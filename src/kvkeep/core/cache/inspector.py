@@ -1,11 +1,11 @@
-"""`Looking`: the cache's tree as a map, its runs by number, and where in it tokens stand.
+"""`Inspector`: maps of a cache's tree, single runs by number, and searches for tokens.
 
-A walk over many runs takes the lock for some hundred of them at a time, so that requests pass in
-between; what changes meanwhile may be missing, and is there in the next map.
+A walk over many runs takes the lock for a few hundred of them at a time, so that requests pass in
+between. Changes made meanwhile may be missing from a map; the next map has them.
 
-One map is made at a time, and one search. Their locks are taken before the cache's, and held while
-the cache's is free between two steps. A hook holds the cache's lock already, so it must not wait
-for them: it looks without its turn, in one go (see the lock order in
+One map at a time is made, and one search. Each has a lock, taken before the cache's lock and held
+while the cache's lock is free between two steps. A hook holds the cache's lock already, so it must
+not wait for those locks: it goes on without them, in one step (see the lock order in
 `kvkeep.core.cache.core.Core`).
 """
 
@@ -40,18 +40,19 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix.walk import Numbers, TreeWalk
     from kvkeep.core.tokens import TokenArray, TokensLike
 
-__all__ = ["Looking"]
+__all__ = ["Inspector"]
 
 _ALL = 1 << 20
-"""Runs looked at in one go, where nobody is let in between."""
+"""Runs visited in one step where the lock is not released in between."""
 _STEP = 512
-"""Runs looked at under the lock at a time: half a millisecond, so that a step of an engine, which
-takes the lock many times, is not kept waiting each time."""
+"""Runs visited under the lock at a time, about half a millisecond: a step of an engine takes the
+lock many times, and may wait that long each time."""
 _PAUSE_S = 0.0005
-"""Between two steps, so that who waits for the lock gets it."""
+"""Pause between two steps, so that a waiting thread gets the lock."""
 _FRESH_S = 1.0
+"""Shortest time for which a map is kept and returned again."""
 _MOST_SHARE = 0.03
-"""Of a core: what maps may cost, however often they are asked for."""
+"""Share of a core that maps take at most, however often they are requested."""
 _KEPT_MAPS = 8
 _HEAD_TOKENS = 80
 _KEY_BYTES = 4
@@ -60,15 +61,15 @@ _MOST_NODES = 10_000
 _RUNS = ("run", "depth")
 
 
-class Looking:
-    """Maps, views and searches of one cache. Thread safety: all of it; see the module."""
+class Inspector:
+    """Maps, views and searches of one cache. Thread safety: all methods; see the module."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._making = threading.RLock()  # of maps: who asks for the same waits for it
+        self._making = threading.RLock()  # held while a map is made: others wait for that map
         self._searching = threading.RLock()
-        self._maps: dict[object, tuple[float, CacheMap]] = {}  # until when they are good
-        self._changes = 0  # what was made before one is not to be shown again
+        self._maps: dict[object, tuple[float, CacheMap]] = {}  # arguments → (valid until, map)
+        self._changes = 0  # a map begun before the latest change is not kept
 
     # --- maps --------------------------------------------------------------------------------
 
@@ -82,22 +83,22 @@ class Looking:
         """See `PagedCache.map`."""
         nodes = whole("nodes", nodes, 1, _MOST_NODES)
         space = None if namespace is None else as_namespace(namespace)
-        asked = space, root, nodes, blocks
+        arguments = space, root, nodes, blocks
         with self._turn(self._making):
-            kept = self._maps.get(asked)
+            kept = self._maps.get(arguments)
             if kept is not None and time.monotonic() < kept[0]:
                 return kept[1]
             changes = self._changes
             busy = time.thread_time()
             made = self._make(space, root, nodes, blocks)
-            good = max(_FRESH_S, (time.thread_time() - busy) / _MOST_SHARE)
+            keep_s = max(_FRESH_S, (time.thread_time() - busy) / _MOST_SHARE)
             with self._core:
-                self._keep(asked, now=time.monotonic(), good=good, made=made, changes=changes)
+                self._keep(arguments, made, keep_s, changes)
             return made
 
     @contextmanager
     def _turn(self, lock: threading.RLock) -> Iterator[None]:
-        """Wait for ``lock``; a hook, which must not wait, goes on without it if it is taken."""
+        """Hold ``lock``; a hook must not wait, so it goes on without the lock if that is taken."""
         taken = lock.acquire(blocking=not self._core.in_hook)
         try:
             yield
@@ -105,18 +106,18 @@ class Looking:
             if taken:
                 lock.release()
 
-    def _keep(
-        self, asked: object, *, now: float, good: float, made: CacheMap, changes: int
-    ) -> None:
-        """Keep a map for ``good`` seconds, unless something changed since it was begun."""
+    def _keep(self, arguments: object, made: CacheMap, keep_s: float, changes: int) -> None:
+        """Keep a map for ``keep_s`` seconds, unless something changed since it was begun."""
         if changes != self._changes:
             return
-        maps = {key: one for key, one in self._maps.items() if now < one[0]}
+        now = time.monotonic()
+        maps = {key: kept for key, kept in self._maps.items() if now < kept[0]}
         if len(maps) < _KEPT_MAPS:
-            maps[asked] = now + good, made
+            maps[arguments] = now + keep_s, made
         self._maps = maps
 
-    def _changed(self) -> None:
+    def forget_maps(self) -> None:
+        """Make the next map anew: the cache was changed through this object."""
         self._changes += 1
         self._maps = {}
 
@@ -129,7 +130,7 @@ class Looking:
         if root is not None and survey.gone[0]:
             raise _unknown(root)
         core = self._core
-        bare = root is None and space is not None  # without the root, which would say nothing new
+        bare = root is None and space is not None  # leave out the top node: the namespace is known
         rows = survey.largest(nodes + bare)
         with core:
             notes = core.ages.notes()
@@ -159,7 +160,7 @@ class Looking:
         return [(plain(np.frombuffer(head, TOKEN_DTYPE))[0], b"") for head in heads]
 
     def _runs(self, survey: Survey, walk: TreeWalk, rows: Numbers) -> Iterator[RunOfTokens]:
-        """The runs of some rows, which are closed towards the top."""
+        """Yield the runs of ``rows``; with each row, ``rows`` has the row above it."""
         unknown = set(walk.unknown())
         runs, depths = walk.columns["run"], walk.columns["depth"]
         places = np.searchsorted(rows, survey.parents[rows]).tolist()
@@ -176,7 +177,7 @@ class Looking:
             yield RunOfTokens(place if above >= 0 else -1, before, tokens)
 
     def _before(self, node: Any, depth: int) -> tuple[Namespace, bytes] | None:
-        """The namespace of a node, and the tokens before it; None if it is elsewhere by now."""
+        """Return a node's namespace and the tokens before it; None if the node was moved since."""
         core = self._core
         with core:
             if not node.in_tree:
@@ -232,7 +233,7 @@ class Looking:
                 pin = core.pins.add(hold, ttl, hard=False)
             finally:
                 core.index.release(hold, used=False)
-            self._changed()
+            self.forget_maps()
             return pin
 
     def unpin(self, number: int) -> int:
@@ -245,7 +246,7 @@ class Looking:
             ended = core.pins.soft_at(top)
             for pin in ended:
                 core.pins.end(pin)
-            self._changed()
+            self.forget_maps()
             return len(ended)
 
     def evict_below(self, number: int) -> int:
@@ -253,12 +254,12 @@ class Looking:
         top = self._find(number)
         with self._core:
             self._core.pins.expire()
-            self._core.sessions.settle()
+            self._core.before_eviction()
             self._check(top, number)
             return self._evict(top)
 
     def evict_family(self, top: Any) -> tuple[int, int]:
-        """Forget a run of the index and all behind it: pages freed, and pages that stay in use."""
+        """Drop a run and all runs behind it; return the pages freed and the pages still in use."""
         core = self._core
         with core:
             pages = self._evict(top)
@@ -275,11 +276,11 @@ class Looking:
             core.pins.end(pin)
         pages = core.index.evict_below(top)
         core.forget(pages, "asked")
-        self._changed()
+        self.forget_maps()
         return len(pages)
 
     def _check(self, node: Any, number: int) -> None:
-        """It may have gone since it was found."""
+        """`NotCached` if the node was evicted since it was found."""
         if not node.in_tree:
             raise _unknown(number)
 
@@ -292,12 +293,12 @@ class Looking:
         sought = [as_tokens(needle) for needle in needles]
         most = whole("most", most, 1)
         if not all(len(needle) for needle in sought):
-            raise InvalidValue("nothing is sought: each needle has at least one token")
+            raise InvalidValue("a row of tokens to search for is empty; give at least one token")
         core = self._core
         if not core.index.exact:
             raise InvalidValue(
                 f"the {core.index.name} index keeps keys of its pages and no tokens, so nothing "
-                "can be sought in it; make the cache with prefix='radix'"
+                "can be searched for; make the cache with prefix='radix'"
             )
         space = None if namespace is None else as_namespace(namespace)
         with self._turn(self._searching):
@@ -340,12 +341,12 @@ class Looking:
         return walk
 
     def _pause(self) -> None:
-        """Let others have the lock; a hook keeps it anyway."""
+        """Give other threads the lock; a hook holds it in any case."""
         if not self._core.in_hook:
             time.sleep(_PAUSE_S)
 
     def _find(self, number: int) -> Any:
-        """The node of that number, which may be gone a moment later; `NotCached`."""
+        """Return a node by its number, or raise `NotCached`; it may be evicted right afterwards."""
         number = whole("a node's id", number)
         core = self._core
         with core:
@@ -360,4 +361,4 @@ class Looking:
 
 
 def _unknown(number: int) -> NotCached:
-    return NotCached(f"node {number} is not in the cache: it was evicted, or never there")
+    return NotCached(f"node {number} is not cached: it was evicted, or never existed")

@@ -9,8 +9,9 @@ import pytest
 
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.keys import Namespace
-from kvkeep.serve.server.figures import Figures
-from kvkeep.serve.server.holdings import Holdings
+from kvkeep.observe.usage import UsageTable
+from kvkeep.observe.usage.pages import PageOwners
+from request_events import Requests
 
 
 class Clock:
@@ -23,23 +24,32 @@ class Clock:
         return self.now
 
 
+def opened(table, prompt, cached, tenant="", session=None, *, turn=None, id="a"):
+    """A request is admitted."""
+    Requests(table.see).admitted(
+        id, namespace=tenant, prompt_tokens=prompt, cached_tokens=cached, session=session, turn=turn
+    )
+
+
 @pytest.fixture
 def clock():
     return Clock()
 
 
 def test_history_has_every_five_seconds_and_no_more_than_ten_minutes(clock):
-    figures = Figures(clock)
-    figures.opened(100, 40, "", None, None)
+    figures = UsageTable(clock=clock)
+    opened(figures, 100, 40)
     clock.now += 12
-    shares = figures.opened(10, 0, "", None, None)
+    opened(figures, 10, 0, id="late")
     clock.now += 6
-    figures.reused(shares, 8)  # what comes later belongs to the request's own time
+    Requests(figures.see).loaded(
+        "late", sources=[(0, 8, "file")], seconds=1.0, late=False
+    )  # what comes later belongs to the request's own time
     told = figures.history()
     assert told == [(1_000_000_000, 100, 40), (1_000_000_005, 0, 0), (1_000_000_010, 10, 8),
                     (1_000_000_015, 0, 0)]  # fmt: skip
     clock.now += 10_000
-    figures.opened(7, 7, "", None, None)
+    opened(figures, 7, 7)
     told = figures.history()
     assert len(told) == 120
     assert told[-1] == (1_000_010_015, 7, 7)
@@ -48,15 +58,15 @@ def test_history_has_every_five_seconds_and_no_more_than_ten_minutes(clock):
 
 
 def test_a_clock_that_is_set_back_loses_nothing(clock):
-    figures = Figures(clock)
-    figures.opened(100, 40, "", None, None)
+    figures = UsageTable(clock=clock)
+    opened(figures, 100, 40)
     clock.now -= 3600
-    figures.opened(50, 10, "", None, None)
+    opened(figures, 50, 10)
     assert figures.history() == [(1_000_000_000, 150, 50)]
 
 
 def test_times_to_first_tokens_cold_and_warm_of_five_minutes(clock):
-    figures = Figures(clock)
+    figures = UsageTable(clock=clock)
     assert [one.count for one in figures.times()] == [0, 0]
     assert figures.times()[0].p50_s is None
     figures.note_first_token(99.0, prompt_tokens=100, reused_tokens=0)
@@ -73,20 +83,21 @@ def test_times_to_first_tokens_cold_and_warm_of_five_minutes(clock):
 
 
 def test_tenants_and_sessions(clock):
-    figures = Figures(clock)
+    figures = UsageTable(clock=clock)
     for number in range(1500):
-        figures.opened(number, number // 2, f"t{number}", f"s{number}", None)
-    largest = figures.tenants(20)
+        opened(figures, number, number // 2, f"t{number}", f"s{number}")
+    largest = figures.namespaces(20)
     assert [one.tenant for one in largest] == [f"t{number}" for number in range(1499, 1479, -1)]
-    assert len(figures.tenants(10_000)) == len(figures.sessions(10_000)) == 1000
+    assert len(figures.namespaces(10_000)) == 1500
+    assert len(figures.sessions(10_000)) == 1000
     clock.now += 5
     for turn in (0, 0, 1, 0, None, 4):
-        figures.opened(10, 5, "t", "talk", turn)
+        opened(figures, 10, 5, "t", "talk", turn=turn)
     latest = figures.sessions(20)[0]
     assert (latest.session, latest.tenant, latest.turns) == ("talk", "t", 4)
     assert (latest.requests, latest.prompt_tokens, latest.reused_tokens) == (6, 60, 30)
     assert latest.last_at == clock.now
-    figures.opened(1, 0, "other", "talk", None)  # a name of another tenant's is another session
+    opened(figures, 1, 0, "other", "talk")  # a name of another tenant's is another session
     assert figures.sessions(1)[0].requests == 1
 
 
@@ -101,8 +112,11 @@ def test_holdings_are_what_the_tree_holds(seed):
     before = cache.open([1] * 9, "early")
     before.publish(9)
     before.close()
-    holdings = Holdings(cache)
-    cache.subscribe(holdings.see)
+    owners = PageOwners(cache.num_pages)
+    for space in cache.namespaces():
+        for run in cache.runs(space):
+            owners.stored(space.tenant, run.pages)
+    cache.subscribe(owners.see)
     salts = ["", "a", "b", "early"]
     for _ in range(300):
         tokens = [chance.randrange(2) for _ in range(chance.randrange(1, 40))]
@@ -113,9 +127,9 @@ def test_holdings_are_what_the_tree_holds(seed):
             cache.evict(chance.randrange(10))
         if chance.random() < 0.05:
             cache.clear(chance.choice(salts))
-        counted = Counter({Namespace(tenant=salt): holdings.pages(Namespace(tenant=salt))
+        counted = Counter({Namespace(tenant=salt): owners.pages[salt]
                            for salt in salts})  # fmt: skip
         assert {space: pages for space, pages in counted.items() if pages} == stored(cache)
     assert cache.stats().evictions > 50
     cache.clear()
-    assert not holdings.pages(Namespace(tenant="a"))
+    assert not owners.pages

@@ -1,4 +1,4 @@
-"""`RequestRecord`: what is kept of one request, and the explanation that it makes."""
+"""`ExplainedRequest`: what an explainer keeps of one request, and its explanation."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvkeep.core.keys import Namespace
-    from kvkeep.observe.explain.fates import Asker
+    from kvkeep.observe.explain.units import Requester
 
-__all__ = ["RequestRecord"]
+__all__ = ["ExplainedRequest"]
 
-# What a store knows better: it was asked after the pool, and was the last place.
+# Reasons that a store's report replaces: the store is looked up after the pool.
 _STORE_KNOWS = frozenset({"new", "diverged", "evicted", "not_admitted"})
 
 
 @dataclass(slots=True, eq=False)
-class RequestRecord:
-    """One request: ``judged`` is what was said of its prompt when it was asked."""
+class ExplainedRequest:
+    """One request: ``judged`` are the spans of its prompt when it was opened."""
 
-    asker: Asker
+    requester: Requester
     at: float
     namespace: Namespace
     kind: str
@@ -38,11 +38,8 @@ class RequestRecord:
     ttft_s: float | None = None
     seconds: float | None = None
 
-    def __post_init__(self) -> None:
-        self.settle((), ())
-
     def settle(self, sources: Sequence[tuple[int, int, str]], missing: Sequence[Missing]) -> None:
-        """Make the spans, with what a store gave and what it said of the rest."""
+        """Make the spans, with the tokens that a store gave and its reasons for the others."""
         spans = self.judged
         for one in missing:
             evidence = self._evidence(one)
@@ -50,13 +47,13 @@ class RequestRecord:
                 spans, Span(one.start, one.stop, None, one.reason, evidence), _STORE_KNOWS
             )
         for start, stop, tier in sources:
-            # The last token is computed, whatever was there.
+            # The last token is always computed.
             given = Span(start, min(stop, self.tokens - 1), tier, None)
             spans = painted(spans, given, {span.reason for span in spans} - {None})
         self.spans = covering(with_last_token(spans, self.tokens), self.tokens)
 
     def _evidence(self, one: Missing) -> dict[str, Any]:
-        """What the store says, with everything that belongs to such evidence."""
+        """Return the store's evidence, complete with the fields of its reason."""
         said = dict(one.evidence)
         tier = said.get("tier")
         if one.reason == "evicted":
@@ -69,10 +66,10 @@ class RequestRecord:
         return {"tier": None} | said
 
     def explanation(self) -> Explanation:
-        """What became of it so far."""
-        asker = self.asker
+        """Return the explanation, as far as it is known."""
+        requester = self.requester
         return Explanation(
-            id=asker.id,
+            id=requester.id,
             at=self.at,
             namespace=self.namespace,
             kind=self.kind,
@@ -82,6 +79,6 @@ class RequestRecord:
             generated_tokens=self.generated,
             ttft_s=self.ttft_s,
             seconds=self.seconds,
-            outcome=None if asker.running else asker.outcome,
+            outcome=None if requester.running else requester.outcome,
             sentence=sentence_of(self.spans, self.tokens),
         )

@@ -1,4 +1,4 @@
-"""`Keepers`: which tiers of the store have what the pool has, node by node of a map."""
+"""`NodeTiers`: which tiers of the store hold the tokens of a map's nodes."""
 
 from __future__ import annotations
 
@@ -14,28 +14,26 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.serve.engine import Engine
 
-__all__ = ["POOL", "Keepers", "Kept"]
+__all__ = ["POOL", "NodeTiers", "TierTokens"]
 
 POOL = "pool"
 
 
-class Kept(NamedTuple):
-    """Who has a node's tokens besides the pool."""
+class TierTokens(NamedTuple):
+    """The tiers that hold a node's tokens besides the pool."""
 
     tier: str | None
-    """The last tier that has all of them of which it can be told; ``pool`` where none has, None
-    where nothing can be told."""
+    """The last tier that holds all tokens known to it; ``pool`` if none does, None if unknown."""
     tokens: dict[str, int]
-    """By tier: how many of them it has in blocks."""
+    """By tier: the node's tokens that are in its blocks."""
 
 
-class Keepers:
-    """Asks one engine's store, which asks nobody and reads nothing.
+class NodeTiers:
+    """Looks up nodes in the catalogues of one engine's store; reads no block, queries no tier.
 
-    A store keeps blocks, which begin and end anywhere in the runs of a tree: what a node ends with
-    is of blocks that end further down. What a whole prompt or answer ends with is stored as a
-    shorter piece, which has tokens that fill no page; the tree does not know them, so it cannot be
-    told who has it.
+    A store's blocks begin and end anywhere in the runs of a tree: the last tokens of a node belong
+    to blocks that end in nodes behind it. The tail of a prompt or answer is stored as a shorter
+    block with tokens that fill no page; the tree does not have those, so its tiers are unknown.
 
     Thread safety: all methods.
     """
@@ -44,7 +42,7 @@ class Keepers:
         self._engine = engine
         store = engine.store
         self._store = store
-        # Made once: a cache tells by it that the same is asked.
+        # Made once: the cache returns a kept map only for the same object.
         self.names = None if store is None else BlockNames(store.block_tokens, self._root)
 
     def _root(self, namespace: Namespace) -> bytes:
@@ -53,21 +51,21 @@ class Keepers:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """The pool and the store's tiers, fastest first."""
+        """The names of the pool and the store's tiers, fastest first."""
         return (POOL,) if self._store is None else (POOL, *self._store.tiers)
 
-    def of(self, nodes: Iterable[MapNode]) -> dict[int, Kept]:
-        """By the ids of nodes of a map made with `names`; nothing of those that are no run."""
+    def of(self, nodes: Iterable[MapNode]) -> dict[int, TierTokens]:
+        """Return the tiers by node id, for runs of a map made with `names`."""
         runs = [node for node in nodes if node.pages and not node.hidden]
         if self._store is None:
-            return {node.id: Kept(POOL, {}) for node in runs}
-        told = [(node, node.blocks) for node in runs if node.blocks is not None]
-        keepers = iter(self._store.keepers([name for _, own in told for name in own.names]))
+            return {node.id: TierTokens(POOL, {}) for node in runs}
+        known = [(node, node.blocks) for node in runs if node.blocks is not None]
+        tiers_of = iter(self._store.keepers([name for _, own in known for name in own.names]))
         page_size = self._engine.cache.page_size
         parts = [
             _Node(node.id, node.parent, node.pages * page_size, own.before,
-                  [next(keepers) for _ in own.names])
-            for node, own in told
+                  [next(tiers_of) for _ in own.names])
+            for node, own in known
         ]  # fmt: skip
         onward = _onward(parts)
         tiers, block = self._store.tiers, self._store.block_tokens
@@ -79,13 +77,13 @@ class _Node(NamedTuple):
     parent: int | None
     tokens: int
     before: int
-    """Tokens before it of the block in which it begins."""
+    """Tokens before the node that belong to the block in which the node begins."""
     blocks: list[tuple[str, ...]]
-    """Who has each of those that end in it."""
+    """By block that ends in the node: the tiers that hold it."""
 
 
 def _onward(nodes: Sequence[_Node]) -> dict[int, set[str]]:
-    """By node: who has a block that goes on behind it; without those where none is known."""
+    """Return, by node, the tiers with a block that continues behind the node, if any is known."""
     onward: dict[int, set[str]] = {}
     for node in reversed(nodes):  # children first
         first = {*node.blocks[0]} if node.blocks else onward.get(node.id)
@@ -94,11 +92,11 @@ def _onward(nodes: Sequence[_Node]) -> dict[int, set[str]]:
     return onward
 
 
-def _kept(node: _Node, onward: set[str] | None, tiers: Sequence[str], block: int) -> Kept:
+def _kept(node: _Node, onward: set[str] | None, tiers: Sequence[str], block: int) -> TierTokens:
     in_blocks = len(node.blocks) * block - node.before if node.blocks else 0
     tokens: Counter[str] = Counter()
-    for number, keepers in enumerate(node.blocks):
-        for tier in keepers:
+    for number, tiers_of_block in enumerate(node.blocks):
+        for tier in tiers_of_block:
             tokens[tier] += block - (0 if number else node.before)
     known = in_blocks
     if onward is not None:
@@ -106,4 +104,4 @@ def _kept(node: _Node, onward: set[str] | None, tiers: Sequence[str], block: int
         for tier in onward:
             tokens[tier] += node.tokens - in_blocks
     whole = [tier for tier in tiers if tokens[tier] == known]
-    return Kept((whole or [POOL])[-1] if known else None, {**tokens})
+    return TierTokens((whole or [POOL])[-1] if known else None, {**tokens})

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep import InvalidValue, NotCached, OutOfPages, PagedCache
-from kvkeep.core.cache import looking
+from kvkeep.core.cache import inspector
 from kvkeep.core.cache.ages import Ages
 from kvkeep.core.events import Evicted
 
@@ -35,7 +35,7 @@ def store(cache, tokens, namespace="", **options):
 
 def afresh(cache, *args, **options):
     """A map that is made now."""
-    cache._looking._changed()
+    cache._inspector.forget_maps()
     return cache.map(*args, **options)
 
 
@@ -343,8 +343,8 @@ def test_tokens_are_found_in_one_namespace_or_all(cache):
 
 def test_maps_are_made_while_requests_come_and_go(monkeypatch):
     """Steps of two runs, no rest: everything changes under the walks; nothing breaks."""
-    monkeypatch.setattr(looking, "_STEP", 2)
-    monkeypatch.setattr(looking, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(inspector, "_STEP", 2)
+    monkeypatch.setattr(inspector, "_PAUSE_S", 0.0)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     cache = PagedCache(64, PAGE)
@@ -437,8 +437,8 @@ def test_what_goes_between_two_steps_is_not_in_the_map(monkeypatch, nodes):
         if rests == 2:  # after the root, and four runs
             cache.evict(9)
 
-    monkeypatch.setattr(looking, "_STEP", 4)
-    monkeypatch.setattr(looking.time, "sleep", go)
+    monkeypatch.setattr(inspector, "_STEP", 4)
+    monkeypatch.setattr(inspector.time, "sleep", go)
     made = afresh(cache, "", nodes=nodes)
     assert rests > 2
     assert made.pages == made.runs == sum(node.pages for node in made.nodes) == 4
@@ -451,14 +451,14 @@ def test_what_goes_between_two_steps_is_not_in_the_map(monkeypatch, nodes):
 @pytest.mark.parametrize("ask", ["node", "evict_below", "pin_node", "unpin_node"])
 def test_what_goes_when_it_was_just_found(monkeypatch, cache, ask):
     number = ids(cache)[3, 3]
-    find = looking.Looking._find
+    find = inspector.Inspector._find
 
     def found_and_gone(self, number):
         node = find(self, number)
         cache.evict(3)
         return node
 
-    monkeypatch.setattr(looking.Looking, "_find", found_and_gone)
+    monkeypatch.setattr(inspector.Inspector, "_find", found_and_gone)
     with pytest.raises(NotCached):
         getattr(cache, ask)(number)
     with pytest.raises(NotCached):
@@ -468,7 +468,7 @@ def test_what_goes_when_it_was_just_found(monkeypatch, cache, ask):
 
 def test_a_map_of_many_runs_is_made_in_steps(monkeypatch):
     """Nobody waits longer than for one step: who wants the lock meanwhile gets it in between."""
-    monkeypatch.setattr(looking, "_STEP", 64)
+    monkeypatch.setattr(inspector, "_STEP", 64)
     cache = PagedCache(20_000, PAGE)
     for i in range(3000):
         store(cache, [i % 50, i % 50, i, i, 0])
@@ -478,7 +478,7 @@ def test_a_map_of_many_runs_is_made_in_steps(monkeypatch):
     def counted(core):
         nonlocal steps
         steps += 1
-        enter(core)
+        return enter(core)
 
     monkeypatch.setattr(type(cache._core), "__enter__", counted)
     made = cache.map(nodes=100)

@@ -1,0 +1,82 @@
+"""`PendingCopies`: the page copies of one sequence that the engine has still to make."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvkeep.core.cache.core import Claim, Core
+    from kvkeep.core.pages import PageCopy
+    from kvkeep.core.pages.table import PageArray
+
+__all__ = ["PendingCopies"]
+
+
+class PendingCopies:
+    """Claims that wait to be taken, and claims that the engine took and may be copying.
+
+    Thread safety: none; under the cache's lock.
+    """
+
+    __slots__ = ("_core", "_made", "waiting")
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.waiting: list[Claim] = []
+        """Claims whose copies were not taken yet, in the order in which to make them."""
+        self._made: list[Claim] = []
+
+    def claims(self) -> list[Claim]:
+        """Return all claims."""
+        return self.waiting + self._made
+
+    def add(self, copy: PageCopy, hold: Any) -> None:
+        """Claim the source of ``copy``; takes over the caller's reference and hold."""
+        self.waiting.append(self._core.claim(copy, hold, self))
+
+    def take(self) -> list[PageCopy]:
+        """Return the waiting copies; those taken before are made."""
+        self.finish()
+        self._made, self.waiting = self.waiting, []
+        for claim in self._made:
+            if len(claim.sharers) > 1:
+                # A second copy could overwrite what was computed on the page after the first.
+                for other in claim.sharers:
+                    if other is not self:
+                        other.waiting.remove(claim)
+                claim.sharers = {self: None}
+        return [claim.copy for claim in self._made]
+
+    def finish(self) -> None:
+        """End the claims of copies that were taken: they are made."""
+        if self._made:
+            self._core.unclaim(self._made, self)
+            self._made = []
+
+    def drop_needless(self, unpublished: PageArray) -> None:
+        """Drop waiting claims whose target is not among the ``unpublished`` pages of the sequence.
+
+        Such a target left the table or was published, and so is complete.
+        """
+        if not self.waiting:
+            return
+        wanted = set(unpublished.tolist())
+        kept: list[Claim] = []
+        for claim in reversed(self.waiting):
+            if claim.copy.dst in wanted:
+                wanted.add(claim.copy.src)
+                kept.append(claim)
+            else:
+                self._core.unclaim([claim], self)
+        self.waiting = kept[::-1]
+
+    def share_with(self, fork: PendingCopies) -> None:
+        """Let a fork wait for the same copies."""
+        fork.waiting = self.waiting.copy()
+        for claim in self.waiting:
+            claim.sharers[fork] = None
+
+    def end(self) -> None:
+        """End all claims."""
+        self._core.unclaim(self.claims(), self)
+        self.waiting, self._made = [], []

@@ -1,0 +1,148 @@
+"""Opening a sequence: query the index, make sure that the pages can be had, then take them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvkeep.core.cache.row import TokenRow
+from kvkeep.core.cache.sequence import Sequence
+from kvkeep.core.cache.sessions import check_session
+from kvkeep.core.errors import InvalidValue
+from kvkeep.core.events import Opened
+from kvkeep.core.extras import as_extras
+from kvkeep.core.keys import as_namespace, chain_keys, root_key
+from kvkeep.core.pages import PageCopy
+from kvkeep.core.prefix.results import EMPTY_PAGES
+from kvkeep.core.tokens import TOKEN_BYTES, as_row, check_range
+
+if TYPE_CHECKING:
+    from kvkeep.core.cache.core import Core
+    from kvkeep.core.extras import ExtraLike, Extras
+    from kvkeep.core.keys import Namespace, NamespaceLike
+    from kvkeep.core.prefix import PrefixMatch
+    from kvkeep.core.tokens import TokenArray, TokensLike
+
+__all__ = ["CacheQuery", "find", "matched_tokens", "open_sequence"]
+
+
+class CacheQuery(NamedTuple):
+    """A prompt to look up or to open, in canonical form."""
+
+    tokens: TokenArray
+    namespace: Namespace
+    extras: Extras
+    session: str | None = None
+    turn: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tokens: TokensLike,
+        namespace: NamespaceLike,
+        extra: ExtraLike | None,
+        session: str | None = None,
+        turn: int | None = None,
+    ) -> CacheQuery:
+        """Convert and check arguments; token ids are checked later, against the match."""
+        row = as_row(tokens)
+        space = as_namespace(namespace)
+        extras = () if extra is None else as_extras(extra, len(row))
+        if session is not None or turn is not None:
+            session, turn = check_session(session, turn)
+        return cls(row, space, extras, session, turn)
+
+
+def find(core: Core, query: CacheQuery) -> PrefixMatch | None:
+    """Return the longest match of a query; `InvalidValue` for a negative token id."""
+    match = None
+    if core.reuse:
+        row = core.marks.known(query.tokens, query.extras) if query.extras else query.tokens
+        match = core.index.match(core.index.encoder(query.namespace).lookup(row), query.namespace)
+    _check_ids(core, query.tokens, match)
+    return match
+
+
+def matched_tokens(core: Core, match: PrefixMatch | None) -> int:
+    """Return how many leading tokens a match covers."""
+    return 0 if match is None else len(match.pages) * core.page_size + match.partial_tokens
+
+
+def _check_ids(core: Core, tokens: TokenArray, match: PrefixMatch | None) -> None:
+    """Refuse negative ids.
+
+    Tokens that equal stored ones are not negative, unless marks are stored: then all of the
+    prompt is checked.
+    """
+    check_range(tokens, 0 if len(core.marks) else matched_tokens(core, match))
+
+
+def open_sequence(core: Core, query: CacheQuery, *, priority: int, reserve: int) -> Sequence:
+    """Open a sequence; see `PagedCache.open`. The caller has the lock."""
+    tokens, namespace, extras, session, _ = query
+    if not len(tokens):
+        raise InvalidValue("a prompt has at least one token, got none")
+    index = core.index
+    encoder = index.encoder(namespace)
+    # The last token is never looked up: its logits are needed, so it is computed in any case.
+    wanted = core.marks.known(tokens[:-1], extras) if extras else tokens[:-1]
+    match = index.match(encoder.lookup(wanted), namespace) if core.reuse else None
+    _check_ids(core, tokens, match)
+    match, needed = _affordable(core, match, -(-len(tokens) // core.page_size), reserve)
+    hold, source = core.hold(match, namespace)
+    row = TokenRow(core.marks, tokens, extras)
+    sequence = Sequence(core, namespace, encoder, row, hold=hold, priority=priority)
+    shared = EMPTY_PAGES if match is None else match.pages
+    if session is not None:
+        core.observe(core.sessions)
+    for observer in core.observers:  # before `take` evicts: sessions order eviction
+        observer.opened(sequence, query, shared)
+    table = core.take(needed)
+    if len(shared):
+        core.pool.retain(shared)
+        table = np.concatenate((shared, table))
+    copy = None
+    if match is not None and source is not None:
+        copy = PageCopy(match.partial_page, int(table[len(shared)]), match.partial_tokens)
+        core.pool.retain([copy.src])
+        core.counters.partial_hits += 1
+    sequence.adopt(table, len(shared), copy=copy, source=source)
+    if index.policy.remembers and core.reuse:
+        sequence.known_pages = _known_pages(core, query)
+    core.counters.opened += 1
+    core.counters.prompt_tokens += len(tokens)
+    core.counters.hit_tokens += sequence.num_cached
+    if core.hooks:
+        core.emit(Opened(sequence.id, namespace, len(tokens), sequence.num_cached))
+    return sequence
+
+
+def _affordable(
+    core: Core, match: PrefixMatch | None, total: int, reserve: int
+) -> tuple[PrefixMatch | None, int]:
+    """Return the match to hold and the pages needed besides; `OutOfPages` before any change.
+
+    Holding a match takes its pages out of what can be evicted. A page that matches only in part
+    is left out of the match if the request could not be opened with that page held.
+    """
+    needed = total - (0 if match is None else len(match.pages))
+    if needed + reserve <= core.pool.num_free:
+        return match, needed
+    core.pins.expire()
+    available = core.available() - core.index.protects(match)
+    if needed + reserve > available and match is not None and match.source is not None:
+        match = match.without_partial()
+        available = core.available() - core.index.protects(match)
+        if needed + reserve <= available:
+            core.counters.partial_hits_given_up += 1
+    if needed + reserve > available:
+        raise core.short_of(needed + reserve, available)
+    return match, needed
+
+
+def _known_pages(core: Core, query: CacheQuery) -> int:
+    """Report the prompt to a policy with a history; return the leading pages in that history."""
+    size = core.history_tokens * TOKEN_BYTES
+    keys = chain_keys(root_key(query.namespace), query.tokens.tobytes(), size, query.extras)
+    return core.index.policy.requested(keys) * core.history_tokens // core.page_size

@@ -1,0 +1,28 @@
+"""What happened to each request, as one record, and the usage that adds up from it.
+
+An engine emits the events of `records`, each once, through one `Notifier`; explanations, spans,
+metrics and the dashboard read these events or the `UsageTable` made from them.
+"""
+
+from kvkeep.observe.usage.notifier import Notifier
+from kvkeep.observe.usage.records import (
+    LoadReport,
+    Outcome,
+    PromptComputed,
+    PromptStored,
+    RequestAdmitted,
+    RequestBegun,
+    RequestEnded,
+    RequestEvent,
+    RequestLoaded,
+    RequestObserver,
+    RequestOrigin,
+    RequestRecord,
+)  # fmt: skip
+from kvkeep.observe.usage.table import UsageTable
+
+__all__ = [
+    "LoadReport", "Notifier", "Outcome", "PromptComputed", "PromptStored", "RequestAdmitted",
+    "RequestBegun", "RequestEnded", "RequestEvent", "RequestLoaded", "RequestObserver",
+    "RequestOrigin", "RequestRecord", "UsageTable",
+]  # fmt: skip

@@ -1,0 +1,100 @@
+"""`ReuseHistory`: reuse in steps of five seconds, and late times to the first token."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+__all__ = ["FirstTokenTimes", "ReuseCounts", "ReuseHistory"]
+
+_BUCKET_S = 5
+_BUCKETS = 120  # ten minutes
+_WINDOW_S = 300.0
+_MOST_TIMES = 2000
+WARM = 0.5
+"""A request is warm if at least this share of its prompt was reused."""
+
+
+@dataclass(slots=True)
+class ReuseCounts:
+    """Requests, their prompt tokens, and how many of these were reused."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+
+    def add(self, prompt_tokens: int, reused_tokens: int) -> None:
+        """Count one request more."""
+        self.requests += 1
+        self.prompt_tokens += prompt_tokens
+        self.reused_tokens += reused_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenTimes:
+    """Seconds to the first token of late requests; None without any."""
+
+    count: int
+    p50_s: float | None
+    p95_s: float | None
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> FirstTokenTimes:
+        """Return the figures of these times."""
+        if not seconds:
+            return cls(0, None, None)
+        seconds.sort()
+        last = len(seconds) - 1
+        return cls(len(seconds), seconds[round(last * 0.5)], seconds[round(last * 0.95)])
+
+
+@dataclass(slots=True)
+class _Bucket(ReuseCounts):
+    """The requests admitted within five seconds; ``number`` counts such steps since 1970."""
+
+    number: int = 0
+
+
+class ReuseHistory:
+    """The last ten minutes, and the last 2,000 times to a first token. Thread safety: none.
+
+    Times are seconds since 1970.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._began = int(now) // _BUCKET_S
+        self._buckets: deque[_Bucket] = deque(maxlen=_BUCKETS)
+        self._times: deque[tuple[float, float, bool]] = deque(maxlen=_MOST_TIMES)
+
+    def bucket(self, now: float) -> ReuseCounts:
+        """Return the counts of the present five seconds."""
+        number = int(now) // _BUCKET_S
+        if not self._buckets or self._buckets[-1].number < number:  # the clock may be set back
+            self._buckets.append(_Bucket(number=number))
+        return self._buckets[-1]
+
+    def first_token(self, now: float, seconds: float, *, warm: bool) -> None:
+        """Note a time to the first token."""
+        self._times.append((now, seconds, warm))
+
+    def points(self, now: float) -> list[tuple[int, int, int]]:
+        """Return ``(seconds since 1970, prompt tokens, reused tokens)`` of each five seconds.
+
+        In order, since ten minutes ago or the start; the last five seconds are not over yet.
+        """
+        newest = self._buckets[-1].number if self._buckets else self._began
+        newest = max(int(now) // _BUCKET_S, newest)
+        first = max(self._began, newest - _BUCKETS + 1)
+        noted = {bucket.number: bucket for bucket in self._buckets}
+        empty = _Bucket()
+        return [
+            (number * _BUCKET_S, bucket.prompt_tokens, bucket.reused_tokens)
+            for number in range(first, newest + 1)
+            for bucket in (noted.get(number, empty),)
+        ]
+
+    def times(self, now: float) -> tuple[FirstTokenTimes, FirstTokenTimes]:
+        """Return the times to the first token in the last five minutes: cold, then warm."""
+        late = [(seconds, warm) for at, seconds, warm in self._times if at >= now - _WINDOW_S]
+        cold, warm = ([s for s, is_warm in late if is_warm == kind] for kind in (False, True))
+        return FirstTokenTimes.of(cold), FirstTokenTimes.of(warm)

@@ -1,0 +1,156 @@
+"""`RequestRecord` and the events in the life of a request: frozen, each emitted once.
+
+begun ──▶ admitted ──▶ loaded (with a store) ──▶ computed, stored … ──▶ ended
+
+A request that is aborted while it waits ends without being admitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvkeep.core.keys import Namespace
+    from kvkeep.core.tokens import TokenArray
+    from kvkeep.store import Miss
+
+__all__ = [
+    "LoadReport", "Outcome", "PromptComputed", "PromptStored", "RequestAdmitted", "RequestBegun",
+    "RequestEnded", "RequestEvent", "RequestLoaded", "RequestObserver", "RequestOrigin",
+    "RequestRecord",
+]  # fmt: skip
+
+Outcome = Literal["done", "aborted", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOrigin:
+    """Where a request comes from: the id of its answer, the endpoint, and its HTTP headers."""
+
+    id: str
+    endpoint: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Names are in lower case."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestRecord:
+    """A request as it was added to an engine; all its events refer to this one object."""
+
+    origin: RequestOrigin
+    prompt: TokenArray
+    namespace: Namespace
+    session: str | None = None
+    store: bool = True
+    """False: the request publishes nothing."""
+
+    @property
+    def id(self) -> str:
+        """The id of its answer."""
+        return self.origin.id
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The result of loading one request's prompt from the store.
+
+    Attributes:
+        requested: tokens behind what the pool had, without the prompt's last one, which is
+            computed in any case. 0 if they are less than a page, since no page is then loaded; of a
+            request that ended while it was loaded, only the tokens that had come.
+        sources: ``(start, stop, tier)`` of tokens that came, in order; ``tier`` had them at the
+            lookup, or was read since.
+        missing: the other requested tokens, in order: ``sources`` and ``missing`` together cover
+            tokens ``pool`` … ``pool + requested - 1`` without gaps.
+        seconds: from the lookup to the last block, or to the result that there is none.
+        late: whether tokens were left out because loading took too long.
+    """
+
+    requested: int = 0
+    sources: tuple[tuple[int, int, str], ...] = ()
+    missing: tuple[Miss, ...] = ()
+    seconds: float = 0.0
+    late: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that came from the store."""
+        return sum(stop - start for start, stop, _ in self.sources)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestBegun:
+    """An engine took the request on."""
+
+    request: RequestRecord
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestAdmitted:
+    """The request runs for the first time: ``cached_tokens`` of its prompt came from the pool.
+
+    ``sequence`` is the id of its sequence in the cache, ``turn`` the turn of its session. The
+    lookup and the allocation of pages took ``match_s`` seconds.
+    """
+
+    request: RequestRecord
+    sequence: int
+    cached_tokens: int
+    turn: int | None = None
+    match_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestLoaded:
+    """Nothing more comes from the store; once per admitted request of an engine with a store."""
+
+    request: RequestRecord
+    report: LoadReport
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptComputed:
+    """A step computed ``tokens`` of the prompt; ``seconds`` is their share of the step.
+
+    Tokens that are computed again, after a preemption, are reported again.
+    """
+
+    request: RequestRecord
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptStored:
+    """``tokens`` of the request were handed to the store, which took the engine ``seconds``."""
+
+    request: RequestRecord
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestEnded:
+    """Nothing more comes of the request: once per request, admitted or not.
+
+    ``generated`` tokens were handed out; ``ttft_s`` and ``seconds`` run from `RequestBegun` to the
+    first token (None without one) and to the end.
+    """
+
+    request: RequestRecord
+    outcome: Outcome
+    generated: int
+    ttft_s: float | None
+    seconds: float
+
+
+RequestEvent = (
+    RequestBegun | RequestAdmitted | RequestLoaded | PromptComputed | PromptStored | RequestEnded
+)
+RequestObserver = Callable[[RequestEvent], None]
+"""Called in the engine's thread, which waits for it: it must be quick. It ignores events of
+requests whose earlier events it has not seen."""
