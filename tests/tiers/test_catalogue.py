@@ -59,8 +59,8 @@ class Machine(RuleBasedStateMachine):
         self.catalogue = Catalogue(
             POLICIES[self.name], ttl=ttl, clock=self.clock, budget=40, ordered=ordered
         )
-        self.catalogue._packed = Packed(
-            self.catalogue._order.group_of, buckets=3
+        self.catalogue._table.packed = Packed(
+            self.catalogue._table.order.group_of, buckets=3
         )  # rows meet in one
         self.known: dict[bytes, Known] = {}
         self.quotas: dict[bytes, int] = {}
@@ -461,7 +461,7 @@ def test_pins_that_are_made_longer_again_and_again_do_not_pile_up() -> None:
         catalogue.pin([A], 100, 100)
         catalogue.pin([B], 50, 100)
         catalogue.unpin([B])
-    assert len(catalogue._pins) <= 2048
+    assert len(catalogue._table.pins) <= 2048
     catalogue.pin([B], 50, 100)
     clock.now += 51
     assert catalogue.victims(100) == [B]
@@ -564,7 +564,7 @@ def test_the_order_is_the_same_with_a_bound(name: str, ordered: int | None) -> N
         assert set(plain.blocks()) == set(bounded.blocks())
     bounded.check()
     if ordered is not None:
-        assert len(bounded._blocks) <= ordered
+        assert len(bounded._table.blocks) <= ordered
     assert sorted(plain.victims(10**6)) == sorted(bounded.victims(10**6))
 
 
@@ -675,7 +675,9 @@ def test_a_clock_that_was_ahead_does_not_keep_blocks_for_ever() -> None:
 def test_memory_of_a_block_is_small() -> None:
     """benchmarks/store_growth.py has the figure for a million."""
     catalogue = Catalogue(LRU, ordered=1000)
-    catalogue._packed = Packed(catalogue._order.group_of, buckets=2048)  # as full as with a million
+    catalogue._table.packed = Packed(
+        catalogue._table.order.group_of, buckets=2048
+    )  # as full as with a million
     tracemalloc.start()
     try:
         catalogue.fill((bytes(16) + os.urandom(32), 1000, 0.0) for _ in range(30_000))

@@ -10,6 +10,7 @@ from tier_bench import PAGE, RAW, Bench, content, get, name, put, settle, there
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.tiers.block_table import BlockTable
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.known import KnownBlocks
 from kvkeep.store.tiers.listing import Listing
@@ -153,7 +154,7 @@ def test_a_fault_of_ours_between_listed_records(bench: Bench) -> None:
     for number in range(3):
         assert tier.save(name(number), record)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Catalogue, "_list", broken)
+        patch.setattr(BlockTable, "list", broken)
         with pytest.raises(TypeError, match="planted"):
             tier.relist()
     assert tier.breaker.opened == tier.counters.errors == 0

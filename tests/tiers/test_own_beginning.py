@@ -160,7 +160,7 @@ def test_it_lets_go_when_a_read_fails(bench: Bench, monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     settle(store)
     assert there(tier) == [0, 1]
-    assert not [one for one in tier.catalogue._blocks.values() if one.held]
+    assert not [one for one in tier.catalogue._table.blocks.values() if one.held]
 
 
 def test_what_goes_down_for_it_pushes_out_nothing_of_it(bench: Bench) -> None:

@@ -191,7 +191,7 @@ def checked(store: TieredStore) -> None:
     assert store.memory.leaving_bytes == 0
     assert store.idle
     for tier in [store.memory, *store.tiers]:
-        held = [one.block for one in tier.catalogue._blocks.values() if one.held]
+        held = [one.block for one in tier.catalogue._table.blocks.values() if one.held]
         assert not held, "a block is held for ever"
     for tier in store.tiers:
         assert tier.writing.cost == tier.writing.unfinished == tier.reading.unfinished == 0

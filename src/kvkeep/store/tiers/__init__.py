@@ -18,7 +18,9 @@ One tier:
 memory.py        the memory above the tiers
 tier.py          one backend below it, with its threads
 calls.py         calls to the backend: where its failures become misses; breaker.py, workers.py
-known.py         which blocks it holds; catalogue.py, packed.py: in which order they are evicted
+health.py        whether reading and writing it is of use now
+known.py         which blocks it holds and serves
+catalogue.py     their order of eviction: block_table.py, eviction_order.py, tier_pins.py, packed.py
 listing.py       keeps that in step with the backend; lookups.py: asks it; notes.py: namespaces
 space.py         makes room within budget and quotas; turns.py: fairly
 record.py        a block as it is stored: header, checksum, payload; record_codec.py: encoded

@@ -138,11 +138,14 @@ class BackendCall:
         failed: the backend raised.
         decisive: the call did the work that its kind is about. One that did not, such as a read of
             a record that is gone, does not close an open breaker.
+        continues: another call of the same operation follows. What both notice is one loss of the
+            backend, and is acted on after the last one.
         due: when it counts as hung, in seconds of the monotonic clock.
     """
 
     __slots__ = (
-        "_calls", "_ours", "_started", "decisive", "due", "failed", "kind", "method", "part",
+        "_calls", "_ours", "_started",
+        "continues", "decisive", "due", "failed", "kind", "method", "part",
     )  # fmt: skip
 
     def __init__(self, calls: BackendCalls, method: str, kind: Kind | None, part: str) -> None:
@@ -152,6 +155,7 @@ class BackendCall:
         self.part = part
         self.failed = False
         self.decisive = True
+        self.continues = False
         self.due = self._started = 0.0
         self._ours: BaseException | None = None
 
@@ -179,7 +183,7 @@ class BackendCall:
         calls = self._calls
         del calls.running[self]
         breaker = None if self.kind is None else calls.breaker(self.kind, self.part)
-        if error is None:
+        if error is None and not self.continues:
             calls.check_doubts()
         if error is None or isinstance(error, OutOfRoom) or self._ours is not None:
             self._returned(breaker, worked=error is None and self.decisive)

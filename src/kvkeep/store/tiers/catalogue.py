@@ -7,20 +7,18 @@ import time
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.tiers.eviction_order import EvictionOrder, OrderedBlock, popped
-from kvkeep.store.tiers.packed import Packed, PackedRow
-from kvkeep.store.tiers.tier_pins import TierPins
+from kvkeep.store.tiers.block_table import BlockTable
+from kvkeep.store.tiers.eviction_order import OrderedBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
 
     from kvkeep.core.eviction import EvictionPolicy
+    from kvkeep.store.tiers.packed import PackedRow
 
 __all__ = ["Catalogue"]
 
 _AT_ONCE: Final = 1024  # blocks of a listing that are taken over under one lock
-_PACKED_AT_ONCE: Final = 32
 _ROUNDS: Final = 1 << 16
 
 
@@ -64,23 +62,14 @@ class Catalogue:
         self.budget = budget
         self._clock = clock
         self._lock = threading.Lock()
-        self._blocks: dict[bytes, OrderedBlock] = {}
-        self._order = EvictionOrder(policy, budget)
-        self._packed = Packed(self._order.group_of)
-        self._pins = TierPins(self._blocks, self._order)
-        self._ordered = ordered
-        self._round = 0  # the number of the last listing
+        self._table = BlockTable(policy, budget, ordered, unit)
         self._filling = threading.Lock()
         self._gone: set[bytes] | None = None  # forgotten while a listing goes on
-        self._spaces: dict[bytes, int] = {}
-        self._bytes = 0
-        self._taken = 0  # the same in whole units
-        self._serial = 0
 
     # --- queries ---------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self._blocks) + len(self._packed)
+        return len(self._table)
 
     def __contains__(self, block: object) -> bool:
         known = self._known(block)  # type: ignore[arg-type]
@@ -89,24 +78,24 @@ class Catalogue:
     @property
     def total_bytes(self) -> int:
         """Bytes of all records."""
-        return self._bytes
+        return self._table.bytes
 
     @property
     def policy(self) -> str:
         """The name of the policy of namespaces without a quota."""
-        return self._order.shared.name
+        return self._table.order.shared.name
 
     @property
     def remembers(self) -> bool:
         """Whether the policies learn of requests; see `requested`."""
-        return self._order.remembers
+        return self._table.order.remembers
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes that are pinned now."""
         with self._lock:
-            self._pins.unpin_expired(self._clock())
-            return self._pins.bytes
+            self._table.pins.unpin_expired(self._clock())
+            return self._table.pins.bytes
 
     def outlived(self, block: bytes) -> bool:
         """Whether ``block`` is known and has expired."""
@@ -122,8 +111,8 @@ class Catalogue:
 
     def leading(self, blocks: Sequence[bytes]) -> int:
         """Return how many of ``blocks`` are here before the first that is not."""
-        plain = self.ttl is None and not len(self._packed)
-        there: Container[object] = self._blocks if plain else self
+        plain = self.ttl is None and not len(self._table.packed)
+        there: Container[object] = self._table.blocks if plain else self
         for count, block in enumerate(blocks):
             if block not in there:
                 return count
@@ -132,19 +121,19 @@ class Catalogue:
     def spaces(self) -> dict[bytes, int]:
         """Return the bytes of each namespace."""
         with self._lock:
-            return dict(self._spaces)
+            return dict(self._table.spaces)
 
     def blocks(self, space: bytes | None = None) -> list[bytes]:
         """Return the ids of all blocks, or of those of one namespace."""
         with self._lock:
-            known = [*self._blocks, *(row.block for row in self._packed)]
+            known = [*self._table.blocks, *(row.block for row in self._table.packed)]
             return [block for block in known if space is None or block.startswith(space)]
 
     def may_free(self, needed: int) -> bool:
         """Whether ``needed`` bytes could be freed, if held blocks are freed in time."""
         with self._lock:
-            self._pins.unpin_expired(self._clock())
-            return self._taken - self._pins.bytes >= needed
+            self._table.pins.unpin_expired(self._clock())
+            return self._table.taken - self._table.pins.bytes >= needed
 
     def fits(self, space: bytes) -> int | None:
         """Return how many blocks of a namespace there is room for, None where there is no budget.
@@ -155,9 +144,9 @@ class Catalogue:
             count = len(self)
             if not count or not self.budget:
                 return None
-            fit = self.budget * count // self._taken
-            limit = self._order.quotas.get(space)
-            return fit if limit is None else min(fit, limit * count // self._bytes)
+            fit = self.budget * count // self._table.taken
+            limit = self._table.order.quotas.get(space)
+            return fit if limit is None else min(fit, limit * count // self._table.bytes)
 
     def now(self) -> float:
         """Return the time by which uses are noted, in Unix seconds."""
@@ -168,7 +157,7 @@ class Catalogue:
     def add(self, block: bytes, size: int, *, hold: bool = False) -> None:
         """Add or replace ``block``, of ``size`` bytes, as used now; with ``hold``, hold it."""
         with self._lock:
-            self._add(block, size, self._clock())
+            self._table.add(block, size, self._clock())
             if hold:
                 self._hold(block)
 
@@ -177,7 +166,7 @@ class Catalogue:
         with self._lock:
             now = self._clock()
             for block in blocks:
-                self._add(block, size, now)
+                self._table.add(block, size, now)
 
     def fill(self, found: Iterable[tuple[bytes, int, float]]) -> list[bytes]:
         """Take over a listing of the backend: (block, bytes, last use). Return what it lacks.
@@ -191,15 +180,17 @@ class Catalogue:
         """
         with self._filling:
             with self._lock:
-                self._round = (self._round + 1) % _ROUNDS
-                self._packed.begin_listing()
+                self._table.round = (self._table.round + 1) % _ROUNDS
+                self._table.packed.begin_listing()
                 self._gone = set()
             try:
                 items = iter(found)
                 while some := sorted(islice(items, _AT_ONCE), key=lambda item: item[2]):
                     with self._lock:
                         for block, size, used in some:
-                            self._list(block, size, used)
+                            self._table.list(
+                                block, size, used, forgotten=block in (self._gone or ())
+                            )
             finally:
                 with self._lock:
                     self._gone = None
@@ -213,7 +204,7 @@ class Catalogue:
         """
         if self.remembers and blocks:
             with self._lock:
-                self._order.requested(blocks)
+                self._table.order.requested(blocks)
 
     def used(
         self, blocks: Sequence[bytes], grain: float = 30.0, *, new: Container[bytes] = ()
@@ -227,13 +218,12 @@ class Catalogue:
         late = []
         with self._lock:
             for name in reversed(blocks):
-                block = self._unpacked(name)
+                block = self._table.ordered(name)
                 if block is None:
                     continue
                 block.used = now
-                self._serial += 1
-                block.serial = self._serial
-                self._order.used(block, new=name in new)
+                block.serial = self._table.next_serial()
+                self._table.order.used(block, new=name in new)
                 if not 0.0 <= now - block.noted < grain:  # the clock may have been ahead
                     block.noted = now
                     late.append(name)
@@ -242,7 +232,7 @@ class Catalogue:
     def unnoted(self) -> list[tuple[bytes, float]]:
         """Return the uses that the backend was not told of, oldest first; they count as told."""
         with self._lock:
-            late = [block for block in self._blocks.values() if block.used > block.noted]
+            late = [block for block in self._table.blocks.values() if block.used > block.noted]
             late.sort(key=lambda block: block.serial)
             for block in late:
                 block.noted = block.used
@@ -277,7 +267,7 @@ class Catalogue:
         with self._lock:
             if self._gone is not None:
                 self._gone.add(block)
-            return self._forget(block)
+            return self._table.forget(block)
 
     def victims(
         self, needed: int, space: bytes | None = None, outlived: list[bytes] | None = None
@@ -289,15 +279,15 @@ class Catalogue:
         """
         gone: list[bytes] = []
         with self._lock:
-            self._pins.unpin_expired(self._clock())
+            self._table.pins.unpin_expired(self._clock())
             while needed > 0:
-                victim = self._next(space)
+                victim = self._table.next_victim(space)
                 if victim is None:
                     break
-                self._drop(victim)
+                self._table.drop(victim)
                 if self._gone is not None:
                     self._gone.add(victim.block)
-                needed -= self._takes(victim.size)
+                needed -= self._table.takes(victim.size)
                 into = gone if outlived is None or not self._expired(victim) else outlived
                 into.append(victim.block)
         return gone
@@ -307,35 +297,37 @@ class Catalogue:
         if self.ttl is None:
             return []
         with self._lock:
-            late = (block for block in self._blocks.values() if self._expired(block))
+            late = (block for block in self._table.blocks.values() if self._expired(block))
             old = [block.block for block in islice(late, limit)]
             for name in old:
-                self._forget(name)
-        for part in self._packed.parts():
+                self._table.forget(name)
+        for part in self._table.packed.parts():
             if len(old) >= limit:
                 break
             with self._lock:
-                rows = self._packed.sweep(part, self._expired)[: limit - len(old)]
+                rows = self._table.packed.sweep(part, self._expired)[: limit - len(old)]
                 for row in rows:
-                    self._forget(row.block)
+                    self._table.forget(row.block)
             old += (row.block for row in rows)
         return old
 
     def set_quota(self, space: bytes, limit: int) -> None:
         """Limit a namespace to ``limit`` bytes; see `over_quota`."""
         with self._lock:
-            blocks = (block for block in self._blocks.values() if block.block.startswith(space))
-            if self._order.set_quota(space, limit, blocks):
-                self._packed.regroup()
+            blocks = (
+                block for block in self._table.blocks.values() if block.block.startswith(space)
+            )
+            if self._table.order.set_quota(space, limit, blocks):
+                self._table.packed.regroup()
 
     def over_quota(self, space: bytes, more: int) -> int:
         """Return the bytes to evict from a namespace before ``more`` are added; -1: never fits."""
-        limit = self._order.quotas.get(space)
+        limit = self._table.order.quotas.get(space)
         if limit is None:
             return 0
         if more > limit:
             return -1
-        return max(0, self._spaces.get(space, 0) + more - limit)
+        return max(0, self._table.spaces.get(space, 0) + more - limit)
 
     def pin(self, blocks: Sequence[bytes], seconds: float, most: int) -> list[bytes]:
         """Keep those of ``blocks`` that are here from eviction for so long; return which.
@@ -345,200 +337,79 @@ class Catalogue:
         until = self._clock() + seconds
         pinned: list[bytes] = []
         with self._lock:
-            self._pins.unpin_expired(self._clock())
+            self._table.pins.unpin_expired(self._clock())
             for name in blocks:
-                block = self._unpacked(name)
+                block = self._table.ordered(name)
                 if block is None or self._expired(block):
                     continue
-                if not self._pins.pin(block, until, most):
+                if not self._table.pins.pin(block, until, most):
                     break
                 pinned.append(name)
-            self._pins.compact()
+            self._table.pins.compact()
         return pinned
 
     def unpin(self, blocks: Sequence[bytes]) -> list[bytes]:
         """Allow ``blocks`` to be evicted again; return those that were pinned."""
         with self._lock:
-            self._pins.unpin_expired(self._clock())
+            self._table.pins.unpin_expired(self._clock())
             unpinned: list[bytes] = []
             for name in blocks:
-                block = self._blocks.get(name)
+                block = self._table.blocks.get(name)
                 if block is not None and block.pinned:
-                    self._pins.unpin(block)
+                    self._table.pins.unpin(block)
                     unpinned.append(name)
         return unpinned
 
     # --- internals that take the lock ------------------------------------------------------------
 
     def _known(self, block: bytes) -> OrderedBlock | PackedRow | None:
-        known = self._blocks.get(block)
-        if known is not None or not len(self._packed):
+        known = self._table.blocks.get(block)
+        if known is not None or not len(self._table.packed):
             return known
         with self._lock:
-            return self._blocks.get(block) or self._packed.get(block)
+            return self._table.get(block)
 
     def _order_listed(self) -> None:
         """Have the policies order as many listed blocks as they may, the newest."""
         with self._lock:
-            self._packed.end_listing()
-            most = len(self._packed) if self._ordered is None else self._ordered
-            newest = self._packed.newest(most)
+            self._table.packed.end_listing()
+            newest = self._table.packed.newest(self._table.most_ordered)
         for start in range(0, len(newest), _AT_ONCE):
             with self._lock:
                 for block in newest[start : start + _AT_ONCE]:
-                    self._unpacked(block)
+                    self._table.ordered(block)
 
     def _not_listed(self) -> list[bytes]:
         """Forget and return what the last listing did not find."""
         with self._lock:
-            gone = [one.block for one in self._blocks.values() if one.round != self._round]
+            gone = [
+                one.block for one in self._table.blocks.values() if one.round != self._table.round
+            ]
             for block in gone:
-                self._forget(block)
-        for part in self._packed.parts():
+                self._table.forget(block)
+        for part in self._table.packed.parts():
             with self._lock:
-                rows = self._packed.sweep(part, lambda row: row.round != self._round)
+                rows = self._table.packed.sweep(part, lambda row: row.round != self._table.round)
                 for row in rows:
-                    self._forget(row.block)
+                    self._table.forget(row.block)
             gone += (row.block for row in rows)
         return gone
 
     # --- internals under the lock ----------------------------------------------------------------
 
-    def _list(self, name: bytes, size: int, used: float) -> None:
-        """A listing found a block."""
-        known = self._blocks.get(name)
-        if known is not None:
-            known.round = self._round
-            if used > known.used:
-                known.used = known.noted = used
-        elif not self._packed.seen(name, used, self._round) and name not in (self._gone or ()):
-            self._packed.add(name, size, used, 0, self._round)
-            self._count(name, 0, size)
-
-    def _unpacked(self, name: bytes) -> OrderedBlock | None:
-        """Return a block as a policy orders it, from now on if it was a row; None if unknown."""
-        block = self._blocks.get(name)
-        if block is not None:
-            return block
-        row = self._packed.take(name)
-        if row is None:
-            return None
-        return self._insert(OrderedBlock(name, row.size, row.used, row.round), row.hits)
-
-    def _insert(self, block: OrderedBlock, hits: int) -> OrderedBlock:
-        """Have a policy order ``block``, which is new to it."""
-        self._order.fit(block.size)
-        if self._ordered is not None and len(self._blocks) >= self._ordered:
-            self._pack(self._order.of(block.block))
-        self._blocks[block.block] = block
-        self._serial += 1
-        block.serial = self._serial
-        self._order.order(block, hits)
-        return block
-
-    def _pack(self, policy: EvictionPolicy) -> None:
-        """Turn what ``policy`` would evict first into rows."""
-        for _ in range(min(_PACKED_AT_ONCE, 1 + (self._ordered or 0) // 16)):
-            block = popped(policy)
-            if block is None:
-                return
-            self._packed.add(block.block, block.size, block.used, block.hits, block.round)
-            del self._blocks[block.block]
-
-    def _add(self, name: bytes, size: int, used: float) -> None:
-        block = self._unpacked(name)
-        if block is None:
-            self._count(name, 0, size)
-            self._insert(OrderedBlock(name, size, used, self._round), 0)
-            return
-        self._order.discard(block)  # replaced: the record may have another size
-        self._count(name, block.size, size)
-        if block.pinned:
-            self._pins.bytes += size - block.size
-        block.size = size
-        block.used = block.noted = used
-        block.round = self._round
-        self._insert(block, block.hits)
-
     def _hold(self, name: bytes) -> bool:
-        block = self._unpacked(name)
+        block = self._table.ordered(name)
         if block is None:
             return False
-        self._order.discard(block)
+        self._table.order.discard(block)
         block.held += 1
         return True
 
     def _free(self, name: bytes) -> None:
-        block = self._blocks.get(name)
+        block = self._table.blocks.get(name)
         if block is not None and block.held:
             block.held -= 1
-            self._order.restore(block)
-
-    def _forget(self, name: bytes) -> bool:
-        block = self._blocks.get(name)
-        if block is not None:
-            self._order.discard(block)
-            self._drop(block)
-            return True
-        row = self._packed.take(name)
-        if row is None:
-            return False
-        self._count(name, row.size, 0)
-        return True
-
-    def _drop(self, block: OrderedBlock) -> None:
-        if self._blocks.pop(block.block, None) is None:
-            self._packed.take(block.block)
-        self._count(block.block, block.size, 0)
-        if block.pinned:
-            self._pins.bytes -= block.size
-
-    def _takes(self, size: int) -> int:
-        return -(-size // self.unit) * self.unit
-
-    def _count(self, name: bytes, before: int, after: int) -> None:
-        self._bytes += after - before
-        self._taken += self._takes(after) - self._takes(before)
-        space = name[:SPACE_BYTES]
-        held = self._spaces.get(space, 0) + after - before
-        if held:
-            self._spaces[space] = held
-        else:
-            self._spaces.pop(space, None)
-
-    def _next(self, space: bytes | None) -> OrderedBlock | None:
-        """Take the next victim of a namespace with a quota, or of all."""
-        if space is not None and space in self._order.own:
-            return self._candidate(space)
-        oldest = self._candidate(None)
-        for own in self._order.own:
-            other = self._candidate(own)
-            if other is None:
-                continue
-            if oldest is None:
-                oldest = other
-            elif self._age(other) < self._age(oldest):
-                self._put_back(oldest)
-                oldest = other
-            else:
-                self._put_back(other)
-        return oldest
-
-    def _candidate(self, group: bytes | None) -> OrderedBlock | None:
-        """Take what one policy evicts next: its oldest row, if it has one."""
-        row = self._packed.oldest(group)
-        if row is not None:
-            return OrderedBlock(row.block, row.size, row.used, row.round)
-        return self._order.pop(group)
-
-    def _age(self, block: OrderedBlock) -> tuple[bool, float]:
-        """Return a key that is smaller for what is evicted first, whichever policy named it."""
-        ordered = block.block in self._blocks
-        return (True, block.serial) if ordered else (False, block.used)
-
-    def _put_back(self, block: OrderedBlock) -> None:
-        if block.block in self._blocks:  # a row was never taken out
-            self._order.put_back(block)
+            self._table.order.restore(block)
 
     def _expired(self, known: OrderedBlock | PackedRow) -> bool:
         if self.ttl is None:
@@ -551,17 +422,4 @@ class Catalogue:
     def check(self) -> None:
         """Recount everything; an AssertionError is a bug of kvkeep."""
         with self._lock:
-            self._packed.check()
-            rows = list(self._packed)
-            assert not self._blocks.keys() & {row.block for row in rows}
-            known: list[OrderedBlock | PackedRow] = [*self._blocks.values(), *rows]
-            assert self._bytes == sum(one.size for one in known)
-            assert self._taken == sum(self._takes(one.size) for one in known)
-            pinned = [block for block in self._blocks.values() if block.pinned]
-            assert self._pins.bytes == sum(block.size for block in pinned)
-            spaces: dict[bytes, int] = {}
-            for one in known:
-                space = one.block[:SPACE_BYTES]
-                spaces[space] = spaces.get(space, 0) + one.size
-            assert spaces == self._spaces
-            assert len(self._order) == sum(one.evictable for one in self._blocks.values())
+            self._table.check()

@@ -104,7 +104,10 @@ class Demoter:
             self._queue.end(target, block, pending, saved=True)
             return
         until = time.monotonic() + _PATIENCE * min(source.timeout, target.timeout)
-        stuck = target.unwritable(block) or target.stuck_for() > _PATIENCE * target.timeout
+        stuck = (
+            target.health.unwritable(block)
+            or target.health.stuck_for() > _PATIENCE * target.timeout
+        )
         # A hidden block could not be deleted: it must not be spread.
         record = None if stuck or source.is_hidden(block) else source.fetch(block)
         if record is None:

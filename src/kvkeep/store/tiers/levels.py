@@ -99,7 +99,7 @@ class Levels:
         healthy: list[Tier] = []
         failing: list[tuple[Tier, Loss]] = []
         for tier in self.tiers:
-            trouble = tier.trouble(since)
+            trouble = tier.health.trouble(since)
             if trouble is None:
                 healthy.append(tier)
             else:
@@ -113,7 +113,7 @@ class Levels:
             return None
         last = self.losses.of(block)
         for tier, trouble in failing:
-            if trouble.detail == "breaker" and not tier.unread(block):
+            if trouble.detail == "breaker" and not tier.health.unread(block):
                 continue  # the breaker of another part of the backend is open
             # A tier that lost the block itself does not have it, whether it answers or not.
             lost_here = last is not None and last.tier == tier.name and not tier.knows(block)

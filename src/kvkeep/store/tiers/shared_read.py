@@ -125,15 +125,15 @@ class SharedRead:
             tier, self._attempt = self._tiers[0], self._attempt + 1
             self._began = False
             self._since = time.monotonic()
-            if tier.unread(self.block):  # the queue may be behind calls that hang
-                tier.note_failure()
+            if tier.health.unread(self.block):  # the queue may be behind calls that hang
+                tier.health.note_failure()
             elif tier.reading.submit(
                 partial(self._read, tier, self._attempt),
                 given_up=partial(self._over, tier, self._attempt),
             ):
                 return
             else:
-                tier.note_failure(late="queue full")
+                tier.health.note_failure(late="queue full")
             self._tiers.pop(0)
         self._done = True
         self._changed.notify_all()
@@ -142,12 +142,12 @@ class SharedRead:
         """Under the lock: the first tier, if there is one, took too long."""
         if self._tiers:
             tier = self._tiers.pop(0)
-            tier.note_failure(late="no answer")
+            tier.health.note_failure(late="no answer")
             if self._began:
                 part = tier.backend.part(self.block)
                 tier.breaker.of("read", part).failed(f"no answer in {tier.timeout:g} s")
             else:  # it waits for a thread: the calls that hang are charged
-                tier.unread(self.block)
+                tier.health.unread(self.block)
         self._read_next()
 
     def _read(self, tier: Tier, attempt: int) -> None:

@@ -17,10 +17,11 @@ from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.counters import TierCounters, TierStats
+from kvkeep.store.tiers.health import TierHealth
 from kvkeep.store.tiers.known import KnownBlocks
 from kvkeep.store.tiers.listing import Listing
 from kvkeep.store.tiers.lookups import query_sizes
-from kvkeep.store.tiers.loss_log import Loss, LossLog
+from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.record import BadRecord, OtherVersion
 from kvkeep.store.tiers.record_codec import NotForUs, RecordCodec, RecordRoom, WrongSize
 from kvkeep.store.tiers.space import PutFailed, TierSpace
@@ -40,8 +41,6 @@ _LISTING_SHARE = 20  # `expire` waits so many times as long as its last listing 
 _TOUCH_COST = 1024  # bytes that a queued touch of a block counts for, about
 ORDERED = 1 << 16
 """Blocks that a tier's policy orders; those beyond, which are evicted first, take less memory."""
-_SLOW_READ = 0.05  # seconds; a read that takes longer is slow for any backend
-_MOSTLY = 0.5  # of the time since a request began that one read runs: the request waited for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +130,7 @@ class Tier:
         self._calls = BackendCalls(
             self.name, self.backend, self.breaker, self.counters, self._doubted
         )
+        self.health = TierHealth(self._calls, self.reading, self.writing)
         self._records = RecordCodec(spec.codec, spec.codec_of)
         self._listing = Listing(
             self._calls, self._known, self.losses, {} if notes is None else notes, self._quarantine
@@ -211,15 +211,7 @@ class Tier:
 
     def serves(self, block: bytes) -> bool:
         """Whether ``block`` is known to be here and can be read now; asks nobody."""
-        return self.knows(block) and not self.unread(block)
-
-    def unread(self, block: bytes) -> bool:
-        """Whether reading ``block`` is of no use now: such calls fail or hang."""
-        if self._calls.usual:
-            return False
-        self._calls.report_hung("lookup", "read")
-        part = self.backend.part(block)
-        return self.breaker.blocks("read", part) or self.breaker.blocks("lookup", part)
+        return self.knows(block) and not self.health.unread(block)
 
     def may_hold(self, block: bytes) -> bool:
         """Whether this tier may hold ``block`` although it cannot be asked now."""
@@ -233,38 +225,6 @@ class Tier:
         """Have ``blocks`` count as missing until they are written anew."""
         self._known.hide(blocks)
 
-    def note_failure(self, late: str | None = None) -> None:
-        """Count that a reader got nothing: too late, for the reason ``late``, or not allowed."""
-        if late is None:
-            self.counters.count(skipped_calls=1)
-            self._calls.note_failure("unavailable", "breaker")
-        else:
-            self.counters.count(late=1)
-            self._calls.note_failure("late", late)
-
-    def trouble(self, since: float | None = None) -> Loss | None:
-        """Return why reading is of no use now, or was not at some time ``since`` (Unix seconds)."""
-        if self.breaker.any_blocks("read", "lookup"):
-            return Loss(self.name, "unavailable", time.time(), "breaker")
-        if since is None:
-            return None
-        last, now = self._calls.last_failure, time.time()
-        if last is not None and last.at is not None and last.at >= since:
-            return last
-        if self.reading.longest > max(_SLOW_READ, _MOSTLY * (now - since)):
-            return Loss(self.name, "late", now, "no answer")
-        return None
-
-    def unwritable(self, block: bytes) -> bool:
-        """Whether writing ``block`` is of no use now: such calls fail or hang."""
-        if self._calls.usual:
-            return False
-        return self._writers_hang() or self.breaker.blocks("write", self.backend.part(block))
-
-    def _writers_hang(self) -> bool:
-        self._calls.report_hung("write", "touch", "delete", "flush")
-        return self.writing.stuck(self.timeout) and self.stuck_for() > self.timeout
-
     def probe(self, blocks: Sequence[bytes], until: float | None = None) -> int:
         """Return how many leading ``blocks`` are here, asking the backend.
 
@@ -276,7 +236,7 @@ class Tier:
         mark = self._known.before_query()
         sizes = query_sizes(
             self._calls, self.reading, blocks,
-            until=until, unread=self.unread, answered=self._answered,
+            until=until, unread=self.health.unread, answered=self._answered,
         )  # fmt: skip
         leading = 0
         for block in blocks:
@@ -430,6 +390,7 @@ class Tier:
             with self._calls.to("sizes", "write", part) as call:
                 there = self.backend.sizes([block])
                 call.decisive = False  # it shows nothing of whether writing works
+                call.continues = there[0] is None
             if call.failed:
                 return "write failed"
             self._calls.breaker("lookup", part).succeeded()
@@ -482,7 +443,7 @@ class Tier:
         The backend is told in a writer thread, and expired blocks are removed now and then.
         """
         late = self.catalogue.used(blocks, new=new) if self.indexed else list(reversed(blocks))
-        if late and not self._writers_hang():
+        if late and not self.health.writers_hang():
             now = self.catalogue.now()
             uses = [(block, now) for block in late]
             self.writing.submit(lambda: self._touch(uses), _TOUCH_COST * len(late))
@@ -514,24 +475,6 @@ class Tier:
         while old := self.catalogue.expired():
             self.losses.note(old, self.name, "removed", "ttl")
             self.remove(old)
-
-    def settled(self, timeout: float | None) -> bool:
-        """Wait until the write queue is empty, ``timeout`` seconds at most; whether it is.
-
-        Gives up early on a write that takes longer than the backend's own timeout.
-        """
-        until = float("inf") if timeout is None else time.monotonic() + timeout
-        while True:
-            hangs = self.timeout - self.stuck_for()
-            left = min(hangs, until - time.monotonic())
-            if self.writing.wait(max(0.0, left)):
-                return True
-            if hangs <= 0 or time.monotonic() >= until:
-                return False
-
-    def stuck_for(self) -> float:
-        """Return the seconds for which the longest write has made no progress."""
-        return min(self.writing.longest, time.monotonic() - self.backend.last_progress)
 
     def flush(self) -> bool:
         """Make what was written durable, with its times of use; whether the backend could."""

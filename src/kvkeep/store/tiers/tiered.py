@@ -206,7 +206,7 @@ class TieredStore:
         with self._closed_is_illegal():
             request.store(blocks)
         for tier in self.tiers if wait is not None else ():
-            tier.settled(max(0.0, until - time.monotonic()))
+            tier.health.settled(max(0.0, until - time.monotonic()))
         written = request.written
         if len(blocks) > len(written.kept) + len(written.already):
             self.check_open()  # closed meanwhile: there may have been room
@@ -283,7 +283,7 @@ class TieredStore:
         flushed: list[bool] = []
         for tier in self.tiers:
             tier.writing.submit(partial(_flush, tier, flushed), 0, _left(until))
-        written = [tier.settled(_left(until)) for tier in self.tiers]
+        written = [tier.health.settled(_left(until)) for tier in self.tiers]
         complete &= not self._queue.waits_for_deletions
         return complete and all(written) and flushed == [True] * len(self.tiers)
 
@@ -295,7 +295,7 @@ class TieredStore:
             if isinstance(move, Demote):
                 tier = self._levels.tier(move.target)
                 self._queue.write(tier, item.block, _left(until), saved.append)
-        written = [tier.settled(_left(until)) for tier in self.tiers]
+        written = [tier.health.settled(_left(until)) for tier in self.tiers]
         return all(written) and all(saved)
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -314,7 +314,7 @@ class TieredStore:
         complete = self._flush(timeout)
         threads = [(tier, work) for tier in self.tiers for work in (tier.reading, tier.writing)]
         for tier, work in threads:
-            complete &= work is tier.reading or tier.settled(_left(until))
+            complete &= work is tier.reading or tier.health.settled(_left(until))
             work.close(0.0)
         for tier, work in threads:  # calls under way end in time, unless the backend hangs
             work.join(min(_left(until) or 0.0, tier.timeout - work.longest))

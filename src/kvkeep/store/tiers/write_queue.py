@@ -127,14 +127,16 @@ class WriteQueue:
                     tier.catalogue.free(block)
 
         def drop() -> None:
-            why = "breaker" if tier.unwritable(block) else "queue full"
+            why = "breaker" if tier.health.unwritable(block) else "queue full"
             self.note_dropped(tier, block, why)
             done(saved=False)
 
         cost = 0 if lease is None else len(lease.record)
         taken = False
         try:
-            taken = not tier.unwritable(block) and tier.writing.submit(save, cost, wait, drop)
+            taken = not tier.health.unwritable(block) and tier.writing.submit(
+                save, cost, wait, drop
+            )
         finally:  # also if Ctrl-C ended the wait
             if not taken:
                 drop()

@@ -171,7 +171,7 @@ class StoreRequest(StoreMoves):
         draft = memory.reserve(block, raw_bytes)
         if draft is None and self._left() and raw_bytes + HEADER_BYTES <= memory.capacity:
             for tier in self._levels.tiers:  # blocks that wait to be written hold memory
-                tier.settled(self._left())
+                tier.health.settled(self._left())
             draft = memory.reserve(block, raw_bytes)
         if draft is None:
             return None

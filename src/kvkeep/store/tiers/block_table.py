@@ -1,0 +1,209 @@
+"""`BlockTable`: the known blocks of a tier, ordered by policies or packed, and their bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.tiers.eviction_order import EvictionOrder, OrderedBlock, popped
+from kvkeep.store.tiers.packed import Packed, PackedRow
+from kvkeep.store.tiers.tier_pins import TierPins
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvkeep.core.eviction import EvictionPolicy
+
+__all__ = ["BlockTable"]
+
+_PACKED_AT_ONCE: Final = 32
+
+
+class BlockTable:
+    """Blocks by id: as objects that policies order, and beyond ``ordered`` of them as packed rows.
+
+    Thread safety: none; the catalogue calls it under its lock.
+
+    Attributes:
+        bytes: of all records.
+        taken: the same in whole units of the backend.
+        spaces: bytes by namespace.
+        round: the number of the last listing.
+    """
+
+    def __init__(
+        self,
+        policy: Callable[[], EvictionPolicy],
+        budget: int | None,
+        ordered: int | None,
+        unit: int,
+    ) -> None:
+        self.blocks: dict[bytes, OrderedBlock] = {}
+        self.order = EvictionOrder(policy, budget)
+        self.packed = Packed(self.order.group_of)
+        self.pins = TierPins(self.blocks, self.order)
+        self.bytes = 0
+        self.taken = 0
+        self.spaces: dict[bytes, int] = {}
+        self.round = 0
+        self._ordered = ordered
+        self._unit = unit
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self.blocks) + len(self.packed)
+
+    @property
+    def most_ordered(self) -> int:
+        """How many blocks the policies may order."""
+        return len(self.packed) if self._ordered is None else self._ordered
+
+    def get(self, name: bytes) -> OrderedBlock | PackedRow | None:
+        """Return what is known of a block."""
+        return self.blocks.get(name) or self.packed.get(name)
+
+    def ordered(self, name: bytes) -> OrderedBlock | None:
+        """Return a block as a policy orders it, from now on if it was a row; None if unknown."""
+        block = self.blocks.get(name)
+        if block is not None:
+            return block
+        row = self.packed.take(name)
+        if row is None:
+            return None
+        return self._insert(OrderedBlock(name, row.size, row.used, row.round), row.hits)
+
+    def add(self, name: bytes, size: int, used: float) -> OrderedBlock:
+        """Add or replace a block, as used at ``used``."""
+        block = self.ordered(name)
+        if block is None:
+            self._count(name, 0, size)
+            return self._insert(OrderedBlock(name, size, used, self.round), 0)
+        self.order.discard(block)  # replaced: the record may have another size
+        self._count(name, block.size, size)
+        if block.pinned:
+            self.pins.bytes += size - block.size
+        block.size = size
+        block.used = block.noted = used
+        block.round = self.round
+        return self._insert(block, block.hits)
+
+    def list(self, name: bytes, size: int, used: float, *, forgotten: bool) -> None:
+        """Take over a block that a listing found, unless it was ``forgotten`` meanwhile."""
+        known = self.blocks.get(name)
+        if known is not None:
+            known.round = self.round
+            if used > known.used:
+                known.used = known.noted = used
+        elif not self.packed.seen(name, used, self.round) and not forgotten:
+            self.packed.add(name, size, used, 0, self.round)
+            self._count(name, 0, size)
+
+    def next_serial(self) -> int:
+        """Return the number of one more use."""
+        self._serial += 1
+        return self._serial
+
+    def forget(self, name: bytes) -> bool:
+        """Remove a block; whether it was known."""
+        block = self.blocks.get(name)
+        if block is not None:
+            self.order.discard(block)
+            self.drop(block)
+            return True
+        row = self.packed.take(name)
+        if row is None:
+            return False
+        self._count(name, row.size, 0)
+        return True
+
+    def drop(self, block: OrderedBlock) -> None:
+        """Remove a block that no policy has any more."""
+        if self.blocks.pop(block.block, None) is None:
+            self.packed.take(block.block)
+        self._count(block.block, block.size, 0)
+        if block.pinned:
+            self.pins.bytes -= block.size
+
+    def takes(self, size: int) -> int:
+        """Return ``size`` in whole units of the backend."""
+        return -(-size // self._unit) * self._unit
+
+    def next_victim(self, space: bytes | None) -> OrderedBlock | None:
+        """Take the next victim of a namespace with a quota, or of all, out of its policy."""
+        if space is not None and space in self.order.own:
+            return self._candidate(space)
+        oldest = self._candidate(None)
+        for own in self.order.own:
+            other = self._candidate(own)
+            if other is None:
+                continue
+            if oldest is None:
+                oldest = other
+            elif self._age(other) < self._age(oldest):
+                self._put_back(oldest)
+                oldest = other
+            else:
+                self._put_back(other)
+        return oldest
+
+    def _candidate(self, group: bytes | None) -> OrderedBlock | None:
+        """Take what one policy evicts next: its oldest row, if it has one."""
+        row = self.packed.oldest(group)
+        if row is not None:
+            return OrderedBlock(row.block, row.size, row.used, row.round)
+        return self.order.pop(group)
+
+    def _age(self, block: OrderedBlock) -> tuple[bool, float]:
+        """Return a key that is smaller for what is evicted first, whichever policy named it."""
+        ordered = block.block in self.blocks
+        return (True, block.serial) if ordered else (False, block.used)
+
+    def _put_back(self, block: OrderedBlock) -> None:
+        if block.block in self.blocks:  # a row was never taken out
+            self.order.put_back(block)
+
+    def _insert(self, block: OrderedBlock, hits: int) -> OrderedBlock:
+        """Have a policy order ``block``, which is new to it."""
+        self.order.fit(block.size)
+        if self._ordered is not None and len(self.blocks) >= self._ordered:
+            self._pack(self.order.of(block.block))
+        self.blocks[block.block] = block
+        block.serial = self.next_serial()
+        self.order.order(block, hits)
+        return block
+
+    def _pack(self, policy: EvictionPolicy) -> None:
+        """Turn what ``policy`` would evict first into rows."""
+        for _ in range(min(_PACKED_AT_ONCE, 1 + (self._ordered or 0) // 16)):
+            block = popped(policy)
+            if block is None:
+                return
+            self.packed.add(block.block, block.size, block.used, block.hits, block.round)
+            del self.blocks[block.block]
+
+    def _count(self, name: bytes, before: int, after: int) -> None:
+        self.bytes += after - before
+        self.taken += self.takes(after) - self.takes(before)
+        space = name[:SPACE_BYTES]
+        held = self.spaces.get(space, 0) + after - before
+        if held:
+            self.spaces[space] = held
+        else:
+            self.spaces.pop(space, None)
+
+    def check(self) -> None:
+        """Recount everything; an AssertionError is a bug of kvkeep."""
+        self.packed.check()
+        rows = list(self.packed)
+        assert not self.blocks.keys() & {row.block for row in rows}
+        known: list[OrderedBlock | PackedRow] = [*self.blocks.values(), *rows]
+        assert self.bytes == sum(one.size for one in known)
+        assert self.taken == sum(self.takes(one.size) for one in known)
+        pinned = [block for block in self.blocks.values() if block.pinned]
+        assert self.pins.bytes == sum(block.size for block in pinned)
+        spaces: dict[bytes, int] = {}
+        for one in known:
+            space = one.block[:SPACE_BYTES]
+            spaces[space] = spaces.get(space, 0) + one.size
+        assert spaces == self.spaces
+        assert len(self.order) == sum(one.evictable for one in self.blocks.values())

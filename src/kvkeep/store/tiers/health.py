@@ -1,0 +1,93 @@
+"""`TierHealth`: whether reading and writing a tier is of use now, and why it was not."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvkeep.store.tiers.loss_log import Loss
+
+if TYPE_CHECKING:
+    from kvkeep.store.tiers.calls import BackendCalls
+    from kvkeep.store.tiers.workers import Workers
+
+__all__ = ["TierHealth"]
+
+_SLOW_READ = 0.05  # seconds; a read that takes longer is slow for any backend
+_MOSTLY = 0.5  # of the time since a request began that one read runs: the request waited for it
+
+
+class TierHealth:
+    """Judges a tier by its circuit breakers, the calls that run now, and its threads.
+
+    Thread safety: all methods. Asks nobody.
+    """
+
+    def __init__(self, calls: BackendCalls, reading: Workers, writing: Workers) -> None:
+        self._calls = calls
+        self._backend = calls.backend
+        self._breakers = calls.breakers
+        self._counters = calls.counters
+        self._reading = reading
+        self._writing = writing
+
+    def unread(self, block: bytes) -> bool:
+        """Whether reading ``block`` is of no use now: such calls fail or hang."""
+        if self._calls.usual:
+            return False
+        self._calls.report_hung("lookup", "read")
+        part = self._backend.part(block)
+        return self._breakers.blocks("read", part) or self._breakers.blocks("lookup", part)
+
+    def note_failure(self, late: str | None = None) -> None:
+        """Count that a reader got nothing: too late, for the reason ``late``, or not allowed."""
+        if late is None:
+            self._counters.count(skipped_calls=1)
+            self._calls.note_failure("unavailable", "breaker")
+        else:
+            self._counters.count(late=1)
+            self._calls.note_failure("late", late)
+
+    def trouble(self, since: float | None = None) -> Loss | None:
+        """Return why reading is of no use now, or was not at some time ``since`` (Unix seconds)."""
+        if self._breakers.any_blocks("read", "lookup"):
+            return Loss(self._calls.name, "unavailable", time.time(), "breaker")
+        if since is None:
+            return None
+        last, now = self._calls.last_failure, time.time()
+        if last is not None and last.at is not None and last.at >= since:
+            return last
+        if self._reading.longest > max(_SLOW_READ, _MOSTLY * (now - since)):
+            return Loss(self._calls.name, "late", now, "no answer")
+        return None
+
+    def unwritable(self, block: bytes) -> bool:
+        """Whether writing ``block`` is of no use now: such calls fail or hang."""
+        if self._calls.usual:
+            return False
+        return self.writers_hang() or self._breakers.blocks("write", self._backend.part(block))
+
+    def writers_hang(self) -> bool:
+        """Whether all writer threads hang in calls of the backend."""
+        self._calls.report_hung("write", "touch", "delete", "flush")
+        return (
+            self._writing.stuck(self._backend.timeout) and self.stuck_for() > self._backend.timeout
+        )
+
+    def settled(self, timeout: float | None) -> bool:
+        """Wait until the write queue is empty, ``timeout`` seconds at most; whether it is.
+
+        Gives up early on a write that takes longer than the backend's own timeout.
+        """
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            hangs = self._backend.timeout - self.stuck_for()
+            left = min(hangs, until - time.monotonic())
+            if self._writing.wait(max(0.0, left)):
+                return True
+            if hangs <= 0 or time.monotonic() >= until:
+                return False
+
+    def stuck_for(self) -> float:
+        """Return the seconds for which the longest write has made no progress."""
+        return min(self._writing.longest, time.monotonic() - self._backend.last_progress)
