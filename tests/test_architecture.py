@@ -539,7 +539,7 @@ def test_a_heavy_import_is_found_wherever_it_is_reached() -> None:
 
 # Names that begin with an underscore and are documented by their library all the same.
 DOCUMENTED = {
-    "_ArgumentGroup", "_SubParsersAction",  # argparse: types of what its methods return
+    "_ActionsContainer", "_ArgumentGroup", "_SubParsersAction",  # argparse: types of its methods
     "_exit",  # os
     "_make", "_replace",  # named tuples
 }  # fmt: skip
@@ -547,14 +547,8 @@ DOCUMENTED = {
 # Module → how often it reaches into private attributes of other objects. A number may only fall;
 # a module that is clean leaves the table.
 REACHES: dict[str, int] = {
-    # Ours, to be mended:
-    "kvkeep.bench.replay.latency": 1,
-    "kvkeep.integrations.mini_sglang": 13,
-    "kvkeep.store.backends.memory": 13,
-    "kvkeep.store.tiers.tier": 4,
-    "kvkeep.store.tiers.tiered": 9,
-    "kvkeep.testing.faulty": 4,
-    "kvkeep.testing.proxy": 7,
+    "kvkeep.store.blocks.store": 1,  # its own class: how a store by name is made
+    "kvkeep.store.kv.store": 1,
     # Libraries that offer no other way:
     "kvkeep.integrations.sglang.settings": 1,  # the fields of its configuration
     "kvkeep.integrations.transformers_model": 1,  # _is_stateful
@@ -570,21 +564,21 @@ REACHES: dict[str, int] = {
 }
 
 # Class → its lines, where they are more than `MOST_LINES`. A number may only fall.
-MOST_LINES = 400
+MOST_LINES = 350
 LARGE: dict[str, int] = {
-    "kvkeep.core.cache.paged.PagedCache": 540,
-    "kvkeep.core.cache.sequence.Sequence": 461,
-    "kvkeep.core.prefix.tree.RunTree": 685,
-    "kvkeep.store.backends.disk.DiskBackend": 459,
-    "kvkeep.store.kv.store.KVStore": 619,
-    "kvkeep.store.tiers.catalogue.Catalogue": 645,
-    "kvkeep.store.tiers.tier.Tier": 796,
-    "kvkeep.store.tiers.tiered.TieredStore": 964,
+    "kvkeep.core.cache.paged.PagedCache": 382,
+    "kvkeep.core.cache.sequence.Sequence": 408,
+    "kvkeep.store.kv.store.KVStore": 379,
+    "kvkeep.store.tiers.catalogue.Catalogue": 401,
+    "kvkeep.store.tiers.tier.Tier": 431,
 }
 
 # Class → arguments of its constructor, where they are more than `MOST_ARGUMENTS`.
-MOST_ARGUMENTS = 10
-WIDE: dict[str, int] = {"kvkeep.store.kv.store.KVStore": 11}
+MOST_ARGUMENTS = 8
+WIDE: dict[str, int] = {  # what users write by name
+    "kvkeep.core.cache.paged.PagedCache": 9,
+    "kvkeep.store.kv.store.KVStore": 11,
+}
 
 
 class Privates(ast.NodeVisitor):
