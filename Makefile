@@ -9,9 +9,9 @@ MAKEFLAGS += --jobs=3  # the prerequisites of `test` are set up in parallel
 .PHONY: help setup serve demo docs docs-serve servers quick slow-tests test check bench soak clean
 
 # Tests without models, browsers and servers of their own.
-QUICK_ROOMS := backends cache codecs eviction explain feed geometry http pages prefix slots store \
-	telemetry testing tiers traces whatif
-QUICK_FILES := architecture errors extras import keys tokens
+QUICK_ROOMS := backends cache codecs eviction explain faults feed geometry http pages prefix slots store \
+	telemetry testing tiers traces usage whatif
+QUICK_FILES := architecture docstrings errors extras import keys tokens
 QUICK_TESTS = $(wildcard $(QUICK_ROOMS:%=tests/%) $(QUICK_FILES:%=tests/test_%.py))
 QUICK_RUN = OMP_NUM_THREADS=1 PYTHONPATH=scripts $(BIN)/pytest -p quick_tests -m "not model" -n 2 --dist worksteal -q
 

@@ -240,7 +240,10 @@ CALLS: dict[str, tuple[Callable[[BlockStore], object], str]] = {
     "an empty array": (lambda s: s.put(KEYS[:1], [np.zeros((2, 0))]), "at least one byte"),
     "no buffer": (lambda s: s.put(KEYS[:1], ["text"]), "a buffer is str"),
     "a buffer of nothing": (lambda s: s.put(KEYS[:1], [None]), "a buffer is NoneType"),
-    "a buffer in pieces": (lambda s: s.put(KEYS[:1], [np.zeros((4, 4))[:, 1]]), "one piece of memory"),
+    "a buffer in pieces": (
+        lambda s: s.put(KEYS[:1], [np.zeros((4, 4))[:, 1]]),
+        "one piece of memory",
+    ),
     "a read-only buffer": (lambda s: s.get(KEYS[:1], [readonly()]), "read-only"),
     "a deadline of text": (lambda s: s.get([], [], deadline="1"), "deadline is '1'"),
     "a wait that is a bool": (lambda s: s.put([], [], wait=True), "wait is True"),
