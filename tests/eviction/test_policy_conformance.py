@@ -292,7 +292,7 @@ def test_slru_spares_what_was_reused_from_a_scan() -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
 def test_slru_refuses_a_share_that_is_none(share: float) -> None:
-    with pytest.raises(InvalidValue, match="protected share"):
+    with pytest.raises(InvalidValue, match="protected is a share"):
         SLRU(share)
 
 

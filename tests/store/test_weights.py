@@ -224,7 +224,7 @@ def test_paths_that_are_no_weights_are_refused(tmp_path):
         weights_digest(tmp_path / "pytorch_model.bin")
     with pytest.raises(InvalidValue, match=r"no such file|null"):
         weights_digest("a\0b")
-    with pytest.raises(InvalidValue, match=r"of a path, got Linear.*model_identity"):
+    with pytest.raises(InvalidValue, match=r"of a path are needed, got Linear.*model_identity"):
         weights_digest(torch.nn.Linear(2, 2))
 
 
