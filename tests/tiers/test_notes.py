@@ -65,7 +65,7 @@ def test_the_nearest_differs_in_the_fewest_fields() -> None:
         ["model is 'x' there and 'm' here", "revision is '2' there and '1' here"], False
     )  # fmt: skip
     assert difference(note_of(OURS), [note_of(changed(tenant="b"))]) == (
-        ["tenant is another"], True
+        ["tenant is different"], True
     )  # fmt: skip
     assert difference(note_of(OURS), [note_of(Namespace(model="m", revision="1", dtype="bfloat16",
                                                         tenant=OURS.tenant, lora="l"))]) == (
