@@ -148,7 +148,7 @@ def test_a_store_that_finds_none_of_its_own_says_why_once(
         store._tiered.tiers[0].reading.wait(10)
     ((level, text),) = told()
     assert level == logging.WARNING
-    assert text.endswith("of those nearest to it, the revision is '1' there and '2' here")
+    assert text.endswith("in the most similar ones, revision is '1' there and '2' here")
     assert "private" not in text
     with BlockStore(changed(model="another"), tiers=["memory://1MiB", place()]) as store:
         assert store.lookup(KEYS) == 0
