@@ -31,7 +31,7 @@ class BackendHooks:
     """Number of random walks; use fewer if calls are expensive."""
 
     secrets: tuple[str, ...] = ()
-    """Passwords given to the backend by `make_backend`: no text about it may contain them."""
+    """Passwords that `make_backend` gives to the backend, which its repr and URL must not show."""
 
     def make_backend(self, tmp_path: Path) -> Backend:
         """Return a new backend on an empty place, below ``tmp_path`` or elsewhere."""

@@ -30,7 +30,7 @@ _BLOCKS = [block_id(n, space) for space in (1, 2) for n in range(3)]
 
 
 class BackendStep(NamedTuple):
-    """One call, and the blocks and size it is about."""
+    """One call, with its blocks and record size."""
 
     name: str
     blocks: list[bytes]
@@ -60,12 +60,12 @@ class BackendWalk:
         self.versions = 0
 
     def clear(self) -> None:
-        """Delete everything: for some backends cheaper than opening a new place."""
+        """Delete all records, which for some backends is cheaper than opening a new one."""
         self.backend.delete([one.block for one in self.backend.list()])
         self.model.clear()
 
     def take(self, step: BackendStep) -> None:
-        """Make the call on both, and compare the results."""
+        """Make the call on the backend and on the dict, and compare the results."""
         block = step.blocks[0]
         if step.name == "put":
             self.versions += 1
@@ -103,7 +103,7 @@ class BackendWalk:
         assert rooms.asked == [len(self.model[block])]
 
     def compare(self) -> None:
-        """Compare all records."""
+        """Assert that backend and dict have the same records."""
         assert sizes_listed(self.backend) == {b: len(r) for b, r in self.model.items()}
         for block in _BLOCKS:
             assert get(self.backend, block) == self.model.get(block)

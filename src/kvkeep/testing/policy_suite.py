@@ -144,7 +144,7 @@ class PolicyTests:
         assert policy.pop() is upper
 
     def test_a_parent_inherits_what_used_its_child(self) -> None:
-        """The later use, the higher priority and the sum of hits."""
+        """A parent inherits the later use, the higher priority and the sum of hits."""
         policy = self.make_policy()
         for last in ("parent", "child"):
             parent, child = new_entry(policy, priority=1), new_entry(policy, priority=1)

@@ -1,4 +1,4 @@
-"""Hints of users about the future, in front of any policy."""
+"""`Hinted`: puts users' hints about future use before the order of any policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reuse: evict what is least likely to be requested soon, as learned from past requests."""
+"""Reuse: evict the entry least likely to be requested soon, as learned from past requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HALF_LIFE: Final = 8.0
 
 
 class Reuse(EvictionPolicy):
-    """Evicts what is least likely to be requested within ``horizon`` turnovers of the memory.
+    """Evicts the entry least likely to be requested within ``horizon`` turnovers of the memory.
 
     The probability is counted online: of the blocks with so many hits that were not requested for
     so long, how many returned, and when. A sample of all blocks is followed by key, so evicted ones
