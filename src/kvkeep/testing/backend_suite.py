@@ -33,7 +33,7 @@ class _RecordTests(BackendThreadTests, BackendWalkTests):
     """Tests of single records."""
 
     def test_it_is_a_backend(self, backend: Backend) -> None:
-        """It is a `Backend`, has a scheme and a timeout, and describes itself."""
+        """The backend is a `Backend`, has a scheme and a timeout, and describes itself."""
         assert isinstance(backend, Backend)
         assert backend.scheme
         assert backend.timeout > 0

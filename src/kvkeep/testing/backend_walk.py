@@ -50,7 +50,7 @@ STEPS = st.lists(
 
 
 class BackendWalk:
-    """One walk: the backend, and the dict that it must equal."""
+    """A random walk: calls on a backend and on the dict that must have the same content."""
 
     def __init__(self, hooks: BackendHooks, backend: Backend, place: Path) -> None:
         self.hooks = hooks

@@ -1,4 +1,4 @@
-"""The contract of eviction: the index says what may be evicted, a policy says in which order."""
+"""The contract of eviction: the index decides what may be evicted, a policy decides the order."""
 
 from __future__ import annotations
 

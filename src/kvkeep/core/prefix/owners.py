@@ -145,7 +145,7 @@ class Owners:
         leaf.owner = None
 
     def _share(self, node: Node) -> None:
-        """Record that somebody else uses ``node`` too."""
+        """Record that another user uses ``node``, too."""
         owner = node.owner
         assert owner is not None
         self._change(node, 0, None)

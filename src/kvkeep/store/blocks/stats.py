@@ -55,7 +55,7 @@ def seconds_of(name: str, value: object, *, ends: bool = False) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """What a put did with the tokens it was given.
+    """The result of a put: how many tokens were stored, skipped or dropped.
 
     Attributes:
         tokens: newly stored.

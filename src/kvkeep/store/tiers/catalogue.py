@@ -349,7 +349,7 @@ class Catalogue:
         return pinned
 
     def unpin(self, blocks: Sequence[bytes]) -> list[bytes]:
-        """Allow ``blocks`` to be evicted again; return those that were pinned."""
+        """End the pins of ``blocks``; return the blocks that were pinned."""
         with self._lock:
             self._table.pins.unpin_expired(self._clock())
             unpinned: list[bytes] = []

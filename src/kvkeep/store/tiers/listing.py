@@ -27,7 +27,7 @@ _NOTED_KEPT = 4096
 
 
 class _ListFailed(Exception):
-    """The backend failed to list what it holds; counted and logged already."""
+    """The backend failed to list its records; counted and logged already."""
 
 
 class Listing:
@@ -64,7 +64,7 @@ class Listing:
         self._running = threading.Lock()
         self._comparing = threading.Lock()
         self._noted: set[bytes] = set()
-        self._expected: bytes | None = None  # a namespace to compare with what is listed
+        self._expected: bytes | None = None  # the namespace that `compare` looks for
         self._excess = 0
 
     def relist(self, space: TierSpace) -> None:

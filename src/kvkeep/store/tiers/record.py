@@ -15,8 +15,8 @@
        128        payload
 
 Integers are little-endian; checksums are big-endian digests. The first 72 bytes name the block: an
-encrypting codec authenticates them with the ciphertext. A checksum detects damage, but does not
-prevent forgery by anyone who can write to the tier. Encryption does (docs/security.md).
+encrypting codec authenticates them with the ciphertext. A checksum detects damage, but a process
+with write access to the tier can forge a record. Encryption prevents that (docs/security.md).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class TierOptions:
 class TierSpec:
     """A tier to be opened: its name, backend, codecs and options.
 
-    ``codec`` encodes what it writes; ``codec_of`` finds the codec of records that others wrote.
+    ``codec`` encodes its writes; ``codec_of`` returns the codec of a number in a record's header.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Tier:
         """Whether the backend must be queried: it may hold blocks that the catalogue lacks."""
         return self.backend.shared or not self.indexed
 
-    # --- what it holds ---------------------------------------------------------------------------
+    # --- lookups ---------------------------------------------------------------------------------
 
     def open(self) -> None:
         """List the backend in a reader thread; wait for its timeout at most."""
@@ -264,9 +264,8 @@ class Tier:
     ) -> memoryview | None:
         """Return the decoded record of ``block`` in the buffer of ``place()``; None for a miss.
 
-        ``place`` returns memory for a header and ``raw_bytes``; it is called once the record is
-        found. The header in the result may be invalid. A record that does not verify is
-        quarantined.
+        ``place`` returns memory for a header and ``raw_bytes``, and is called once the record is
+        found. The header in the result may be invalid. Damaged records are quarantined.
         """
         part = self.backend.part(block)
         if not self._calls.allowed("read", part):

@@ -98,7 +98,7 @@ class TieredStore:
         self._demoter.from_tier(level, block)
 
     def expect(self, space: bytes) -> None:
-        """Have tiers log, once, that they hold blocks but none of this namespace; see `Tier`."""
+        """Make each tier log once if it holds blocks but none of this namespace; see `Tier`."""
         self.check_open()
         for tier in self.tiers:
             tier.expect(space)

@@ -51,7 +51,7 @@ def open_directory(path: str | os.PathLike[str]) -> RecordDirectory:
 
 
 def restore(directory: RecordDirectory) -> None:
-    """Create what is missing of a directory that was emptied, removed or replaced while open.
+    """Create the missing parts of a directory that was emptied, removed or replaced while open.
 
     Nothing is created on another filesystem: an unmounted disk leaves an empty mount point.
 
@@ -128,7 +128,7 @@ def _head(path: str, size: int) -> bytes:
 
 
 def _complete(directory: RecordDirectory) -> None:
-    """Create what is missing, and tighten the mode to 0700."""
+    """Create the missing parts of the directory, and tighten its mode to 0700."""
     if stat.S_IMODE(os.stat(directory.root).st_mode) & 0o077:
         os.chmod(directory.root, 0o700)
     for path in (directory.tmp, directory.quarantine):

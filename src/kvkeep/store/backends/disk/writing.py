@@ -64,7 +64,7 @@ class RecordWriter:
         try:
             return create_locked(tmp, size)
         except FileNotFoundError:
-            restore(self._directory)  # somebody removed tmp/
+            restore(self._directory)  # tmp/ was removed from outside
             return create_locked(tmp, size)
 
     def _fill(self, fd: int, record: memoryview) -> None:
