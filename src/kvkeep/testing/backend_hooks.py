@@ -38,7 +38,7 @@ class BackendHooks:
         raise NotImplementedError("override make_backend: it returns the backend to be tested")
 
     def reopen(self, tmp_path: Path) -> Backend:
-        """Open the place that `make_backend` opened last again, as a new process would."""
+        """Open the store that `make_backend` opened last once more, as a new process would."""
         return self.make_backend(tmp_path)
 
     def make_bounded(self, tmp_path: Path, capacity: int) -> Backend | None:

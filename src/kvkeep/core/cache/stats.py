@@ -89,7 +89,7 @@ class CacheStats:
     def as_dict(self) -> dict[str, int | float]:
         """Return all counts and the hit rate, for JSON."""
         counts = asdict(self)
-        del counts["what_if"]  # the values of a separate table
+        del counts["what_if"]  # estimates, one per size, and no counts
         return {**counts, "hit_rate": self.hit_rate}
 
 

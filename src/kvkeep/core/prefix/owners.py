@@ -176,7 +176,7 @@ class Owners:
         node.died, node.due = died, due
 
     def _count_on(self, node: Node) -> None:
-        """Count one reason more to keep ``node`` and all before it."""
+        """Count one more reason to keep ``node`` and all nodes before it."""
         while node.parent is not None:
             node.suspended += 1
             if node.suspended > 1:
