@@ -368,11 +368,11 @@ class KVStore(Store):
     ) -> Removed:
         """Delete the stored blocks of ``tokens[start:]`` from every tier, pinned or not.
 
-        Deleted are all blocks with a token from ``start`` on, so ``tokens[:start]`` remains up to
+        This deletes all blocks with a token from ``start`` on, so ``tokens[:start]`` remains up to
         its last whole block; all tails there, also of shorter prompts; and known blocks of longer
-        prompts behind them. This store knows some 32,000 links between blocks that it put or read;
-        other blocks behind remain until they are evicted, and are found only if the same prompt is
-        put again. Reads and writes in progress do not bring a block back.
+        prompts behind them. The store remembers some 32,000 links between blocks that it put or
+        read; other blocks behind remain until they are evicted, and are found only if the same
+        prompt is put again. Reads and writes in progress do not bring a block back.
 
         `Removed.complete` says whether all tiers deleted their blocks; `Removed.failed` names the
         others. Memory of other processes, and their pending writes to shared tiers, are not

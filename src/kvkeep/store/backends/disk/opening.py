@@ -73,7 +73,10 @@ def restore(directory: RecordDirectory) -> None:
 
 
 def _prepare(directory: RecordDirectory, *, known: bool = False) -> None:
-    """Create or check it. ``known``: it was open before, so it may have records but no FORMAT."""
+    """Create or check the directory.
+
+    ``known``: it was open before, so it may have records but no FORMAT.
+    """
     root = directory.root
     os.makedirs(root, mode=0o700, exist_ok=True)
     _check_root(root)
@@ -85,7 +88,7 @@ def _prepare(directory: RecordDirectory, *, known: bool = False) -> None:
     except OSError as error:
         if not (names >= _OURS and error.errno in CANNOT_WRITE):
             raise
-        # Read-only and complete: good for reading.
+        # Read-only and complete, so it can still be read.
 
 
 def _check_root(root: str) -> None:
@@ -113,7 +116,7 @@ def _check_format(directory: RecordDirectory, names: Collection[str], *, known: 
     if found or others:
         other = "FORMAT" if found else min(others)
         raise InvalidValue(
-            f"{directory.root} holds what is not kvkeep's ({other!r}); give an empty directory, "
+            f"{directory.root} holds {other!r}, which is not kvkeep's; give an empty directory, "
             "or one that does not exist yet, such as a directory below it"
         )
 
