@@ -134,7 +134,7 @@ def chain_keys(parent: bytes, tokens: bytes, block_bytes: int, extras: Extras = 
 
 
 def _extra_suffixes(extras: Extras, size: int) -> dict[int, bytes]:
-    """Return what is hashed after the tokens, by the number of each block that has extras."""
+    """Return the bytes to hash after the tokens, by the number of each block that has extras."""
     blocks: dict[int, list[Extra]] = {}
     for position, digest in extras:
         at, within = divmod(position, size)

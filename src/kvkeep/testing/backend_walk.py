@@ -44,7 +44,7 @@ STEPS = st.lists(
         blocks=st.lists(st.sampled_from(_BLOCKS), min_size=1, max_size=4),
         size=st.sampled_from(_SIZES),
     ),
-    min_size=8,  # shorter walks seldom read what they put
+    min_size=8,  # shorter walks seldom read a record that they put
     max_size=25,
 )
 

@@ -69,7 +69,7 @@ class MissRatioPoint:
     """The estimate for a cache of ``times`` the present size: ``pages`` pages, ``tokens`` tokens.
 
     ``hit_rate`` is the share of prompt tokens that LRU would have reused. It counts whole blocks,
-    and so is a little lower than what is measured.
+    and so is a little lower than the measured rate.
     """
 
     times: float

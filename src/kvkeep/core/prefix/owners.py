@@ -7,8 +7,8 @@ changes from an owner to None and never back, and whoever uses a node uses all n
                                   └─ B's first turn (B)
 
 So an owner's nodes are complete ends of branches. Marking all of them dead or suspended walks over
-that owner's nodes. A use by somebody else walks up to the first node without an owner, which
-happens to each node once.
+that owner's nodes. A use by another user walks up to the first node without an owner, so it visits
+each owned node once at most.
 """
 
 from __future__ import annotations

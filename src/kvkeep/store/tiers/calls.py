@@ -77,8 +77,7 @@ class BackendCalls:
     def to(self, method: str, kind: Kind | None = None, part: str = "") -> BackendCall:
         """Return the guard for one call of the backend's ``method``.
 
-        ``kind`` selects the circuit breaker, None for calls that have none. The caller has asked
-        `allowed` first.
+        ``kind`` selects the circuit breaker, None for calls that have none. Call `allowed` first.
         """
         return BackendCall(self, method, kind, part)
 

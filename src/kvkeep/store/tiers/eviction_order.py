@@ -139,7 +139,7 @@ class EvictionOrder:
             count(block)
 
     def set_quota(self, space: bytes, limit: int, mine: Iterable[OrderedBlock]) -> bool:
-        """Limit ``space`` with the blocks ``mine`` to ``limit`` bytes; whether it had no quota."""
+        """Limit ``space``, with blocks ``mine``, to ``limit`` bytes; False if it had a quota."""
         self.quotas[space] = limit
         if space in self.own:
             return False

@@ -22,7 +22,7 @@ __all__ = ["HEADROOM", "Copy", "Demote", "Drop", "Planner", "Promote", "Refuse",
 HEADROOM = 0.1
 """Share of memory kept free where evicted blocks have to be written to a tier first."""
 _FIRST_PAUSE = 32  # blocks requested before `fit` is due again; doubles each time
-_MANY_TOUCHES = 1 << 30  # more than any policy asks for
+_MANY_TOUCHES = 1 << 30  # more than any policy requires
 _COUNTED = 8  # blocks whose touches are counted, over the blocks that all levels can hold …
 _MOST_COUNTED = 1 << 17  # … at most this many, at about 220 bytes each
 
@@ -35,7 +35,7 @@ class Copy(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """Do not write ``block`` to tier ``target`` yet: the policy asks for more touches."""
+    """Do not write ``block`` to tier ``target`` yet: the policy requires more touches."""
 
     block: bytes
     target: int

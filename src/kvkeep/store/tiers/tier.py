@@ -37,7 +37,7 @@ __all__ = ["ORDERED", "Tier", "TierOptions", "TierSpec"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
 _EXPIRE_EVERY = 60.0  # seconds
-_LISTING_SHARE = 20  # `expire` waits so many times as long as its last listing took
+_LISTING_SHARE = 20  # pause between two `expire`, in durations of the last listing
 _TOUCH_COST = 1024  # bytes that a queued touch of a block counts for, about
 ORDERED = 1 << 16
 """Blocks that a tier's policy orders; those beyond, which are evicted first, take less memory."""
