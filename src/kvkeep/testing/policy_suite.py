@@ -319,7 +319,7 @@ class PolicyTests:
         assert {*map(id, drain(policy))} == {*map(id, inside)}
 
     def test_any_walk_agrees_with_a_set(self) -> None:
-        """The same with steps chosen by hypothesis, which shrinks a failure to few steps."""
+        """As the test before, with steps from hypothesis, which shrinks a failure to few steps."""
         steps = st.tuples(
             st.sampled_from(["stored", "add", "add", "discard", "pop", "put_back", "hit", "used"]),
             st.integers(0, 7),

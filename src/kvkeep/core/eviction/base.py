@@ -62,7 +62,7 @@ class EvictionPolicy(ABC):
     entries that are split or joined again; with False they keep their places, which is cheaper."""
     by_recency = False
     """Whether it orders by priority, time of storage and last use alone. Then a running request,
-    whose pages cannot be evicted, may store them one by one or all at the end, with equal results."""
+    whose pages cannot be evicted, may store them one by one or all at the end alike."""
     advised = False
     """Whether `kvkeep plan` tries it, because it does well without settings and priorities."""
     needs_priorities = False
