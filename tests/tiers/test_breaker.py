@@ -82,9 +82,9 @@ def test_what_it_says_and_counts(caplog: pytest.LogCaptureFixture) -> None:
     assert breaker.opened == 2
     texts = [record.getMessage() for record in caplog.records]
     assert texts == [
-        "tier far is left alone for 1 s: no route",
-        "tier far is left alone for 2 s: no route",
-        "tier far answers again",
+        "tier far: circuit breaker open for 1 s: no route",
+        "tier far: circuit breaker open for 2 s: no route",
+        "tier far: circuit breaker closed",
     ]
 
 

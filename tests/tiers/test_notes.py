@@ -65,7 +65,7 @@ def test_the_nearest_differs_in_the_fewest_fields() -> None:
         ["model is 'x' there and 'm' here", "revision is '2' there and '1' here"], False
     )  # fmt: skip
     assert difference(note_of(OURS), [note_of(changed(tenant="b"))]) == (
-        ["tenant is another"], True
+        ["tenant is different"], True
     )  # fmt: skip
     assert difference(note_of(OURS), [note_of(Namespace(model="m", revision="1", dtype="bfloat16",
                                                         tenant=OURS.tenant, lora="l"))]) == (
@@ -148,7 +148,7 @@ def test_a_store_that_finds_none_of_its_own_says_why_once(
         store._tiered.tiers[0].reading.wait(10)
     ((level, text),) = told()
     assert level == logging.WARNING
-    assert text.endswith("of those nearest to it, the revision is '1' there and '2' here")
+    assert text.endswith("in the most similar ones, revision is '1' there and '2' here")
     assert "private" not in text
     with BlockStore(changed(model="another"), tiers=["memory://1MiB", place()]) as store:
         assert store.lookup(KEYS) == 0

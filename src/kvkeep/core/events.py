@@ -1,4 +1,4 @@
-"""What the cache reports to its hooks: one frozen record per event.
+"""Events that the cache reports to its hooks: one frozen record each.
 
 A hook is any callable that takes an event; see `kvkeep.core.cache.PagedCache.subscribe`. Page ids
 name stored pages: from `Stored` to `Evicted`, an id stands for the same tokens. So a mirror of the

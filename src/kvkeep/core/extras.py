@@ -35,7 +35,7 @@ __all__ = [
 
 DIGEST_BYTES = 32
 SEPARATOR = (-1).to_bytes(TOKEN_BYTES, "little", signed=True)
-"""Separates the tokens of a block from their extras in what is hashed; never a token."""
+"""Separates the tokens of a block from their extras in the hashed bytes; never a token."""
 _MOST = 65_536
 _MOST_BYTES = 1 << 30
 
@@ -111,7 +111,7 @@ def extras_between(extras: Extras, start: int, stop: int) -> Extras:
 
 
 def extra_bytes(extras: Extras) -> bytes:
-    """Return what is hashed after the tokens of a block with these extras; b"" without any."""
+    """Return the bytes to hash after the tokens of a block with these extras; b"" without any."""
     if not extras:
         return b""
     return SEPARATOR + b"".join(

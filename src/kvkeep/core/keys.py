@@ -48,7 +48,7 @@ _MAGIC = b"kvkeep namespace 1\n"
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What separates KV that must never be mixed: KV is reused only within one namespace.
+    """The fields that separate KV that must never be mixed: it is reused in one namespace only.
 
     Every field is part of every key; an empty field is a value like any other. ``tenant`` separates
     users who must not learn of each other's prompts, ``lora`` names an adapter with its version,
@@ -134,7 +134,7 @@ def chain_keys(parent: bytes, tokens: bytes, block_bytes: int, extras: Extras = 
 
 
 def _extra_suffixes(extras: Extras, size: int) -> dict[int, bytes]:
-    """Return what is hashed after the tokens, by the number of each block that has extras."""
+    """Return the bytes to hash after the tokens, by the number of each block that has extras."""
     blocks: dict[int, list[Extra]] = {}
     for position, digest in extras:
         at, within = divmod(position, size)

@@ -3,9 +3,9 @@
 kv/        KVStore: put, get, lookup and prefetch of KV tensors, by tokens
 blocks/    BlockStore: the same for opaque bytes, by block keys
 identity/  `model_identity`: a digest of everything that decides the numbers of a model's KV
-tiers/     memory, disks and servers, fastest first; which blocks are where, and what moves
+tiers/     memory, disks and servers, fastest first: where blocks are, and when they move
 codecs/    KV to bytes and back: raw, lossless, quantised, encrypted
-backends/  the places: memory, a directory, Valkey or Redis, object stores
+backends/  storage of records: memory, a directory, Valkey or Redis, object stores
 
 `KVStore` and `model_identity` need torch; the rest of the store is imported without it.
 """

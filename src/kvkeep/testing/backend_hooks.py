@@ -31,14 +31,14 @@ class BackendHooks:
     """Number of random walks; use fewer if calls are expensive."""
 
     secrets: tuple[str, ...] = ()
-    """Passwords given to the backend by `make_backend`: no text about it may contain them."""
+    """Passwords that `make_backend` gives to the backend, which its repr and URL must not show."""
 
     def make_backend(self, tmp_path: Path) -> Backend:
         """Return a new backend on an empty place, below ``tmp_path`` or elsewhere."""
         raise NotImplementedError("override make_backend: it returns the backend to be tested")
 
     def reopen(self, tmp_path: Path) -> Backend:
-        """Open the place that `make_backend` opened last again, as a new process would."""
+        """Open the store that `make_backend` opened last once more, as a new process would."""
         return self.make_backend(tmp_path)
 
     def make_bounded(self, tmp_path: Path, capacity: int) -> Backend | None:

@@ -33,7 +33,7 @@ class _RecordTests(BackendThreadTests, BackendWalkTests):
     """Tests of single records."""
 
     def test_it_is_a_backend(self, backend: Backend) -> None:
-        """It is a `Backend`, has a scheme and a timeout, and describes itself."""
+        """The backend is a `Backend`, has a scheme and a timeout, and describes itself."""
         assert isinstance(backend, Backend)
         assert backend.scheme
         assert backend.timeout > 0
@@ -41,7 +41,7 @@ class _RecordTests(BackendThreadTests, BackendWalkTests):
         assert backend.describe() in repr(backend)
 
     def test_no_text_about_it_has_a_secret(self, backend: Backend) -> None:
-        """Neither before nor after its first use."""
+        """Neither repr nor URL contains a password, before or after the first use."""
         for _ in range(2):
             for secret in self.secrets:
                 assert secret not in repr(backend)
@@ -50,7 +50,7 @@ class _RecordTests(BackendThreadTests, BackendWalkTests):
 
     @pytest.mark.parametrize("size", _SIZES)
     def test_get_returns_what_was_put(self, backend: Backend, size: int) -> None:
-        """Byte for byte, at every size, and under no other block."""
+        """A record is returned byte for byte, at every size, and for no other block."""
         block, record = block_id(1), content(block_id(1), 1, size)
         put(backend, block, record)
         assert get(backend, block) == record
@@ -66,7 +66,7 @@ class _RecordTests(BackendThreadTests, BackendWalkTests):
             assert sizes_listed(backend) == {block: size}
 
     def test_a_missing_record_is_none(self, backend: Backend) -> None:
-        """And ``room`` is not called."""
+        """`get` of a missing block returns None and does not call ``room``."""
         put(backend, block_id(1), b"there")
         for block in (block_id(2), block_id(1, space=1)):
             rooms = Rooms()
@@ -134,7 +134,7 @@ class BackendTests(_RecordTests):
     """
 
     def test_a_new_one_is_empty(self, backend: Backend) -> None:
-        """It lists nothing and holds no bytes."""
+        """A new backend lists nothing and holds no bytes."""
         assert sizes_listed(backend) == {}
         assert backend.used() in {None, 0}
 
@@ -156,7 +156,7 @@ class BackendTests(_RecordTests):
         assert used is None or used >= sum(expected.values())
 
     def test_sizes_come_in_order(self, backend: Backend) -> None:
-        """One size for each given block, also if a block is given twice."""
+        """`sizes` returns one size per given block, also if a block is given twice."""
         blocks = [block_id(number) for number in range(40)]
         for number in range(0, 40, 3):
             put(backend, blocks[number], bytes(number + 1))
@@ -186,7 +186,7 @@ class BackendTests(_RecordTests):
         backend.touch([], [])
 
     def test_a_quarantined_record_is_not_found(self, backend: Backend) -> None:
-        """No call finds it; other records stay; the block can be put again."""
+        """No call finds a quarantined record; others stay; the block can be put again."""
         block, other = block_id(1), block_id(2)
         for one in (block, other):
             put(backend, one, content(one, 1, 5000))
@@ -200,7 +200,7 @@ class BackendTests(_RecordTests):
         assert get(backend, block) == b"sound"
 
     def test_touch_and_flush_change_no_record(self, backend: Backend) -> None:
-        """Also if called twice, and with missing blocks."""
+        """`touch` and `flush` change no record, even if repeated, and accept missing blocks."""
         block = block_id(1)
         put(backend, block, content(block, 1, 5000))
         for _ in range(2):
@@ -212,7 +212,7 @@ class BackendTests(_RecordTests):
         assert get(backend, block_id(2)) is None
 
     def test_closing_twice_is_closing_once(self, tmp_path: Path) -> None:
-        """Also if the backend was never used."""
+        """A second `close` does nothing, whether the backend was used or not."""
         for name in ("unused", "used"):
             (tmp_path / name).mkdir()
         unused = self.make_backend(tmp_path / "unused")
@@ -223,7 +223,7 @@ class BackendTests(_RecordTests):
             backend.close()
 
     def test_flushed_records_survive_reopening(self, tmp_path: Path) -> None:
-        """All flushed records are; deleted and quarantined ones are not."""
+        """Flushed records are found after reopening; deleted and quarantined ones are not."""
         if not self.persistent:
             pytest.skip("this backend is not persistent")
         records = {block_id(n, space=n % 2): content(block_id(n), 1, n * 777 + 1) for n in range(9)}

@@ -109,7 +109,7 @@ class BackendThreadTests(BackendHooks):
         assert sizes_listed(backend) == {}
 
     def test_readers_of_a_block_being_written_get_one_whole_record(self, backend: Backend) -> None:
-        """The older or the newer one, and never an older one than was read before."""
+        """A reader gets the older or the newer record, never an older one than it read before."""
         crowd, block, done = _Crowd(backend, blocks=1), block_id(0, space=3), threading.Event()
         put(backend, block, crowd.record(block, 0))
 

@@ -30,7 +30,7 @@ _BLOCKS = [block_id(n, space) for space in (1, 2) for n in range(3)]
 
 
 class BackendStep(NamedTuple):
-    """One call, and the blocks and size it is about."""
+    """One call, with its blocks and record size."""
 
     name: str
     blocks: list[bytes]
@@ -44,13 +44,13 @@ STEPS = st.lists(
         blocks=st.lists(st.sampled_from(_BLOCKS), min_size=1, max_size=4),
         size=st.sampled_from(_SIZES),
     ),
-    min_size=8,  # shorter walks seldom read what they put
+    min_size=8,  # shorter walks seldom read a record that they put
     max_size=25,
 )
 
 
 class BackendWalk:
-    """One walk: the backend, and the dict that it must equal."""
+    """A random walk: calls on a backend and on the dict that must have the same content."""
 
     def __init__(self, hooks: BackendHooks, backend: Backend, place: Path) -> None:
         self.hooks = hooks
@@ -60,12 +60,12 @@ class BackendWalk:
         self.versions = 0
 
     def clear(self) -> None:
-        """Delete everything: for some backends cheaper than opening a new place."""
+        """Delete all records, which for some backends is cheaper than opening a new one."""
         self.backend.delete([one.block for one in self.backend.list()])
         self.model.clear()
 
     def take(self, step: BackendStep) -> None:
-        """Make the call on both, and compare the results."""
+        """Make the call on the backend and on the dict, and compare the results."""
         block = step.blocks[0]
         if step.name == "put":
             self.versions += 1
@@ -103,7 +103,7 @@ class BackendWalk:
         assert rooms.asked == [len(self.model[block])]
 
     def compare(self) -> None:
-        """Compare all records."""
+        """Assert that backend and dict have the same records."""
         assert sizes_listed(self.backend) == {b: len(r) for b, r in self.model.items()}
         for block in _BLOCKS:
             assert get(self.backend, block) == self.model.get(block)

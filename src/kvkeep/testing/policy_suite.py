@@ -144,7 +144,7 @@ class PolicyTests:
         assert policy.pop() is upper
 
     def test_a_parent_inherits_what_used_its_child(self) -> None:
-        """The later use, the higher priority and the sum of hits."""
+        """A parent inherits the later use, the higher priority and the sum of hits."""
         policy = self.make_policy()
         for last in ("parent", "child"):
             parent, child = new_entry(policy, priority=1), new_entry(policy, priority=1)
@@ -319,7 +319,7 @@ class PolicyTests:
         assert {*map(id, drain(policy))} == {*map(id, inside)}
 
     def test_any_walk_agrees_with_a_set(self) -> None:
-        """The same with steps chosen by hypothesis, which shrinks a failure to few steps."""
+        """As the test before, with steps from hypothesis, which shrinks a failure to few steps."""
         steps = st.tuples(
             st.sampled_from(["stored", "add", "add", "discard", "pop", "put_back", "hit", "used"]),
             st.integers(0, 7),

@@ -64,7 +64,7 @@ class Recipe:
 
 
 def recipes(*, alphabet: int = 3, new: bool = False) -> st.SearchStrategy[Recipe]:
-    """Recipes for prompts of ``alphabet`` different tokens; ``new``: ignore earlier prompts."""
+    """Draw recipes for prompts of ``alphabet`` different tokens; ``new`` ignores earlier ones."""
     token = st.integers(0, alphabet - 1)
     kinds = ["new"] if new else ["again", "part", "part", "extend", "new"]
     return st.builds(

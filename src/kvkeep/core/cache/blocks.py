@@ -41,14 +41,14 @@ class Blocks(NamedTuple):
 
 
 class RunOfTokens(NamedTuple):
-    """A run, as `ends_of_blocks` needs it."""
+    """A run of the tree, as input for `ends_of_blocks`."""
 
     parent: int
     """Index of the parent run in the list of runs; below 0 if the parent is not in it."""
     above: tuple[Namespace, bytes] | None
-    """For a run without parent: its namespace and all tokens before it; None if not known."""
+    """If ``parent`` is below 0: the namespace and all tokens before the run; None if unknown."""
     tokens: bytes | None
-    """The run's own; None if not known. Marks stand for tokens with extras, here and above."""
+    """Tokens of the run; None if unknown. As in ``above``, marks replace tokens with extras."""
 
 
 class _Place(NamedTuple):
@@ -76,7 +76,7 @@ def ends_of_blocks(
             places.append(None)
             found.append(None)
             continue
-        passed, begun = divmod(len(before.rest), size)  # a top's rest may have many full blocks
+        passed, begun = divmod(len(before.rest), size)  # after `_begin`, rest may have full blocks
         tokens = before.rest + run.tokens
         row, extras = marks.plain(np.frombuffer(tokens, TOKEN_DTYPE))
         if row.nbytes < len(tokens):  # the run was evicted meanwhile, and its marks with it

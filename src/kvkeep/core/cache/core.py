@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["LEAST_PINS", "Claim", "Core"]
 
 LEAST_PINS = 1024
-"""Pins that a cache may keep at a time if it has fewer pages than that; else one a page."""
+"""A cache keeps as many pins at a time as it has pages, but at least this many."""
 
 _log = logging.getLogger("kvkeep.cache")
 
@@ -280,7 +280,7 @@ class Core:
         return claim
 
     def unclaim(self, claims: list[Claim], sharer: PendingCopies) -> None:
-        """End the part of ``sharer`` in ``claims``: the copies are made, or not needed."""
+        """Remove ``sharer`` from ``claims``, whose copies it made or does not need."""
         for claim in claims:
             del claim.sharers[sharer]
             if claim.sharers:
@@ -295,7 +295,10 @@ class Core:
             self.pool.release([claim.copy.src])
 
     def now_stored(self, pages: PageArray, hold: Any, start: int) -> None:
-        """Give holds to claims on ``pages``, which the index now stores from index ``start`` on."""
+        """Give holds to the claims on ``pages``, which the index now stores.
+
+        ``start`` is the index of the first page on its path; ``hold`` protects the path.
+        """
         if self._claimed:
             for at, page in enumerate(pages.tolist()):
                 on_page = self._claimed.get(page)

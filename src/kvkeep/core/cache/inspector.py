@@ -280,7 +280,7 @@ class Inspector:
         return len(pages)
 
     def _check(self, node: Any, number: int) -> None:
-        """`NotCached` if the node was evicted since it was found."""
+        """Raise `NotCached` if the node was evicted since it was found."""
         if not node.in_tree:
             raise _unknown(number)
 

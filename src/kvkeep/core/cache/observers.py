@@ -34,7 +34,7 @@ class CacheObserver:
         """``fork`` was made from ``sequence``."""
 
     def closed(self, sequence: Sequence, *, keep: bool) -> None:
-        """``sequence`` ends and still has its pages; without ``keep`` its own are dropped next."""
+        """``sequence`` is closed and still has its pages; `Sequence.close` explains ``keep``."""
 
     def evicting(self) -> None:
         """Pages are about to be evicted: bring the order of eviction up to date."""

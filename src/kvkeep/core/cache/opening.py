@@ -1,4 +1,4 @@
-"""Opening a sequence: query the index, make sure that the pages can be had, then take them."""
+"""Opening a sequence: query the index, check that enough pages are available, then take them."""
 
 from __future__ import annotations
 

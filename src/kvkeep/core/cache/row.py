@@ -65,7 +65,7 @@ class TokenRow(GrowingArray):
         return other
 
     def release_marks(self) -> None:
-        """Replace the marks by their tokens, which can be read from then on without them."""
+        """Replace the marks by plain tokens, so that the row can be read after they end."""
         if self._marked:
             tokens, extras = self.plain(self.values)
             self._marks.release(self.values)

@@ -110,7 +110,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequence: the prompt and what was appended."""
+        """Number of tokens: those of the prompt and those appended."""
         return len(self._tokens)
 
     @property

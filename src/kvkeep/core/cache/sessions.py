@@ -171,10 +171,11 @@ class SessionBoard(CacheObserver):
         fork.owner, fork.turn = sequence.owner, sequence.turn
 
     def enter(self, key: Key, hold: Any, turn: int | None) -> tuple[SessionState, int]:
-        """Note that a request of a session uses ``hold``; other pages of its own die.
+        """Record that a request of a session uses the path of ``hold``.
 
-        ``turn`` None is the next turn. Requests of the same turn run side by side, and a request
-        of an earlier turn is late: neither replaces anything.
+        With a new turn, the pages that only this session has used and that are not on this path
+        die; ``turn`` None is the next turn. Requests of the present turn run side by side, and one
+        of an earlier turn is late: neither kills pages.
         """
         state = self.states.get(key)
         if state is None:

@@ -1,4 +1,4 @@
-"""`CacheStats`: what a cache holds and what it has done, as one frozen record."""
+"""`CacheStats`: the content and the totals of a cache, as one frozen record."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class CacheStats:
     def as_dict(self) -> dict[str, int | float]:
         """Return all counts and the hit rate, for JSON."""
         counts = asdict(self)
-        del counts["what_if"]  # a table of its own
+        del counts["what_if"]  # estimates, one per size, and no counts
         return {**counts, "hit_rate": self.hit_rate}
 
 

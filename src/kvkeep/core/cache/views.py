@@ -48,7 +48,7 @@ class MapNode:
     key: bytes = b""
     """The first bytes of the first block key, if the index keeps no tokens."""
     namespace: Namespace | None = None
-    """Set for nodes that stand for a namespace."""
+    """The namespace that the node stands for; None for other nodes."""
     blocks: Blocks | None = None
     """The store's blocks that end in the run; None if not requested, or not known."""
 

@@ -16,7 +16,7 @@ __all__ = ["Adaptive"]
 
 # Shares of probation to try; None is LRU.
 _SHARES: Final = (0.01, 0.1, 0.3, 0.5, 0.7, None)
-# The sample: at least this share of the blocks, and at least so many, to keep its error small.
+# Least size of the sample, as a share of the blocks and in blocks, to keep its error small.
 _SAMPLED: Final = 0.1
 _LEAST: Final = 400
 # Half-life of the hits, in requested blocks over blocks in memory.

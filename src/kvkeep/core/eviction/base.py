@@ -1,4 +1,4 @@
-"""The contract of eviction: the index says what may be evicted, a policy says in which order."""
+"""The contract of eviction: the index decides what may be evicted, a policy decides the order."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ class EvictionPolicy(ABC):
 
     name: str
     remembers = False
-    """It has a history of requests, evicted ones too: it needs the block keys of every prompt
-    (`requested`), which cost a hash of every prompt, and ``known`` for what is stored."""
+    """Whether the policy has a history of requests, also of evicted entries. It then needs the
+    block keys of every prompt (`requested`), which cost a hash each, and ``known`` in `stored`."""
     portions = False
-    """It may evict only the tail of a victim: the index then asks `portion`."""
+    """Whether the policy may evict only the tail of a victim; the index then calls `portion`."""
     sized = True
-    """Its queues depend on `Entry.size` or `Entry.depth`. The index then removes and adds an entry
-    that is split or joined again; with False the entry keeps its place, which is cheaper."""
+    """Whether its queues depend on `Entry.size` or `Entry.depth`. The index then removes and adds
+    entries that are split or joined again; with False they keep their places, which is cheaper."""
     by_recency = False
-    """It orders by priority, time of storage and last use alone. So it makes no difference whether
-    a running request, whose pages cannot be evicted, stores them one by one or all at the end."""
+    """Whether it orders by priority, time of storage and last use alone. Then a running request,
+    whose pages cannot be evicted, may store them one by one or all at the end alike."""
     advised = False
-    """`kvkeep plan` tries it: it needs no settings and no priorities to do well."""
+    """Whether `kvkeep plan` tries it, because it does well without settings and priorities."""
     needs_priorities = False
-    """It orders by the priorities that callers give, which traces do not have."""
+    """Whether it orders by the priorities that callers give, which traces do not have."""
     taken = False
-    """An index uses it. A policy orders the entries of one index only."""
+    """Whether an index uses it already. A policy orders the entries of one index only."""
 
     def __init__(self) -> None:
         self._time = 0

@@ -1,4 +1,4 @@
-"""GDSF: what costs least to recompute for the memory it takes is evicted first."""
+"""GDSF: evict first the entry with the lowest recomputing cost per page, times its requests."""
 
 from __future__ import annotations
 

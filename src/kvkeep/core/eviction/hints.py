@@ -1,4 +1,4 @@
-"""Hints of users about the future, in front of any policy."""
+"""`Hinted`: puts users' hints about future use before the order of any policy."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Hinted(EvictionPolicy):
         return entry
 
     def portion(self, entry: Entry) -> int:
-        """Return the size of an entry with a hint; else what the inner policy says."""
+        """Return the size of an entry with a hint, else the inner policy's portion."""
         return entry.size if entry.died or entry.due is not None else self.inner.portion(entry)
 
     def put_back(self, entry: Entry) -> None:
@@ -116,7 +116,7 @@ class Hinted(EvictionPolicy):
         return len(self._dead) + len(self._awaited) + len(self.inner)
 
     def describe(self, entry: Entry) -> str:
-        """Return the entry's hint, and what the inner policy says of it."""
+        """Return the entry's hint, and the inner policy's description."""
         if entry.died:
             return f"dead, {self._deaths - entry.died} died since"
         said = self.inner.describe(entry)

@@ -1,4 +1,4 @@
-"""The blocks that were requested lately, evicted ones too."""
+"""`History`: the blocks that were requested lately, including evicted ones."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class LevelPolicy(EvictionPolicy):
 
     def add(self, entry: Entry) -> None:
         level = self.level(entry)
-        entry.state = level  # its queue, even if level() would say another now
+        entry.state = level  # its queue, even if level() returns another by now
         queue = self._queues.get(level)
         if queue is None:
             queue = self._queues[level] = AgeQueue[float]()

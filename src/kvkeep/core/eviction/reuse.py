@@ -1,4 +1,4 @@
-"""Reuse: evict what is least likely to be requested soon, as learned from past requests."""
+"""Reuse: evict the entry least likely to be requested soon, as learned from past requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Hazards", "Reuse"]
 _YOUNG: Final = 5
 _BUCKETS: Final = 22
 _HITS: Final = 4  # 0, 1, 2, and 3 or more
-# The sample: at least this share of the blocks, and at least so many, to keep its error small.
+# Least size of the sample, as a share of the blocks and in blocks, to keep its error small.
 _SAMPLED: Final = 0.1
 _LEAST: Final = 1000
 # Half-life of the counts, in requested blocks over blocks in memory.
@@ -28,7 +28,7 @@ _HALF_LIFE: Final = 8.0
 
 
 class Reuse(EvictionPolicy):
-    """Evicts what is least likely to be requested within ``horizon`` turnovers of the memory.
+    """Evicts the entry least likely to be requested within ``horizon`` turnovers of the memory.
 
     The probability is counted online: of the blocks with so many hits that were not requested for
     so long, how many returned, and when. A sample of all blocks is followed by key, so evicted ones
@@ -80,7 +80,7 @@ class Reuse(EvictionPolicy):
         self.watch(min(1.0, max(_SAMPLED, _LEAST / blocks)), blocks)
 
     def watch(self, share: float, blocks: int) -> None:
-        """Follow this ``share`` of the keys, for a memory of so many ``blocks``."""
+        """Sample ``share`` of the keys, for a memory of ``blocks`` blocks."""
         self._below = max(1, round(share * 65_536))
         self._most = max(1, round(share * blocks * self.remembered))
         self._left = self._round = max(_LEAST // 2, round(share * blocks))

@@ -91,7 +91,7 @@ class S3FIFO(EvictionPolicy):
         turn.count = min(_MOST, turn.count + 1)
 
     def split(self, upper: Entry, lower: Entry) -> None:
-        """Initialise the new front in the same queue; the reuses stay with the end."""
+        """Initialise the new front in the same queue; the reuses stay with ``lower``."""
         super().split(upper, lower)
         turn = _turn_of(lower)
         upper.state = _Turn(turn.since, main=turn.main)
@@ -121,7 +121,10 @@ class S3FIFO(EvictionPolicy):
             self._new_size -= entry.size
 
     def pop(self) -> Entry | None:
-        """Move reused entries on until one has no reuse left. Cost: O(log n) per reuse counted."""
+        """Remove the next entry without reuses; reused ones before it move on.
+
+        Cost: O(log n) per reuse counted.
+        """
         while True:
             self._excess = self._new_size - int(self.small * self._size)
             entry = None if self._excess > 0 else self._main.pop()

@@ -1,4 +1,4 @@
-"""T-LRU: evict first what a conversation can lose without delaying its next answer."""
+"""T-LRU: evict first the tails that conversations can lose without delaying their next answers."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class TLRU(EvictionPolicy):
     def stored(self, entry: Entry, priority: int, *, known: bool = False) -> None:
         """Record a conversation of this length.
 
-        It counts as a continuation if it adds no more than there was before: what follows a short
-        system prompt begins a conversation.
+        It counts as a continuation if it is no longer than the prefix before it: a longer entry, as
+        after a short system prompt, begins a conversation.
         """
         super().stored(entry, priority, known=known)
         if entry.depth >= entry.size:
@@ -69,7 +69,7 @@ class TLRU(EvictionPolicy):
         upper.state = lower.state
 
     def inherit(self, parent: Entry, child: Entry) -> None:
-        """Add the child's record: the conversation lost its tail and is still as long."""
+        """Add the child's record: a conversation keeps its length when its tail is evicted."""
         super().inherit(parent, child)
         parent.state = max(_length(parent), _length(child))
 
@@ -79,7 +79,7 @@ class TLRU(EvictionPolicy):
             self._added = added if known is None else known + _WEIGHT * (added - known)
 
     def spare(self, entry: Entry) -> int:
-        """Return how many pages of its tail can go with the next prompt still within the budget."""
+        """Return how many tail pages the next turn can recompute within the budget."""
         keep = math.ceil(_length(entry) + (self._added or 0.0) - self._budget)
         return min(entry.size, max(0, entry.depth + entry.size - keep))
 
@@ -98,7 +98,7 @@ class TLRU(EvictionPolicy):
         while (entry := self._spare.pop()) is not None:
             if self.spare(entry):
                 return entry
-            # The expected continuation has grown since it was added: nothing is spare now.
+            # The average continuation has grown since the entry was added: no page is spare now.
             self._needed.push(entry, entry.last_used)
         return self._needed.pop()
 

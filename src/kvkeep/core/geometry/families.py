@@ -55,7 +55,7 @@ _REFUSED: Final[dict[str, str]] = {
 _NOT_GENERATING: Final = re.compile(
     r"For(MaskedLM|\w*Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|CTC)$"
 )
-# Fields that are set only by models with other layers than attention, and what those store.
+# Fields set only by models with layers other than attention → the state that those layers store.
 _MARKS: Final[dict[str, str]] = {
     "state_size": "a recurrent state",
     "mamba_d_state": "a recurrent state",

@@ -1,4 +1,4 @@
-"""Which layers have a sliding window, in the several ways configurations say it."""
+"""Read which layers have a sliding window, in all forms that configurations use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampled miss-ratio curves: what a cache of another size would reuse, estimated online."""
+"""Sampled miss-ratio curves: online estimates of the hit rates of caches of other sizes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["NAMESPACES", "MissRatioCurve"]
 
 NAMESPACES = 64
-"""Namespaces with a curve of their own, the first that appear; all others share one."""
+"""The first so many namespaces have a separate curve; all others share one."""
 _BATCH_BLOCKS = 16_384
 _BATCH_SAMPLED = 2048
 _BATCH_PROMPTS = 1024
@@ -192,7 +192,7 @@ class MissRatioCurve:
 
     @property
     def namespaces(self) -> list[Namespace]:
-        """The namespaces that have a curve of their own."""
+        """The namespaces that have a separate curve."""
         return list(self._rows)
 
     @property

@@ -66,10 +66,10 @@ its namespace; whether it was requested; the path to be filled from it.
 
 @dataclass(frozen=True, slots=True)
 class MissRatioPoint:
-    """What a cache of ``times`` the present size would do: ``pages`` pages, ``tokens`` tokens.
+    """The estimate for a cache of ``times`` the present size: ``pages`` pages, ``tokens`` tokens.
 
     ``hit_rate`` is the share of prompt tokens that LRU would have reused. It counts whole blocks,
-    and so is a little lower than what is measured.
+    and so is a little lower than the measured rate.
     """
 
     times: float
@@ -223,7 +223,7 @@ class PromptWatch:
     def points(
         self, pages: SequenceOf[int] | None = None, namespace: NamespaceLike | None = None
     ) -> tuple[MissRatioPoint, ...]:
-        """Return what memories of so many ``pages`` would do; by default `TIMES` the present size.
+        """Return estimates for memories of ``pages`` pages; by default `TIMES` the present size.
 
         For the prompts of one namespace or of all, in memory that all share.
         """

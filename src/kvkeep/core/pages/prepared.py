@@ -1,4 +1,4 @@
-"""What `PagedTensors` prepares once per forward pass instead of once per layer.
+"""Work that `PagedTensors` does once per forward pass instead of once per layer.
 
 A model stores the same tokens and gathers the same pages layer after layer. Checking ids, splitting
 slots and allocating memory take longer than storing one token, so `PagedTensors.prepare_store` and

@@ -65,7 +65,7 @@ class Heads:
         block = self._blocks[at]
         place = bisect_left(block, key)
         if place < len(block) and block[place] == key:
-            return  # it was removed, not met since, and comes back
+            return  # a key that was removed, but not dropped yet, is added again
         block.insert(place, key)
         self._count += 1
         if len(block) > 2 * _BLOCK:

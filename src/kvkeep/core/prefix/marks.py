@@ -124,12 +124,12 @@ class Marks:
     # --- uses --------------------------------------------------------------------------------
 
     def again(self, row: TokenArray) -> None:
-        """Count one sequence more that has this row."""
+        """Count one more sequence that has this row."""
         for found in row[row < 0].tolist():
             self._marks[found].uses += 1
 
     def release(self, row: TokenArray) -> None:
-        """Count one sequence less that has this row."""
+        """Count one sequence fewer that has this row."""
         self._drop(row[row < 0].tolist())
 
     def _drop(self, ids: Iterable[int]) -> None:

@@ -65,7 +65,7 @@ class Node(Entry):
 
     @property
     def id(self) -> int:
-        """The number by which people name it; negative for a root."""
+        """The id that maps show, by which users refer to the node; negative for a root."""
         return self.serial if self.end else -self.serial
 
     @property

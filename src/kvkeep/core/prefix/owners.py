@@ -7,8 +7,8 @@ changes from an owner to None and never back, and whoever uses a node uses all n
                                   └─ B's first turn (B)
 
 So an owner's nodes are complete ends of branches. Marking all of them dead or suspended walks over
-that owner's nodes. A use by somebody else walks up to the first node without an owner, which
-happens to each node once.
+that owner's nodes. A use by another user walks up to the first node without an owner, so it visits
+each owned node once at most.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Owners:
         leaf.owner = None
 
     def _share(self, node: Node) -> None:
-        """Record that somebody else uses ``node`` too."""
+        """Record that another user uses ``node``, too."""
         owner = node.owner
         assert owner is not None
         self._change(node, 0, None)
@@ -176,7 +176,7 @@ class Owners:
         node.died, node.due = died, due
 
     def _count_on(self, node: Node) -> None:
-        """Count one reason more to keep ``node`` and all before it."""
+        """Count one more reason to keep ``node`` and all nodes before it."""
         while node.parent is not None:
             node.suspended += 1
             if node.suspended > 1:

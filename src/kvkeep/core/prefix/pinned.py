@@ -31,7 +31,7 @@ class Pinned:
 
     def __init__(self) -> None:
         self.spot: Spot | None = None
-        """Where it stands; None before it is set, and after it was broken or removed."""
+        """The spot that it is at; None before it is set, and after it was broken or removed."""
 
     @property
     def num_pages(self) -> int:
@@ -77,9 +77,9 @@ class Pins:
         self.num_hard = 0
         """Pages on the paths of hard pins."""
         self.num_broken = 0
-        """Soft pins that gave way entirely, since the start."""
+        """Soft pins that eviction has broken since the start."""
         self.broken: list[Pinned] = []
-        """Those of them that the owner of the index has not taken out yet."""
+        """Broken pins that the owner of the index has not collected yet."""
 
     def add(self, node: Node, pin: Pinned, *, hard: bool) -> None:
         """Set ``pin`` at the end of ``node``."""

@@ -1,4 +1,4 @@
-"""Draw a prefix tree in the terminal: what is shared, what is held, how it is ranked."""
+"""Draw a prefix tree in the terminal: which runs are shared or held, and how they rank."""
 
 from __future__ import annotations
 

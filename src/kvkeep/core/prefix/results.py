@@ -1,4 +1,4 @@
-"""What a prefix index returns: matches, inserts, and descriptions of stored runs."""
+"""Results of a prefix index: matches, inserts, and descriptions of stored runs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class PrefixRun(NamedTuple):
     """Pages before it on its path."""
     pages: PageArray
     symbols: bytes
-    """What the index compares: int32 tokens and marks, or 32-byte keys."""
+    """The symbols that the index compares: int32 tokens and marks, or 32-byte keys."""
     tokens: TokenArray | None
     """Its tokens; None for an index that stores keys."""
     children: int

@@ -117,7 +117,7 @@ class SlotCache:
     # -- requests -----------------------------------------------------------------------------
 
     def match(self, tokens: TokensLike, namespace: NamespaceLike = "") -> int:
-        """Return the most leading ``tokens`` that one slot has published. Changes nothing."""
+        """Return how many leading ``tokens`` the best slot has published. Changes nothing."""
         prompt = as_tokens(tokens)
         space = as_namespace(namespace)
         return self._table.rows.longest(space, prompt, above=0, limit=len(prompt))[1]

@@ -1,4 +1,4 @@
-"""What must stay in a slot: pinned prefixes, and the sources of pending copies."""
+"""Guards on the data of slots: pinned prefixes, and sources of pending copies."""
 
 from __future__ import annotations
 

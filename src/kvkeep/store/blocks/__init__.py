@@ -1,4 +1,4 @@
-"""`BlockStore`: opaque bytes under block keys, over tiers; and what it shares with `KVStore`.
+"""`BlockStore`: opaque bytes under block keys, over tiers; and the base that `KVStore` shares.
 
 store.py    BlockStore
 base.py     what both stores have: life cycle, hooks, pinned memory, sharing by name

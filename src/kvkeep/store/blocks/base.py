@@ -38,7 +38,7 @@ class Store:
     def __init__(self, tiered: TieredStore, unit: str) -> None:
         self._tiered = tiered
         self._timing = Timing(unit)
-        self._unpin: list[Callable[[], None]] = []  # one call while memory is pinned
+        self._unpin: list[Callable[[], None]] = []  # undoes the pinning of memory
         self._shared_as: list[str] = []  # the name of a shared store until its user closes it
 
     @classmethod
@@ -70,10 +70,10 @@ class Store:
         return self._timing.watch(hook)
 
     def flush(self, timeout: float | None = 60.0) -> bool:
-        """Wait until the slower tiers hold everything that was put before this call.
+        """Wait until the slower tiers hold all blocks that were put before this call.
 
-        "Hold" is as durable as the options of each tier say. Blocks that were dropped are not
-        waited for. Return False if a tier failed, or needed more than ``timeout`` seconds.
+        How durably, the options of each tier decide. Dropped blocks are not waited for. Return
+        False if a tier failed, or needed more than ``timeout`` seconds.
 
         Raises:
             IllegalStep: the store is closed, or another thread closes it meanwhile.
@@ -92,7 +92,7 @@ class Store:
         if isinstance(self._tiered, ClosedUse) or self._tiered.inherited:
             return True
         if self._shared_as:
-            with suppress(IndexError):  # two threads close this handle at once
+            with suppress(IndexError):  # another thread closes this handle at the same time
                 name = self._shared_as.pop()
                 self._tiered = cast("TieredStore", ClosedUse(self._tiered))
                 return self._by_name.give_back(name, lambda store: store.close(timeout))

@@ -29,7 +29,7 @@ __all__ = [
 
 @contextmanager
 def closed_is_illegal() -> Iterator[None]:
-    """Raise `IllegalStep` where another thread closed the memory tier during the operation."""
+    """Raise `IllegalStep` if another thread closed the store during the operation."""
     try:
         yield
     except BackendFailed as error:
@@ -37,9 +37,9 @@ def closed_is_illegal() -> Iterator[None]:
 
 
 def seconds_of(name: str, value: object, *, ends: bool = False) -> float:
-    """Return a time given by a caller, in seconds; with ``ends``, it must be positive and finite.
+    """Check a time in seconds given by a caller; with ``ends``, it must be positive and finite.
 
-    Times longer than a thread can wait are cut to that, some hundred years.
+    A time longer than a thread can wait, some hundred years, is cut to that.
 
     Raises:
         InvalidValue: ``value`` is no such number.
@@ -55,7 +55,7 @@ def seconds_of(name: str, value: object, *, ends: bool = False) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """What a put did with the tokens it was given.
+    """The result of a put: how many tokens were stored, skipped or dropped.
 
     Attributes:
         tokens: newly stored.
@@ -99,7 +99,7 @@ def runs_of(parts: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
 class StoreStats:
     """Counts of tokens since the store was opened, and the state of its tiers, fastest first.
 
-    `get` was asked for ``asked_tokens`` and returned ``hit_tokens``; `put` stored ``put_tokens``,
+    Callers of `get` requested ``asked_tokens`` and got ``hit_tokens``. `put` stored ``put_tokens``,
     skipped ``skipped_tokens`` that were stored before, and dropped ``dropped_tokens`` for lack of
     room.
     """

@@ -123,7 +123,7 @@ class BlockStore(Store):
         *,
         wait: float | None = None,
     ) -> int:
-        """As `put`, for blocks of ``sizes[i]`` bytes that ``fill(i, raw)`` writes into ``raw``.
+        """Store blocks as `put` does; ``fill(i, raw)`` writes the ``sizes[i]`` bytes of block i.
 
         ``fill`` is called in this thread, before this returns, for blocks that are not stored yet.
         If it raises, the exception is passed on and that block is not stored.
@@ -170,7 +170,7 @@ class BlockStore(Store):
         deadline: float | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> int:
-        """As `get`, handing each block of ``sizes[i]`` bytes to ``sink(i, raw)``.
+        """Read blocks as `get` does; pass the ``sizes[i]`` bytes of block i to ``sink(i, raw)``.
 
         ``sink`` is called in order, in this thread; it must copy from ``raw``, which is the store's
         memory, and not write to it. Between two blocks ``cancelled()`` is called; True ends the

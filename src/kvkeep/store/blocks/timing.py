@@ -25,7 +25,7 @@ class Operation:
     Attributes:
         what: "put" or "get".
         asked: tokens given or requested by the caller; blocks in a `BlockStore`.
-        moved: how many of them this put stored, or this get returned.
+        moved: how many of these tokens this put stored, or this get returned.
         bytes: raw bytes of the tokens moved.
         seconds: duration of the call.
         tiers: ``(tier, moved)`` in order, the tiers that a get read from. A put names the first

@@ -29,7 +29,7 @@ class BlockShape:
 
 
 class Damaged(Exception):
-    """The encoded bytes are not what this codec writes for this block."""
+    """The encoded bytes are damaged: this codec never writes them for this block."""
 
 
 class OtherKey(Exception):

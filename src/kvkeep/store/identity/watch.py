@@ -44,14 +44,14 @@ _MOST_PARTS: Final = 1000  # a value with more parts is compared by identity
 class ModelWatch:
     """A snapshot of ``root`` that can be compared with the model as it is now.
 
-    Noticed are: a replaced module, parameter, buffer, hook or class; a changed attribute,
+    It notices: a replaced module, parameter, buffer, hook or class; a changed attribute,
     configuration or setting of the process; every change to a tensor that PyTorch counts; a tensor
     with other memory; a change through ``tensor.data`` that reaches one of the `SAMPLES` bytes; and
     changed parts of hooks, functions and objects that modules hold, such as closures, arguments,
     attributes, and tensors and modules among these.
 
-    Not noticed are: a change through ``tensor.data``, or in place by another library, that misses
-    all samples, such as one row of an embedding; and code replaced in the globals of a module
+    It misses: a change through ``tensor.data``, or in place by another library, that touches none
+    of the samples, such as one row of an embedding; and code replaced in the globals of a module
     outside of Transformers and PEFT.
 
     The watch keeps the tensors alive: drop it together with the model. Thread safety: none.

@@ -31,7 +31,7 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """What identifies an unchanged file.
+    """The metadata that identify an unchanged file.
 
     Writing to a file changes its ctime even if mtime is set back. Renaming or linking changes it
     too, and the file is then read again.

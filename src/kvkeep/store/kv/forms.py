@@ -62,15 +62,15 @@ class Form:
         return BlockShape(self.geometry.dtype, self.layout, self._parts * self.geometry.layers)
 
     def raw_bytes(self, tokens: int) -> int:
-        """Return the raw bytes of this many tokens."""
+        """Return how many raw bytes ``tokens`` tokens take."""
         return tokens * self.geometry.bytes_per_token
 
     def sizes(self, lengths: Iterable[int]) -> list[int]:
-        """Return the raw bytes of blocks with these numbers of tokens."""
+        """Return how many raw bytes each block takes, given their numbers of tokens."""
         return [self.raw_bytes(tokens) for tokens in lengths]
 
     def shape(self, tokens: int) -> tuple[int, ...]:
-        """Return the shape of one tensor with the KV of this many tokens."""
+        """Return the shape of one tensor with the KV of ``tokens`` tokens."""
         layers, (heads, width) = self.geometry.layers, self._parts[0]
         if self.latent:
             return layers, tokens, width
@@ -193,7 +193,7 @@ class Form:
 
     @torch.inference_mode()
     def write(self, kv: KV, raw: memoryview, tokens: int) -> None:
-        """Copy ``kv``, of this many tokens, into the raw bytes of a block."""
+        """Copy ``kv`` of ``tokens`` tokens into ``raw``, the raw bytes of a block."""
         if isinstance(kv, torch.Tensor):
             self._block(raw, tokens).copy_(kv)
             return

@@ -1,4 +1,4 @@
-"""What a `KVStore` is opened with."""
+"""The arguments of a `KVStore`, and their checks."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Prefetch:
 
     @property
     def sources(self) -> tuple[tuple[str, int], ...]:
-        """``(tier, tokens)`` of what is in memory now, in order from `start`."""
+        """``(tier, tokens)`` of the blocks in memory now, in order from `start`."""
         names = self._blocks.sources
         return runs_of(zip(names, self._lengths, strict=False))
 

@@ -1,4 +1,4 @@
-"""What a `KVStore` tells its users about puts and gets."""
+"""`KVReporter`: counts puts and gets, and reports them to hooks and the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["KVReporter"]
 
 
 class KVReporter:
-    """Counts the tokens of puts and gets, and reports each operation to hooks and the log.
+    """Counts the tokens of a store's puts and gets, and reports each operation.
 
     ``began`` is what `Timing.begin` returned. Thread safety: all methods.
     """

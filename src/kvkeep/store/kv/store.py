@@ -72,7 +72,7 @@ class KVStore(Store):
     all methods raise `IllegalStep`, except `close`, `root`, `stats` and `check`.
 
     Cost: `put` hashes the prompt and copies new blocks once; background threads write the slower
-    tiers. `get` copies once; several threads read ahead what is not in memory.
+    tiers. `get` copies once; several threads read ahead blocks that are not in memory.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class KVStore(Store):
 
         Engines call it before their first `put` or `get`. A store whose revision is the identity
         of a loaded model accepts no other model. A store that was named otherwise is reserved for
-        the first model it is bound to until it is closed; which model computed the KV stored
-        earlier, only its name says.
+        the first model it is bound to until it is closed; only its name tells which model computed
+        the KV stored earlier.
 
         Raises:
             InvalidValue: the store is reserved for another model.
@@ -172,7 +172,7 @@ class KVStore(Store):
                 60 seconds a tier; otherwise return when memory has them.
             tail: also store the tokens behind the last whole block. They are found by prompts that
                 continue with exactly these tokens.
-            replace: delete what is stored first, as `remove` from the first whole block on. A
+            replace: first delete stored blocks, as `remove` from the first whole block on. A
                 `get` that began before returns old KV only, a later one new KV only, and less of
                 it until this call returns. Replacements wait for each other; a concurrent put of
                 old KV without ``replace`` may be stored.
@@ -212,7 +212,7 @@ class KVStore(Store):
             out: room for all of ``tokens[start:]``, in any form that `put` takes; the result is
                 its beginning. Otherwise new CPU memory is allocated.
             form: of new memory: one tensor, or "tuples", a pair for each layer.
-            sources: a list to which ``(tier, tokens)`` is appended, in order, for what was read.
+            sources: a list to which ``(tier, tokens)`` of the tokens read is appended, in order.
             extra: as in `put`.
 
         Raises:
@@ -368,11 +368,11 @@ class KVStore(Store):
     ) -> Removed:
         """Delete the stored blocks of ``tokens[start:]`` from every tier, pinned or not.
 
-        Deleted are all blocks with a token from ``start`` on, so ``tokens[:start]`` remains up to
+        This deletes all blocks with a token from ``start`` on, so ``tokens[:start]`` remains up to
         its last whole block; all tails there, also of shorter prompts; and known blocks of longer
-        prompts behind them. This store knows some 32,000 links between blocks that it put or read;
-        other blocks behind remain until they are evicted, and are found only if the same prompt is
-        put again. Reads and writes in progress do not bring a block back.
+        prompts behind them. The store remembers some 32,000 links between blocks that it put or
+        read; other blocks behind remain until they are evicted, and are found only if the same
+        prompt is put again. Reads and writes in progress do not bring a block back.
 
         `Removed.complete` says whether all tiers deleted their blocks; `Removed.failed` names the
         others. Memory of other processes, and their pending writes to shared tiers, are not

@@ -1,4 +1,4 @@
-"""Why tokens of a prompt are missing from a store, by what its tiers remember of their blocks."""
+"""Why tokens of a prompt are missing from a store, from the losses that its tiers recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def misses_behind(
     """Return why ``row`` is missing behind its first ``start`` tokens, in order and without gaps.
 
     ``losses_of`` returns the last loss of each block, or None if it is stored. Stored blocks at the
-    beginning are passed over; stored blocks behind a gap share the reason before them.
+    beginning are skipped; stored blocks behind a gap get the reason of the gap.
     """
     size = names.block_tokens
     full = names.full(row)
@@ -34,7 +34,7 @@ def misses_behind(
     for number, loss in enumerate(losses_of(full[first:]), start=first):
         begin, end = number * size, (number + 1) * size
         if loss is not None and not found.misses:
-            # A tail of a shorter prompt, within this block, may be stored or may have been.
+            # This block may contain the tail of a shorter prompt, stored now or lost.
             ids = names.tails(full[:number], row[begin:end])
             _add_tail(found, ids, losses_of, begin, block_known=loss.what != "never")
         found.add(end, loss)
@@ -78,7 +78,10 @@ class _MissList:
         self._at = start
 
     def add(self, end: int, loss: Loss | None) -> None:
-        """Add why tokens up to ``end`` are missing; None: stored, usable at the beginning."""
+        """Add the loss of the tokens up to ``end``, None if they are stored.
+
+        Stored tokens are skipped at the beginning; behind a miss they get its reason.
+        """
         start, self._at = self._at, max(self._at, end)
         last = self.misses[-1] if self.misses else None
         if end <= start or (loss is None and last is None):

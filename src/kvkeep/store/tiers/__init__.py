@@ -2,29 +2,29 @@
 
 A `Planner` decides the moves of blocks; readers, writers and the `Demoter` perform them:
 
-tiered.py        `TieredStore`, all of it together
-levels.py        the levels: where a block is, and what became of one that is gone
-tiering.py       policies: which tier admits, promotes and demotes a block; adaptive.py: a mix
-planner.py       moves as values, decided by a policy
-prompt_moves.py  the order of moves when a prompt is read or stored; a replay performs the same
-reading.py       a prompt on its way up; shared_read.py: one read of a block for all requests
-writing.py       a prompt on its way down; write_queue.py: what each tier writes and deletes
-demoting.py      blocks that have to leave a level
-removing.py      blocks that are deleted by request
-loss_log.py      what became of blocks that are gone
+tiered.py        `TieredStore`, which connects all of these
+levels.py        lookups over all levels: where a block is, or why it is missing
+tiering.py       policies that decide which tiers hold a block; adaptive.py chooses among them
+planner.py       decides the moves of blocks by a policy
+prompt_moves.py  order of moves to read or store a prompt, shared with the replay of traces
+reading.py       reads prompts; shared_read.py: one read of a block for several requests
+writing.py       stores prompts; write_queue.py: pending writes and deletions of each tier
+demoting.py      moves evicted blocks to a lower tier
+removing.py      deletes blocks by request
+loss_log.py      records why blocks were lost
 
 One tier:
 
-memory.py        the memory above the tiers
-tier.py          one backend below it, with its threads
-calls.py         calls to the backend: where its failures become misses; breaker.py, workers.py
-health.py        whether reading and writing it is of use now
-known.py         which blocks it holds and serves
-catalogue.py     their order of eviction: block_table.py, eviction_order.py, tier_pins.py, packed.py
-listing.py       keeps that in step with the backend; lookups.py: asks it; notes.py: namespaces
-space.py         makes room within budget and quotas; turns.py: fairly
-record.py        a block as it is stored: header, checksum, payload; record_codec.py: encoded
-opening.py       tiers from URLs
+memory.py        the memory tier, level 0
+tier.py          a lower tier: one backend, with threads and statistics (counters.py)
+calls.py         guards backend calls, turns failures into misses; breaker.py, workers.py
+health.py        whether the tier can be read and written now
+known.py         which blocks the tier holds and may serve
+catalogue.py     known blocks: block_table.py, eviction_order.py, tier_pins.py, packed.py
+listing.py       keeps the catalogue in step with the backend; lookups.py, notes.py
+space.py         evicts and deletes within budget and quotas; turns.py: fairness among writers
+record.py        format of a stored block; record_codec.py: encodes, verifies and decodes it
+opening.py       opens tiers from URLs
 """
 
 from __future__ import annotations

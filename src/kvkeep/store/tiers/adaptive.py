@@ -1,4 +1,4 @@
-"""Tiering that watches what the others would do, and does what does best."""
+"""`AdaptiveTiering`: simulates the other tiering policies and follows the one with most hits."""
 
 from __future__ import annotations
 
@@ -16,28 +16,26 @@ if TYPE_CHECKING:
 __all__ = ["AdaptiveTiering"]
 
 _AFTER: Final = (1, 2)
-# A sample is watched: at least this share of the blocks, and so many that chance evens out.
+# Share of the blocks to sample: a fifth, at least 400 blocks (fewer are too noisy), at most 16,384.
 _SAMPLED: Final = 0.2
 _LEAST: Final = 400
 _MOST: Final = 1 << 14
-# Hits count half as much when so many times all tiers' worth of blocks have been asked for since.
+# Half-life of the hits, in requested blocks over the blocks that all tiers hold together.
 _HALF_LIFE: Final = 2.0
-_TURN: Final = 0.25
-# So much better has another to be.
-_BETTER: Final = 1.05
-# Counts of touches are kept of so many times as many blocks as there is room for.
-_REMEMBERED: Final = 8
+_TURN: Final = 0.25  # requested blocks between two choices, in the same unit
+_BETTER: Final = 1.05  # a switch needs this many times the hits of the current policy
+_REMEMBERED: Final = 8  # touches are counted of this many times the blocks that all tiers hold
 
 
 class AdaptiveTiering(TieringPolicy):
-    """`Inclusive` or `Exclusive`, and from which touch on: what would have hit most lately.
+    """Acts as `Inclusive` or `Exclusive`, with ``admit_after`` 1 or 2: whichever hits most now.
 
-    For each candidate it keeps small caches of keys alone, as large against each other as the
-    tiers, fed with a sampled share of the blocks that prompts are made of. Which does best depends
-    on how much room there is and on what is asked, and both change: where it is tight, a block that
-    was asked for once is rarely worth its place below, where there is plenty, it is.
+    Each candidate is simulated in small caches of keys alone, with the relative sizes of the tiers,
+    fed with a sampled share of the blocks of all prompts. Which candidate hits most depends on
+    capacity and traffic, and both change: where capacity is scarce, a block requested once is
+    rarely worth its place in a lower tier; where it is ample, it is.
 
-    Where a tier has no end that is known, nothing is moved out of it: it is `Inclusive` then.
+    If the capacity of a level is unknown, only the `Inclusive` candidates are considered.
 
     Memory: about 1 KiB a sampled block. Cost: below a microsecond a block of every prompt.
     """
@@ -50,18 +48,18 @@ class AdaptiveTiering(TieringPolicy):
         self._below = 0
         self._turn = 1
         self._left = 0
-        # The memory of all of them: whatever is asked for is there, and goes when it is the oldest.
+        # All candidates share one simulated memory: an LRU that takes every requested block.
         self._memory: OrderedDict[bytes, None] = OrderedDict()
         self._room = 1
         self._touches = Touches()
 
     @property
     def chosen(self) -> TieringPolicy:
-        """What it does at present."""
+        """The candidate that is followed now."""
         return self._now.policy
 
     def fit(self, blocks: Sequence[int | None]) -> None:
-        """So many blocks have room in each tier."""
+        """Resize the simulated caches; see `TieringPolicy.fit`."""
         total = max(1, sum(count for count in blocks if count is not None))
         share = min(1.0, max(_LEAST / total, min(_SAMPLED, _MOST / total)))
         sizes = [_MOST if count is None else max(1, round(count * share)) for count in blocks]
@@ -78,7 +76,7 @@ class AdaptiveTiering(TieringPolicy):
             trial.fit(sizes[1:])
 
     def requested(self, blocks: Sequence[bytes]) -> None:
-        """A prompt came."""
+        """Feed the sampled blocks of a prompt to all candidates; choose anew now and then."""
         below = self._below
         steps = [self._step(block) for block in reversed(blocks) if crc32(block) < below]
         if not steps:
@@ -92,7 +90,7 @@ class AdaptiveTiering(TieringPolicy):
             self._choose()
 
     def _step(self, block: bytes) -> _Step:
-        """``block``, of the sample, is asked for: what comes of it in memory."""
+        """Request a sampled ``block`` from the simulated memory."""
         memory = self._memory
         missed = block not in memory
         memory[block] = None
@@ -115,19 +113,19 @@ class AdaptiveTiering(TieringPolicy):
             trial.hits *= fade
 
     def admits(self, level: int, touches: int) -> bool:
-        """As the chosen one."""
+        """Return what the chosen policy decides."""
         return self._now.policy.admits(level, touches)
 
     def promotes(self, level: int, touches: int) -> bool:
-        """As the chosen one."""
+        """Return what the chosen policy decides."""
         return self._now.policy.promotes(level, touches)
 
     def leaves(self, level: int) -> bool:
-        """As the chosen one."""
+        """Return what the chosen policy decides."""
         return self._now.policy.leaves(level)
 
     def demotes(self, level: int, touches: int) -> int | None:
-        """As the chosen one."""
+        """Return what the chosen policy decides."""
         return self._now.policy.demotes(level, touches)
 
     def __repr__(self) -> str:
@@ -135,7 +133,7 @@ class AdaptiveTiering(TieringPolicy):
 
 
 class _Step(NamedTuple):
-    """A block was asked for: how often by now, whether memory had it, and what had to go there."""
+    """One request of a block: its touches so far, whether memory missed, and the block evicted."""
 
     block: bytes
     touches: int
@@ -144,7 +142,7 @@ class _Step(NamedTuple):
 
 
 class _Trial(ABC):
-    """The tiers below memory under one policy, as keys; each a block of its own."""
+    """A simulation of the tiers below memory under one policy: LRU caches of block keys."""
 
     policy: TieringPolicy
 
@@ -154,7 +152,7 @@ class _Trial(ABC):
         self.tiers: list[tuple[OrderedDict[bytes, None], int]] = []
 
     def fit(self, sizes: Sequence[int]) -> None:
-        """The room of each tier, in keys."""
+        """Set the capacity of each tier, in keys."""
         tiers = [one for one, _ in self.tiers]
         tiers += [OrderedDict() for _ in sizes[len(tiers) :]]
         self.tiers = list(zip(tiers, sizes, strict=True))
@@ -164,18 +162,18 @@ class _Trial(ABC):
 
     @abstractmethod
     def follow(self, steps: Sequence[_Step], touches: Touches) -> None:
-        """A prompt came, its end first: count what is found here, and do as the policy says."""
+        """Request the blocks of a prompt, last to first: count hits and move keys by the policy."""
 
 
 class _Copies(_Trial):
-    """`Inclusive`."""
+    """A simulation of `Inclusive`."""
 
     def __init__(self, after: int) -> None:
         super().__init__(after)
         self.policy = Inclusive(after)
 
     def follow(self, steps: Sequence[_Step], touches: Touches) -> None:
-        """What is asked for is used in every tier, or comes there."""
+        """Mark each block as used in every tier, and add it where missing, from ``after`` on."""
         after = self.after
         for block, count, missed, _ in steps:
             found = False
@@ -192,14 +190,14 @@ class _Copies(_Trial):
 
 
 class _Moves(_Trial):
-    """`Exclusive`."""
+    """A simulation of `Exclusive`."""
 
     def __init__(self, after: int) -> None:
         super().__init__(after)
         self.policy = Exclusive(after)
 
     def follow(self, steps: Sequence[_Step], touches: Touches) -> None:
-        """What memory misses leaves its tier, what memory gives up goes one down."""
+        """Remove each block that memory missed from its tier; demote those that memory evicted."""
         for block, _, missed, evicted in steps:
             if not missed:
                 continue

@@ -59,11 +59,11 @@ class BlockTable:
         return len(self.packed) if self._ordered is None else self._ordered
 
     def get(self, name: bytes) -> OrderedBlock | PackedRow | None:
-        """Return what is known of a block."""
+        """Return the entry of a block; None if it is unknown."""
         return self.blocks.get(name) or self.packed.get(name)
 
     def ordered(self, name: bytes) -> OrderedBlock | None:
-        """Return a block as a policy orders it, from now on if it was a row; None if unknown."""
+        """Return the object of a block, made from its row if it was packed; None if unknown."""
         block = self.blocks.get(name)
         if block is not None:
             return block
@@ -99,12 +99,12 @@ class BlockTable:
             self._count(name, 0, size)
 
     def next_serial(self) -> int:
-        """Return the number of one more use."""
+        """Return the next number in the order of uses."""
         self._serial += 1
         return self._serial
 
     def forget(self, name: bytes) -> bool:
-        """Remove a block; whether it was known."""
+        """Remove a block; return whether it was known."""
         block = self.blocks.get(name)
         if block is not None:
             self.order.discard(block)
@@ -117,7 +117,7 @@ class BlockTable:
         return True
 
     def drop(self, block: OrderedBlock) -> None:
-        """Remove a block that no policy has any more."""
+        """Remove a block that its policy has already popped or discarded."""
         if self.blocks.pop(block.block, None) is None:
             self.packed.take(block.block)
         self._count(block.block, block.size, 0)
@@ -129,7 +129,7 @@ class BlockTable:
         return -(-size // self._unit) * self._unit
 
     def next_victim(self, space: bytes | None) -> OrderedBlock | None:
-        """Take the next victim of a namespace with a quota, or of all, out of its policy."""
+        """Pop the next victim of ``space``, if it has a quota, else of all; None if none."""
         if space is not None and space in self.order.own:
             return self._candidate(space)
         oldest = self._candidate(None)
@@ -147,23 +147,23 @@ class BlockTable:
         return oldest
 
     def _candidate(self, group: bytes | None) -> OrderedBlock | None:
-        """Take what one policy evicts next: its oldest row, if it has one."""
+        """Return the next victim of one policy: its oldest row, else the block that it pops."""
         row = self.packed.oldest(group)
         if row is not None:
             return OrderedBlock(row.block, row.size, row.used, row.round)
         return self.order.pop(group)
 
     def _age(self, block: OrderedBlock) -> tuple[bool, float]:
-        """Return a key that is smaller for what is evicted first, whichever policy named it."""
+        """Return the sort key of candidates from different policies; the smallest is evicted."""
         ordered = block.block in self.blocks
         return (True, block.serial) if ordered else (False, block.used)
 
     def _put_back(self, block: OrderedBlock) -> None:
-        if block.block in self.blocks:  # a row was never taken out
+        if block.block in self.blocks:  # a packed candidate was only read, not popped
             self.order.put_back(block)
 
     def _insert(self, block: OrderedBlock, hits: int) -> OrderedBlock:
-        """Have a policy order ``block``, which is new to it."""
+        """Add ``block`` to its policy, and pack others if there are too many."""
         self.order.fit(block.size)
         if self._ordered is not None and len(self.blocks) >= self._ordered:
             self._pack(self.order.of(block.block))
@@ -173,7 +173,7 @@ class BlockTable:
         return block
 
     def _pack(self, policy: EvictionPolicy) -> None:
-        """Turn what ``policy`` would evict first into rows."""
+        """Pop the next victims of ``policy`` and turn them into rows."""
         for _ in range(min(_PACKED_AT_ONCE, 1 + (self._ordered or 0) // 16)):
             block = popped(policy)
             if block is None:

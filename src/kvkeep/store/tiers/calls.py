@@ -38,15 +38,15 @@ class BackendCalls:
     """Times, counts and guards the calls of one tier to its backend.
 
     Write each call as ``with calls.to("get", "read", part) as call: record = backend.get(…)`` with
-    nothing else in the block. What the backend raises is swallowed and reported, so results need a
-    default, and ``call.failed`` tells. `OutOfRoom` is an answer and passes.
+    nothing else in the block. Exceptions of the backend are swallowed and counted: set a default
+    result before, and check ``call.failed`` after. `OutOfRoom` is a result and passes.
 
-    ``doubted`` is called when the backend noticed that it does not hold what it listed.
+    ``doubted`` is called when the backend noticed that its last listing no longer holds.
 
     Thread safety: all methods.
 
     Attributes:
-        last_failure: the last time that a reader got nothing because of this tier.
+        last_failure: time and reason of the last read that failed because of this tier.
     """
 
     def __init__(
@@ -77,8 +77,7 @@ class BackendCalls:
     def to(self, method: str, kind: Kind | None = None, part: str = "") -> BackendCall:
         """Return the guard for one call of the backend's ``method``.
 
-        ``kind`` selects the circuit breaker, None for calls that have none. The caller has asked
-        `allowed` before.
+        ``kind`` selects the circuit breaker, None for calls that have none. Call `allowed` first.
         """
         return BackendCall(self, method, kind, part)
 
@@ -87,10 +86,10 @@ class BackendCalls:
         return self.breakers.of(kind, part)
 
     def report_hung(self, *kinds: Kind) -> None:
-        """Charge the breakers of calls of these kinds that run longer than the timeout.
+        """Report a failure to the breaker of each call of these kinds that exceeds the timeout.
 
-        Once for each timeout that a call takes. Callers may wait for less than that, and a call
-        that never returns reports nothing itself.
+        Each call is reported once per elapsed timeout. This is needed because a call that never
+        returns reports nothing itself.
         """
         if not self.running:
             return
@@ -109,18 +108,18 @@ class BackendCalls:
         self._doubts = doubts
 
     def check_doubts(self) -> None:
-        """Have the backend listed again if it noticed since that the list was wrong."""
+        """Trigger a new listing if the backend noticed that the last one no longer holds."""
         if self._doubts != self.backend.stale_listings:
             self._doubts = self.backend.stale_listings
             self._doubted()
 
     @property
     def usual(self) -> bool:
-        """Whether no call is running and no breaker ever opened: nothing can be wrong then."""
+        """Whether no call is running and no breaker ever opened: the fast path of checks."""
         return not (self.running or self.breakers.ever_opened)
 
     def note_failure(self, what: LossKind, detail: str) -> None:
-        """Record that a reader got nothing because of this tier."""
+        """Record time and reason of a read that failed because of this tier."""
         self.last_failure = Loss(self.name, what, time.time(), detail)
 
     def by_part(self, blocks: Sequence[bytes]) -> dict[str, list[bytes]]:
@@ -135,12 +134,12 @@ class BackendCall:
     """One call of a backend, as a context manager.
 
     Attributes:
-        failed: the backend raised.
-        decisive: the call did the work that its kind is about. One that did not, such as a read of
-            a record that is gone, does not close an open breaker.
-        continues: another call of the same operation follows. What both notice is one loss of the
-            backend, and is acted on after the last one.
-        due: when it counts as hung, in seconds of the monotonic clock.
+        failed: whether the backend raised.
+        decisive: whether success of the call shows that its kind of call works. A call that proves
+            nothing, such as a read of a missing record, does not close an open breaker.
+        continues: whether another call of the same operation follows. A stale listing is then acted
+            on after the last call only, so that it counts once.
+        due: when the call counts as hung, in seconds of the monotonic clock.
     """
 
     __slots__ = (
@@ -160,7 +159,7 @@ class BackendCall:
         self._ours: BaseException | None = None
 
     def callback(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Wrap a function of ours that the backend calls: what it raises passes unchanged."""
+        """Wrap a callback for the backend, so that its exceptions pass unchanged."""
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
@@ -188,7 +187,7 @@ class BackendCall:
         if error is None or isinstance(error, OutOfRoom) or self._ours is not None:
             self._returned(breaker, worked=error is None and self.decisive)
             if self._ours is not None and error is not self._ours:
-                raise self._ours  # the backend wrapped it
+                raise self._ours  # the backend replaced it by an exception of its own type
             return False
         self.failed = True
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
@@ -196,7 +195,7 @@ class BackendCall:
                 breaker.undecided()
             return False
         self._raised(breaker, error)
-        return isinstance(error, Exception)  # a panic of a native library goes on
+        return isinstance(error, Exception)  # do not swallow a native library's panic
 
     def _returned(self, breaker: Breaker | None, *, worked: bool) -> None:
         if breaker is None:

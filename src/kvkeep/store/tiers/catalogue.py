@@ -29,10 +29,10 @@ class Catalogue:
     its beginning. A namespace with a quota has a policy of its own, the others share one; of their
     candidates the one used least recently is evicted first.
 
-    An ordered block takes about half a kilobyte. ``ordered`` bounds how many are: beyond it, those
-    that the policies would evict first become rows of about a hundred bytes (`Packed`), which are
-    evicted before all others, in the order in which they became rows; one that is used again is
-    ordered again. For LRU and FIFO the order is the same as without the bound, except for blocks
+    An ordered block takes about half a kilobyte. ``ordered`` bounds their number: beyond it, the
+    next victims of the policies become rows of about a hundred bytes (`Packed`), which are evicted
+    before all others, in the order in which they became rows. A row that is used again is ordered
+    again. For LRU and FIFO the order is the same as without the bound, except for blocks
     that were held, pinned or found by a second listing.
 
     Thread safety: all methods, by one lock under which nothing but policies is called, and which is
@@ -103,14 +103,14 @@ class Catalogue:
         return known is not None and self._expired(known)
 
     def ended(self, block: bytes) -> float | None:
-        """Return when ``block`` expired (Unix seconds), None if it is unknown or has not."""
+        """Return when ``block`` expired (Unix seconds); None if it is unknown or not expired."""
         known = self._known(block)
         if known is None or not self._expired(known):
             return None
         return max(known.used + (self.ttl or 0.0), known.pinned)
 
     def leading(self, blocks: Sequence[bytes]) -> int:
-        """Return how many of ``blocks`` are here before the first that is not."""
+        """Return how many leading ``blocks`` are here."""
         plain = self.ttl is None and not len(self._table.packed)
         there: Container[object] = self._table.blocks if plain else self
         for count, block in enumerate(blocks):
@@ -136,9 +136,9 @@ class Catalogue:
             return self._table.taken - self._table.pins.bytes >= needed
 
     def fits(self, space: bytes) -> int | None:
-        """Return how many blocks of a namespace there is room for, None where there is no budget.
+        """Return how many blocks of average size a namespace may have; None if that is unknown.
 
-        Blocks as large as the average of those here.
+        It is unknown without a budget, and while there are no blocks to take an average of.
         """
         with self._lock:
             count = len(self)
@@ -149,13 +149,13 @@ class Catalogue:
             return fit if limit is None else min(fit, limit * count // self._table.bytes)
 
     def now(self) -> float:
-        """Return the time by which uses are noted, in Unix seconds."""
+        """Return the time of the catalogue's clock, in Unix seconds."""
         return self._clock()
 
     # --- changes ---------------------------------------------------------------------------------
 
     def add(self, block: bytes, size: int, *, hold: bool = False) -> None:
-        """Add or replace ``block``, of ``size`` bytes, as used now; with ``hold``, hold it."""
+        """Add or replace ``block`` of ``size`` bytes, last used now; ``hold`` also holds it."""
         with self._lock:
             self._table.add(block, size, self._clock())
             if hold:
@@ -169,14 +169,14 @@ class Catalogue:
                 self._table.add(block, size, now)
 
     def fill(self, found: Iterable[tuple[bytes, int, float]]) -> list[bytes]:
-        """Take over a listing of the backend: (block, bytes, last use). Return what it lacks.
+        """Take over a listing of the backend: (block, bytes, last use). Return the blocks it lacks.
 
-        Known blocks keep their place in the order, but may have been used later by others. New ones
-        come after them, by last use. A block that was known before and is not listed is forgotten;
-        one that is added meanwhile stays, one that is forgotten meanwhile stays forgotten. If
-        ``found`` raises, what came before that is taken over and nothing is forgotten.
+        Known blocks keep their place in the order and get the later time of use. New blocks follow
+        them, ordered by last use. Known blocks that are not listed are forgotten. Blocks added
+        during the listing stay; blocks forgotten during it stay forgotten. If ``found`` raises, the
+        blocks before that are taken over and none are forgotten.
 
-        Blocks are known, and may be victims, while ``found`` goes on. Concurrent calls wait.
+        Listed blocks are known, and may be evicted, before ``found`` ends. Concurrent calls wait.
         """
         with self._filling:
             with self._lock:
@@ -198,7 +198,7 @@ class Catalogue:
             return self._not_listed()
 
     def requested(self, blocks: Sequence[bytes]) -> None:
-        """Tell policies with a history of a prompt; ``blocks`` were found, or are stored now.
+        """Report a prompt to policies with a history: its blocks that were found or are stored now.
 
         Call it before any of them is added. Does nothing for other policies.
         """
@@ -209,10 +209,10 @@ class Catalogue:
     def used(
         self, blocks: Sequence[bytes], grain: float = 30.0, *, new: Container[bytes] = ()
     ) -> list[bytes]:
-        """Count a use of ``blocks``, a prompt in order; those in ``new`` it brought itself.
+        """Record a use of the ``blocks`` of a prompt; for those in ``new`` it is no hit.
 
-        Returns the blocks, last to first, whose last use the backend should be told of: those that
-        it was not told of for ``grain`` seconds.
+        Returns the blocks, last to first, whose use should be reported to the backend (`touch`):
+        those whose last reported use is at least ``grain`` seconds old.
         """
         now = self._clock()
         late = []
@@ -224,13 +224,13 @@ class Catalogue:
                 block.used = now
                 block.serial = self._table.next_serial()
                 self._table.order.used(block, new=name in new)
-                if not 0.0 <= now - block.noted < grain:  # the clock may have been ahead
+                if not 0.0 <= now - block.noted < grain:  # negative if the clock was set back
                     block.noted = now
                     late.append(name)
         return late
 
     def unnoted(self) -> list[tuple[bytes, float]]:
-        """Return the uses that the backend was not told of, oldest first; they count as told."""
+        """Return the uses not reported to the backend yet, oldest first; mark them as reported."""
         with self._lock:
             late = [block for block in self._table.blocks.values() if block.used > block.noted]
             late.sort(key=lambda block: block.serial)
@@ -263,7 +263,7 @@ class Catalogue:
                 self._free(block)
 
     def forget(self, block: bytes) -> bool:
-        """Remove ``block``; whether it was known."""
+        """Remove ``block``; return whether it was known."""
         with self._lock:
             if self._gone is not None:
                 self._gone.add(block)
@@ -274,8 +274,8 @@ class Catalogue:
     ) -> list[bytes]:
         """Forget and return blocks of ``needed`` bytes, in eviction order; fewer if none are left.
 
-        From one namespace only, if it has a quota and ``space`` names it. Expired blocks are
-        appended to ``outlived`` instead, if that is given.
+        If the namespace ``space`` has a quota, only its blocks. If ``outlived`` is given, expired
+        blocks are appended to it instead of being returned.
         """
         gone: list[bytes] = []
         with self._lock:
@@ -330,9 +330,9 @@ class Catalogue:
         return max(0, self._table.spaces.get(space, 0) + more - limit)
 
     def pin(self, blocks: Sequence[bytes], seconds: float, most: int) -> list[bytes]:
-        """Keep those of ``blocks`` that are here from eviction for so long; return which.
+        """Pin those of ``blocks`` that are here, in order, for ``seconds``; return the pinned ones.
 
-        From the first on, while pins keep no more than ``most`` bytes in all.
+        Stops before all pins together would cover more than ``most`` bytes.
         """
         until = self._clock() + seconds
         pinned: list[bytes] = []
@@ -349,7 +349,7 @@ class Catalogue:
         return pinned
 
     def unpin(self, blocks: Sequence[bytes]) -> list[bytes]:
-        """Allow ``blocks`` to be evicted again; return those that were pinned."""
+        """End the pins of ``blocks``; return the blocks that were pinned."""
         with self._lock:
             self._table.pins.unpin_expired(self._clock())
             unpinned: list[bytes] = []
@@ -370,7 +370,7 @@ class Catalogue:
             return self._table.get(block)
 
     def _order_listed(self) -> None:
-        """Have the policies order as many listed blocks as they may, the newest."""
+        """Unpack the newest listed blocks, as many as may be ordered."""
         with self._lock:
             self._table.packed.end_listing()
             newest = self._table.packed.newest(self._table.most_ordered)
@@ -380,7 +380,7 @@ class Catalogue:
                     self._table.ordered(block)
 
     def _not_listed(self) -> list[bytes]:
-        """Forget and return what the last listing did not find."""
+        """Forget and return the blocks that the last listing did not find."""
         with self._lock:
             gone = [
                 one.block for one in self._table.blocks.values() if one.round != self._table.round
@@ -416,7 +416,7 @@ class Catalogue:
             return False
         now = self._clock()
         if known.used > now and isinstance(known, OrderedBlock):
-            known.used = now  # the clock was ahead: it counts from here on
+            known.used = now  # the clock was set back: the time to live starts again
         return known.used + self.ttl < now and known.pinned < now
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""What tiers count: nothing is lost, late or broken without a number that tells."""
+"""Counters and statistics of tiers: every lost, late or damaged block is counted."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ __all__ = ["TierCounters", "TierStats"]
 
 @dataclass
 class TierCounters:
-    """Totals since the start, of one tier. Blocks unless the name says bytes or seconds.
+    """Totals of one tier since the start, in blocks unless stated otherwise.
 
     Attributes:
-        hits: found here and handed out.
-        misses: thought to be here, and not found.
-        late: not here within the tier's timeout, or the queue of its readers was full.
-        damaged: read, and not what was stored: quarantined.
-        refused: of a format version, a length or a lossy codec that was not asked for here.
-        errors: calls that failed.
+        hits: blocks that were read from this tier.
+        misses: blocks that were expected in this tier, and missing.
+        late: reads that the tier did not answer in time, or whose read queue was full.
+        damaged: records that did not verify; they are quarantined.
+        refused: intact records that this tier does not serve: of another format version or length,
+            lossy or not encrypted against the tier's options, or of a key or codec it lacks.
+        errors: calls of the backend that failed.
         skipped_calls: calls not made because the circuit breaker was open.
-        writes: written.
-        already: not written because the place had them.
-        drops: not written: the queue was full, there was no room, or the write failed.
-        relists: times that the place was listed again because it had lost what it held.
-        evictions: taken away to make room.
-        demotions: moved one tier down when they were evicted.
-        demotions_dropped: should have been, but there was no time.
-        read_bytes, written_bytes: of records, as they lie in the tier.
-        read_seconds, write_seconds: spent in the backend.
+        writes: blocks written.
+        already: blocks not written because the tier had them.
+        drops: blocks not written: the queue was full, there was no room, or the write failed.
+        relists: times that the backend was listed again because it had lost records.
+        evictions: blocks deleted to make room.
+        demotions: blocks moved to a lower tier when they were evicted.
+        demotions_dropped: blocks that should have been demoted and were not, for lack of time.
+        read_bytes, written_bytes: bytes of records as stored in the tier, encoded.
+        read_seconds, write_seconds: seconds spent in the backend.
     """
 
     hits: int = 0
@@ -54,27 +55,27 @@ class TierCounters:
         self._lock = threading.Lock()
 
     def count(self, **more: float) -> None:
-        """Add to some of them at once."""
+        """Add to several counters at once."""
         with self._lock:
             for name, amount in more.items():
                 setattr(self, name, getattr(self, name) + amount)
 
     def as_dict(self) -> dict[str, float]:
-        """All of them at one moment."""
+        """Return all counters at one moment."""
         with self._lock:
             return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True)
 class TierStats:
-    """One tier at one moment.
+    """A snapshot of one tier.
 
-    ``used_bytes`` counts what all who share the place hold, where that is known, ``capacity`` is
-    None where the place has its own rules. ``queued_bytes`` wait to be written. ``breaker`` is
-    "closed" (all is well), "open" or "trying": the worst of looking up, reading and writing.
-    ``breakers`` has the state of each kind of call (see `kvkeep.store.tiers.breaker`), ``parts``
-    the parts of the place that are left alone, nodes of a cluster, with their states. ``counters``
-    has `TierCounters` by name.
+    ``blocks`` and ``used_bytes`` include those of other processes, as far as they are known here;
+    they are None, as is ``capacity``, where the backend has no budget. ``queued_bytes`` wait to be
+    written. ``breaker`` is the worst circuit breaker state of lookups, reads and writes: "closed"
+    (calls are allowed), "trying" or "open". ``breakers`` has the state of each kind of call (see
+    `kvkeep.store.tiers.breaker`), ``parts`` the state of each part of the backend (a node of a
+    cluster) whose breakers are not all closed. ``counters`` has the fields of `TierCounters`.
     """
 
     name: str
@@ -92,5 +93,5 @@ class TierStats:
     parts: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)

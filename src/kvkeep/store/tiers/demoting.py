@@ -58,7 +58,7 @@ class Demoter:
         self._queue.write(tier, block, 0.0, moved)
 
     def note_evicted(self, block: bytes) -> None:
-        """Memory had to delete ``block`` at once: record where that loses it."""
+        """Record that memory deleted ``block`` at once, so no lower tier could take it."""
         move = self._planner.evict(block, 0)
         if isinstance(move, Drop):
             self._note_refused(move)
@@ -69,17 +69,17 @@ class Demoter:
             self._levels.losses.note([block], tier.name, "dropped", "no time")
 
     def _note_refused(self, move: Drop) -> None:
-        """Record a block that a tier would have taken after more touches."""
+        """Record that a tier refused the dropped block, which it admits after more touches."""
         if move.refused is not None:
             tier = self._levels.tier(move.refused)
             if not tier.knows(move.block):
                 self._levels.losses.note([move.block], tier.name, "refused", "admission")
 
     def from_tier(self, level: int, block: bytes) -> None:
-        """Copy ``block`` down, which tier ``level`` is about to delete, using threads of both.
+        """Copy ``block``, which tier ``level`` is about to delete, to a lower tier.
 
-        Waits for the lower tier only a share of the timeout: one that hangs must not stop the one
-        above it.
+        Reads in this thread and writes in one of the lower tier. Waits only a share of the timeout:
+        a lower tier that hangs must not stop the one above it.
         """
         move = self._planner.evict(block, level)
         if isinstance(move, Drop):
@@ -108,7 +108,7 @@ class Demoter:
             target.health.unwritable(block)
             or target.health.stuck_for() > _PATIENCE * target.timeout
         )
-        # A hidden block could not be deleted: it must not be spread.
+        # A hidden block must not be served, so it must not be copied either.
         record = None if stuck or source.is_hidden(block) else source.fetch(block)
         if record is None:
             lost()

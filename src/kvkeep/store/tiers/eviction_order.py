@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EvictionOrder", "OrderedBlock"]
 
-_REMEMBERED: Final = 4  # times the blocks that the budget has room for are remembered as requested
+_REMEMBERED: Final = 4  # length of `_known_again`, in blocks over those that the budget holds
 
 
 class OrderedBlock(Entry):
@@ -21,11 +21,11 @@ class OrderedBlock(Entry):
 
     Attributes:
         used: last use, in Unix seconds; the time to live counts from it.
-        serial: the order of uses over all policies of the tier, exact where times are equal.
-        pinned: until when it is pinned (Unix seconds); 0: not.
-        held: how many writers and requests need it now.
-        noted: the last use that the backend was told of.
-        round: the last listing that found it.
+        serial: number of its last use, over all policies of the tier; orders uses at equal times.
+        pinned: end of its pin in Unix seconds; 0 if it is not pinned.
+        held: number of writers and requests that need it now.
+        noted: the last use that was reported to the backend, in Unix seconds.
+        round: number of the last listing that found it.
     """
 
     __slots__ = ("block", "held", "noted", "pinned", "round", "serial", "used")
@@ -43,15 +43,15 @@ class OrderedBlock(Entry):
 
     @property
     def evictable(self) -> bool:
-        """Whether a policy has it: it is neither held nor pinned."""
+        """Whether it is a candidate of its policy: neither held nor pinned."""
         return not self.held and not self.pinned
 
 
 class EvictionOrder:
     """The eviction policies of one tier: one for each namespace with a quota, one for the others.
 
-    Policies with a history (`EvictionPolicy.remembers`) are fit for ``budget`` bytes once the size
-    of a block is known, and learn of requests; without a budget they are not.
+    Policies with a history (`EvictionPolicy.remembers`) are fitted to ``budget`` bytes once the
+    size of a block is known, and learn of requests from then on; without a budget, never.
 
     Thread safety: none; the catalogue calls it under its lock.
     """
@@ -81,7 +81,7 @@ class EvictionOrder:
         return self.own.get(block[:SPACE_BYTES], self.shared)
 
     def requested(self, blocks: Sequence[bytes]) -> None:
-        """Learn of a prompt made of ``blocks``, before any of them is added."""
+        """Record a request of ``blocks``, before any of them is added."""
         if not self._fitted:
             return
         # The key alone: it is hashed over its namespace as well, and is evenly spread.
@@ -97,7 +97,10 @@ class EvictionOrder:
             again.popitem(last=False)
 
     def fit(self, size: int) -> None:
-        """Learn that blocks of ``size`` bytes come; the first one may be a short tail."""
+        """Fit policies with a history to blocks of ``size`` bytes, if that is new.
+
+        The first size may be that of a short tail, so a size twice as large or more fits them anew.
+        """
         if not self.remembers or size < 2 * self._fitted:
             return
         self._fitted = size
@@ -106,7 +109,7 @@ class EvictionOrder:
             policy.fit(self.quotas[space], size)
 
     def order(self, block: OrderedBlock, hits: int) -> None:
-        """Order ``block``, which is new to its policy; ``hits`` is what it had before."""
+        """Add ``block`` to its policy, with the ``hits`` from before it was packed."""
         policy = self.of(block.block)
         policy.stored(block, 0, known=hits > 0 or block.block in self._known_again)
         if hits:
@@ -115,17 +118,17 @@ class EvictionOrder:
             policy.add(block)
 
     def discard(self, block: OrderedBlock) -> None:
-        """Take ``block`` out of the order, if it is in it."""
+        """Remove ``block`` from the candidates of its policy, if it is one."""
         if block.evictable:
             self.of(block.block).discard(block)
 
     def restore(self, block: OrderedBlock) -> None:
-        """Put ``block`` back into the order, if nothing holds or pins it any more."""
+        """Make ``block`` a candidate again, unless it is still held or pinned."""
         if block.evictable:
             self.of(block.block).add(block)
 
     def used(self, block: OrderedBlock, *, new: bool) -> None:
-        """Count a use of ``block``; it is a hit unless the request brought it."""
+        """Count a use of ``block``: a hit, unless the request stored it (``new``)."""
         policy = self.of(block.block)
         count = policy.used if new else policy.hit
         if block.evictable:
@@ -136,7 +139,7 @@ class EvictionOrder:
             count(block)
 
     def set_quota(self, space: bytes, limit: int, mine: Iterable[OrderedBlock]) -> bool:
-        """Limit ``space``, whose blocks are ``mine``, to so many bytes; whether it had no quota."""
+        """Limit ``space``, with blocks ``mine``, to ``limit`` bytes; False if it had a quota."""
         self.quotas[space] = limit
         if space in self.own:
             return False
@@ -147,7 +150,7 @@ class EvictionOrder:
         for block in blocks:
             if block.evictable:
                 self.shared.discard(block)
-        # The new policy's clock begins at 0: it has to see what happened, in that order.
+        # The new policy's event clock starts at 0: replay the past events in their order.
         for block in sorted(blocks, key=lambda block: block.stored):
             hits = block.hits
             policy.stored(block, block.priority, known=hits > 0)
@@ -160,7 +163,7 @@ class EvictionOrder:
         return True
 
     def pop(self, group: bytes | None) -> OrderedBlock | None:
-        """Take out the next victim of a namespace with a quota, or of all others."""
+        """Remove and return the next victim of a namespace with a quota, or of all others."""
         return popped(self.shared if group is None else self.own[group])
 
     def put_back(self, block: OrderedBlock) -> None:
@@ -169,7 +172,7 @@ class EvictionOrder:
 
 
 def popped(policy: EvictionPolicy) -> OrderedBlock | None:
-    """Take out the next victim of ``policy``, None if it has none."""
+    """Remove and return the next victim of ``policy``; None if it has none."""
     entry = policy.pop()
     assert entry is None or isinstance(entry, OrderedBlock)
     return entry

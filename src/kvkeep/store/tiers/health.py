@@ -1,4 +1,4 @@
-"""`TierHealth`: whether reading and writing a tier is of use now, and why it was not."""
+"""`TierHealth`: whether a tier can be read and written now, and the reason if not."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 __all__ = ["TierHealth"]
 
 _SLOW_READ = 0.05  # seconds; a read that takes longer is slow for any backend
-_MOSTLY = 0.5  # of the time since a request began that one read runs: the request waited for it
+_MOSTLY = 0.5  # share of a request's time; a read that takes more of it delayed the request
 
 
 class TierHealth:
-    """Judges a tier by its circuit breakers, the calls that run now, and its threads.
+    """Judges a tier by its circuit breakers, its running calls, and its threads.
 
-    Thread safety: all methods. Asks nobody.
+    Thread safety: all methods. No I/O: the backend is not called.
     """
 
     def __init__(self, calls: BackendCalls, reading: Workers, writing: Workers) -> None:
@@ -32,7 +32,7 @@ class TierHealth:
         self._writing = writing
 
     def unread(self, block: bytes) -> bool:
-        """Whether reading ``block`` is of no use now: such calls fail or hang."""
+        """Whether reading ``block`` is pointless now, because such calls fail or hang."""
         if self._calls.usual:
             return False
         self._calls.report_hung("lookup", "read")
@@ -40,7 +40,7 @@ class TierHealth:
         return self._breakers.blocks("read", part) or self._breakers.blocks("lookup", part)
 
     def note_failure(self, late: str | None = None) -> None:
-        """Count that a reader got nothing: too late, for the reason ``late``, or not allowed."""
+        """Count a failed read: not answered in time, for the reason ``late``, or not allowed."""
         if late is None:
             self._counters.count(skipped_calls=1)
             self._calls.note_failure("unavailable", "breaker")
@@ -49,7 +49,7 @@ class TierHealth:
             self._calls.note_failure("late", late)
 
     def trouble(self, since: float | None = None) -> Loss | None:
-        """Return why reading is of no use now, or was not at some time ``since`` (Unix seconds)."""
+        """Return why reads fail now, or failed at some time ``since`` (Unix seconds); else None."""
         if self._breakers.any_blocks("read", "lookup"):
             return Loss(self._calls.name, "unavailable", time.time(), "breaker")
         if since is None:
@@ -62,7 +62,7 @@ class TierHealth:
         return None
 
     def unwritable(self, block: bytes) -> bool:
-        """Whether writing ``block`` is of no use now: such calls fail or hang."""
+        """Whether writing ``block`` is pointless now, because such calls fail or hang."""
         if self._calls.usual:
             return False
         return self.writers_hang() or self._breakers.blocks("write", self._backend.part(block))
@@ -75,9 +75,9 @@ class TierHealth:
         )
 
     def settled(self, timeout: float | None) -> bool:
-        """Wait until the write queue is empty, ``timeout`` seconds at most; whether it is.
+        """Wait until the write queue is empty, ``timeout`` seconds at most; return whether it is.
 
-        Gives up early on a write that takes longer than the backend's own timeout.
+        Returns early if a write makes no progress for longer than the backend's timeout.
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while True:

@@ -19,13 +19,13 @@ _HIDDEN_KEPT = 1 << 16
 class KnownBlocks:
     """The catalogue of an indexed tier, with the blocks hidden from it and a guard for removals.
 
-    A hidden block counts as missing, whatever the backend holds, until it is written anew: its
-    record is not for this tier, or could not be deleted.
+    A hidden block counts as missing, whatever the backend holds, until it is written anew: this
+    tier must not serve its record, or could not delete it.
 
     Thread safety: all methods.
 
     Attributes:
-        indexed: the backend has a budget, so all it holds is listed once and known from then on.
+        indexed: whether the backend has a budget; its blocks are then listed once and tracked.
     """
 
     def __init__(self, catalogue: Catalogue, *, indexed: bool) -> None:
@@ -49,7 +49,7 @@ class KnownBlocks:
         return block in self._hidden
 
     def hide(self, blocks: Sequence[bytes]) -> None:
-        """Have ``blocks`` count as missing until they are written anew."""
+        """Treat ``blocks`` as missing until they are written anew."""
         hidden = self._hidden
         for block in blocks:
             hidden[block] = None
@@ -57,18 +57,18 @@ class KnownBlocks:
             hidden.popitem(last=False)
 
     def written(self, block: bytes) -> None:
-        """``block`` was written anew: it is hidden no longer."""
+        """Record that ``block`` was written anew, so it is no longer hidden."""
         self._hidden.pop(block, None)
 
     def before_query(self) -> int | None:
-        """Return a mark for `learn`: take it before the backend is asked what it holds."""
+        """Return a mark for `learn`; call it before the query to the backend."""
         with self._lock:
             return None if self._removing else self._removals
 
     def learn(self, block: bytes, size: int, mark: int | None) -> None:
-        """Add ``block``, which the backend held after ``mark`` was taken.
+        """Add ``block``, which a query begun after ``mark`` found in the backend.
 
-        Not if a removal ran since: the block may be gone by now.
+        Does nothing if a removal ran since ``mark``: the block may have been deleted.
         """
         if self.indexed and block not in self.catalogue:
             with self._lock:
@@ -76,7 +76,7 @@ class KnownBlocks:
                     self.catalogue.add(block, size)
 
     def begin_removal(self, blocks: Sequence[bytes]) -> None:
-        """Forget ``blocks``; queries that run now teach nothing until `end_removal`."""
+        """Forget ``blocks``; results of running queries are ignored until `end_removal`."""
         with self._lock:
             self._removals += 1
             self._removing += 1
@@ -84,6 +84,6 @@ class KnownBlocks:
             self.catalogue.forget(block)
 
     def end_removal(self) -> None:
-        """The backend has deleted what `begin_removal` named, or failed to."""
+        """Record that the backend has deleted the blocks of `begin_removal`, or failed to."""
         with self._lock:
             self._removing -= 1

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Levels"]
 
-_PROBES = (1, 16, 64, 256)  # blocks asked for at a time: few at first, most prompts are missing
+_PROBES = (1, 16, 64, 256)  # blocks per query: few at first, because most prompts are missing
 _NEVER = Loss("", "never", None, "")
 
 
@@ -43,7 +43,7 @@ class Levels:
         return self.tiers[level - 1]
 
     def level_of(self, block: bytes) -> int | None:
-        """Return the fastest level that can serve ``block`` now, None for none; asks nobody."""
+        """Return the fastest level known to serve ``block`` now, None for none; no I/O."""
         if block in self.memory:
             return 0
         for level, tier in self._levels:
@@ -52,14 +52,14 @@ class Levels:
         return None
 
     def holders(self, block: bytes) -> list[int]:
-        """Return all levels known to hold ``block``, fastest first; asks nobody."""
+        """Return all levels known to hold ``block``, fastest first; no I/O."""
         levels = [0] if block in self.memory else []
         return levels + [level for level, tier in self._levels if tier.knows(block)]
 
     def locate(self, blocks: Sequence[bytes], until: float | None = None) -> list[int]:
         """Return the level of each leading block, up to the first that is missing.
 
-        Tiers that may hold more than is known are asked, not beyond ``until`` (monotonic seconds).
+        Tiers that may hold unknown blocks are queried, until ``until`` (monotonic seconds) at most.
         """
         levels: list[int] = []
         probed: dict[int, int] = {}  # position → level
@@ -83,7 +83,7 @@ class Levels:
         return levels
 
     def _probe(self, blocks: Sequence[bytes], at: int, until: float | None) -> dict[int, int]:
-        """Ask the tiers, faster ones first, each about blocks that those before it lack."""
+        """Query the tiers, fastest first, each about the blocks that faster ones lack."""
         found: dict[int, int] = {}
         for level, tier in self._levels:
             if tier.queried:
@@ -126,7 +126,7 @@ class Levels:
         return last or _NEVER
 
     def requested(self, blocks: Sequence[bytes], raw_bytes: int) -> None:
-        """Tell policies of a prompt: its blocks that were found, or are stored now."""
+        """Report a prompt to all policies: its blocks that were found or are stored now."""
         if self.planner.fit_due:
             self.planner.fit(self._room(raw_bytes + HEADER_BYTES))
         self.planner.requested(blocks)
@@ -135,9 +135,9 @@ class Levels:
             tier.catalogue.requested(blocks)
 
     def _room(self, record_bytes: int) -> list[int | None]:
-        """Return how many blocks each level has room for, None where there is no budget.
+        """Return how many blocks fit into each level; None where there is no budget.
 
-        Blocks as large as those that the level holds, or of ``record_bytes`` if it holds none.
+        The size of a block is the average in that level, or ``record_bytes`` if it holds none.
         """
         room: list[int | None] = []
         capacities = [self.memory.capacity, *(tier.backend.capacity for tier in self.tiers)]
@@ -149,7 +149,7 @@ class Levels:
         return room
 
     def used(self, blocks: Sequence[bytes], new: Container[bytes] = ()) -> None:
-        """Record in every level that a prompt used ``blocks``; it brought ``new`` itself."""
+        """Record in every level that a prompt used ``blocks``; it stored those in ``new``."""
         if blocks:
             self.memory.catalogue.used(blocks, new=new)
             for tier in self.tiers:

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["Listing"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
-_SUSPICIOUS = 16  # a record of at least this part of the budget is looked at before it is believed
+_SUSPICIOUS = 16  # the header of a record above 1/16 of the budget is checked before it is listed
 _NOTED_KEPT = 4096
 
 
 class _ListFailed(Exception):
-    """The backend failed to list what it holds; counted and logged already."""
+    """The backend failed to list its records; counted and logged already."""
 
 
 class Listing:
@@ -64,18 +64,18 @@ class Listing:
         self._running = threading.Lock()
         self._comparing = threading.Lock()
         self._noted: set[bytes] = set()
-        self._expected: bytes | None = None  # a namespace to compare with what is listed
+        self._expected: bytes | None = None  # the namespace that `compare` looks for
         self._excess = 0
 
     def relist(self, space: TierSpace) -> None:
         """List the backend; others may have written or deleted there.
 
-        What is larger than the budget is deleted through ``space``: it is of a larger budget, and
-        evicting everything else would not make room for it.
+        Records larger than the budget are deleted through ``space``: they were written under a
+        larger budget, and even evicting everything else would not make room for them.
         """
         timeout = self._backend.timeout
         if not self._running.acquire(timeout=timeout):
-            return  # a listing hangs; the caller has other things to do
+            return  # a listing hangs; do not block the caller any longer
         try:
             if self._calls.breaker("list").allows():
                 self._fill(space)
@@ -91,7 +91,7 @@ class Listing:
         try:
             gone = catalogue.fill(self._records(space))
         except _ListFailed:
-            pass  # what came before it is known now, and nothing is forgotten
+            pass  # `fill` took over the blocks listed before the failure, and forgot none
         else:
             self._losses.note(gone, self._calls.name, "removed", "gone")
             self.complete = True
@@ -100,14 +100,14 @@ class Listing:
         self.seconds = time.monotonic() - started
 
     def _listed(self) -> Iterator[Listed]:
-        # What a consumer of this generator raises does not reach the `with` statement.
+        # An exception of this generator's consumer never reaches the `with` statement.
         with self._calls.to("list", "list") as call:
             yield from self._backend.list()
         if call.failed:
             raise _ListFailed
 
     def _records(self, space: TierSpace) -> Iterator[Listed]:
-        """Yield what the backend lists and is a record; quarantine large files that are none."""
+        """Yield the listed records; quarantine large files that are not records."""
         budget = self._backend.capacity or 0
         for one in self._listed():
             if one.size * _SUSPICIOUS > budget and (reason := self._not_a_record(one)):
@@ -118,7 +118,7 @@ class Listing:
                 yield one
 
     def _not_a_record(self, listed: Listed) -> str | None:
-        """Return why ``listed`` is no record of that block and size, None if it may be one."""
+        """Return why ``listed`` is not a record of that block and size; None if it may be one."""
         head: bytes | None = None
         with self._calls.to("peek"):
             head = self._backend.peek(listed.block, HEADER_BYTES)
@@ -141,11 +141,11 @@ class Listing:
 
     @property
     def over_budget(self) -> bool:
-        """Whether the last listing found more than the budget."""
+        """Whether the last listing found more bytes than the budget."""
         return self._excess > 0
 
     def blocks(self, within: bytes) -> tuple[set[bytes], bool]:
-        """Return the ids in the backend that begin with ``within``, and whether it listed all."""
+        """Return the ids in the backend that begin with ``within``, and whether those are all."""
         found: set[bytes] = set()
         if not self._calls.breaker("list").allows():
             return found, False
@@ -158,7 +158,7 @@ class Listing:
         return found, True
 
     def recheck(self, blocks: Sequence[bytes]) -> None:
-        """Forget those of ``blocks`` that others deleted: else they are never written again."""
+        """Forget blocks that other processes deleted; otherwise they are never written again."""
         for part, found in self._calls.by_part(blocks).items():
             if not self._calls.breaker("lookup", part).allows():
                 continue
@@ -172,13 +172,13 @@ class Listing:
     # --- namespaces ------------------------------------------------------------------------------
 
     def expect(self, space: bytes) -> None:
-        """Have `compare` log, once, if the backend holds blocks but none of this namespace."""
+        """Make `compare` log, once, if the backend holds blocks but none of this namespace."""
         self._expected = space
 
     def compare(self) -> None:
-        """Log how the nearest namespace found differs from the one expected, if that is missing.
+        """If the expected namespace is missing, log how the most similar stored one differs.
 
-        A changed model revision or dtype makes another namespace, so that nothing is found.
+        A changed model revision or dtype makes another namespace, in which no block is found.
         """
         with self._comparing:
             space, self._expected = self._expected, None
@@ -199,12 +199,12 @@ class Listing:
             unlike, same_model = found
             _LOG.log(
                 logging.WARNING if same_model else logging.INFO,
-                "tier %s: %s holds blocks, but none of this store; of those nearest to it, the %s",
+                "tier %s: %s holds blocks, but none of this store; in the most similar ones, %s",
                 self._calls.name, self._backend.describe(), ", ".join(unlike),
             )  # fmt: skip
 
     def note(self, space: bytes) -> None:
-        """Keep the note of namespace ``space`` in the backend, once: a block of it was written."""
+        """Write the note of namespace ``space`` to the backend once; a block of it was written."""
         if space in self._noted:
             return
         if len(self._noted) >= _NOTED_KEPT:
@@ -216,5 +216,5 @@ class Listing:
                 self._backend.note_space(space, note)
 
     def forget_notes(self) -> None:
-        """The backend lost what it held: its notes may be gone as well."""
+        """Write notes again, because the backend lost records and perhaps its notes."""
         self._noted.clear()

@@ -1,4 +1,4 @@
-"""`query_sizes`: asks a tier's backend, in its reader threads, which blocks it holds."""
+"""`query_sizes`: queries a tier's backend, in its reader threads, which blocks it holds."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def query_sizes(
     unread: Callable[[bytes], bool],
     answered: Callable[[], object],
 ) -> dict[bytes, int | None]:
-    """Return the size of each of ``blocks``, None if missing; without blocks that got no answer.
+    """Return the size of each of ``blocks``, None if missing; unanswered blocks are left out.
 
-    Parts of the backend are asked in parallel. It waits for the backend's timeout at most, and not
-    beyond ``until`` (monotonic seconds). ``unread`` tells whether asking for a block is of no use,
-    and charges calls that hang; ``answered`` is called in a reader thread after each answer.
+    Parts of the backend are queried in parallel. Waits for the backend's timeout at most, and until
+    ``until`` (monotonic seconds) at most. ``unread`` returns whether querying a block is pointless,
+    and reports hanging calls to their breakers; ``answered`` is called in a reader thread after
+    each answer.
     """
     timeout = calls.backend.timeout
     patience = timeout if until is None else min(timeout, max(0.0, until - time.monotonic()))
@@ -64,7 +65,7 @@ class _Query:
         self._done = threading.Event()
 
     def submit(self, reading: Workers) -> None:
-        """Start it, unless such calls fail or hang now."""
+        """Queue the query, unless such calls fail or hang now."""
         calls = self._calls
         if self._unread(self._blocks[0]) or not calls.breaker("lookup", self._part).allows():
             calls.counters.count(skipped_calls=1)
@@ -86,10 +87,10 @@ class _Query:
             self._answered()
 
     def result(self, end: float, *, whole: bool) -> dict[bytes, int | None]:
-        """Wait for the answer until ``end``; empty without one.
+        """Wait for the answer until ``end`` (monotonic seconds); return {} if there is none.
 
-        ``whole``: the call had its full timeout, so it failed. A query that still waits for a
-        thread did not: the calls that occupy the threads are charged instead.
+        ``whole``: the wait lasts the backend's full timeout, so a running call counts as failed. If
+        the query still waits for a thread, the calls that occupy the threads count as failed.
         """
         if not self._done.wait(max(0.0, end - time.monotonic())):
             calls = self._calls

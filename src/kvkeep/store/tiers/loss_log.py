@@ -1,4 +1,4 @@
-"""`LossLog`: why each block that a tier lost, or never wrote, is not there."""
+"""`LossLog`: why each block that a tier lost, or never wrote, is missing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Miss:
     - "damaged": the record did not verify.
     - "unavailable": "breaker" (the circuit breaker is open), or the error.
     - "late": the tier did not answer in time.
-    - "never": nothing is known of it; "part" where less is stored than is worth loading.
+    - "never": no loss is recorded; "part" if less is stored than is worth loading.
     """
 
     start: int
@@ -48,7 +48,7 @@ class Miss:
 
 
 class Loss(NamedTuple):
-    """What happened to one block, in the terms of `Miss`."""
+    """Why one block was lost; for the fields see `Miss`."""
 
     tier: str
     what: LossKind

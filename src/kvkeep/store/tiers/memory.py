@@ -27,7 +27,7 @@ __all__ = ["MemoryLease", "MemorySpec", "MemoryTier"]
 
 _TRIES = 8
 _THREADS = 64
-"""Threads that reserve room at a time, at most: requests that put, and readers of the tiers."""
+"""Maximum threads that reserve memory at a time: callers that put, and readers of tiers."""
 
 
 @dataclass(slots=True)
@@ -41,10 +41,10 @@ class MemorySpec:
 
 
 class MemoryLease:
-    """A record in use: leased from memory, or in a buffer of its own.
+    """A record in use: leased from memory, or in a separate buffer.
 
-    ``payload``, the raw KV, must not be written to. The header before it may be, by whoever writes
-    the record to a tier.
+    ``payload``, the raw KV, must not be written to. Only the header before it is written, by the
+    thread that writes the record to a tier.
     """
 
     __slots__ = ("_lease", "record")
@@ -67,11 +67,12 @@ class MemoryLease:
 class MemoryTier:
     """An arena of raw records, and the order in which they are evicted.
 
-    Records here are not verified and their headers are not to be relied on: a header is written
-    when a record is written to another tier.
+    Records here are not verified, and their headers may be invalid: a header is written when the
+    record is written to another tier.
 
     Thread safety: all methods. One lock makes the arena and the catalogue change together;
-    otherwise a block that is put while an older record of it is evicted could be known and gone.
+    otherwise a block that is put while its older record is evicted could stay in the catalogue
+    without a record.
 
     Arguments:
         spec: what to open.
@@ -97,7 +98,7 @@ class MemoryTier:
         self.losses = LossLog() if losses is None else losses
         self.leaving_bytes = 0
         self._evicted = evicted
-        self._leaving: dict[bytes, int] = {}  # in the arena, but not in the catalogue any more
+        self._leaving: dict[bytes, int] = {}  # bytes of blocks in the arena, not in the catalogue
         self._lock = threading.Lock()
         self._turns = Turns(_TRIES, threads=_THREADS)
 
@@ -113,7 +114,7 @@ class MemoryTier:
         return None if lease is None else MemoryLease(lease.place, lease)
 
     def reserve(self, block: bytes, raw_bytes: int) -> Draft | None:
-        """Return room for a record, evicting others for it; None if too little may be evicted."""
+        """Return memory for a record, evicting others for it; None if not enough is evictable."""
         size = HEADER_BYTES + raw_bytes
         space = block[:SPACE_BYTES]
         over = self.catalogue.over_quota(space, size)
@@ -146,11 +147,11 @@ class MemoryTier:
         return MemoryLease(lease.place, lease)
 
     def buffer(self, raw_bytes: int) -> memoryview:
-        """Return room for a record outside of the arena."""
+        """Return memory for a record outside the arena."""
         return aligned(HEADER_BYTES + raw_bytes)
 
     def leave(self, needed: int) -> list[bytes]:
-        """Return blocks to demote so that ``needed`` bytes come free; call `left` for each.
+        """Return blocks to demote, to free ``needed`` bytes; call `left` for each afterwards.
 
         Until then they are still found here. Expired blocks are deleted at once instead.
         """
@@ -194,19 +195,19 @@ class MemoryTier:
             )
 
     def _expired(self, block: bytes) -> bool:
-        """Whether the time to live of ``block`` is over; leaving blocks were used just now."""
+        """Whether a time to live is set and ``block`` is over it or unknown; not while leaving."""
         if self.catalogue.ttl is None:
             return False
         return block not in self.catalogue and block not in self._leaving
 
     def _stay(self, block: bytes) -> bool:
-        """Take ``block`` off the leaving ones, under the lock; whether it was one."""
+        """Mark ``block`` as not leaving, under the lock; return whether it was."""
         size = self._leaving.pop(block, None)
         self.leaving_bytes -= size or 0
         return size is not None
 
     def _evict(self, needed: int, space: bytes | None = None) -> bool:
-        """Delete victims at once; whether there were any."""
+        """Delete victims at once; return whether there were any."""
         with self._lock:
             victims = self.catalogue.victims(needed, space)
             self.backend.delete(victims)

@@ -1,8 +1,8 @@
-"""What a namespace is, noted beside its blocks: so a store that finds none of its own can say why.
+"""Notes on namespaces, stored beside their blocks: they explain why a store finds none of its own.
 
-A block's name has its namespace as a hash. The note names the fields behind the hash, but for the
-tenant, which may be private: of that it has a digest. Whoever can write to a place can write any
-note there; it decides nothing but one line in the log.
+A block id contains its namespace only as a hash. The note has the fields that were hashed, but only
+a digest of the tenant, which may be private. Notes are not authenticated: anyone with write access
+to the backend can forge one. They are used for one log line only.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 __all__ = ["NOTE_BYTES", "difference", "note_of"]
 
 NOTE_BYTES = 4096
-"""A note has no more than these; what is longer is none."""
+"""Maximum bytes of a note; longer ones are ignored."""
 _FORMAT = "kvkeep namespace 1"
-_LONGEST = 160  # characters of a field that are noted as they are
+_LONGEST = 160  # characters; of a longer field the note has a digest
 _SHOWN = 60
 _NAMES = tuple(sorted(field.name for field in fields(Namespace)))
 
 
 def note_of(namespace: Namespace) -> bytes:
-    """The note of ``namespace``: one line of JSON in ASCII."""
+    """Return the note of ``namespace``: one line of JSON in ASCII."""
     told = {name: _told(name, value) for name in _NAMES if (value := getattr(namespace, name))}
     return json.dumps({"format": _FORMAT, "fields": told}).encode()
 
 
 def difference(ours: bytes, others: Iterable[bytes]) -> tuple[list[str], bool] | None:
-    """How the nearest of ``others`` differs from ``ours``, a field each: ``model is 'a', not 'b'``.
+    """Compare ``ours`` with the note in ``others`` that differs in the fewest fields.
 
-    And whether it is of the same model. None where none of them is a note that can be read, or
-    none differs.
+    Return a text for each of these fields, as ``model is 'a' there and 'b' here``, and whether both
+    are of one model. None if no readable note differs.
     """
     mine = _read(ours)
     assert mine is not None, "our own note"
@@ -61,7 +61,7 @@ def _told(name: str, value: str) -> str:
 
 
 def _read(note: bytes) -> dict[str, str] | None:
-    """The fields of a note; None for what is none."""
+    """Return the fields of a note; None if it is not a valid note."""
     if len(note) > NOTE_BYTES:
         return None
     try:
@@ -78,10 +78,10 @@ def _read(note: bytes) -> dict[str, str] | None:
 
 def _sentence(name: str, theirs: str | None, mine: str | None) -> str:
     if name == "tenant":
-        return "tenant is another"
+        return "tenant is different"
     return f"{name} is {_shown(theirs)} there and {_shown(mine)} here"
 
 
 def _shown(value: str | None) -> str:
-    """As it can stand in a log, whatever it is."""
+    """Return ``value`` quoted, escaped and shortened, so that a forged one is safe in a log."""
     return "empty" if value is None else ascii(value[:_SHOWN] + "…" * (len(value) > _SHOWN))

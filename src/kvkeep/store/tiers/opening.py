@@ -1,4 +1,4 @@
-"""Tiers from what people write: URLs, with the options that every tier has."""
+"""Opens tiers from URLs, with the options that every tier has."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ TIER_OPTIONS = (
 """Options that every tier has; the others are its backend's."""
 
 TIERINGS = ("inclusive", "inclusive:2", "exclusive", "exclusive:2", "adaptive")
-"""What `tiering` knows; any number of touches may follow the colon."""
+"""Names of tiering policies; any number of touches above 0 may follow the colon."""
 
 BUFFER_BYTES = 256 << 20
-"""The memory in front of tiers among which there is none: what is read and written passes it."""
+"""Bytes of the memory tier that is put in front if none is given; all transfers pass through it."""
 
 _HOMES = {
     "memory": "memory.MemoryBackend",
@@ -46,17 +46,17 @@ _HOMES = {
     "gs": "objects.ObjectBackend",
     "az": "objects.ObjectBackend",
 }
-_GROUP = "kvkeep.backends"  # entry points of other packages: a scheme, and its class
+_GROUP = "kvkeep.backends"  # entry points by which other packages register scheme = class
 
 
 def open_backend(url: TierURL) -> Backend:
-    """The backend that ``url`` names: one of ours, or an entry point of ``kvkeep.backends``.
+    """Open the backend of ``url``: one of kvkeep, or an entry point in ``kvkeep.backends``.
 
-    Options are left in ``url`` for `TierURL.finish` to refuse.
+    Options that the backend does not know stay in ``url``: call `TierURL.finish` afterwards.
 
     Raises:
-        InvalidValue: no such scheme, or the URL is wrong.
-        MissingExtra: it needs a package that is not installed.
+        InvalidValue: the scheme is unknown, or the URL is wrong.
+        MissingExtra: the backend needs a package that is not installed.
     """
     home = _HOMES.get(url.scheme)
     if home is not None:
@@ -79,10 +79,10 @@ def open_backend(url: TierURL) -> Backend:
 
 
 def tiering(name: str) -> TieringPolicy:
-    """The policy of what moves where that ``name`` means: one of `TIERINGS`; each time a new one.
+    """Return a new tiering policy by its name, see `TIERINGS`.
 
     Raises:
-        InvalidValue: it means none.
+        InvalidValue: the name is unknown.
     """
     kind, colon, after = name.partition(":")
     if name == "adaptive":
@@ -97,15 +97,15 @@ def tiering(name: str) -> TieringPolicy:
 def open_tiers(
     tiers: Sequence[str | Backend], shape: BlockShape | None = None
 ) -> tuple[MemorySpec, list[TierSpec]]:
-    """Open ``tiers``, fastest first; the memory in front and what lies behind it.
+    """Open ``tiers``, fastest first; return the memory tier and the tiers below it.
 
-    Without a ``memory://`` tier of raw blocks first, one of 256 MiB is put in front.
+    If the first tier is not ``memory://`` with raw blocks, one of 256 MiB is put in front.
 
     Raises:
         InvalidValue: there is no tier, or one of the URLs is wrong; nothing stays open.
-        MissingExtra: what seals and verifies records is not installed.
+        MissingExtra: xxhash, which computes the checksums of records, is not installed.
     """
-    require("xxhash", "store")  # else every write and read would fail, out of sight
+    require("xxhash", "store")  # else every read and write fails later, in the background
     shape = shape or BlockShape()
     if isinstance(tiers, str | Backend) or not tiers:
         raise InvalidValue(f"tiers are a list of URLs, fastest first, got {tiers!r}")
@@ -165,7 +165,7 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
         url.finish()
         if backend.capacity is None and (ttl is not None or policy_name != "lru"):
             raise InvalidValue(
-                f"{url.safe} has no budget of ours, so its server decides what goes and when: "
+                f"{url.safe} has no size=, so kvkeep evicts nothing there: "
                 "policy= and ttl= are for tiers with size="
             )
     except InvalidValue:
@@ -177,7 +177,7 @@ def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec
 
 
 def _name_apart(memory: MemorySpec, tiers: Sequence[TierSpec]) -> None:
-    """Tiers of one scheme are told apart by a number, the memory in front is the first."""
+    """Number tiers of one scheme, from the second on; the memory tier counts as the first."""
     seen = {memory.name: 1}
     for tier in tiers:
         seen[tier.name] = count = seen.get(tier.name, 0) + 1

@@ -1,8 +1,8 @@
-"""Known blocks in about a hundred bytes each, in the order in which they may go.
+"""`Packed`: known blocks in about a hundred bytes each, in eviction order.
 
-A dict of objects takes five times as much. Rows lie in 65,536 buckets by the hash of the block; a
-row is found by searching its bucket for the block's bytes. Each group (one namespace with a quota,
-or all the others) has a queue of rows, oldest first.
+A dict of objects takes five times as much. Rows are stored in 65,536 buckets by the hash of the
+block id; a row is found by searching its bucket for the id's bytes. Each group (one namespace with
+a quota, or all the others) has a queue of rows, oldest first.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ROUND_AT: Final = _USED_AT + 12
 _SERIAL_AT: Final = _ROUND_AT + 2
 _MOST_HITS: Final = 2**32 - 1
 _AT_ONCE: Final = 1024  # buckets
-_SLACK: Final = 4096  # entries of a queue whose rows are gone, besides as many as there are rows
+_SLACK: Final = 4096  # a queue may have as many stale entries as rows, and this many more
 
 
 class PackedRow(NamedTuple):
-    """A block: bytes of its record, last use (Unix seconds), hits, the listing that saw it last.
+    """A block: bytes of its record, last use (Unix seconds), hits, and the last listing with it.
 
-    ``serial`` tells rows of one block at different times apart.
+    ``serial`` is unique: a block that is taken out and added again gets another one.
     """
 
     block: bytes
@@ -44,12 +44,12 @@ class PackedRow(NamedTuple):
 
     @property
     def pinned(self) -> float:
-        """Until when it is pinned: what is pinned is no row."""
+        """Always 0, which means not pinned: pinned blocks are never packed."""
         return 0.0
 
 
 class _Queue:
-    """Rows by bucket and serial number, oldest first. What is gone stays until it surfaces."""
+    """Entries (bucket, serial number), oldest first. Stale ones are dropped at the front."""
 
     __slots__ = ("buckets", "head", "live", "serials")
 
@@ -64,7 +64,7 @@ class _Queue:
 
 
 class Packed:
-    """Rows of blocks, and queues of them.
+    """Blocks as packed rows, with a queue of rows per group.
 
     Thread safety: none. Cost: about a microsecond a call.
     Memory: 77 bytes for a row, 10 in its queue, some slack; and half a mebibyte with the first row.
@@ -75,10 +75,10 @@ class Packed:
         self._number = buckets
         self._buckets: list[bytearray | None] = []
         self._queues: dict[bytes | None, _Queue] = {}
-        self._regroup = False  # queues are to be made anew before the next use
+        self._regroup = False  # the queues must be rebuilt before the next use
         self._length = 0
         self._serial = 0
-        self._uses: array[float] | None = None  # by serial number since `begin_listing`
+        self._uses: array[float] | None = None  # last uses by serial number since `begin_listing`
         self._since = 0
 
     def __len__(self) -> int:
@@ -93,12 +93,12 @@ class Packed:
                 yield from map(PackedRow._make, _ROW.iter_unpack(bytes(bucket)))
 
     def get(self, block: bytes) -> PackedRow | None:
-        """The row of ``block``."""
+        """Return the row of ``block``, None if it has none."""
         bucket, at = self._find(block)
         return None if bucket is None or at < 0 else PackedRow._make(_ROW.unpack_from(bucket, at))
 
     def add(self, block: bytes, size: int, used: float, hits: int, round_: int) -> None:
-        """``block``, which is not here, goes after all others of its group."""
+        """Add a row for ``block``, which has none, at the end of its group's queue."""
         self._settle()
         if not self._buckets:
             self._buckets = [None] * self._number
@@ -115,7 +115,10 @@ class Packed:
             self._uses.append(used)
 
     def seen(self, block: bytes, used: float, round_: int) -> bool:
-        """A listing saw ``block``, last used then or later; False when it has no row here."""
+        """Record that listing ``round_`` found ``block``; return False if it has no row.
+
+        The row keeps the later of its own last use and ``used``, and its place in the queue.
+        """
         bucket, at = self._find(block)
         if bucket is None or at < 0:
             return False
@@ -125,7 +128,7 @@ class Packed:
         return True
 
     def take(self, block: bytes) -> PackedRow | None:
-        """Take out the row of ``block``."""
+        """Remove and return the row of ``block``, None if it has none."""
         self._settle()
         bucket, at = self._find(block)
         if bucket is None or at < 0:
@@ -142,7 +145,7 @@ class Packed:
         return row
 
     def oldest(self, group: bytes | None) -> PackedRow | None:
-        """The row of ``group`` that goes first; it stays."""
+        """Return the oldest row of ``group`` without removing it."""
         self._settle()
         queue = self._queues.get(group)
         if queue is None:
@@ -156,11 +159,11 @@ class Packed:
         return None
 
     def parts(self) -> range:
-        """What `sweep` takes, one after another."""
+        """The arguments for `sweep` that together cover all rows."""
         return range(0, self._number, _AT_ONCE)
 
     def sweep(self, part: int, gone: Callable[[PackedRow], bool]) -> list[PackedRow]:
-        """The rows in one of `parts` for which ``gone`` says so. They stay."""
+        """Return the rows in one of `parts` for which ``gone`` is true, without removing them."""
         some = self._buckets[part : part + _AT_ONCE]
         return [
             row
@@ -173,12 +176,12 @@ class Packed:
     # --- listings --------------------------------------------------------------------------------
 
     def begin_listing(self) -> None:
-        """Rows that are added from now on are in no order, until `end_listing`."""
+        """Begin to add the rows of a listing, whose order `end_listing` decides."""
         self._uses = array("d")
         self._since = self._serial
 
     def end_listing(self) -> None:
-        """Put what was added since `begin_listing` in order of last use, behind all others."""
+        """Order the rows added since `begin_listing` by last use, behind all others."""
         self._settle()
         assert self._uses is not None
         uses, self._uses = np.array(self._uses), None
@@ -194,7 +197,7 @@ class Packed:
             queue.buckets = array("H", buckets[order].tobytes())
 
     def newest(self, most: int) -> list[bytes]:
-        """The last ``most`` blocks that `end_listing` put in order, oldest of them first."""
+        """Return the ``most`` newest blocks of the last listing, the oldest of them first."""
         found: list[tuple[float, bytes]] = []
         for queue in self._queues.values():
             for at in range(max(queue.head, len(queue.serials) - most), len(queue.serials)):
@@ -206,10 +209,10 @@ class Packed:
         return [block for _, block in found[max(0, len(found) - most) :]]
 
     def regroup(self) -> None:
-        """What ``group_of`` says has changed: the next use puts every row in its queue."""
+        """Rebuild the queues at the next use, since ``group_of`` returns other groups now."""
         self._regroup = self._length > 0
 
-    # --- below here ------------------------------------------------------------------------------
+    # --- internals -------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         if not self._regroup:
@@ -229,7 +232,7 @@ class Packed:
         if bucket is None:
             return None, -1
         at = bucket.find(block)
-        while at >= 0 and at % _ROW.size:  # not at a row's beginning: other bytes that look alike
+        while at >= 0 and at % _ROW.size:  # a chance match that does not begin a row
             at = bucket.find(block, at + 1)
         return bucket, at
 
@@ -252,7 +255,7 @@ class Packed:
         queue.live += 1
 
     def _compact(self, queue: _Queue, *, check: bool = True) -> None:
-        """Forget entries that were passed, and with ``check`` those whose rows are gone."""
+        """Drop the entries before the head, and with ``check`` all stale ones."""
         del queue.buckets[: queue.head], queue.serials[: queue.head]
         queue.head = 0
         if check:
@@ -265,7 +268,7 @@ class Packed:
             queue.serials = array("Q", [queue.serials[at] for at in alive])
 
     def check(self) -> None:
-        """Recount everything; an AssertionError is a fault of kvkeep."""
+        """Recount everything; an AssertionError is a bug of kvkeep."""
         self._settle()
         rows = list(self)
         assert len(rows) == self._length == len({row.block for row in rows})

@@ -22,9 +22,9 @@ __all__ = ["HEADROOM", "Copy", "Demote", "Drop", "Planner", "Promote", "Refuse",
 HEADROOM = 0.1
 """Share of memory kept free where evicted blocks have to be written to a tier first."""
 _FIRST_PAUSE = 32  # blocks requested before `fit` is due again; doubles each time
-_MANY_TOUCHES = 1 << 30  # more than any policy asks for
-_COUNTED = 8  # touches are counted of so many times the blocks that all levels have room for …
-_MOST_COUNTED = 1 << 17  # … but of no more than this, at about 220 bytes each
+_MANY_TOUCHES = 1 << 30  # more than any policy requires
+_COUNTED = 8  # blocks whose touches are counted, over the blocks that all levels can hold …
+_MOST_COUNTED = 1 << 17  # … at most this many, at about 220 bytes each
 
 
 class Copy(NamedTuple):
@@ -35,7 +35,7 @@ class Copy(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """Do not write ``block`` to tier ``target`` yet: the policy asks for more touches."""
+    """Do not write ``block`` to tier ``target`` yet: the policy requires more touches."""
 
     block: bytes
     target: int
@@ -73,7 +73,7 @@ class Drop(NamedTuple):
 
 
 class Planner:
-    """Turns what happens to blocks into moves, by a policy and the touches it counts itself.
+    """Decides the moves of blocks by a policy, for which it counts touches.
 
     Thread safety: all methods, by one lock that is held only while the policy decides. Cost: about
     a microsecond a call.
@@ -95,7 +95,7 @@ class Planner:
         return self._until_fit <= 0
 
     def fit(self, blocks: Sequence[int | None]) -> None:
-        """Learn how many blocks each level has room for, None where there is no budget."""
+        """Set how many blocks each level has room for; None where there is no budget."""
         room = None if None in blocks else sum(count for count in blocks if count is not None)
         counted = _MOST_COUNTED if room is None else _COUNTED * max(1, room)
         with self._lock:
@@ -104,7 +104,7 @@ class Planner:
             self.policy.fit(blocks)
 
     def requested(self, blocks: Sequence[bytes]) -> None:
-        """Learn of a prompt before anything moves for it; see `TieringPolicy.requested`."""
+        """Report a prompt before any move for it; see `TieringPolicy.requested`."""
         with self._lock:
             self._until_fit -= len(blocks)
             self.policy.requested(blocks)
@@ -128,7 +128,7 @@ class Planner:
         with self._lock:
             touches = self._touches.touch(block)
             if touches == 1:
-                return []  # this store has not stored it lately
+                return []  # no earlier touch is known: this store did not store it lately
             return [
                 Copy(block, level)
                 for level in self._levels
@@ -144,7 +144,7 @@ class Planner:
     def evict(self, block: bytes, source: int) -> Demote | Drop:
         """Return what to do with ``block``, which has to leave level ``source``."""
         with self._lock:
-            # A block found after a restart has no touches, but somebody stored it once.
+            # A block found after a restart has no touches, but it was stored, which is one.
             touches = max(1, self._touches.count(block))
             target = self._target(source, touches)
             if target is not None:
@@ -152,7 +152,7 @@ class Planner:
             return Drop(block, source, self._target(source, _MANY_TOUCHES))
 
     def excess(self, capacity: int, used: int) -> int:
-        """Return how much of memory, in the unit of both, to demote before the room is needed."""
+        """Return how much of memory to demote ahead of need, in the unit of both arguments."""
         with self._lock:
             demotes = self._target(0, _MANY_TOUCHES) is not None
         return max(0, used - int(capacity * (1 - HEADROOM))) if demotes else 0
@@ -163,7 +163,7 @@ class Planner:
 
 
 class Touches:
-    """Touches of the last ``limit`` blocks that were touched."""
+    """Counts of touches, of the ``limit`` blocks touched last."""
 
     def __init__(self, limit: int = _MOST_COUNTED) -> None:
         if limit < 1:

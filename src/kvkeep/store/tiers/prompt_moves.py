@@ -20,14 +20,14 @@ __all__ = ["Placement", "PromptMoves", "ReadMoves", "StoreMoves"]
 
 
 class Placement(Enum):
-    """Where a block is after it was to be placed in memory."""
+    """The result of placing a block in memory."""
 
     NEW = auto()
-    """In memory, now."""
+    """It was added to memory."""
     IN_MEMORY = auto()
-    """In memory, from before."""
+    """It was in memory already."""
     BELOW = auto()
-    """In a tier below alone: it is not read to be stored."""
+    """It is in a lower tier only, and is not copied up."""
     NOWHERE = auto()
     """There is no room for it."""
 
@@ -41,11 +41,11 @@ class PromptMoves(ABC):
 
     @abstractmethod
     def use(self, blocks: Sequence[bytes], new: Container[bytes]) -> None:
-        """Record in every level that the prompt used ``blocks``; it brought ``new`` itself."""
+        """Record in every level that the prompt used ``blocks``; it stored those in ``new``."""
 
 
 class ReadMoves(PromptMoves):
-    """Reads a prompt. Derive from it and fill in `fetch` and `copy`."""
+    """Reads a prompt. Subclasses implement `use`, `fetch` and `copy`."""
 
     def read(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
         """Read ``blocks``, which are at ``levels``; return how many leading ones were read.
@@ -61,7 +61,7 @@ class ReadMoves(PromptMoves):
     def bring(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
         """Read ``blocks``, without copies to other tiers; return how many leading ones were read.
 
-        Blocks that come to memory do not evict those of the same prompt.
+        Blocks read into memory do not evict others of the same prompt.
         """
         mixed = any(levels) and not all(levels)
         above = [block for block, level in zip(blocks, levels, strict=False) if mixed and not level]
@@ -77,21 +77,21 @@ class ReadMoves(PromptMoves):
 
     @abstractmethod
     def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
-        """Hand over ``blocks`` in order, promoting those from below; return how many there were."""
+        """Deliver ``blocks`` in order, promoting those from lower tiers; return how many."""
 
     @abstractmethod
     def copy(self, move: Copy) -> None:
-        """Have a tier write a block that was read, if memory has it and the tier has not."""
+        """Queue the write of a block to a tier, if memory has the block and the tier has not."""
 
 
 class StoreMoves(PromptMoves):
-    """Stores a prompt. Derive from it and fill in `place`, `copy_down` and `demote_ahead`."""
+    """Stores a prompt. Subclasses implement `use`, `place`, `copy_down` and `demote_ahead`."""
 
     def store(self, blocks: Sequence[bytes]) -> None:
         """Place ``blocks`` in memory and in the tiers that admit them, as far as there is room.
 
-        Blocks that no tier has or writes are held until the end: later blocks of a prompt must not
-        evict its beginning, without which they are never found.
+        Blocks that only memory has are held until the end: later blocks of a prompt must not evict
+        its beginning, because a prompt is found by its leading blocks only.
         """
         held: list[bytes] = []
         used: list[bytes] = []
@@ -118,7 +118,7 @@ class StoreMoves(PromptMoves):
         self.demote_ahead()
 
     def runs(self, blocks: Sequence[bytes]) -> Iterable[Sequence[bytes]]:
-        """Split ``blocks`` into runs that take each step together: one by one."""
+        """Split ``blocks`` into runs that move together; by default a run is one block."""
         return ([block] for block in blocks)
 
     @abstractmethod
@@ -126,11 +126,11 @@ class StoreMoves(PromptMoves):
         """Place the blocks of a run in memory; they stay there until `placed`."""
 
     def placed(self, run: Sequence[bytes]) -> None:
-        """All that needs the blocks of a run in memory has been queued."""
+        """Release the blocks of a run: every write that needs them in memory is queued."""
 
     @abstractmethod
     def copy_down(self, run: Sequence[bytes], moves: Sequence[Copy | Refuse]) -> bool:
-        """Have tiers write the blocks of a run; whether one has them or will."""
+        """Queue writes of a run to tiers; return whether any tier has the run or will write it."""
 
     @abstractmethod
     def demote_ahead(self) -> None:

@@ -35,8 +35,8 @@ class PrefetchProgress:
 
     Attributes:
         ready: leading blocks in memory.
-        sources: the name of the tier that each of them came from.
-        ended: set when nothing more arrives.
+        sources: for each of these, the name of the tier that it was read from.
+        ended: event that is set when no more blocks will arrive.
         cancelled: whether to start no more reads.
     """
 
@@ -52,8 +52,7 @@ class PrefetchProgress:
 class BlockPrefetch:
     """Handle of a background read of blocks from slower tiers into memory.
 
-    Once the store is closed it is `done` and can be cancelled; everything else raises
-    `IllegalStep`.
+    After the store is closed, `done` and `cancel` still work; everything else raises `IllegalStep`.
 
     Thread safety: all methods.
     """
@@ -64,18 +63,18 @@ class BlockPrefetch:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended: all blocks are in memory, or the rest cannot be had."""
+        """Whether no more blocks will arrive: all are in memory, or the rest cannot be read."""
         return self._progress.ended.is_set()
 
     @property
     def ready(self) -> int:
-        """Leading blocks that are in memory by now."""
+        """Number of leading blocks that are in memory by now."""
         self._check_open()
         return self._progress.ready
 
     @property
     def sources(self) -> list[str]:
-        """The name of the tier that each of them came from."""
+        """For each of the `ready` blocks, the name of the tier that it was read from."""
         self._check_open()
         return self._progress.sources[: self._progress.ready]
 
@@ -86,7 +85,7 @@ class BlockPrefetch:
         return self._progress.ready
 
     def cancel(self) -> None:
-        """Start no more reads; those under way still arrive."""
+        """Start no more reads. Reads that have begun still complete."""
         self._progress.cancelled = True
 
 
@@ -111,7 +110,7 @@ class Reader:
     # --- one block -------------------------------------------------------------------------------
 
     def start(self, block: bytes, raw_bytes: int, level: int) -> SharedRead | MemoryLease:
-        """Begin to read ``block``, which was located at ``level``; from memory it is there."""
+        """Begin to read ``block``, located at ``level``; a lease if memory has it."""
         lease = self._memory.lease(block)
         if lease is not None:
             return lease
@@ -129,20 +128,20 @@ class Reader:
         return read
 
     def _shared_read(self, block: bytes, raw_bytes: int, level: int) -> SharedRead:
-        """Make the read of ``block``: from where it was located, then from the other tiers."""
+        """Return a new read of ``block``: from the tier at ``level``, then from the others."""
         tiers = [
             (number, tier)
             for number, tier in enumerate(self.levels.tiers, start=1)
             if tier.may_have(block) and not self.queue.is_deleting(tier, block)
         ]
-        tiers.sort(key=lambda item: item[0] != level)  # one that left memory: from the fastest
+        tiers.sort(key=lambda item: item[0] != level)  # level 0 matches none: fastest first
         stays = bool(tiers) and self.levels.planner.promote(block, tiers[0][0]).stays
         return SharedRead(
             self._memory, block, raw_bytes, [tier for _, tier in tiers], self._ended, stays=stays
         )
 
     def _ended(self, read: SharedRead) -> None:
-        """The block of ``read`` is in memory now, or no tier had it."""
+        """Forget an ended ``read``; delete the tier's copy, and demote, if the policy says so."""
         with self._lock:
             if self._reads.get(read.block) is not read:
                 return
@@ -161,7 +160,7 @@ class Reader:
             return [block for block in self._reads if block.startswith(within)]
 
     def cancel(self, blocks: Sequence[bytes]) -> None:
-        """Have reads of ``blocks`` that run hand them to nobody: they are being deleted."""
+        """Discard the results of running reads of ``blocks``, which are being deleted."""
         with self._lock:
             for block in blocks:
                 read = self._reads.pop(block, None)
@@ -172,7 +171,7 @@ class Reader:
 
     @property
     def replacements(self) -> int:
-        """How often blocks were replaced; see `replaced_since`."""
+        """Number of replacements so far; see `replaced_since`."""
         return self._replacements
 
     def note_replaced(self, blocks: Sequence[bytes]) -> None:
@@ -243,20 +242,20 @@ class Reader:
         return not self._reads and not self._prefetching.unfinished
 
     def close(self) -> None:
-        """Give up prefetches that have not begun."""
+        """Discard prefetches that have not begun."""
         self._prefetching.close(0.0)
 
     def join(self, timeout: float) -> bool:
-        """Wait for prefetches that run, ``timeout`` seconds at most; whether they ended."""
+        """Wait for running prefetches, ``timeout`` seconds at most; return whether they ended."""
         return self._prefetching.join(timeout)
 
 
 class ReadRequest(ReadMoves):
     """One request that reads a prompt, or a prefetch.
 
-    ``sink(i, raw)`` is given each block in order, in the thread that calls; later blocks are read
-    meanwhile. It ends early at ``until`` (monotonic seconds), or when ``cancelled()`` is true.
-    ``sources`` is given the name of the tier that each block came from.
+    ``sink(i, raw)`` is called for each block in order, in the calling thread; later blocks are read
+    meanwhile. Reading ends early at ``until`` (monotonic seconds), or when ``cancelled()`` is true.
+    The name of the tier that each block was read from is appended to ``sources``.
     """
 
     def __init__(
@@ -289,7 +288,7 @@ class ReadRequest(ReadMoves):
         mark = self._reader.replacements
         try:
             while count < len(levels):
-                # What follows a replacement is new, and what was handed over is not.
+                # After a replacement, later blocks are new and do not match those delivered.
                 if self._reader.replaced_since(mark, blocks) or self._cancelled():
                     break
                 limit = self._limit(self._raw_bytes[count])
@@ -301,7 +300,7 @@ class ReadRequest(ReadMoves):
                 if lease is None:
                     break
                 if len(lease.payload) != self._raw_bytes[count]:
-                    break  # only from memory: it was put under a key of another length
+                    break  # from memory, where it was stored with another length
                 self._sources.append(self._source(ahead[0]))
                 self._sink(count, lease.payload)
                 _end(ahead.popleft())
@@ -309,13 +308,13 @@ class ReadRequest(ReadMoves):
         finally:
             for left in ahead:
                 _end(left)
-        if count < len(levels):  # a block that was located is gone: others may be, too
+        if count < len(levels):  # a located block is missing: others may be, too
             for tier in self._levels.tiers:
                 tier.recheck(blocks[count : len(levels)])
         return count
 
     def _limit(self, raw_bytes: int) -> int:
-        """Return how many blocks to read ahead: half of memory is left to other requests."""
+        """Return how many blocks to read ahead, leaving half of memory to other requests."""
         fit = self._levels.memory.capacity // 2 // (raw_bytes + HEADER_BYTES)
         return max(2, min(_READ_AHEAD, fit))
 

@@ -1,22 +1,22 @@
-"""Records: a block as it lies in a tier, with all that is needed to know that it is right.
+"""Records: the format of a block in a tier: a header with checksums, and the payload.
 
     offset  bytes  what
          0      8  magic: "kvkeepB\\n"
          8      2  format version, 1
         10      2  number of the codec
         12      4  flags, 0
-        16     16  space: the namespace's
+        16     16  space of the namespace
         32     32  block key
-        64      8  raw bytes: of the KV, before the codec
-        72      8  payload bytes: what follows the header
+        64      8  length of the raw KV, before the codec, in bytes
+        72      8  length of the payload in bytes
         80     16  XXH3-128 of the payload
         96     24  zeros
        120      8  XXH3-64 of the 120 bytes before
        128        payload
 
-Integers are little-endian, checksums as the library gives them. The first 72 bytes name the block:
-an encrypting codec authenticates them with the ciphertext. A checksum finds what broke; it does
-not stop who can write to a tier from forging a record. Encryption does (docs/security.md).
+Integers are little-endian; checksums are big-endian digests. The first 72 bytes name the block: an
+encrypting codec authenticates them with the ciphertext. A checksum detects damage, but a process
+with write access to the tier can forge a record. Encryption prevents that (docs/security.md).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ assert _SUM_AT + 8 == HEADER_BYTES
 
 
 class BadRecord(Exception):
-    """What was read is not the record that was asked for; the message says why."""
+    """The bytes read are not the requested record; the message says why."""
 
 
 class OtherVersion(BadRecord):
-    """A record of a format version that this kvkeep does not read: not damaged, just not ours."""
+    """An intact record of a format version that this kvkeep does not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """What a record says of itself: block id, codec number, lengths in bytes, checksum."""
+    """The header of a record: block id, codec number, lengths in bytes, checksum of the payload."""
 
     block: bytes
     codec: int
@@ -58,12 +58,12 @@ class RecordHeader:
 
     @property
     def record_bytes(self) -> int:
-        """Header and payload."""
+        """Bytes of header and payload together."""
         return HEADER_BYTES + self.payload_bytes
 
 
 def naming(block: bytes, codec: int, raw_bytes: int) -> bytes:
-    """The first bytes of a header, which say what the payload is of."""
+    """Return the first 72 bytes of a header, which name the block, its codec and its raw length."""
     assert len(block) == BLOCK_ID_BYTES
     return _NAME.pack(_MAGIC, VERSION, codec, 0, block, raw_bytes)
 
@@ -78,18 +78,18 @@ def seal(record: memoryview, block: bytes, codec: int, raw_bytes: int) -> None:
 
 
 def read_header(record: memoryview | bytes) -> RecordHeader:
-    """Read a header; of the payload nothing is looked at.
+    """Read the header of a record; the payload is not checked.
 
     Raises:
-        OtherVersion: it is of another format version, or has flags.
-        BadRecord: it is no header, or a damaged one.
+        OtherVersion: the record is of another format version, or has flags.
+        BadRecord: there is no header, or it is damaged.
     """
     head = bytes(record[:HEADER_BYTES])
     if len(head) < HEADER_BYTES:
         raise BadRecord(f"{len(head)} bytes are no record: a header has {HEADER_BYTES}")
     magic, version, codec, flags, block, raw_bytes = _NAME.unpack_from(head)
     if magic != _MAGIC:
-        raise BadRecord("it does not begin as a record does")
+        raise BadRecord("it does not begin with the magic bytes of a record")
     if require("xxhash", "store").xxh3_64_digest(head[:_SUM_AT]) != head[_SUM_AT:]:
         raise BadRecord("the header's checksum is wrong")
     if version != VERSION:
@@ -101,10 +101,10 @@ def read_header(record: memoryview | bytes) -> RecordHeader:
 
 
 def verify(record: memoryview, block: bytes) -> RecordHeader:
-    """Read the header and prove that ``record`` is all of ``block``'s, unchanged.
+    """Read the header and check that ``record`` is the complete, undamaged record of ``block``.
 
     Raises:
-        BadRecord: it is not; see `read_header`.
+        BadRecord: it is not; or as `read_header`.
     """
     header = read_header(record)
     if header.block != block:

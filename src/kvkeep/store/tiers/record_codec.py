@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["NotForUs", "RecordCodec", "RecordRoom", "WrongSize"]
 
-_RAW = 0  # the number of the codec that changes nothing
-_ENVELOPE = 1 << 16  # bytes that any codec may need beyond those of another
+_RAW = 0  # number of the raw codec
+_ENVELOPE = 1 << 16  # bytes by which another codec's bound may exceed this one's
 
 
 class NotForUs(Exception):
@@ -31,7 +31,7 @@ class WrongSize(OutOfRoom):
 
 
 class _Scratch(threading.local):
-    """A buffer of each thread for encoded records; it grows and is kept."""
+    """A buffer per thread for encoded records; it grows as needed and is reused."""
 
     def __init__(self) -> None:
         self._buffer = memoryview(b"")
@@ -45,8 +45,8 @@ class _Scratch(threading.local):
 class RecordCodec:
     """Encodes, verifies and decodes the records of one tier.
 
-    ``codec`` is what the tier writes; ``codec_of`` finds the codec of a record that somebody else
-    wrote, None where it is unknown.
+    ``codec`` encodes what the tier writes; ``codec_of`` returns the codec of a number in a record's
+    header, None if it is unknown: other processes may write with another codec.
 
     Thread safety: all methods. Memory: a buffer of the largest record for each thread.
     """
@@ -75,12 +75,15 @@ class RecordCodec:
 
         Raises:
             BadRecord: it is damaged, or the record of another block.
-            NotForUs: this tier promises more than the record's codec: exact KV, or encryption.
-                Serving plain records there would let whoever forges one bypass the key.
+            NotForUs: the record's codec is unknown, or provides less than the tier promises: exact
+                KV, or encryption. Serving plain records would let a forger bypass the key.
         """
         header = verify(record, block)
         if header.codec == _RAW and header.payload_bytes != header.raw_bytes:
-            raise BadRecord(f"{header.payload_bytes} raw bytes, and it says {header.raw_bytes}")
+            raise BadRecord(
+                f"its header says {header.raw_bytes} raw bytes, the payload has "
+                f"{header.payload_bytes}"
+            )
         if header.codec == self.codec.number:
             return header, self.codec
         codec = None
@@ -100,7 +103,7 @@ class RecordCodec:
         """
         if codec.number == _RAW and room.placed:
             return record
-        if room.placed:  # read as if it were raw: its final place holds the encoded record
+        if room.placed:  # it has the size of a raw record, so it was read into the final place
             scratch = self.scratch.take(len(record))
             scratch[:] = record
             record = scratch
@@ -110,7 +113,7 @@ class RecordCodec:
         return final
 
     def decode_alone(self, codec: Codec, header: RecordHeader, record: memoryview) -> memoryview:
-        """Return ``record`` decoded, in memory of its own.
+        """Return ``record`` decoded, in new memory; a raw record is returned as it is.
 
         Raises:
             Damaged, OtherKey, MissingExtra: see `Codec.decode`.
@@ -144,7 +147,7 @@ class RecordRoom:
         return self._final is not None
 
     def final(self) -> memoryview:
-        """Return the final place, which is taken at the first call."""
+        """Return the final place, allocated at the first call."""
         if self._final is None:
             self._final = self._place()
         return self._final
@@ -153,7 +156,8 @@ class RecordRoom:
         """Return the buffer for a record of ``size`` bytes. Raises `WrongSize`."""
         raw = HEADER_BYTES + self._raw_bytes
         codec = self._records.codec
-        # Another codec may have written it: such a record is refused later, it is not damaged.
+        # With a margin, because another codec may have written it: `verify` refuses that record
+        # later, but it is not damaged.
         most = HEADER_BYTES + codec.bound(self._raw_bytes) + _ENVELOPE
         if size > most:
             raise WrongSize(size, f"it has {size} bytes and can have {most} at most: the reader")

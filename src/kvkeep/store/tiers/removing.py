@@ -1,4 +1,4 @@
-"""`Remover`: deletes blocks from every tier, wherever they are on their way to."""
+"""`Remover`: deletes blocks from every tier, also blocks that are being moved between tiers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Removed", "Remover"]
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What was deleted.
+    """The result of a removal.
 
     Attributes:
         tiers: ``(name, bytes freed)`` of every tier, fastest first.
-        failed: names of the tiers that may still hold some of it: they failed, did not answer in
-            time, or their circuit breaker is open. This store does not read it there until it is
-            written anew; other processes may find it.
+        failed: names of the tiers that may still hold some of the blocks: they failed, did not
+            answer in time, or their circuit breaker is open. This store does not read these blocks
+            there until they are written anew; other processes may find them.
     """
 
     tiers: tuple[tuple[str, int], ...]
@@ -34,7 +34,7 @@ class Removed:
 
     @property
     def complete(self) -> bool:
-        """Whether no tier holds any of it."""
+        """Whether no tier holds any of the blocks."""
         return not self.failed
 
     @property
@@ -44,11 +44,11 @@ class Removed:
 
 
 class Remover:
-    """Deletes by request: blocks, or a whole namespace.
+    """Deletes blocks, or a whole namespace, by request.
 
-    Reads under way hand their blocks to nobody, queued writes are given up, and writes that already
-    run are waited for. Each tier deletes in a thread of its own, so that one that hangs costs its
-    own timeout and no more.
+    Running reads of these blocks return nothing, queued writes are cancelled, and running writes
+    are waited for. Each tier deletes in a separate thread, so a tier that hangs delays the call by
+    no more than its timeout.
 
     Thread safety: all methods.
     """
@@ -65,7 +65,7 @@ class Remover:
         there = [block for block in blocks if self._levels.level_of(block) is not None]
         removals = self._call_off(blocks)
         try:
-            # Memory first: a tier that has deleted a block could be given it again from there.
+            # Memory first: else a tier could get a deleted block again from memory.
             freed = [(memory.name, memory.remove(blocks))]
         finally:
             for removal in removals:
@@ -99,7 +99,7 @@ class Remover:
         return Removed(tuple(freed), tuple(failed))
 
     def _call_off(self, blocks: Sequence[bytes]) -> list[_Removal]:
-        # Writes first: a read that begins after that reads no tier that deletes the block.
+        # Writes first: a read that begins afterwards skips tiers that delete the block.
         removals = [_Removal(self._queue, tier, blocks) for tier in self._levels.tiers]
         self._reader.cancel(blocks)
         return removals
@@ -109,8 +109,8 @@ class _Removal:
     """The deletion of blocks from one tier.
 
     Attributes:
-        freed: bytes.
-        complete: nothing is left in the tier.
+        freed: bytes freed so far.
+        complete: whether none of the blocks is left in the tier.
     """
 
     def __init__(self, queue: WriteQueue, tier: Tier, blocks: Sequence[bytes]) -> None:
@@ -124,7 +124,7 @@ class _Removal:
         self._until = 0.0
 
     def start(self) -> None:
-        """Begin, in a thread of its own."""
+        """Start a thread that deletes the blocks."""
         self._until = time.monotonic() + self.tier.removal_timeout(len(self._blocks))
         if not self._blocks:
             self.complete = True
@@ -134,7 +134,7 @@ class _Removal:
         threading.Thread(target=self._delete, name=name, daemon=True).start()
 
     def wait(self) -> None:
-        """Wait until it ends or the tier's timeout is over; blocks that may be left are hidden."""
+        """Wait for the deletion, at most `Tier.removal_timeout`; then hide blocks possibly left."""
         if not self._over.wait(max(0.0, self._until - time.monotonic())):
             self.tier.hide(self._blocks)
 

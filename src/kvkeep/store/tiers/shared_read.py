@@ -24,9 +24,9 @@ __all__ = ["SharedRead"]
 class SharedRead:
     """Reads a block from the first of ``tiers`` that has it.
 
-    Requests `join` it; the record stays available until all of them have left. A tier that takes
-    longer than its timeout is given up for this block and the next one is asked: its thread may
-    hang for ever, and what it brings is discarded.
+    Requests `join` it; the record stays available until all of them have left. If a tier takes
+    longer than its timeout, the next tier is tried; a late result of the first, whose thread may
+    hang for ever, is discarded.
 
     ``ended`` is called without a lock held when the read is over, perhaps more than once.
 
@@ -58,17 +58,17 @@ class SharedRead:
         self._ended = ended
         self._changed = threading.Condition()
         self._cancelled = False
-        self._attempt = 0  # counts up; the result of an older attempt is discarded
+        self._attempt = 0  # number of the current attempt; results of older ones are discarded
         self._since = time.monotonic()  # requests may wait before `start`
-        self._began = False  # the attempt has a thread
+        self._began = False  # whether the attempt runs, not waits for a thread
         self._joined = 0
         self._lease: MemoryLease | None = None
         self._done = False
 
-    # --- for those who wait ----------------------------------------------------------------------
+    # --- called by requests ----------------------------------------------------------------------
 
     def join(self) -> bool:
-        """Take part in the read; False when it has ended without anybody holding the record."""
+        """Take part in the read; return False if it has ended and its record was released."""
         with self._changed:
             if self._done and self._lease is None:
                 return False
@@ -76,7 +76,7 @@ class SharedRead:
             return True
 
     def leave(self) -> None:
-        """End one `join`. A read that nobody waits for need not be made any more."""
+        """Undo one `join`. A read that has not begun is skipped when no request is left."""
         with self._changed:
             self._joined -= 1
             lease = self._lease if self._joined == 0 else None
@@ -86,15 +86,15 @@ class SharedRead:
             lease.release()
 
     def cancel(self) -> None:
-        """Hand the record to nobody from now on: the block is being deleted.
+        """Discard the result of the read from now on, because the block is being deleted.
 
-        It may be in memory already; delete it there after this.
+        The block may be in memory already: delete it there afterwards.
         """
         with self._changed:
             self._cancelled = True
 
     def wait(self, until: float | None) -> MemoryLease | None:
-        """Return the record; None when no tier had it, or not ``until`` (monotonic seconds)."""
+        """Return the record; None if no tier had it, or none by ``until`` (monotonic seconds)."""
         with self._changed:
             while not self._done:
                 now = time.monotonic()
@@ -102,17 +102,17 @@ class SharedRead:
                 if until is not None and now >= until:
                     return None
                 if now >= late:
-                    self._give_up()  # without tiers, too: it may not have been started yet
+                    self._give_up()  # also without tiers: `start` may not have run yet
                     continue
                 self._changed.wait(min(late, until if until is not None else late) - now)
             lease = self._lease
         self._ended(self)
         return lease
 
-    # --- for those who read ----------------------------------------------------------------------
+    # --- called by readers -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin reading, in a thread of the first tier."""
+        """Queue the first attempt, in a reader thread of its tier."""
         with self._changed:
             self._read_next()
             done = self._done
@@ -120,12 +120,12 @@ class SharedRead:
             self._ended(self)
 
     def _read_next(self) -> None:
-        """Under the lock: queue a read in the first tier that takes it; done if none does."""
+        """Queue a read in the first tier that accepts it, under the lock; end if none does."""
         while self._tiers:
             tier, self._attempt = self._tiers[0], self._attempt + 1
             self._began = False
             self._since = time.monotonic()
-            if tier.health.unread(self.block):  # the queue may be behind calls that hang
+            if tier.health.unread(self.block):  # calls that hang may block the queue
                 tier.health.note_failure()
             elif tier.reading.submit(
                 partial(self._read, tier, self._attempt),
@@ -139,14 +139,14 @@ class SharedRead:
         self._changed.notify_all()
 
     def _give_up(self) -> None:
-        """Under the lock: the first tier, if there is one, took too long."""
+        """Skip the first tier, which took too long, and try the next, under the lock."""
         if self._tiers:
             tier = self._tiers.pop(0)
             tier.health.note_failure(late="no answer")
             if self._began:
                 part = tier.backend.part(self.block)
                 tier.breaker.of("read", part).failed(f"no answer in {tier.timeout:g} s")
-            else:  # it waits for a thread: the calls that hang are charged
+            else:  # still waiting for a thread: report the hanging calls that occupy all threads
                 tier.health.unread(self.block)
         self._read_next()
 
@@ -155,7 +155,7 @@ class SharedRead:
             if attempt != self._attempt or self._done:
                 return
             self._began = True
-            self._since = time.monotonic()  # waiting for a thread is not the backend's fault
+            self._since = time.monotonic()  # the timeout excludes the wait for a thread
             unwanted = self._done = not self._joined
         if unwanted:
             self._ended(self)
@@ -172,7 +172,7 @@ class SharedRead:
         record: memoryview | None = None
         try:
             record = tier.load(self.block, self.raw_bytes, place)
-        finally:  # whatever was raised, nobody may wait for ever and no room stay taken
+        finally:  # also after an exception: wake waiting requests and free the draft
             self._over(tier, attempt, record, draft)
 
     def _over(
@@ -182,7 +182,7 @@ class SharedRead:
         record: memoryview | None = None,
         draft: Draft | None = None,
     ) -> None:
-        """An attempt ended, or its thread never will come to it."""
+        """End an attempt, which has finished or was discarded from the queue."""
         with self._changed:
             self._take(tier, attempt, record, draft)
             over = self._done
@@ -192,7 +192,7 @@ class SharedRead:
     def _take(
         self, tier: Tier, attempt: int, record: memoryview | None, draft: Draft | None
     ) -> None:
-        """Under the lock: take what an attempt brought."""
+        """Take the result of an attempt, under the lock; after a miss, try the next tier."""
         current = attempt == self._attempt and not self._done
         if record is None or not current or self._cancelled:
             if draft is not None:

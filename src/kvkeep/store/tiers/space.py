@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["TierSpace"]
 
-_TRIES = 8  # rounds of making room for one record; then others take what is freed
+_TRIES = 8  # attempts to make room for one record, in competition with other writers
 _DELETED_AT_ONCE = 1000  # blocks; more could take longer than the backend's timeout
 _RELIST_AFTER = 1.0  # seconds that a listing of a shared backend is good for
 
 
 class TierSpace:
-    """The room of one tier: evicts, deletes, and keeps namespaces within their quotas.
+    """Manages the space of one tier: evicts, deletes, and keeps namespaces within their quotas.
 
-    ``evicting`` is called with each block that has to make room, before it is deleted. ``relist``
-    lists the backend; ``listed_at`` says when that was done last (monotonic seconds).
+    ``evicting`` is called with each block before it is evicted. ``relist`` lists the backend;
+    ``listed_at`` returns when that was done last (monotonic seconds).
 
     Thread safety: all methods.
     """
@@ -58,10 +58,10 @@ class TierSpace:
         self._coming: dict[bytes, int] = {}  # bytes being written, by namespace
 
     def put(self, block: bytes, record: memoryview) -> bool:
-        """Write ``record``, evicting others for it; False when there is no room.
+        """Write ``record``, evicting others for it; return False if there is no room.
 
-        Failures of the backend: see `BackendCalls.to`; they count as no room here, and the caller
-        is told by ``failed`` of the call.
+        Raises:
+            PutFailed: the backend failed; counted and logged already.
         """
 
         def attempt() -> bool | Again:
@@ -82,10 +82,10 @@ class TierSpace:
 
     @contextmanager
     def within_quota(self, block: bytes, size: int) -> Iterator[bool]:
-        """Make ``size`` more bytes fit the quota of the block's namespace; whether they do.
+        """Reserve ``size`` bytes in the quota of the block's namespace; yield whether they fit.
 
-        Bytes that others write at the same time count as well, and these count until the block of
-        the ``with`` statement ends.
+        Evicts blocks of the namespace if needed. Reservations of concurrent writes count; this one
+        lasts until the ``with`` statement ends.
         """
         space = block[:SPACE_BYTES]
         fits = self._reserve(space, size)
@@ -112,10 +112,10 @@ class TierSpace:
         return False
 
     def make_room(self, needed: int) -> bool:
-        """Evict until ``needed`` bytes are free; whether anything was evicted.
+        """Evict until ``needed`` bytes are free; return whether any were freed.
 
-        Evicts nothing where all that may be evicted does not suffice, and nothing more once
-        deleting fails: the records would be forgotten and still take up the place.
+        Evicts nothing if all evictable blocks together do not suffice. Stops once a deletion fails:
+        further records would be forgotten and still occupy the backend.
         """
         if not self._known.indexed:
             return False
@@ -129,7 +129,7 @@ class TierSpace:
         while freed < needed and not self._calls.breakers.any_blocks("delete"):
             victims = self._catalogue.victims(needed - freed)
             if not victims and self._listing_is_old():
-                self._relist()  # others fill the place: their blocks may be evicted, too
+                self._relist()  # other processes' blocks may be evicted, too
                 victims = self._catalogue.victims(needed - freed)
             if not victims:
                 break
@@ -144,7 +144,7 @@ class TierSpace:
         return self._backend.shared and time.monotonic() - self._listed_at() > _RELIST_AFTER
 
     def evict(self, victims: Sequence[bytes]) -> tuple[int, list[bytes]]:
-        """Delete blocks that the catalogue named as victims; see `delete`."""
+        """Delete ``victims`` of the catalogue, and record why; see `delete`."""
         self._losses.note(victims, self._calls.name, "evicted", self._catalogue.policy)
         for block in victims:
             self._evicting(block)
@@ -152,7 +152,7 @@ class TierSpace:
         return self.delete(victims)
 
     def delete(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
-        """Delete ``blocks``; return the bytes freed, and the blocks that may still be there."""
+        """Delete ``blocks``; return the bytes freed, and the blocks that may be left."""
         freed, left = 0, []
         for part, found in self._calls.by_part(blocks).items():
             for at in range(0, len(found), _DELETED_AT_ONCE):
@@ -167,7 +167,7 @@ class TierSpace:
         return freed, left
 
     def remove(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
-        """Delete ``blocks`` by request; return bytes freed, and blocks that may still be there.
+        """Delete ``blocks`` by request; return the bytes freed, and the blocks that may be left.
 
         The latter are hidden until they are written anew.
         """

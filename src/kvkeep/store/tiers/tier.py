@@ -37,7 +37,7 @@ __all__ = ["ORDERED", "Tier", "TierOptions", "TierSpec"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
 _EXPIRE_EVERY = 60.0  # seconds
-_LISTING_SHARE = 20  # `expire` waits so many times as long as its last listing took
+_LISTING_SHARE = 20  # pause between two `expire`, in durations of the last listing
 _TOUCH_COST = 1024  # bytes that a queued touch of a block counts for, about
 ORDERED = 1 << 16
 """Blocks that a tier's policy orders; those beyond, which are evicted first, take less memory."""
@@ -69,7 +69,7 @@ class TierOptions:
 class TierSpec:
     """A tier to be opened: its name, backend, codecs and options.
 
-    ``codec`` encodes what it writes; ``codec_of`` finds the codec of records that others wrote.
+    ``codec`` encodes its writes; ``codec_of`` returns the codec of a number in a record's header.
     """
 
     name: str
@@ -87,8 +87,8 @@ class Tier:
     open the circuit breaker of that kind of call (`kvkeep.store.tiers.breaker`). Bugs of kvkeep
     itself do raise.
 
-    A backend with a budget is *indexed*: listed once and known from then on. One without a budget
-    evicts by rules of its own and is asked each time.
+    A backend with a budget is *indexed*: its blocks are listed once and tracked from then on. One
+    without a budget evicts by its own rules, so it is queried each time.
 
     Thread safety: all methods.
 
@@ -153,13 +153,13 @@ class Tier:
 
     @property
     def queried(self) -> bool:
-        """Whether it may hold blocks that are not in the catalogue, so that it is asked."""
+        """Whether the backend must be queried: it may hold blocks that the catalogue lacks."""
         return self.backend.shared or not self.indexed
 
-    # --- what it holds ---------------------------------------------------------------------------
+    # --- lookups ---------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """List the backend; waits for its timeout at most, then goes on without."""
+        """List the backend in a reader thread; wait for its timeout at most."""
         if self.indexed:
             self.reading.submit(self.relist)
             self.reading.wait(self.timeout)
@@ -178,23 +178,23 @@ class Tier:
         self._listing.relist(self._space)
 
     def expect(self, space: bytes) -> None:
-        """Have it logged, once, if the backend holds blocks and none of namespace ``space``.
+        """Log once if the backend holds blocks but none of namespace ``space``.
 
-        A reader thread does it as soon as the backend has been listed or has answered.
+        A reader thread checks this once the backend has been listed or has answered a query.
         """
         self._listing.expect(space)
         if self._listing.complete:
             self.reading.submit(self._listing.compare)
 
     def _doubted(self) -> None:
-        """The backend noticed that it does not hold what it listed."""
+        """List the backend again, because it noticed that its last listing no longer holds."""
         if self.indexed:
             self._listing.forget_notes()
             self.counters.count(relists=1)
             self.reading.submit(self.relist)
 
     def knows(self, block: bytes) -> bool:
-        """Whether ``block`` is known to be here; asks nobody."""
+        """Whether ``block`` is known to be here; no I/O."""
         return block in self._known
 
     @property
@@ -204,17 +204,17 @@ class Tier:
         return self.indexed and not self._known.any_hidden and not failing
 
     def may_have(self, block: bytes) -> bool:
-        """Whether reading ``block`` here is worth a try."""
+        """Whether this tier may hold a readable record of ``block``; no I/O."""
         if self.queried:
             return not self.is_hidden(block) and not self.catalogue.outlived(block)
         return self.knows(block)
 
     def serves(self, block: bytes) -> bool:
-        """Whether ``block`` is known to be here and can be read now; asks nobody."""
+        """Whether ``block`` is known to be here and can be read now; no I/O."""
         return self.knows(block) and not self.health.unread(block)
 
     def may_hold(self, block: bytes) -> bool:
-        """Whether this tier may hold ``block`` although it cannot be asked now."""
+        """Whether this tier may hold ``block`` although it cannot be queried now."""
         return self.queried or not self._listing.complete or self.knows(block)
 
     def is_hidden(self, block: bytes) -> bool:
@@ -222,14 +222,14 @@ class Tier:
         return self._known.is_hidden(block)
 
     def hide(self, blocks: Sequence[bytes]) -> None:
-        """Have ``blocks`` count as missing until they are written anew."""
+        """Treat ``blocks`` as missing until they are written anew."""
         self._known.hide(blocks)
 
     def probe(self, blocks: Sequence[bytes], until: float | None = None) -> int:
-        """Return how many leading ``blocks`` are here, asking the backend.
+        """Return how many leading ``blocks`` are here; query the backend if `queried`.
 
-        Waits for the timeout at most, and not beyond ``until`` (monotonic seconds); blocks without
-        an answer count as missing.
+        Waits for the timeout at most, and until ``until`` (monotonic seconds) at most; blocks
+        without an answer count as missing.
         """
         if not self.queried:
             return next((i for i, block in enumerate(blocks) if not self.knows(block)), len(blocks))
@@ -252,7 +252,7 @@ class Tier:
             self._listing.compare()
 
     def recheck(self, blocks: Sequence[bytes]) -> None:
-        """Forget, soon, those of ``blocks`` that others deleted from a shared backend."""
+        """Queue a check for ``blocks`` that other processes deleted, to forget them."""
         known = [block for block in blocks if self.knows(block)] if self.backend.shared else []
         if known:
             self.reading.submit(lambda: self._listing.recheck(known))
@@ -262,10 +262,10 @@ class Tier:
     def load(
         self, block: bytes, raw_bytes: int, place: Callable[[], memoryview]
     ) -> memoryview | None:
-        """Return the record of ``block``, decoded, in the buffer of ``place()``; None: a miss.
+        """Return the decoded record of ``block`` in the buffer of ``place()``; None for a miss.
 
-        ``place`` gives room for a header and ``raw_bytes``; it is called once the record is found.
-        The header there is not to be relied on. A record that does not verify is quarantined.
+        ``place`` returns memory for a header and ``raw_bytes``, and is called once the record is
+        found. The header in the result may be invalid. Damaged records are quarantined.
         """
         part = self.backend.part(block)
         if not self._calls.allowed("read", part):
@@ -297,10 +297,10 @@ class Tier:
     def _decoded(
         self, block: bytes, raw_bytes: int, record: memoryview, room: RecordRoom, mark: int | None
     ) -> memoryview | None:
-        """Verify and decode; a record that is bad or not for this tier is a miss."""
+        """Verify and decode; a record that is damaged or not for this tier is a miss."""
         try:
             header, codec = self._records.verify(block, record)
-            if header.raw_bytes != raw_bytes:  # the record is right and the caller is wrong
+            if header.raw_bytes != raw_bytes:  # an intact record; the caller expects another length
                 self.counters.count(refused=1)
                 return None
             record = self._records.decode(codec, header, record, room)
@@ -315,9 +315,9 @@ class Tier:
         return record
 
     def fetch(self, block: bytes) -> memoryview | None:
-        """Return the record of ``block``, decoded, in memory of its own, to write it elsewhere.
+        """Return the decoded record of ``block`` in new memory, to write it to another tier.
 
-        The header there is not to be relied on. Counts no hit and no miss.
+        The header in the result may be invalid. Counts neither a hit nor a miss.
         """
         record: memoryview | None = None
         part = self.backend.part(block)
@@ -337,7 +337,7 @@ class Tier:
         return None
 
     def _refuse(self, block: bytes, reason: str) -> None:
-        """Hide a good record that this tier must not serve; it stays until it is written anew."""
+        """Hide an intact record that this tier must not serve, until it is written anew."""
         _LOG.info("tier %s: %s", self.name, reason)
         self.counters.count(refused=1)
         self.hide([block])
@@ -356,11 +356,11 @@ class Tier:
     # --- writing: in a thread of `writing` -------------------------------------------------------
 
     def save(self, block: bytes, record: memoryview, *, hold: bool = False) -> bool:
-        """Write ``record``, raw KV behind room for a header; whether the tier has the block.
+        """Write ``record``, raw KV behind room for a header; return whether the tier has the block.
 
-        Only the header of ``record`` is changed. A shared backend is asked first: a record that is
-        there is not sent again. With ``hold``, a block that is here is held in the catalogue, and
-        the caller frees it.
+        Only the header of ``record`` is changed. A shared backend is queried first: an existing
+        record is not sent again. With ``hold``, a block that the tier has is held in the catalogue,
+        and the caller frees it.
         """
         if self.knows(block) and (not hold or self.catalogue.hold(block)):
             self.counters.count(already=1)
@@ -369,11 +369,11 @@ class Tier:
         if not self._calls.allowed("write", part):
             self._dropped(block, "breaker")
             return False
-        why = "fault"  # unless the lines below get to their end
+        why = "fault"  # kept if `_store` raises
         try:
             why = self._store(block, record, part, hold=hold)
         finally:
-            # The call that an open breaker let through may not have been made at all.
+            # `_store` may have made no call; then another trial call must be allowed.
             self._calls.breaker("write", part).undecided()
             if why:
                 self._dropped(block, why)
@@ -384,12 +384,12 @@ class Tier:
         return True
 
     def _store(self, block: bytes, record: memoryview, part: str, *, hold: bool) -> str:
-        """Write ``record`` unless the backend has it; return why it is not there, or ""."""
+        """Write ``record`` unless the backend has it; return the reason of a failure, else ""."""
         if self.backend.shared and not self.is_hidden(block):
             there: list[int | None] = [None]
             with self._calls.to("sizes", "write", part) as call:
                 there = self.backend.sizes([block])
-                call.decisive = False  # it shows nothing of whether writing works
+                call.decisive = False  # its success does not show that writing works
                 call.continues = there[0] is None
             if call.failed:
                 return "write failed"
@@ -417,14 +417,14 @@ class Tier:
         self.losses.note([block], self.name, "dropped", why)
 
     def remove(self, blocks: Sequence[bytes]) -> tuple[int, list[bytes]]:
-        """Delete ``blocks``; return the bytes freed, and the blocks that may still be there.
+        """Delete ``blocks``; return the bytes freed, and the blocks that may be left.
 
-        The latter are not read here until they are written anew.
+        The latter are hidden until they are written anew.
         """
         return self._space.remove(blocks)
 
     def clear(self, space: bytes | None) -> tuple[int, bool]:
-        """Delete a namespace, or everything; return the bytes freed, and whether all is gone."""
+        """Delete a namespace, or everything; return the bytes freed, and whether none is left."""
         found, listed = self._listing.blocks(space or b"")
         found.update(self.catalogue.blocks(space))
         self.losses.note(found, self.name, "removed", "cleared")
@@ -438,9 +438,9 @@ class Tier:
     # --- upkeep ----------------------------------------------------------------------------------
 
     def used(self, blocks: Sequence[bytes], new: Container[bytes] = ()) -> None:
-        """Record that a prompt used ``blocks``, wherever it found them; it brought ``new`` itself.
+        """Record that a prompt used ``blocks``, from whichever level; it stored those in ``new``.
 
-        The backend is told in a writer thread, and expired blocks are removed now and then.
+        A writer thread passes the use on to the backend. Expired blocks are removed now and then.
         """
         late = self.catalogue.used(blocks, new=new) if self.indexed else list(reversed(blocks))
         if late and not self.health.writers_hang():
@@ -450,18 +450,18 @@ class Tier:
         pause = _EXPIRE_EVERY + _LISTING_SHARE * self._listing.seconds
         if self.options.ttl is not None and time.monotonic() - self._expired_at > pause:
             self._expired_at = time.monotonic()
-            self.reading.submit(self.expire)  # the listing there must not hold up a flush
+            self.reading.submit(self.expire)  # not in a writer: its listing would delay a flush
 
     def reorder(self, blocks: Sequence[bytes]) -> None:
-        """Note the order of ``blocks``, a prompt whose blocks were written in another order.
+        """Record the order of a prompt's ``blocks``, which were written in another order.
 
-        The next `flush` tells the backend.
+        The next `flush` passes it on to the backend as times of use.
         """
         if self.indexed:
             self.catalogue.used(blocks, grain=float("inf"), new=set(blocks))
 
     def _touch(self, uses: Sequence[tuple[bytes, float]]) -> None:
-        """Tell the backend of uses, oldest first."""
+        """Record uses, oldest first, in the backend."""
         when = dict(uses)
         for part, found in self._calls.by_part(list(when)).items():
             if self.breaker.of("touch", part).allows():
@@ -477,7 +477,7 @@ class Tier:
             self.remove(old)
 
     def flush(self) -> bool:
-        """Make what was written durable, with its times of use; whether the backend could."""
+        """Make finished writes durable, and their times of use; return whether that worked."""
         self._touch(self.catalogue.unnoted())
         if self.breaker.any_blocks("write") or not self.breaker.of("flush").allows():
             return False
@@ -486,7 +486,7 @@ class Tier:
         return not call.failed
 
     def close(self) -> None:
-        """Close the backend; the threads end by themselves."""
+        """Close the backend; the owner closes the worker threads."""
         with self._calls.to("close"):
             self.backend.close()
 

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 __all__ = ["TierPins"]
 
-_MANY: Final = 1024  # ends of pins, before those that no longer count are dropped
+_MANY: Final = 1024  # heap entries, beyond which stale ones are dropped
 
 
 class TierPins:
-    """Pins of blocks, and the bytes they keep.
+    """Pins of blocks, and the bytes they protect.
 
     Thread safety: none; the catalogue calls it under its lock.
     """
@@ -29,14 +29,14 @@ class TierPins:
         self.bytes = 0
         self._blocks = blocks
         self._order = order
-        self._ends: list[tuple[float, bytes]] = []  # a heap
+        self._ends: list[tuple[float, bytes]] = []  # a heap of (end, block); some are stale
         self._many = _MANY
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def pin(self, block: OrderedBlock, until: float, most: int) -> bool:
-        """Pin ``block``; False if pins would keep more than ``most`` bytes."""
+        """Pin ``block``; return False if all pins would cover more than ``most`` bytes."""
         if not block.pinned:
             if self.bytes + block.size > most:
                 return False
@@ -60,7 +60,7 @@ class TierPins:
                 self.unpin(block)
 
     def compact(self) -> None:
-        """Drop the ends of pins that were extended or ended early, once there are many."""
+        """Drop the stale entries of extended and ended pins from the heap, once there are many."""
         if len(self._ends) <= self._many:
             return
         names = {block for _, block in self._ends}

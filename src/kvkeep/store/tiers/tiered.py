@@ -98,7 +98,7 @@ class TieredStore:
         self._demoter.from_tier(level, block)
 
     def expect(self, space: bytes) -> None:
-        """Have tiers log, once, that they hold blocks but none of this namespace; see `Tier`."""
+        """Make each tier log once if it holds blocks but none of this namespace; see `Tier`."""
         self.check_open()
         for tier in self.tiers:
             tier.expect(space)
@@ -108,30 +108,30 @@ class TieredStore:
     def locate(self, blocks: Sequence[bytes], until: float | None = None) -> list[int]:
         """Return the level that each leading block would come from, up to the first missing one.
 
-        Level 0 is memory. Tiers that may hold more than is known are asked about unknown blocks,
-        waiting for the timeout of each at most and not beyond ``until`` (monotonic seconds).
+        Level 0 is memory. Tiers that may hold unknown blocks are queried, each for its timeout at
+        most, and until ``until`` (monotonic seconds) at most.
         """
         self.check_open()
         levels = self._levels.locate(blocks, until)
         if len(levels) < len(blocks):
-            self.check_open()  # closed meanwhile: the rest may not be missing
+            self.check_open()  # if closed meanwhile, the rest may not be missing
         return levels
 
     def knows(self, block: bytes) -> bool:
-        """Whether ``block`` can be read from some level; asks nobody."""
+        """Whether ``block`` is known to be readable from some level; no I/O."""
         self.check_open()
         return self._levels.level_of(block) is not None
 
     def holders(self, blocks: Sequence[bytes]) -> list[list[int]]:
-        """Return the levels known to hold each of ``blocks``, fastest first; asks nobody."""
+        """Return the levels known to hold each of ``blocks``, fastest first; no I/O."""
         self.check_open()
         return [self._levels.holders(block) for block in blocks]
 
     def losses_of(self, blocks: Sequence[bytes], since: float | None = None) -> list[Loss | None]:
-        """Return what happened to each of ``blocks``, None where it can be read; asks nobody.
+        """Return why each of ``blocks`` is missing, None where it can be read; no I/O.
 
-        A tier whose circuit breaker is open, or that failed ``since`` (Unix seconds), counts as
-        unavailable for the blocks that it may hold.
+        A tier whose circuit breaker is open, or that failed at or after ``since`` (Unix seconds),
+        counts as unavailable for the blocks that it may hold.
         """
         self.check_open()
         return self._levels.losses_of(blocks, since)
@@ -149,14 +149,15 @@ class TieredStore:
         cancelled: Callable[[], bool] | None = None,
         sources: list[str] | None = None,
     ) -> int:
-        """Hand the KV of ``blocks`` to ``sink``, in order, up to the first that is missing.
+        """Pass the KV of ``blocks`` to ``sink``, in order, up to the first that is missing.
 
         ``raw_bytes`` are their lengths; a record of another length is a miss. ``sink(i, raw)`` runs
-        in this thread while later blocks are read in others; it copies, and raises only for bugs.
-        ``levels`` is the result of `locate`, if that was called before. After ``deadline`` seconds
-        it ends with what has arrived. The tier of each block is appended to ``sources``.
+        in this thread while other threads read later blocks; it must copy ``raw``, and raises only
+        for bugs. ``levels`` is the result of `locate`, if that was called before. After
+        ``deadline`` seconds the read ends with the blocks that have arrived. The name of the tier
+        that each block was read from is appended to ``sources``.
 
-        Returns how many blocks were handed over.
+        Returns how many blocks were passed to ``sink``.
         """
         self.check_open()
         until = None if deadline is None else time.monotonic() + deadline
@@ -170,13 +171,14 @@ class TieredStore:
             )
             count = request.read(blocks, levels)
         if count < len(blocks):
-            self.check_open()  # closed meanwhile: the rest may not be missing
+            self.check_open()  # if closed meanwhile, the rest may not be missing
         return count
 
     def prefetch(self, plan: Callable[[], tuple[Sequence[bytes], Sequence[int]]]) -> BlockPrefetch:
-        """Bring blocks into memory, as many as half of it holds; returns at once.
+        """Read blocks into memory in the background, up to half of memory; return at once.
 
-        ``plan`` returns ids and raw bytes; it is called in a thread of the store and may `locate`.
+        ``plan`` returns their ids and raw bytes. It is called in a thread of the store, so it may
+        call `locate`, which waits.
         """
         self.check_open()
         return self._reader.prefetch(plan, self.check_open, lambda: self._closed)
@@ -191,9 +193,9 @@ class TieredStore:
     ) -> Written:
         """Store ``blocks``; ``fill(i, raw)`` writes the KV of those that no level has yet.
 
-        Returns when they are in memory; tiers follow, as the policy says. Where no room can be
-        made, the rest is dropped. With ``wait``, full queues are waited for, so many seconds in
-        all, and so is the end of all writes.
+        Returns when they are in memory; writes to the tiers that the policy admits follow in the
+        background. From the first block without room on, blocks are dropped. With ``wait``, waits
+        up to that many seconds in all, for room in full queues and for the end of all writes.
         """
         self.check_open()
         until = 0.0 if wait is None else time.monotonic() + wait
@@ -209,7 +211,7 @@ class TieredStore:
             tier.health.settled(max(0.0, until - time.monotonic()))
         written = request.written
         if len(blocks) > len(written.kept) + len(written.already):
-            self.check_open()  # closed meanwhile: there may have been room
+            self.check_open()  # if closed meanwhile, room may not have been lacking
         return written
 
     def used(self, blocks: Sequence[bytes]) -> None:
@@ -218,9 +220,9 @@ class TieredStore:
         self._levels.used(blocks)
 
     def pin(self, blocks: Sequence[bytes], seconds: float) -> int:
-        """Keep leading ``blocks`` from eviction in every level that has them; return how many.
+        """Pin ``blocks`` in every level that has them; return how many leading ones are pinned.
 
-        Pins hold at most half of a level.
+        A block counts as pinned if any level pinned it. Pins cover at most half of each level.
         """
         self.check_open()
         pinned = set(self.memory.catalogue.pin(blocks, seconds, self.memory.capacity // 2))
@@ -239,9 +241,9 @@ class TieredStore:
     def remove(self, blocks: Sequence[bytes]) -> Removed:
         """Delete ``blocks`` from every level, also while they move between levels, pinned or not.
 
-        Tiers delete in parallel, and each is waited for as long as its timeout allows. No read that
-        begins afterwards has them from a tier that did not fail. Writes and reads that begin
-        meanwhile come after the deletion.
+        Tiers delete in parallel; the call waits for each until its timeout at most. A read that
+        begins afterwards gets none of the blocks from a tier that did not fail. Writes and reads
+        that begin during the deletion take effect after it.
         """
         self.check_open()
         return self._remover.remove(blocks)
@@ -249,14 +251,14 @@ class TieredStore:
     def supersede(self, blocks: Sequence[bytes]) -> Removed:
         """Delete ``blocks`` before they are written anew with other bytes; see `remove`.
 
-        Reads that began before end early, so that what they hand over is all old.
+        Reads that began before end early, so no read mixes old and new bytes.
         """
         removed = self.remove(blocks)
         self._reader.note_replaced(blocks)
         return removed
 
     def clear(self, space: bytes | None = None) -> Removed:
-        """Delete a namespace, or everything that can be listed; waits for every tier."""
+        """Delete a namespace, or all blocks that can be listed; wait for every tier."""
         self.check_open()
         return self._remover.clear(space)
 
@@ -267,12 +269,12 @@ class TieredStore:
         for tier in self.tiers:
             tier.catalogue.set_quota(space, limit)
 
-    # --- life ------------------------------------------------------------------------------------
+    # --- life cycle ------------------------------------------------------------------------------
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Make all tiers hold, durably, what they are to hold; False if not all of it in time.
+        """Write all blocks that the tiers are to hold, durably; return whether all were in time.
 
-        True promises that what was stored before, and not dropped, is in the tiers.
+        True promises that every block stored before, and not dropped, is in the tiers.
         """
         self.check_open()
         return self._flush(timeout)
@@ -288,7 +290,7 @@ class TieredStore:
         return complete and all(written) and flushed == [True] * len(self.tiers)
 
     def _copy_down(self, until: float | None) -> bool:
-        """Copy down the blocks that only memory has; whether all of them were saved."""
+        """Write the blocks that memory would demote to tiers; return whether all were saved."""
         saved: list[bool] = []
         for item in self.memory.backend.list():
             move = self._planner.evict(item.block, 0)
@@ -299,7 +301,7 @@ class TieredStore:
         return all(written) and all(saved)
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Flush, ``timeout`` seconds at most, and close every tier; whether all was written.
+        """Flush, ``timeout`` seconds at most, and close every tier; return whether all was written.
 
         A second call does nothing, nor does one in a forked process: the parent owns the store.
         """
@@ -316,11 +318,11 @@ class TieredStore:
         for tier, work in threads:
             complete &= work is tier.reading or tier.health.settled(_left(until))
             work.close(0.0)
-        for tier, work in threads:  # calls under way end in time, unless the backend hangs
+        for tier, work in threads:  # running calls end within the timeout, or the backend hangs
             work.join(min(_left(until) or 0.0, tier.timeout - work.longest))
         self._reader.join(_left(until) or 0.0)
         for tier in self.tiers:
-            # Closing a backend that hangs may hang as well: it gets a thread, and is left to it.
+            # Closing a backend that hangs may hang, too: do it in a daemon thread.
             closing = threading.Thread(target=tier.close, name=f"kvkeep {tier.name}", daemon=True)
             closing.start()
             closing.join(max(0.5, _left(until) or 0.0))
@@ -332,8 +334,8 @@ class TieredStore:
         return [self.memory.stats(), *(tier.stats() for tier in self.tiers)]
 
     def check(self) -> None:
-        """Recount everything while nothing is under way; an AssertionError is a bug of kvkeep."""
-        if not self._closed:  # else the arena has been given back
+        """Recount everything while the store is idle; an AssertionError is a bug of kvkeep."""
+        if not self._closed:  # else the arena has been freed
             self.memory.check()
         for tier in self.tiers:
             tier.catalogue.check()

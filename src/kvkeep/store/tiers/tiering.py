@@ -26,15 +26,15 @@ class TieringPolicy(ABC):
     """
 
     def fit(self, blocks: Sequence[int | None]) -> None:  # noqa: B027 - optional
-        """Learn how many blocks each level has room for, None where there is no budget.
+        """Receive how many blocks each level has room for; None where there is no budget.
 
         Called before the first `requested`, and again as the size of blocks becomes known.
         """
 
     def requested(self, blocks: Sequence[bytes]) -> None:  # noqa: B027 - optional
-        """Learn of a prompt: the ids of its blocks that were found, or that are stored now.
+        """Receive the ids of a prompt's blocks that were found, or that are stored now.
 
-        Ids are chained: each also names all blocks before it. Called before anything moves.
+        Ids are chained: each also names all blocks before it. Called before any block moves.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""`Turns`: a thread that makes room also gets it, even if others are quicker to take it."""
+"""`Turns`: lets each of several threads that compete for room succeed in the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class Again(Enum):
-    """What an attempt returns that may succeed if it is repeated."""
+    """The result of a failed attempt that may succeed if it is repeated."""
 
     AGAIN = "again"
 
@@ -24,16 +24,17 @@ AGAIN: Final = Again.AGAIN
 
 
 class Turns:
-    """Repeats attempts at a place that several threads fill; one that loses often goes alone.
+    """Repeats attempts that compete for the same room; a thread that loses often gets priority.
 
-    Room that one thread makes may be taken by another before it is used. After ``tries`` attempts
-    the other threads wait before their next one, so that each can come before once more at most.
+    Another thread may use the room that one thread made. After ``tries`` failed attempts a thread
+    takes a lock, and the others wait for it before their next attempt: each of them can win at most
+    once more.
 
     Arguments:
-        tries: attempts beside others, and alone (besides one for each of the others).
-        threads: how many make attempts at a time.
+        tries: attempts without the lock. With the lock, ``tries + threads`` attempts follow.
+        threads: threads that make attempts at a time.
 
-    Thread safety: every method. Cost: nothing unless somebody goes alone.
+    Thread safety: every method. Cost: nothing unless a thread takes the lock.
     """
 
     def __init__(self, tries: int, threads: int) -> None:
@@ -42,7 +43,7 @@ class Turns:
         self._alone = threading.Lock()
 
     def take(self, attempt: Callable[[], Result | Again]) -> Result | None:
-        """What ``attempt`` returns that is not `AGAIN`; None if it never does."""
+        """Repeat ``attempt`` until its result is not `AGAIN`; return that, None after all tries."""
         for _ in range(self._tries):
             if self._alone.locked():
                 with self._alone:

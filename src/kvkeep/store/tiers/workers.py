@@ -1,4 +1,4 @@
-"""Threads that wait for slow places, so that nobody else has to."""
+"""`Workers`: threads that make slow backend calls, so that callers need not wait for them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class _Job:
 class Workers:
     """A few threads and a bounded queue of jobs for them, first come, first served.
 
-    The threads start with the first job and are daemons: a place that never answers keeps its
-    thread, but neither the caller nor the end of the process. What a job costs (bytes, say) is
-    counted while it waits or runs; a job that would pass ``limit`` is refused, unless it is alone.
+    The threads start with the first job and are daemons: a backend that never answers blocks its
+    thread, but neither the caller nor the exit of the process. Each job has a cost (bytes, say),
+    counted while the job waits or runs. A job with which the sum would exceed ``limit`` is refused,
+    unless there is no other job.
 
     Thread safety: all methods.
     """
@@ -39,7 +40,7 @@ class Workers:
         self._threads = threads
         self.limit = limit
         self._jobs: deque[_Job] = deque()
-        self._running: dict[_Job, float] = {}  # since when
+        self._running: dict[_Job, float] = {}  # job → start, in seconds of the monotonic clock
         self._changed = threading.Condition()
         self._started: list[threading.Thread] = []
         self._free = 0  # threads that wait for a job
@@ -49,17 +50,17 @@ class Workers:
 
     @property
     def cost(self) -> int:
-        """What the jobs that wait or run cost together."""
+        """Total cost of the jobs that wait or run."""
         return self._cost
 
     @property
     def unfinished(self) -> int:
-        """Jobs that wait or run."""
+        """Number of jobs that wait or run."""
         return self._unfinished
 
     @property
     def longest(self) -> float:
-        """Seconds that the job which runs longest has been running."""
+        """Seconds for which the longest-running job has run; 0 if none runs."""
         with self._changed:
             since = min(self._running.values(), default=None)
         return 0.0 if since is None else time.monotonic() - since
@@ -79,11 +80,11 @@ class Workers:
         wait: float | None = 0.0,
         given_up: Callable[[], object] | None = None,
     ) -> bool:
-        """Have ``job`` done; False, and not taken, when the queue is full or closed.
+        """Queue ``job``; return False if the queue is full or closed.
 
-        A full queue is waited for, ``wait`` seconds at most, None: as long as it takes.
-        ``given_up`` is called in place of ``job`` when it was taken and `close` found no time for
-        it. A job must not raise: what it raises is logged, and lost.
+        Waits for room in the queue for at most ``wait`` seconds, None: without limit. ``given_up``
+        is called instead of a queued ``job`` that `close` discards. A job must not raise: an
+        exception is logged and has no other effect.
         """
         with self._changed:
             if wait != 0.0 and not self._has_room(cost):
@@ -98,16 +99,19 @@ class Workers:
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
                 thread.start()
                 self._started.append(thread)
-            self._changed.notify_all()  # some of those that wait may wait for room
+            self._changed.notify_all()  # all: a single wake-up could reach a caller of `submit`
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is left to do; False when that took longer than ``timeout``."""
+        """Wait until all jobs have ended; return False after ``timeout`` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._unfinished, timeout)
 
     def close(self, timeout: float) -> bool:
-        """Do what waits, for ``timeout`` seconds, then give it up; whether all was done."""
+        """Take no more jobs, and discard those still queued after ``timeout`` seconds.
+
+        Return whether all jobs ended in time.
+        """
         end = time.monotonic() + timeout
         with self._changed:
             self._closed = True
@@ -121,14 +125,11 @@ class Workers:
         return done
 
     def join(self, timeout: float) -> bool:
-        """After `close`: wait for the threads to end, ``timeout`` seconds for what they still do.
-
-        False when that was not enough.
-        """
+        """After `close`: wait for the threads to end; False if jobs run on after ``timeout``."""
         if not self.wait(timeout):
             return False
         for thread in self._started:
-            thread.join()  # it has nothing left to do
+            thread.join()  # does not block: no job is left
         return True
 
     def _has_room(self, cost: int) -> bool:
@@ -147,7 +148,7 @@ class Workers:
                 job = self._jobs.popleft()
                 self._running[job] = time.monotonic()
             self._finish(job, job.work)
-            del job  # what it holds must not live until the next one comes
+            del job  # else its objects would live until the next job arrives
 
     def _finish(self, job: _Job, work: Callable[[], object] | None) -> None:
         try:

@@ -19,14 +19,14 @@ __all__ = ["Pending", "WriteQueue"]
 
 
 class Pending:
-    """A write or a deletion of one block in one tier that has not ended. Guarded by the queue.
+    """An unfinished write or deletion of one block in one tier, guarded by the queue's lock.
 
     Attributes:
-        waiting: called, when it ends, with whether the tier has the block. After a deletion the
-            block is written again for them instead.
-        running: the write has begun.
-        over: set when a write that was called off while it ran has ended.
-        deleting: it is a deletion: the block must not be read there.
+        waiting: callbacks of a write, called at its end with whether the tier has the block. Those
+            of a deletion belong to writes that are queued when it ends.
+        running: whether the write has begun.
+        over: event that is set at the end, if it was called off while it ran; else None.
+        deleting: whether it is a deletion; the block must not be read from the tier then.
     """
 
     __slots__ = ("deleting", "over", "running", "waiting")
@@ -87,9 +87,9 @@ class WriteQueue:
         wait: float | None,
         then: Callable[[bool], None] | None = None,
     ) -> bool:
-        """Have ``tier`` write ``block`` from memory; False if its queue is full or it fails now.
+        """Queue the write of ``block`` from memory; False if the queue is full or the tier fails.
 
-        Waits for a full queue ``wait`` seconds at most, None: as long as it takes. ``then`` is
+        Waits for room in the queue for at most ``wait`` seconds, None: without limit. ``then`` is
         called in any case, with whether the tier has the block.
 
         Raises:
@@ -123,7 +123,7 @@ class WriteQueue:
                     saved = wrote = tier.save(block, lease.record, hold=True)
             finally:
                 done(saved)
-                if wrote:  # a callback may hold it for longer
+                if wrote:  # end the hold of `save`; a callback may have added its own
                     tier.catalogue.free(block)
 
         def drop() -> None:
@@ -145,7 +145,7 @@ class WriteQueue:
     def _begin(
         self, tier: Tier, block: bytes, then: Callable[[bool], None] | None
     ) -> Pending | None:
-        """Return a new pending write; None if one is pending, which ``then`` waits for now."""
+        """Return a new pending write; None if one is pending, to which ``then`` was added."""
         key = (block, tier.name)
         with self._lock:
             before = self._pending.get(key)
@@ -158,10 +158,11 @@ class WriteQueue:
     def begin_demotion(
         self, source: Tier, target: Tier, block: bytes, then: Callable[[bool], None]
     ) -> Pending | None:
-        """Return a new pending write of a block that ``source`` evicts; None if it must not be.
+        """Return a new pending write of a block that ``source`` evicts, or None.
 
-        It is being written from memory already, or ``source`` or ``target`` is deleting it by
-        request: then it must not come back. ``then`` is called with which of these it is.
+        None if the block is being written to ``target`` already: ``then`` is called with True. Also
+        None if ``source`` or ``target`` is deleting it, so that the demotion does not bring it
+        back: ``then`` is called with False.
         """
         key = (block, target.name)
         with self._lock:
@@ -180,10 +181,10 @@ class WriteQueue:
             return pending.running
 
     def end(self, tier: Tier, block: bytes, pending: Pending, *, saved: bool) -> None:
-        """A write ended, or was given up: call those who wait for it."""
+        """End a write, finished or cancelled, and call its callbacks."""
         key = (block, tier.name)
         with self._lock:
-            if self._pending.get(key) is pending:  # else the block is being deleted
+            if self._pending.get(key) is pending:  # else a deletion has replaced it
                 del self._pending[key]
             pending.running = False
             waiting, pending.waiting = pending.waiting, []
@@ -194,16 +195,16 @@ class WriteQueue:
             over.set()
 
     def note_dropped(self, tier: Tier, block: bytes, why: str) -> None:
-        """Count a block that ``tier`` did not write."""
+        """Count and record a block that ``tier`` did not write."""
         tier.counters.count(drops=1)
         self._losses.note([block], tier.name, "dropped", why)
 
     # --- deletions -------------------------------------------------------------------------------
 
     def move_out(self, tier: Tier, block: bytes) -> None:
-        """Delete ``block`` from ``tier`` because memory has it: in a writer thread of the tier.
+        """Delete ``block`` from ``tier`` because memory has it. Runs in a writer thread.
 
-        Not if the tier is about to write it again.
+        Does nothing if memory lost the block, or a write or deletion of it is pending.
         """
         key = (block, tier.name)
         with self._lock:
@@ -216,7 +217,7 @@ class WriteQueue:
             self.deleted(tier, block, pending)
 
     def deleted(self, tier: Tier, block: bytes, pending: Pending) -> None:
-        """A deletion ended: queue the writes that waited for it."""
+        """End a deletion, and queue the writes that waited for it."""
         key = (block, tier.name)
         with self._lock:
             if self._pending.get(key) is pending:
@@ -226,17 +227,17 @@ class WriteQueue:
         if over is not None:
             over.set()
         for then in waiting:
-            with suppress(BackendFailed):  # the memory was closed; `then` was called
+            with suppress(BackendFailed):  # the memory was closed; `write` has called `then`
                 self.write(tier, block, 0.0, then)
 
     def call_off(
         self, tier: Tier, blocks: Sequence[bytes]
     ) -> tuple[dict[bytes, Pending], list[threading.Event]]:
-        """Replace what is pending for ``blocks`` by deletions, and return these.
+        """Replace pending operations on ``blocks`` by deletions; return these, and events.
 
-        Queued writes are given up. The events are set one by one as writes and deletions that
-        already run end: delete after them, or they bring a block back. Later writes wait for the
-        deletion. Call `deleted` for each block.
+        Queued writes are cancelled. There is an event for each running write or deletion, set when
+        it ends: delete after all of them, else a write brings its block back. Later writes wait for
+        the deletion. Call `deleted` for each block afterwards.
         """
         given_up: list[Callable[[bool], None]] = []
         deletions: dict[bytes, Pending] = {}
@@ -258,7 +259,7 @@ class WriteQueue:
 
     @contextmanager
     def clearing(self, space: bytes) -> Iterator[list[bytes]]:
-        """Have all blocks that begin with ``space`` count as being deleted; yields pending ones."""
+        """Treat all blocks that begin with ``space`` as being deleted; yield the pending ones."""
         with self._lock:
             self._clearing.append(space)
             pending = [block for block, _ in self._pending if block.startswith(space)]

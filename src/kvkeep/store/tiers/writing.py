@@ -27,9 +27,9 @@ __all__ = ["PromptHolds", "StoreRequest", "Written"]
 
 @dataclass(slots=True)
 class Written:
-    """Positions of the blocks that were stored, and of those that were there already.
+    """Positions of newly stored blocks (``kept``) and of blocks stored before (``already``).
 
-    The others found no room.
+    There was no room for the others.
     """
 
     kept: list[int] = field(default_factory=list)
@@ -39,10 +39,10 @@ class Written:
 class PromptHolds:
     """Keeps the beginning of a prompt from eviction in each tier, until the rest is written there.
 
-    Blocks are written beginning first, so the beginning would be evicted first, and without it the
-    rest is never found. That holds for a beginning which the tier has from before, too. Of a prompt
-    longer than the tier, as much as fits is held. A tier that wrote several blocks is told of their
-    order in the prompt, which several writers may have changed.
+    Blocks are written first to last, so the first would be evicted first, and without them the rest
+    is never found. Leading blocks that the tier had before are held, too. Of a prompt larger than
+    the tier, as many blocks as fit are held. After several writes to a tier, which concurrent
+    writers may have reordered, the prompt's order is recorded there (`Tier.reorder`).
 
     Thread safety: all methods.
     """
@@ -56,7 +56,7 @@ class PromptHolds:
         self._held: dict[str, list[bytes]] = {}
 
     def add(self, tier: Tier, block: bytes) -> Callable[[bool], None]:
-        """Note that ``tier`` writes ``block``; return the callback for the end of the write."""
+        """Register a write of ``block`` to ``tier``; return the callback for its end."""
         self._begin(tier)
         with self._lock:
             self._count[tier.name] += 1
@@ -70,7 +70,10 @@ class PromptHolds:
         return ended
 
     def begin(self) -> None:
-        """Begin in all tiers: a block comes to memory, and demotions may evict others anywhere."""
+        """Hold leading blocks in all tiers; call it before a block is added to memory.
+
+        The block may cause demotions, and those evict blocks in any tier.
+        """
         for tier in self._tiers.values():
             self._begin(tier)
 
@@ -79,7 +82,7 @@ class PromptHolds:
             if tier.name in self._left:
                 return
             self._count[tier.name], self._held[tier.name], self._left[tier.name] = 0, [], 1
-        # Blocks behind those that fit must not keep out the beginning.
+        # Only as many as fit: holding more would leave no room for the first blocks.
         fits = tier.catalogue.fits(self._blocks[0][:SPACE_BYTES])
         self._hold(tier, self._blocks[:fits])
 
@@ -99,7 +102,7 @@ class PromptHolds:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """No more blocks are added; each tier is freed when its last write has ended."""
+        """Take no more blocks; the holds in each tier end with the last write to it."""
         for name in list(self._left):
             self._end(name)
 
@@ -107,11 +110,12 @@ class PromptHolds:
 class StoreRequest(StoreMoves):
     """One request that stores a prompt.
 
-    ``fill(i, raw)`` writes the KV of block ``i``; it is called for blocks that no level has. Full
-    queues, and memory held by them, are waited for until ``until`` (monotonic seconds).
+    ``fill(i, raw)`` writes the KV of block ``i``; it is called for blocks that no level has. The
+    request waits for room in write queues, and for memory that queued writes hold, until ``until``
+    (monotonic seconds).
 
     Attributes:
-        written: what became of the blocks so far.
+        written: the blocks stored so far.
     """
 
     def __init__(
@@ -170,7 +174,7 @@ class StoreRequest(StoreMoves):
         memory, raw_bytes = self._levels.memory, self._raw_bytes[at]
         draft = memory.reserve(block, raw_bytes)
         if draft is None and self._left() and raw_bytes + HEADER_BYTES <= memory.capacity:
-            for tier in self._levels.tiers:  # blocks that wait to be written hold memory
+            for tier in self._levels.tiers:  # queued writes hold their blocks in memory
                 tier.health.settled(self._left())
             draft = memory.reserve(block, raw_bytes)
         if draft is None:
@@ -192,7 +196,7 @@ class StoreRequest(StoreMoves):
                 continue
             if isinstance(move, Refuse):
                 self._refused.setdefault(tier.name, []).append(block)
-            elif tier.name in self._full:  # without the block before it, it is of no use there
+            elif tier.name in self._full:  # useless there without the earlier block it dropped
                 self._queue.note_dropped(tier, block, "queue full")
             elif self._queue.write(tier, block, self._left(), self._holds.add(tier, block)):
                 below = True

@@ -157,7 +157,7 @@ class DiskBackend(Backend):
 
     @property
     def last_progress(self) -> float:  # type: ignore[override] # the contract only reads it
-        """When a file was synced last, in seconds of the monotonic clock."""
+        """Time of the last sync of a file, in seconds of the monotonic clock."""
         return self._sync.last_progress
 
     @property
@@ -202,7 +202,7 @@ class DiskBackend(Backend):
             return None
         with closing_fd(held[0]) as fd:
             if size := held[1]:
-                buffer = room(size)  # its errors are the caller's
+                buffer = room(size)  # outside `_translated`: its errors pass unchanged
                 with self._translated("read"):
                     if read_whole(fd, buffer, direct=size >= self._direct_from):
                         return buffer
@@ -233,7 +233,7 @@ class DiskBackend(Backend):
         with self._translated("deleted"):
             for start in range(0, len(blocks), _PER_LOCK):
                 some = blocks[start : start + _PER_LOCK]
-                # Raises if something else than a directory has the name of a namespace.
+                # Raises if a file or symlink has the name of a namespace's directory.
                 some = [block for block in some if self._directory.has_space(block)]
                 with self._usage.ledger.held(self.timeout) as count:
                     freed += sum(count.remove(self._directory.path(block), block) for block in some)

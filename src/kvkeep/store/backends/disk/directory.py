@@ -155,7 +155,10 @@ class RecordDirectory:
         return sum(padded(size) for path in (self.tmp, self.quarantine) for _, size in _files(path))
 
     def quarantine_surplus(self, capacity: int | None) -> list[str]:
-        """Return what must leave quarantine, oldest first: 16 stay, in a sixteenth of capacity."""
+        """Return the files to delete from quarantine, oldest first.
+
+        The newest 16 stay, in a sixteenth of ``capacity`` at most.
+        """
         kept = sorted(_files(self.quarantine))  # by name, which begins with the time
         room = sys.maxsize if capacity is None else capacity // QUARANTINED_AT_MOST
         held, surplus = sum(padded(size) for _, size in kept), []

@@ -52,11 +52,11 @@ _O_PATH: Final[int] = getattr(os, "O_PATH", os.O_RDONLY | getattr(os, "O_NONBLOC
 ABSENT: Final = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
 """Errors of opening a path without a regular file: nothing there, a symlink, a socket."""
 CANNOT_WRITE: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
-"""Errors of writing to what this process may only read."""
+"""Errors of writing to a file or filesystem that this process may only read."""
 WRONG_KIND: Final = {
     errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.EINVAL, errno.ENXIO,
 }  # fmt: skip
-"""Errors of opening a path with something else than the file or directory expected there."""
+"""Errors of opening a path at which there is no file or directory of the expected kind."""
 _KINDS: Final = {
     stat.S_IFREG: "regular file",
     stat.S_IFDIR: "directory",

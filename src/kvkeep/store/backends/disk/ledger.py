@@ -118,7 +118,7 @@ class Count:
             self.used -= padded(held[1])
 
     def quarantine(self, source: str, target: str, block: bytes) -> None:
-        """Rename the record of ``block`` into quarantine, where it counts as before."""
+        """Rename the record of ``block`` into quarantine, where its bytes still count as used."""
         if self.journal:
             self.mark()
             self.journal.note(block)

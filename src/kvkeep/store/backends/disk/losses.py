@@ -36,10 +36,10 @@ class Losses:
         self._directory = directory
         self._ledger = ledger
         self._known: set[bytes] = set()
-        self._sweeps = ledger.sweeps()  # up to which `_known` is right
+        self._sweeps = ledger.sweeps()  # number of the last sweep that `_known` reflects
 
     def listed(self, spaces: set[bytes]) -> None:
-        """Expect just the directories of ``spaces`` from now on."""
+        """Expect exactly the directories of ``spaces`` from now on."""
         self._known = spaces
 
     def stored(self, space: bytes) -> None:
@@ -52,7 +52,10 @@ class Losses:
         self.report()
 
     def check(self, blocks: Sequence[bytes]) -> None:
-        """Some of ``blocks`` are missing: count a loss if their namespace or the ledger is too."""
+        """Count a loss if the directory of a block, or the ledger, is missing or replaced.
+
+        Called when records of some of ``blocks`` are missing.
+        """
         lost = self.of({block[:SPACE_BYTES] for block in blocks})
         if lost or not self._ledger.is_same_file():
             self._ledger.forget_file()

@@ -51,7 +51,7 @@ def open_directory(path: str | os.PathLike[str]) -> RecordDirectory:
 
 
 def restore(directory: RecordDirectory) -> None:
-    """Create what is missing of a directory that was emptied, removed or replaced while open.
+    """Create the missing parts of a directory that was emptied, removed or replaced while open.
 
     Nothing is created on another filesystem: an unmounted disk leaves an empty mount point.
 
@@ -73,7 +73,10 @@ def restore(directory: RecordDirectory) -> None:
 
 
 def _prepare(directory: RecordDirectory, *, known: bool = False) -> None:
-    """Create or check it. ``known``: it was open before, so it may have records but no FORMAT."""
+    """Create or check the directory.
+
+    ``known``: it was open before, so it may have records but no FORMAT.
+    """
     root = directory.root
     os.makedirs(root, mode=0o700, exist_ok=True)
     _check_root(root)
@@ -85,7 +88,7 @@ def _prepare(directory: RecordDirectory, *, known: bool = False) -> None:
     except OSError as error:
         if not (names >= _OURS and error.errno in CANNOT_WRITE):
             raise
-        # Read-only and complete: good for reading.
+        # Read-only and complete, so it can still be read.
 
 
 def _check_root(root: str) -> None:
@@ -113,7 +116,7 @@ def _check_format(directory: RecordDirectory, names: Collection[str], *, known: 
     if found or others:
         other = "FORMAT" if found else min(others)
         raise InvalidValue(
-            f"{directory.root} holds what is not kvkeep's ({other!r}); give an empty directory, "
+            f"{directory.root} holds {other!r}, which is not kvkeep's; give an empty directory, "
             "or one that does not exist yet, such as a directory below it"
         )
 
@@ -128,7 +131,7 @@ def _head(path: str, size: int) -> bytes:
 
 
 def _complete(directory: RecordDirectory) -> None:
-    """Create what is missing, and tighten the mode to 0700."""
+    """Create the missing parts of the directory, and tighten its mode to 0700."""
     if stat.S_IMODE(os.stat(directory.root).st_mode) & 0o077:
         os.chmod(directory.root, 0o700)
     for path in (directory.tmp, directory.quarantine):

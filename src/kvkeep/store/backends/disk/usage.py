@@ -27,11 +27,11 @@ SMALL: Final = 8192
 
 
 class DiskUsage:
-    """Counts the bytes used, and finds space by removing what killed writers left.
+    """Counts the bytes used, and frees space by removing unfinished files of killed writers.
 
     Attributes:
         ledger: the count and its lock.
-        losses: what other processes removed.
+        losses: notices that other processes removed directories.
     """
 
     def __init__(self, directory: RecordDirectory, capacity: int | None) -> None:
@@ -58,7 +58,7 @@ class DiskUsage:
         return used
 
     def make_room(self, count: Count, need: int) -> None:
-        """Raise `OutOfRoom` unless ``need`` more bytes fit; removes what killed writers left."""
+        """Raise `OutOfRoom` unless ``need`` more bytes fit; free space first if needed."""
         if self._capacity is None or count.used + need <= self._capacity:
             return
         self._remove_abandoned(count)
@@ -69,7 +69,7 @@ class DiskUsage:
             raise OutOfRoom(count.used + need - self._capacity, self._directory.url)
 
     def begin_recount(self, timeout: float) -> Recount | None:
-        """Return a recount for a listing to feed, if the directory has to be counted."""
+        """Return a recount if the directory has to be counted; the caller feeds it from a scan."""
         try:
             if self.ledger.counted_at is None:
                 with self.ledger.held(timeout):

@@ -47,7 +47,7 @@ class RecordWriter:
         return path
 
     def _reserve(self, size: int, timeout: float) -> tuple[int, str]:
-        """Create a temporary file of ``size`` bytes, which count from now on."""
+        """Create a temporary file whose ``size`` bytes count as used from now on."""
         tmp = f"{self._directory.tmp}/{os.getpid()}-{os.urandom(12).hex()}"
         with self._usage.ledger.held(timeout) as count:
             self._usage.make_room(count, size)
@@ -64,7 +64,7 @@ class RecordWriter:
         try:
             return create_locked(tmp, size)
         except FileNotFoundError:
-            restore(self._directory)  # somebody removed tmp/
+            restore(self._directory)  # tmp/ was removed from outside
             return create_locked(tmp, size)
 
     def _fill(self, fd: int, record: memoryview) -> None:
@@ -95,6 +95,6 @@ class RecordWriter:
             with self._usage.ledger.held(timeout) as count:
                 count.remove(tmp)
         except OSError:
-            # The caller should see why the put failed, not this. The file stays counted, and is
-            # removed later like those of killed writers.
+            # Report the error of the put, not this one. The file stays counted, and is removed
+            # later like the files of killed writers.
             return

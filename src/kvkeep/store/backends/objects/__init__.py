@@ -2,7 +2,7 @@
 
 backend.py   ObjectBackend: records as objects of any obstore store
 clouds.py    the stores that have a URL
-usage.py     bytes held, for a place that does not count them itself
+usage.py     counts the bytes held, which object stores do not
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes held in a place that does not count them itself."""
+"""`UsageLedger`: counts the bytes held in a store that does not count them itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PendingChange:
 
 
 class UsageLedger:
-    """Bytes held, from a listing and from this process's puts and deletes.
+    """Counts the bytes held, from a listing and from this process's puts and deletes.
 
     Changes under way count as held, so the sum is never too low. After a failed call, or two
     concurrent changes of one block, the content is uncertain: the place is listed again before the
@@ -71,7 +71,7 @@ class UsageLedger:
         """End ``change``, which succeeded."""
         with self._lock:
             self._end(change)
-            # A listing that began during a delete may show the blocks or not.
+            # A listing that began during a delete may contain the deleted blocks or not.
             if not change.alone or (change.new == 0 and change.listing != self._listings):
                 self._doubt()
             for block in change.blocks:
@@ -79,13 +79,13 @@ class UsageLedger:
                     self._write(block, change.new)
 
     def failed(self, change: PendingChange) -> None:
-        """End ``change``, which failed but may have had its effect."""
+        """End ``change``, which failed, but may have taken effect."""
         with self._lock:
             self._end(change)
             self._doubt()
 
     def used(self) -> int:
-        """Return the bytes held; lists the place if its content is uncertain."""
+        """Return the bytes held; list the store first if its content is uncertain."""
         self._know()
         with self._lock:
             return self._held + self._pending_bytes
@@ -124,7 +124,7 @@ class UsageLedger:
         return before
 
     def _know(self) -> None:
-        """List the place if its content is uncertain; one thread does it for all."""
+        """List the store if its content is uncertain; one thread does this for all."""
         with self._only_lister:
             with self._lock:
                 if self._known:

@@ -143,7 +143,7 @@ class ValkeyBackend(Backend):
     def list(self) -> Iterator[Listed]:
         """Yield every record; records put or deleted meanwhile may be missing.
 
-        The last use is what the server reports; now if it keeps none (LFU policies). Servers before
+        The last use is the server's; the present time if it has none (LFU policies). Servers before
         7.2 count a listing as a use.
         """
         seen: set[bytes] = set()

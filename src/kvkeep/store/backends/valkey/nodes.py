@@ -32,7 +32,7 @@ __all__ = ["Address", "Nodes", "Number", "Topology"]
 Address = tuple[str, int]
 Topology = Literal["yes", "no", "auto"]
 Number = int | ServerError
-"""The answer to a command that counts."""
+"""The answer to a command that returns a number, or its error."""
 T = TypeVar("T")
 
 SLOTS: Final = 16384
