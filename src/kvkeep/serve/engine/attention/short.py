@@ -44,7 +44,7 @@ class ShortGroup:
     rows: Rows  # rows of the batch, n * queries
     queries: int
     gather: Gather
-    keys: torch.Tensor  # [n, kv_heads, keys, dim], a view of what was gathered
+    keys: torch.Tensor  # [n, kv_heads, keys, dim], a view of the gathered keys
     values: torch.Tensor
     mask: torch.Tensor | None  # [n, 1, queries * group, keys]
 
