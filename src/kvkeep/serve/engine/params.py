@@ -10,7 +10,7 @@ from kvkeep.core.errors import InvalidValue, told
 __all__ = ["SamplingParams"]
 
 _MAX_LOGPROBS = 100
-# Larger values overflow the tensors of a step, and would fail the other requests in it.
+# Larger values overflow the tensors of a step, which would fail its other requests, too.
 _INT32 = 2**31 - 1
 _FINITE = sys.float_info.max
 

@@ -120,10 +120,10 @@ class Scheduler:
         self._blocked = 0
 
     def _preempt(self, answer: Answer) -> None:
-        """Move ``answer`` back to the queue; what stays cached until its turn is not recomputed.
+        """Move ``answer`` back to the queue; pages that stay cached are not computed again.
 
-        A beam search restarts behind its prompt: beams go on only together, and without the pages
-        they shared as forks they might not be admitted together again.
+        A beam search restarts behind its prompt: beams run only together, and without the pages
+        that they shared as forks they might not all be admitted again.
         """
         request = answer.request
         if request.search is None:
@@ -287,13 +287,13 @@ class Scheduler:
         return stuck
 
     def _alone(self, answer: Answer) -> bool:
-        """Whether no other can be preempted; beams of one search cannot for each other."""
+        """Whether no other answer can be preempted; a beam cannot preempt beams of its search."""
         if answer.request.search is not None:
             return self.running[0].request is answer.request
         return len(self.running) == 1
 
     def _append(self, answer: Answer, spare: int) -> int | None:
-        """Append the newest token and drafts; return the number of drafts, None without pages."""
+        """Append the newest token and drafts; return the number of drafts, None if out of pages."""
         sequence = answer.running_sequence
         newest = answer.generated[-1]
         drafts = answer.propose(spare)
