@@ -22,7 +22,7 @@ _FIELDS = {
 }
 _CAUSES = {
     "pressure": "when memory was short",
-    "asked": "because somebody asked for it",
+    "asked": "because a user requested it",
     "cleared": "when the cache was cleared",
     "dropped": "when the request that published them gave them up",
 }

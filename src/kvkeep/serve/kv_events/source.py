@@ -1,4 +1,4 @@
-"""`Source`, a publisher to follow, and `Stream`, which classifies its messages. No sockets here."""
+"""`Source`, a publisher to follow, and `Stream`, which classifies its messages without I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["MessageAction", "ReaderStats", "Source", "Stream", "check_endpoint",
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise `InvalidValue` unless ZeroMQ can use this address, and as it is meant."""
+    """Raise `InvalidValue` unless ZeroMQ accepts this address and reads it as intended."""
     scheme, found, rest = endpoint.partition("://")
     _, _, port = rest.rpartition(":")
     sound = scheme in {"tcp", "ipc", "inproc"} and bool(found and rest)

@@ -106,7 +106,7 @@ def _text(service: Service, tokens: TokenArray) -> str:
 
 
 def _nothing(tokens: TokenArray) -> str:
-    """Decode to nothing, on a server that shows no text."""
+    """Return no text: the decoder of a server that shows none."""
     del tokens
     return ""
 
