@@ -1,4 +1,4 @@
-"""`Outcome`: the figures that a replay found."""
+"""`Outcome`: the figures of one replay."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Spans:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one policy with one capacity reused of a trace.
+    """The figures of one replay: how much of a trace a policy reused with one capacity.
 
     ``blocks`` are the units of all prompts, ``hit_blocks`` those reused whole; ``tokens`` and
     ``hit_tokens`` are the same in tokens. ``misses`` has the computed tokens by reason (`REASONS`).
