@@ -162,7 +162,7 @@ class _Reading:
         )
 
     def _disk(self, kept: float) -> tuple[tuple[str, str] | None, str]:
-        """Return the best policy and tiering, None if a tier adds too little to ``kept``; and why."""
+        """Return the best policy and tiering, None if a tier adds little to ``kept``; and why."""
         if not self._tiers:
             return None, ""
         most = max(self._tiers.values())
