@@ -211,7 +211,7 @@ class Demo:
         return rows + self._both("at once", CLIENTS)
 
     def ask_again(self, url: str, engine: Engine, advance: Callable[[], object]) -> list[DemoRow]:
-        """Repeat the first question to another server, whose pool is empty."""
+        """Send the first question again, to another server with an empty pool."""
         self._warm_up(url, engine, advance)
         return self._both(RESTARTED, ASKED[:1])
 

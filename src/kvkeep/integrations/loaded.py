@@ -1,4 +1,4 @@
-"""Which weights an engine has loaded, named by their files.
+"""The identity of the weights that an engine has loaded, from their files.
 
 An engine loads the weights before it makes its connector. A digest that the connector takes of the
 files is wrong if a file was replaced in between. But the engine's process began before it loaded

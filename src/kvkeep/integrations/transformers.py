@@ -158,7 +158,7 @@ class KeptModel:
         )
         if settings.cache is None:
             stored = self._store_prompts(prefill, rows, cache, copies=settings.copies)
-        if settings.copies == 1:  # of several answers, only what they share is stored
+        if settings.copies == 1:  # of several answers, only the common prompt is stored
             sequences: Any = getattr(output, "sequences", output)
             stored += self._store_answers(settings, sequences, cache)
         self.last = ReuseReport(sum(map(len, rows.texts)), prefill.loaded, stored, prefill.shared)

@@ -104,7 +104,7 @@ class PrefillCost:
         return self.seconds_fixed + linear + self.seconds_per_token_pair * pairs
 
     def decode_s(self, tokens: int) -> float:
-        """Return seconds for the tokens of an answer after its first."""
+        """Return the seconds to decode an answer of ``tokens`` tokens after its first."""
         return self.decode_seconds_per_token * max(0, tokens - 1)
 
     # --- measured ------------------------------------------------------------------------------

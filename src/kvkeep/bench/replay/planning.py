@@ -1,4 +1,4 @@
-"""`PlannedMemory`: the replays behind a recommendation, and the recommendation in words."""
+"""`PlannedMemory`: replays for a memory size, and the recommendation that follows from them."""
 
 from __future__ import annotations
 

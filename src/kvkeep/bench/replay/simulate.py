@@ -36,7 +36,7 @@ _TIMES = (0.5, 1.0, 2.0, 4.0)  # factors of the memory, for the curve of each na
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """How the tokens of a workload lie in pages.
+    """The layout of a workload's tokens in pages.
 
     By units (``page_tokens`` None): each unit is a page, the last one of a prompt as well, full or
     not. Published hit rates of traces of block ids are counted this way. By tokens: a prompt has

@@ -140,7 +140,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         self._moving.save(self._plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the loads that have ended."""
+        """Return the requests whose loads have ended."""
         return self._moving.finished(finished_req_ids, self._plan)
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -1,7 +1,7 @@
-"""Which settings of vLLM decide the numbers of KV.
+"""The settings of vLLM that decide the numbers of KV.
 
-All of them, except those listed here as neutral: a setting that a later vLLM adds is part of the
-namespace until it is known to be neutral. Values are those that vLLM resolved, so
+These are all settings except those listed here as neutral: a setting that a later vLLM adds is part
+of the namespace until it is known to be neutral. Values are those that vLLM resolved, so
 ``--hf-overrides`` and a default given by hand count by their effect.
 
 Neutral settings are about serving, logs, sampling, sizes and scheduling. The composition of a batch

@@ -1,4 +1,4 @@
-"""The scheduler's side: which blocks of a request are stored, and which are to be saved."""
+"""The scheduler's side: finds the stored blocks of requests, and plans loads and saves."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class SchedulerSide:
         return end * size - computed
 
     def _gain(self, request: Request, blocks: int, computed: int) -> int:
-        """Return the tokens that need not be computed; the last one always is, for its logits."""
+        """Return the number of tokens saved; the last token is always computed, for its logits."""
         tokens: int = request.num_tokens
         return min(blocks * self._groups.block_tokens, tokens - 1) - computed
 
@@ -194,7 +194,7 @@ class SchedulerSide:
         return plan
 
     def _complete(self, followed: FollowedRequest, scheduled: int) -> int:
-        """Return the number of blocks that are full, of final tokens, after this step."""
+        """Return the number of blocks that are full of final tokens after this step."""
         request, size = followed.request, self._groups.block_tokens
         end: int = (request.num_computed_tokens + scheduled) // size
         end = min(end, len(request.block_hashes))  # only final tokens have hashes

@@ -37,7 +37,7 @@ _MOST_RUNNING = 10_000
 
 
 class Explainer:
-    """Explains, token by token, why prompts were computed or not.
+    """Explains, token by token, why tokens of prompts were computed or reused.
 
     It follows one `kvkeep.core.cache.PagedCache` with pages of ``page_size`` tokens by its events
     (`see`), and each request: by the events of an engine (`see_request`), or by calls of `opened`

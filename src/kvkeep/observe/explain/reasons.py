@@ -128,7 +128,7 @@ class Reasons:
         late = there & (ledger.since[missing] > (0 if query.opened is None else query.opened))
         changes = (states[1:] != states[:-1]) | np.diff(there) | np.diff(late)
         if there[-1] and len(query.rows) * self._size == len(query.tokens):
-            changes[-1:] = True  # the last page has a verdict of its own
+            changes[-1:] = True  # the last page is judged separately
         begins = [0, *(np.flatnonzero(changes) + 1).tolist(), len(missing)]
         verdicts: list[tuple[Verdict, int]] = []
         for begin, end in pairwise(begins):

@@ -34,7 +34,7 @@ class RequestOrigin:
     id: str
     endpoint: str = ""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Names are in lower case."""
+    """HTTP headers; names are in lower case."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

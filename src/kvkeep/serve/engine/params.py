@@ -1,4 +1,4 @@
-"""`SamplingParams`: how a request's tokens are chosen, its number of answers, when it ends."""
+"""`SamplingParams`: a request's rules for choosing tokens, and its number of answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FINITE = sys.float_info.max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen, how many answers it has, and when it ends.
+    """The rules for one request: choice of tokens, number of answers, and when they end.
 
     ``temperature`` 0 takes the likeliest token. Above 0 a token is drawn: from the ``top_k``
     likeliest (0: all), of these from the fewest whose probabilities add up to ``top_p``, of these

@@ -73,7 +73,7 @@ class Request:
         self.cached_tokens: int | None = None
         """Prompt tokens reused from pool and store; None before the first admission."""
         self.loaded_tokens = 0
-        """Of ``cached_tokens``, those that came from the store."""
+        """Those of ``cached_tokens`` that came from the store."""
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.live: list[Answer] = [Answer(self, 0)]
         """Answers that wait or run."""

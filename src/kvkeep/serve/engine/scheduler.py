@@ -1,4 +1,4 @@
-"""`Scheduler`: which answers the next step computes, and how many tokens of each.
+"""`Scheduler`: chooses the answers that the next step computes, and the tokens of each.
 
     waiting ──admit──▶ running ──grow──▶ chunks ──(a forward pass)──▶ …
        ▲                  │
@@ -108,7 +108,7 @@ class Scheduler:
         insort(self.running, answer, key=BY_ARRIVAL)
 
     def remove(self, answer: Answer) -> None:
-        """Remove ``answer`` and free its pages; what it published stays cached."""
+        """Remove ``answer`` and free its pages; pages that it published stay cached."""
         if self._offload is not None:
             self._offload.cancel(answer)
         if answer.sequence is None:
@@ -312,7 +312,7 @@ class Scheduler:
         return 0
 
     def chunks(self) -> list[Chunk]:
-        """Return what to compute now: the newest tokens of decoding answers, then prompts in order.
+        """Return the chunks to compute: newest tokens of decoding answers, then prompts in order.
 
         Answers whose prompts are being loaded are left out.
         """

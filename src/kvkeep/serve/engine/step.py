@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineStep:
-    """The step of an `Engine`. Thread safety: none."""
+    """Runs the steps of an `Engine`. Thread safety: none."""
 
     def __init__(
         self,

@@ -69,7 +69,7 @@ class ReaderStats:
 
 
 class MessageAction(Enum):
-    """What to do with a live message."""
+    """The reader's action on a live message."""
 
     TAKE = "take"
     SKIP = "skip"  # a replay brought it already
@@ -83,7 +83,7 @@ def digest(payload: bytes) -> bytes:
 
 
 class Stream:
-    """The sequence numbers of one publisher: the last batch taken, and what to do with the next.
+    """The sequence numbers of one publisher: the last batch taken, and the action on the next.
 
     A publisher's numbers only grow. A live number not above the last live one means that it was
     restarted; one above that but not above the last taken was in a replay before. A restarted
@@ -100,7 +100,7 @@ class Stream:
         self._digest: bytes | None = None
 
     def classify(self, seq: int) -> MessageAction:
-        """Return what to do with a live message of this number."""
+        """Return the action on a live message of this number."""
         if seq <= self._live:
             return MessageAction.RESTART
         if self.taken is None:

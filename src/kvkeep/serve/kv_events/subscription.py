@@ -78,7 +78,7 @@ class Subscription:
     def request_replay(
         self, what: ReplayRequest, now: float, timeout: float, *, after_gap: bool
     ) -> None:
-        """Send a replay request, on a new socket: a late reply to an earlier one goes nowhere."""
+        """Send a replay request, on a new socket: late replies to earlier ones are dropped."""
         self.end_replay()
         assert self.source.replay is not None
         self.dealer = self._context.socket(zmq.DEALER)

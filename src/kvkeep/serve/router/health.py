@@ -1,4 +1,4 @@
-"""`Health`: which instances may get requests, judged by the outcomes of requests and probes."""
+"""`Health`: decides from outcomes of requests and probes which instances may get requests."""
 
 from __future__ import annotations
 

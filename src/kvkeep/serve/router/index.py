@@ -1,4 +1,4 @@
-"""`PlacementIndex`: which place holds which prefix, in which tier."""
+"""`PlacementIndex`: maps prefixes to the places that hold them, by tier."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class _PlaceBlocks:
 
 
 class PlacementIndex:
-    """Which places hold which prefix, as one bit mask of places per prefix and tier.
+    """Maps each prefix to the places that hold it, as one bit mask of places per tier.
 
     ``tiers`` lists tiers from the fastest on; tiers that instances name besides come after. A block
     whose parent is unknown is left out and counted (``orphans``), as are inconsistent ones

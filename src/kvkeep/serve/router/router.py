@@ -1,4 +1,4 @@
-"""`PrefixRouter`: chooses the instance on which a prompt costs least."""
+"""`PrefixRouter`: chooses the instance with the lowest cost for a prompt."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["UpstreamFailed", "Upstreams", "end_to_end_headers"]
 
-# Headers of one connection, not of the message (RFC 9110, 7.6.1), and those that are made anew.
+# Headers of one connection, not of the message (RFC 9110, 7.6.1), and those the proxy sets anew.
 _OWN_HEADERS = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade host content-length expect x-data-parallel-rank".split()

@@ -1,4 +1,4 @@
-"""The cost of a capacity and what it saves, from prices that the user gives."""
+"""The cost of a capacity, and its saving, from prices that the user gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The terms in which a batch plans its attention calls: their sizes, and the pieces' places."""
+"""Terms for planning the attention calls of a batch: sizes of calls, and places of pieces."""
 
 from __future__ import annotations
 
