@@ -85,7 +85,7 @@ def ask(url: str, path: str, body: dict[str, Any]) -> CompletionReply:
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of server-sent events until ``[DONE]``, which has to come."""
+    """Yield the JSON objects of server-sent events until ``[DONE]``, which is required."""
     for line in lines:
         field, _, data = line.partition(b":")
         if field != b"data":

@@ -22,7 +22,7 @@ NEVER = "never admitted"
 OTHER = "other namespace"
 REMAINDER = "page remainder"
 REASONS = (FIRST, EVICTED, NEVER, OTHER, REMAINDER)
-"""Why a token was computed; every computed token has exactly one reason."""
+"""Reasons why a token was computed; every computed token has exactly one."""
 
 
 class Spans:

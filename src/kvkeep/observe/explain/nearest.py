@@ -175,7 +175,7 @@ def cached_tokens(prompt: SeenPrompt, ledger: UnitLedger) -> int:
 
 
 def _within(stretches: Iterable[Stretch], missing: int, cached: int) -> tuple[Stretch, ...]:
-    """Cut ``stretches`` to tokens that are missing here and cached there."""
+    """Cut stretches to our tokens from ``missing`` on and the other's first ``cached`` ones."""
     cut = []
     for start, stop, other in stretches:
         first = max(start, missing)

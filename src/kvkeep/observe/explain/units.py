@@ -27,7 +27,7 @@ class Requester:
 
     @property
     def why_not(self) -> str:
-        """Why no page of the request was kept."""
+        """The reason why no page of the request was kept."""
         if not self.reuse:
             return "reuse_off"
         if not self.store:

@@ -29,7 +29,7 @@ Outcome = Literal["done", "aborted", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
-    """Where a request comes from: the id of its answer, the endpoint, and its HTTP headers."""
+    """The origin of a request: the id of its answer, the endpoint, and the HTTP headers."""
 
     id: str
     endpoint: str = ""

@@ -120,7 +120,7 @@ class Answer:
         return self.logits is not None
 
     def fork(self, index: int, *next_token: int) -> Answer:
-        """Return an answer that shares the pages of this one and goes on from it."""
+        """Return an answer that shares the pages of this one and continues its tokens."""
         assert not self.drafts
         other = Answer(self.request, index)
         other.generated = [*self.generated, *next_token]

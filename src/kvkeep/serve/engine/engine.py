@@ -219,9 +219,9 @@ class Engine:
         return None if offload is None else offload.tenant_of(as_namespace(namespace))
 
     def observe(self, *observers: RequestObserver) -> None:
-        """Call these observers from now on, instead of those before.
+        """Replace the observers.
 
-        They may receive events of requests that were added before.
+        The new ones may receive later events of requests that were added before.
         """
         self._notifier.observers = observers
 

@@ -1,4 +1,4 @@
-"""`Limits`: how much an engine takes on at once."""
+"""`Limits`: bounds on an engine's batch and queue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much an engine takes on at once.
+    """Bounds on an engine's batch and queue.
 
     ``max_running`` answers are computed together, and ``step_tokens`` tokens in one forward pass:
     decoding answers come first, and chunks of prompts take the rest. ``max_waiting``

@@ -29,7 +29,7 @@ __all__ = ["CacheUse", "Request"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
-    """How a request uses cache and store; see `Engine.add`."""
+    """A request's use of cache and store; see `Engine.add`."""
 
     namespace: Namespace
     store: bool = True

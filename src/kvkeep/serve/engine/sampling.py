@@ -68,7 +68,7 @@ def chance_of(seed: int, choice: int, position: int) -> int:
 
 @dataclass(slots=True)
 class LogitsRow:
-    """How to choose a token from one row of logits.
+    """The rules for choosing a token from one row of logits.
 
     ``chance`` are the random bits to draw with; with None the likeliest token is chosen, even if
     ``params`` have a temperature. ``generated`` are the answer's tokens so far, for penalties.

@@ -194,7 +194,7 @@ class Scheduler:
     def _computed_by_another(self, answer: Answer) -> bool:
         """Whether a running answer will publish more of this prompt than is cached.
 
-        Waiting for it costs no time: this answer would compute those tokens no sooner.
+        Waiting for that answer costs no time: this one would compute the tokens no sooner.
         """
         if not self._cache.reuse:
             return False

@@ -279,7 +279,7 @@ class GrowingText:
 
     @property
     def text(self) -> str:
-        """The whole text so far, held back or not. Cost: a copy of it."""
+        """The whole text so far, including held text. Cost: a copy of the text."""
         return "".join(self._shown) + self._held
 
     def add(self, token: int) -> str:

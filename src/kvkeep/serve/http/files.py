@@ -1,4 +1,4 @@
-"""How many connections the limit on open files (``RLIMIT_NOFILE``) allows."""
+"""The number of connections that the limit on open files (``RLIMIT_NOFILE``) allows."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class InstanceHealth(Enum):
 
 
 class Doubt(Enum):
-    """Why an instance became suspect."""
+    """The reason why an instance became suspect."""
 
     PROBE = "probe"
     REQUEST = "request"

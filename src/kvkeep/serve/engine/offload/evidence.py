@@ -94,7 +94,7 @@ class Evidence:
         self.asks = wanted and self._end - pool >= self._page_size
 
     def came(self, at: int, start: int, tokens: int, sources: Sequence[tuple[str, int]]) -> None:
-        """Note a chunk of ``tokens`` tokens from ``start`` on; those from ``at`` on are new."""
+        """Note a chunk of ``tokens`` tokens from ``start`` on; tokens before ``at`` are not new."""
         for one in _ranges(start, [*sources, (self._front, tokens)]):
             begin, stop = max(at, one.start), min(start + tokens, one.stop)
             if begin < stop:

@@ -43,10 +43,10 @@ _NEVER = 1 << 62
 
 @dataclass(slots=True)
 class Trail:
-    """How far one answer's tokens were handed to the store; all positions are in tokens."""
+    """The progress of writing one answer's tokens to the store; positions are in tokens."""
 
     end: int | None
-    """Where the prompt ends and its tail is written; None once that is done."""
+    """The end of the prompt, where its tail is written; None once the tail is queued."""
     limit: int = _NEVER
     """Tokens from here on are not written."""
     withheld: bool = False
